@@ -1,0 +1,1 @@
+"""Small files that the package needs at run time."""

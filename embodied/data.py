@@ -1,0 +1,141 @@
+"""What flows between workers: small frozen carriers with their shapes.
+
+Letters used everywhere: N envs, T decisions, C env steps per decision (the action chunk), A action dimensions. Arrays are
+numpy between processes; float arrays keep the run's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Array = Any  # numpy array, or a torch tensor where data stays on a GPU
+Observation = dict[str, Any]  # "state": [N,D]; "images": {camera: uint8 [N,H,W,3]}; "instruction": list of N strings
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """Which episode an env row plays. The driver owns the list; `index` is unique in a run and keys all its randomness."""
+
+    task: str
+    init_state_id: int  # which stored initial state, for simulators that have them; otherwise -1
+    seed: int  # drives the random initial state
+    index: int
+
+
+@dataclass(frozen=True)
+class ActionSpec:
+    """Continuous: `dim` numbers in [-1, 1]. Discrete: one integer in [0, num_choices) (then dim is 1)."""
+
+    dim: int
+    num_choices: int | None = None
+
+    @property
+    def discrete(self) -> bool:
+        return self.num_choices is not None
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What a policy must know of an env, without the simulator."""
+
+    action: ActionSpec
+    state_dim: int | None = None
+    images: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # camera -> (H, W, 3)
+    instruction: bool = False
+    max_episode_steps: int = 0
+    has_success: bool = False
+    control_hz: float = 20.0  # frames per second of a video at one frame per env step
+    backend: str = ""  # which physics the env resolved to, recorded with every result
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """The outcome of one decision: C env steps of every env.
+
+    `mask[n, c]` is True while env n was still running before step c; after its episode is over the rest of the chunk has
+    reward 0, mask False and success frozen. `obs` is the observation after the chunk; for a row that finished inside the
+    chunk it is the observation at the finish (its final observation), since rows are reset only later, by `reset`.
+
+    Two envs, chunk of 3, env 1 terminates at its second step with reward 5:
+        rewards    [[1, 1, 1], [1, 5, 0]]
+        mask       [[T, T, T], [T, T, F]]
+        terminated [[F, F, F], [F, T, F]]
+    """
+
+    obs: Observation
+    rewards: np.ndarray  # float [N, C]
+    terminated: np.ndarray  # bool [N, C]
+    truncated: np.ndarray  # bool [N, C]
+    mask: np.ndarray  # bool [N, C]
+    success: np.ndarray | None  # bool [N, C]; None for envs that have no success
+
+    @property
+    def done(self) -> np.ndarray:
+        """[N]: the episode ended inside this chunk."""
+        return (self.terminated | self.truncated).any(axis=1)
+
+
+@dataclass(frozen=True)
+class NoiseSpec:
+    """The randomness one decision of one env needs: `width` independent numbers of this kind."""
+
+    kind: str  # "normal" or "uniform"
+    width: int
+
+
+@dataclass(frozen=True)
+class PolicyOutput:
+    """One decision for each of N envs. Log-probs are at the finest level: one per action dimension (or token)."""
+
+    actions: np.ndarray  # [N, C, A]
+    logprobs: np.ndarray  # [N, C, A]
+    values: np.ndarray  # [N]
+    replay: dict[str, np.ndarray] = field(default_factory=dict)  # extra [N, ...] inputs that `forward` needs again
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """One finished episode, as counted by training metrics and written to episodes.csv."""
+
+    index: int
+    task: str
+    init_state_id: int
+    seed: int
+    length: int  # env steps
+    total_reward: float
+    success_once: bool | None
+    success_at_end: bool | None
+    success_at_reset: bool | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """T consecutive decisions of a block of N envs with all the learner needs.
+
+    `values[t]` is V(obs[t]) at act time and `values[T]` V of the observation after the last decision. `final_values[t, n]`
+    is V(final_obs) where the episode of env n was truncated inside decision t, else 0: the observation at t+1 already
+    belongs to the next episode.
+    """
+
+    env_ids: np.ndarray  # int [N], global
+    obs: Observation  # arrays [T, N, ...]
+    actions: np.ndarray  # [T, N, C, A]
+    logprobs: np.ndarray  # [T, N, C, A]
+    values: np.ndarray  # [T+1, N]
+    final_values: np.ndarray  # [T, N]
+    rewards: np.ndarray  # [T, N, C]
+    terminated: np.ndarray  # bool [T, N, C]
+    truncated: np.ndarray  # bool [T, N, C]
+    mask: np.ndarray  # bool [T, N, C]
+    versions: np.ndarray  # int [T, N], the policy version that acted
+    episodes: np.ndarray  # int [T, N], EpisodeSpec.index
+    replay: dict[str, np.ndarray] = field(default_factory=dict)  # [T, N, ...]
+    finished: tuple[EpisodeResult, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.mask.sum())

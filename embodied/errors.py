@@ -1,0 +1,52 @@
+"""What can go wrong, in the words of the person who has to mend it.
+
+`EmbodiedError` and its subclasses are for the user's side: a command prints their text without a traceback and exits with
+`exit_code`. A broken invariant of our own is an `assert` instead.
+"""
+
+from __future__ import annotations
+
+
+class EmbodiedError(Exception):
+    """Something the user can act on: the text says what happened, where, and what to try."""
+
+    exit_code = 1
+
+
+class ConfigError(EmbodiedError):
+    """The recipe or the command line is wrong. Found before anything starts."""
+
+    exit_code = 2
+
+
+class MissingAsset(EmbodiedError):
+    """A simulator needs files that are not on this machine."""
+
+    exit_code = 2
+
+
+class CheckpointError(EmbodiedError):
+    """A checkpoint is missing, incomplete or damaged."""
+
+
+class WorkerFailed(EmbodiedError):
+    """A worker raised an exception or its process died. Carries who and the first cause."""
+
+    def __init__(self, worker: str, cause: str) -> None:
+        super().__init__(f"{worker}: {cause}")
+        self.worker = worker
+        self.cause = cause
+
+
+class ChannelClosed(EmbodiedError):
+    """The other side of a channel is gone: nothing more will come, or nobody will take what is put."""
+
+    def __init__(self, channel: str, peer: str, cause: str) -> None:
+        super().__init__(f"channel {channel!r} was closed by {peer}: {cause}")
+        self.channel = channel
+        self.peer = peer
+        self.cause = cause
+
+
+class DeadlineExceeded(EmbodiedError):
+    """A wait lasted longer than its deadline (`faults.timeout_s` unless named otherwise)."""

@@ -1,0 +1,1 @@
+"""One short YAML file per recipe."""
