@@ -134,8 +134,59 @@ class Trajectory:
     versions: np.ndarray  # int [T, N], the policy version that acted
     episodes: np.ndarray  # int [T, N], EpisodeSpec.index
     replay: dict[str, np.ndarray] = field(default_factory=dict)  # [T, N, ...]
-    finished: tuple[EpisodeResult, ...] = ()
 
     @property
     def num_steps(self) -> int:
         return int(self.mask.sum())
+
+
+@dataclass(frozen=True)
+class ActRequest:
+    """A sim worker's question to a policy worker: what should these rows do next?
+
+    `final_obs` holds the final observations of rows whose episode was truncated in the decision before; only their value is
+    wanted. With `value_only` the same holds for `obs` (the end of a rollout). `done` says that this source asks no more.
+    """
+
+    source: str  # where the answer goes, e.g. "sim-0/1" (sim worker 0, stage 1)
+    obs: Observation | None = None
+    episodes: np.ndarray | None = None  # int [N]
+    decisions: np.ndarray | None = None  # int [N]
+    final_obs: Observation | None = None
+    value_only: bool = False
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class ActReply:
+    output: PolicyOutput | None  # None for value_only
+    values: np.ndarray  # [N]
+    final_values: np.ndarray | None
+    version: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One published version of a policy's weights and buffers."""
+
+    version: int
+    tensors: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """Where the time of one sim worker went in one rollout, and how much it did."""
+
+    env_steps: int
+    finished: tuple[EpisodeResult, ...]  # episodes that ended in this rollout
+    step_s: float
+    reset_s: float
+    wait_s: float  # for the policy's answers
+
+
+@dataclass(frozen=True)
+class Route:
+    """The channels one sim worker uses: per stage, where to ask and where the answers come."""
+
+    requests: tuple[Any, ...]  # Channel per stage
+    replies: tuple[Any, ...]  # Channel per stage

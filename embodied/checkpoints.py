@@ -1,0 +1,139 @@
+"""Checkpoints: whole or absent.
+
+A checkpoint is written into a folder of its own beside the others, every file is hashed and flushed to disk, and only then the
+folder gets its name. Readers verify the hashes. `latest` is a text file with a name, a hint that is checked like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from embodied.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+SIMS = "sims.npz"
+
+
+def name_of(version: int) -> str:
+    return f"v{version:06d}"
+
+
+def write_checkpoint(
+    parent: Path, version: int, fill: Callable[[Path], None], state: dict, sims: dict[str, np.ndarray]
+) -> Path:
+    """Write one checkpoint. `fill` writes the learner's and the policy's files into the folder it is given."""
+    parent.mkdir(parents=True, exist_ok=True)
+    final = parent / name_of(version)
+    if final.is_dir():
+        return final  # this version was saved before (a resumed run that ends at once, say)
+    draft = parent / f".writing-{name_of(version)}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        fill(draft)
+        (draft / STATE).write_text(json.dumps(state, indent=2) + "\n")
+        np.savez(draft / SIMS, **sims)
+        manifest = {"version": version, "files": {name: digest(draft / name) for name in files_of(draft)}}
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        for name in (*manifest["files"], MANIFEST):
+            flush(draft / name)
+        for folder in [draft, *(p for p in draft.rglob("*") if p.is_dir())]:
+            flush(folder)
+        os.rename(draft, final)
+        flush(parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    replace_text(parent / "latest", final.name + "\n")
+    return final
+
+
+def verify(checkpoint: Path) -> dict:
+    """The checkpoint's driver state, after every file was checked against the manifest."""
+    manifest = read_json(checkpoint / MANIFEST)
+    for name, expected in manifest.get("files", {}).items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint {checkpoint} is incomplete: {name} is missing")
+        if digest(path) != expected:
+            raise CheckpointError(f"checkpoint {checkpoint} is damaged: {name} does not match its checksum")
+    return read_json(checkpoint / STATE)
+
+
+def newest(run: Path) -> Path:
+    """The newest whole checkpoint of a run: what `latest` names, or else the highest version that verifies."""
+    parent = run / "checkpoints"
+    candidates = sorted((p for p in parent.glob("v[0-9]*") if p.is_dir()), reverse=True)
+    if (parent / "latest").is_file():
+        hinted = parent / (parent / "latest").read_text().strip()
+        if hinted in candidates and hinted == candidates[0]:
+            candidates = [hinted, *(c for c in candidates if c != hinted)]
+    problems = []
+    for candidate in candidates:
+        try:
+            verify(candidate)
+            return candidate
+        except CheckpointError as err:
+            problems.append(str(err))
+    detail = "; ".join(problems) or "nothing was saved yet"
+    raise CheckpointError(f"{run} has no usable checkpoint: {detail}")
+
+
+def locate(text: str) -> tuple[Path, Path | None, Path | None]:
+    """A run folder, a version folder or a policy folder -> (policy folder, checkpoint or None, run folder or None)."""
+    path = Path(text).expanduser()
+    if (path / "run.json").is_file():
+        checkpoint = newest(path)
+        return checkpoint / "policy", checkpoint, path
+    if (path / MANIFEST).is_file():
+        verify(path)
+        run = path.resolve().parent.parent
+        return path / "policy", path, run if (run / "run.json").is_file() else None
+    if (path / "config.json").is_file():
+        return path, None, None
+    raise CheckpointError(f"{text}: not a run folder, a checkpoint (v000123) or a policy folder")
+
+
+def read_sims(checkpoint: Path) -> dict[str, np.ndarray]:
+    with np.load(checkpoint / SIMS, allow_pickle=False) as content:
+        return {name: content[name] for name in content.files}
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as err:
+        raise CheckpointError(f"{path} cannot be read: {err}") from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file in one step, so that a reader sees the old or the new text."""
+    draft = path.with_name(f".{path.name}.writing")
+    draft.write_text(text)
+    flush(draft)
+    os.replace(draft, path)
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

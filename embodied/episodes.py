@@ -1,0 +1,28 @@
+"""Which episodes are played: lists the driver owns, functions of a seed and an index alone.
+
+Training: env e plays episodes e, e + E, e + 2E, ... for E envs in total, so neither the number of sim workers nor the order in
+which envs finish changes any episode. Evaluation: a fixed list, disjoint from training by its stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embodied.data import EpisodeSpec
+from embodied.rng import generator
+
+
+@dataclass(frozen=True)
+class EpisodeList:
+    """An endless list of episodes of one task; `stream` separates training from evaluation."""
+
+    seed: int
+    stream: str  # "train" or "eval"
+    task: str
+
+    def __getitem__(self, index: int) -> EpisodeSpec:
+        seed = int(generator(self.seed, "episode", self.stream, index).integers(2**31 - 1))
+        return EpisodeSpec(self.task, -1, seed, index)
+
+    def first(self, count: int) -> list[EpisodeSpec]:
+        return [self[index] for index in range(count)]

@@ -1,0 +1,121 @@
+"""The folder of one run: provenance, the resolved recipe, metrics, checkpoints, evaluations, logs. Never overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from embodied.checkpoints import read_json, replace_text
+from embodied.errors import CheckpointError
+
+PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", "mani_skill", "sapien", "transformers", "ray")
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self._metrics = None
+
+    @classmethod
+    def create(cls, parent: Path, recipe: str, config_yaml: str) -> RunFolder:
+        """A new folder `<recipe>-<date>`; a number is added if that name is taken."""
+        stem = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+        for attempt in range(1, 1000):
+            path = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
+            try:
+                path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                continue
+        run = cls(path)
+        run.logs.mkdir()
+        (path / "config.yaml").write_text(config_yaml)
+        run._write({"state": "running", "started": now(), "provenance": provenance()})
+        return run
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunFolder:
+        """Continue in the folder of an earlier run."""
+        run = cls(path)
+        if not (path / "run.json").is_file():
+            raise CheckpointError(f"{path} is not a run folder: run.json is missing")
+        resumed = [*run.info().get("resumed", []), {"at": now(), "provenance": provenance()}]
+        run._write({**run.info(), "state": "running", "resumed": resumed})
+        run.logs.mkdir(exist_ok=True)
+        return run
+
+    def info(self) -> dict:
+        return read_json(self.path / "run.json")
+
+    def keep_metrics(self, iteration: int) -> None:
+        """Drop the metrics of iterations after `iteration`: a resumed run makes them again."""
+        path = self.path / "metrics.jsonl"
+        if path.is_file():
+            rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            kept = [row for row in rows if row["iteration"] <= iteration]
+            replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def log(self, row: dict) -> None:
+        if self._metrics is None:
+            self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
+        self._metrics.write(json.dumps(row) + "\n")
+
+    def finish(self, state: str, cause: str = "", **more: object) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        self._write({**self.info(), "state": state, "cause": cause, "ended": now(), **more})
+
+    def _write(self, content: dict) -> None:
+        replace_text(self.path / "run.json", json.dumps(content, indent=2) + "\n")
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def provenance() -> dict:
+    """What produced a result: command, code, packages, machine."""
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "packages": {name: version for name in PACKAGES if (version := installed(name))},
+        "time": time.time(),
+    }
+
+
+def installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit of the code that runs, marked when it has uncommitted changes; None outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        told = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.stdout.strip()

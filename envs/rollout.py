@@ -1,0 +1,177 @@
+"""One stage of a sim worker: a vector env, its open episodes, and the trajectory being recorded.
+
+The cycle of a decision is ask -> take -> ask: `ask` sends the current observation to the policy, `take` receives its actions,
+plays them, records everything and resets what finished. Two stages let the policy answer one while the other is simulated.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import numpy as np
+
+from embodied.data import ActReply, ActRequest, EpisodeResult, Observation, Trajectory
+from embodied.envs.base import VectorEnv
+from embodied.envs.rows import Rows
+from embodied.episodes import EpisodeList
+from embodied.runtime import Channel
+
+
+class Stage:
+    def __init__(self, env: VectorEnv, name: str, env_ids: np.ndarray, num_envs_total: int) -> None:
+        self.env = env
+        self.name = name
+        self.env_ids = env_ids
+        self.num_envs_total = num_envs_total
+        self.rows = Rows(env.num_envs, env.env_spec.has_success)
+        self.obs: Observation | None = None
+        self.final_obs: Observation | None = None
+        self.final_rows = np.empty(0, np.int64)
+        self.requests: Channel | None = None
+        self.replies: Channel | None = None
+        self.step_s = self.reset_s = self.wait_s = 0.0
+
+    def reset(self, rows: np.ndarray, episodes: EpisodeList) -> None:
+        """Begin the next episode of these rows: env e plays episodes e, e + E, e + 2E, ..."""
+        started = perf_counter()
+        next_index = self.env_ids[rows] + self.rows.started[rows] * self.num_envs_total
+        specs = [episodes[int(index)] for index in next_index]
+        by_row: list = [None] * self.env.num_envs
+        for row, spec in zip(rows, specs, strict=True):
+            by_row[row] = spec
+        mask = np.zeros(self.env.num_envs, bool)
+        mask[rows] = True
+        self.obs, info = self.env.reset(options={"reset_mask": mask, "episodes": by_row})
+        self.rows.begin(rows, specs, info.get("success"))
+        self.reset_s += perf_counter() - started
+
+    def ask(self, value_only: bool = False) -> None:
+        self.requests.put(
+            ActRequest(
+                source=self.name,
+                obs=self.obs,
+                episodes=self.rows.episode.copy(),
+                decisions=self.rows.decision.copy(),
+                final_obs=self.final_obs,
+                value_only=value_only,
+            )
+        )
+
+    def receive(self) -> ActReply:
+        started = perf_counter()
+        reply: ActReply = self.replies.get()
+        self.wait_s += perf_counter() - started
+        return reply
+
+    def take(self, record: Record, t: int, episodes: EpisodeList) -> None:
+        """Play the policy's answer to the last `ask` and record it as decision t."""
+        reply = self.receive()
+        record.finals(t - 1, self.final_rows, reply.final_values)
+        started = perf_counter()
+        result = self.env.step_chunk(reply.output.actions)
+        self.step_s += perf_counter() - started
+        record.decision(t, self.obs, reply, result, self.rows.episode)
+        self.rows.record(result)
+        self.obs, self.final_obs, self.final_rows = result.obs, None, np.empty(0, np.int64)
+        done = np.flatnonzero(result.done)
+        if len(done):
+            record.finished += self.rows.results(done)
+            self.final_rows = np.flatnonzero(result.truncated.any(axis=1))
+            if len(self.final_rows):
+                self.final_obs = take_rows(result.obs, self.final_rows)
+            self.reset(done, episodes)
+
+    def close(self, record: Record) -> None:
+        """Receive the values that the end of a rollout needs; the last request was `ask(value_only=True)`."""
+        reply = self.receive()
+        record.finals(record.horizon - 1, self.final_rows, reply.final_values)
+        record.values[record.horizon] = reply.values
+        self.final_obs, self.final_rows = None, np.empty(0, np.int64)
+
+
+class Record:
+    """The arrays of one trajectory, filled decision by decision (allocated when the first shows its shapes)."""
+
+    def __init__(self, horizon: int, env_ids: np.ndarray) -> None:
+        self.horizon = horizon
+        self.env_ids = env_ids
+        self.finished: list[EpisodeResult] = []
+        self.arrays: dict[str, np.ndarray] = {}
+        self.obs: dict[str, object] = {}
+        self.replay: dict[str, np.ndarray] = {}
+        self.values: np.ndarray | None = None
+        self.final_values: np.ndarray | None = None
+
+    def decision(self, t: int, obs: Observation, reply: ActReply, result, episode: np.ndarray) -> None:
+        num = len(self.env_ids)
+        parts = {
+            "actions": reply.output.actions,
+            "logprobs": reply.output.logprobs,
+            "rewards": result.rewards,
+            "terminated": result.terminated,
+            "truncated": result.truncated,
+            "mask": result.mask,
+            "versions": np.full(num, reply.version, np.int64),
+            "episodes": episode,
+        }
+        if self.values is None:
+            self.arrays = {name: self._room(part) for name, part in parts.items()}
+            self.replay = {name: self._room(part) for name, part in reply.output.replay.items()}
+            self.obs = room_for(obs, self.horizon)
+            self.values = np.zeros((self.horizon + 1, num), reply.values.dtype)
+            self.final_values = np.zeros((self.horizon, num), reply.values.dtype)
+        for name, part in parts.items():
+            self.arrays[name][t] = part
+        for name, part in reply.output.replay.items():
+            self.replay[name][t] = part
+        store(self.obs, t, obs)
+        self.values[t] = reply.values
+
+    def finals(self, t: int, rows: np.ndarray, final_values: np.ndarray | None) -> None:
+        if len(rows):
+            self.final_values[t, rows] = final_values
+
+    def trajectory(self, columns: slice) -> Trajectory:
+        """The part of the record that belongs to these env rows."""
+        cut = {name: array[:, columns] for name, array in self.arrays.items()}
+        return Trajectory(
+            env_ids=self.env_ids[columns],
+            obs=map_obs(self.obs, lambda array: array[:, columns], lambda texts: [row[columns] for row in texts]),
+            values=self.values[:, columns],
+            final_values=self.final_values[:, columns],
+            replay={name: array[:, columns] for name, array in self.replay.items()},
+            **cut,
+        )
+
+    def _room(self, part: np.ndarray) -> np.ndarray:
+        return np.zeros((self.horizon, *part.shape), part.dtype)
+
+
+def map_obs(obs: Observation, arrays, texts) -> Observation:
+    """Apply one function to every array of an observation and another to its instruction list."""
+    out: Observation = {}
+    for name, part in obs.items():
+        if name == "instruction":
+            out[name] = texts(part)
+        elif isinstance(part, dict):
+            out[name] = {camera: arrays(image) for camera, image in part.items()}
+        else:
+            out[name] = arrays(part)
+    return out
+
+
+def take_rows(obs: Observation, rows: np.ndarray) -> Observation:
+    return map_obs(obs, lambda array: array[rows], lambda texts: [texts[row] for row in rows])
+
+
+def room_for(obs: Observation, horizon: int) -> Observation:
+    return map_obs(obs, lambda a: np.zeros((horizon, *a.shape), a.dtype), lambda texts: [None] * horizon)
+
+
+def store(room: Observation, t: int, obs: Observation) -> None:
+    for name, part in obs.items():
+        if isinstance(part, dict):
+            for camera, image in part.items():
+                room[name][camera][t] = image
+        else:
+            room[name][t] = list(part) if name == "instruction" else part

@@ -1,0 +1,136 @@
+"""The sim worker: owns a slice of the run's envs, plays rollouts for training and episodes for evaluation.
+
+It never sees the policy, only the channels of its `Route`. Finished rows are reset here, at the decision border, to the next
+episode of the driver's list; the arrays it records go to the learner ranks that own the env rows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from embodied.data import ActRequest, EnvSpec, EpisodeResult, EpisodeSpec, RolloutStats, Route
+from embodied.envs import make_env
+from embodied.envs.evaluation import play_episodes
+from embodied.envs.rollout import Record, Stage
+from embodied.episodes import EpisodeList
+from embodied.runtime import Channel, Worker
+
+
+class SimWorker(Worker):
+    def __init__(self, config, stages: int = 1) -> None:
+        self.config = config
+        self.num_stages = stages
+        self.stages: list[Stage] = []
+        self.eval_env = None
+
+    def spec(self) -> EnvSpec:
+        """Build the training envs (the first call takes seconds with a real simulator) and say what they offer."""
+        if not self.stages:
+            per_worker = self.config.num_envs // self.world_size
+            per_stage = per_worker // self.num_stages
+            for stage in range(self.num_stages):
+                first = self.rank * per_worker + stage * per_stage
+                ids = np.arange(first, first + per_stage)
+                env = make_env(self.config, per_stage)
+                self.stages.append(Stage(env, f"sim-{self.rank}/{stage}", ids, self.config.num_envs))
+        return self.stages[0].env.env_spec
+
+    def collect(self, episodes: EpisodeList, horizon: int, route: Route, out: tuple[Channel, ...]) -> RolloutStats:
+        """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows."""
+        records = [Record(horizon, stage.env_ids) for stage in self.stages]
+        for stage, requests, replies in zip(self.stages, route.requests, route.replies, strict=True):
+            stage.requests, stage.replies = requests, replies
+            stage.step_s = stage.reset_s = stage.wait_s = 0.0
+            if stage.obs is None:
+                stage.reset(np.arange(stage.env.num_envs), episodes)
+            stage.ask()
+        for t in range(horizon):
+            for stage, record in zip(self.stages, records, strict=True):
+                stage.take(record, t, episodes)
+                stage.ask(value_only=t == horizon - 1)
+        for stage, record in zip(self.stages, records, strict=True):
+            stage.close(record)
+            stage.requests.put(ActRequest(stage.name, done=True))
+            self._deliver(record, out)
+        return RolloutStats(
+            env_steps=sum(int(record.arrays["mask"].sum()) for record in records),
+            finished=tuple(result for record in records for result in record.finished),
+            step_s=sum(stage.step_s for stage in self.stages),
+            reset_s=sum(stage.reset_s for stage in self.stages),
+            wait_s=sum(stage.wait_s for stage in self.stages),
+        )
+
+    def evaluate(
+        self, episodes: list[EpisodeSpec], num_envs: int, route: Route, film: frozenset[int], folder: Path | None
+    ) -> list[EpisodeResult]:
+        """Play this worker's share of a fixed episode list to the end in separate envs, filming some of them."""
+        mine = episodes[self.rank :: self.world_size]
+        requests, replies = route.requests[0], route.replies[0]
+        rows = -(-num_envs // self.world_size)
+        if self.eval_env is not None and self.eval_env.num_envs != rows:
+            self.eval_env.close()
+            self.eval_env = None
+        if mine and self.eval_env is None:
+            self.eval_env = make_env(self.config, rows)
+        source = f"sim-{self.rank}/0"
+        results = play_episodes(self.eval_env, mine, source, requests, replies, film, folder) if mine else []
+        requests.put(ActRequest(source, done=True))
+        return results
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing begun)."""
+        parts = [stage_state(stage) for stage in self.stages if stage.obs is not None]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+    def set_state(self, state: dict[str, np.ndarray], episodes: EpisodeList) -> int:
+        """Continue from `get_state` of all workers. Returns how many open episodes had to be abandoned."""
+        return sum(restore_stage(stage, state, episodes) for stage in self.stages)
+
+    def close(self) -> None:
+        for env in [stage.env for stage in self.stages] + ([self.eval_env] if self.eval_env else []):
+            env.close()
+
+    def _deliver(self, record: Record, out: tuple[Channel, ...]) -> None:
+        """Cut the record at the borders of the learner ranks' env blocks."""
+        for rank, block in enumerate(env_blocks(self.config.num_envs, len(out))):
+            columns = np.flatnonzero((record.env_ids >= block.start) & (record.env_ids < block.stop))
+            if len(columns):
+                cut = slice(int(columns[0]), int(columns[-1]) + 1)
+                trajectory = record.trajectory(cut)
+                out[rank].put(trajectory, weight=trajectory.num_steps)
+
+
+def env_blocks(num_envs: int, ranks: int) -> list[range]:
+    """Which global env ids each learner rank owns: contiguous, as equal as possible."""
+    borders = [num_envs * rank // ranks for rank in range(ranks + 1)]
+    return [range(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+
+
+def num_deliveries(num_envs: int, workers: int, stages: int, ranks: int) -> list[int]:
+    """How many trajectories each learner rank receives per rollout."""
+    size = num_envs // (workers * stages)
+    pieces = [range(i * size, (i + 1) * size) for i in range(workers * stages)]
+    return [sum(p.start < b.stop and b.start < p.stop for p in pieces) for b in env_blocks(num_envs, ranks)]
+
+
+def stage_state(stage: Stage) -> dict[str, np.ndarray]:
+    state = {f"rows.{name}": array for name, array in stage.rows.get_state().items()}
+    state |= {f"env.{name}": array for name, array in (stage.env.get_state() or {}).items()}
+    return {"env_ids": stage.env_ids, **state}
+
+
+def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeList) -> int:
+    place = {int(env): at for at, env in enumerate(state["env_ids"])}
+    at = np.array([place[int(env)] for env in stage.env_ids])
+    rows = {name[5:]: array[at] for name, array in state.items() if name.startswith("rows.")}
+    stage.rows.set_state(rows, [episodes[int(index)] for index in rows["episode"]])
+    env_state = {name[4:]: array[at] for name, array in state.items() if name.startswith("env.")}
+    if env_state:
+        stage.obs = stage.env.set_state(env_state)
+        return 0
+    open_episodes = int((stage.rows.length > 0).sum())
+    stage.rows.started -= stage.rows.length == 0  # not yet begun: played again; begun: abandoned, the next one follows
+    stage.reset(np.arange(stage.env.num_envs), episodes)
+    return open_episodes

@@ -1,0 +1,59 @@
+"""One file per policy family; this module picks the one a recipe names.
+
+`make_policy` builds one with fresh weights, `load_policy` one from its folder. Families are imported only when named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied.errors import ConfigError
+
+if TYPE_CHECKING:
+    from embodied.data import EnvSpec
+    from embodied.policies.base import Policy
+
+FAMILIES = {"mlp": "embodied.policies.mlp:MLPPolicy"}
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The class behind `policy.name`."""
+    where = FAMILIES.get(name, name)
+    module, _, attribute = where.partition(":")
+    if not attribute:
+        raise ConfigError(f"policy.name={name!r} is unknown; families: {', '.join(FAMILIES)}, or my_pkg.my_module:MyPolicy")
+    if where is name and "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as err:
+        raise ConfigError(f"policy.name={name!r}: {err}; is it importable from {Path.cwd()}?") from None
+    except AttributeError:
+        raise ConfigError(f"policy.name={name!r}: module {module} has no {attribute}") from None
+
+
+def make_policy(config: Any, spec: EnvSpec, seed: int | None = None) -> Policy:
+    """A policy for this env; with a seed its initial weights are drawn, else they are left for `load_weights`."""
+    from embodied.rng import generator
+
+    policy = policy_class(config.name)(config, spec)
+    if seed is not None:
+        policy.initialise(generator(seed, "policy", "initial weights"))
+    return policy
+
+
+def load_policy(folder: Path | str) -> Policy:
+    """The policy stored in a folder by `save_pretrained`."""
+    from pydantic import TypeAdapter
+
+    from embodied.policies.base import read_description, read_weights
+    from embodied.policies.config import PolicyConfig
+
+    folder = Path(folder)
+    raw, spec = read_description(folder)
+    policy = make_policy(TypeAdapter(PolicyConfig).validate_python(raw), spec)
+    policy.load_weights(read_weights(folder))
+    return policy

@@ -1,0 +1,102 @@
+"""Two small MLPs on the state: one for the action distribution, one for the value.
+
+Continuous actions are Gaussian with a learned, state-independent deviation per dimension; discrete ones are categorical,
+sampled through Gumbel noise. Actions are stored as sampled; the env clips them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
+from embodied.errors import ConfigError
+from embodied.policies.base import Policy, Scores
+from embodied.policies.config import MLPConfig
+from embodied.policies.normalizer import ObservationNormalizer
+
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class MLPPolicy(Policy):
+    def __init__(self, config: MLPConfig, spec: EnvSpec) -> None:
+        super().__init__(config, spec)
+        if spec.state_dim is None:
+            raise ConfigError("policy.name=mlp needs state observations, but this env offers none")
+        self.dtype = getattr(torch, config.dtype)
+        self.per_step = spec.action.num_choices if spec.action.discrete else spec.action.dim
+        self.shape = (config.chunk, spec.action.dim)
+        self.actor = mlp(spec.state_dim, config.hidden, config.chunk * self.per_step, config.activation, self.dtype)
+        self.critic = mlp(spec.state_dim, config.hidden, 1, config.activation, self.dtype)
+        self.normalizer = ObservationNormalizer(spec.state_dim) if config.normalize_observations else None
+        if not spec.action.discrete:
+            self.log_std = nn.Parameter(torch.empty(spec.action.dim, dtype=self.dtype))
+
+    def initialise(self, rng: np.random.Generator) -> None:
+        draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
+        for net, last_gain in ((self.actor, 0.01), (self.critic, 1.0)):
+            layers = [layer for layer in net if isinstance(layer, nn.Linear)]
+            for layer in layers:
+                gain = last_gain if layer is layers[-1] else math.sqrt(2)
+                nn.init.orthogonal_(layer.weight, gain, generator=draw)
+                nn.init.zeros_(layer.bias)
+        if not self.spec.action.discrete:
+            nn.init.constant_(self.log_std, self.config.initial_log_std)
+
+    def noise_spec(self) -> NoiseSpec:
+        return NoiseSpec("uniform" if self.spec.action.discrete else "normal", self.config.chunk * self.per_step)
+
+    @torch.inference_mode()
+    def act(self, obs: Observation, noise: np.ndarray, greedy: bool = False) -> PolicyOutput:
+        state = self._state(obs)
+        head = self.actor(state).view(len(state), self.config.chunk, self.per_step)
+        noise_t = torch.as_tensor(noise).to(self.dtype).view_as(head)
+        if self.spec.action.discrete:
+            scores = head if greedy else head - torch.log(-torch.log(noise_t))
+            actions = scores.argmax(-1, keepdim=True)
+        else:
+            actions = head if greedy else head + self.log_std.exp() * noise_t
+        logprobs, _ = self._distribution(head, actions)
+        return PolicyOutput(actions.numpy(), logprobs.numpy(), self.critic(state).squeeze(-1).numpy())
+
+    @torch.inference_mode()
+    def value(self, obs: Observation) -> np.ndarray:
+        return self.critic(self._state(obs)).squeeze(-1).numpy()
+
+    def forward(self, inputs: dict[str, Any]) -> Scores:
+        state = self._state(inputs["obs"])
+        head = self.actor(state).view(len(state), self.config.chunk, self.per_step)
+        logprobs, entropy = self._distribution(head, torch.as_tensor(inputs["actions"]))
+        return Scores(logprobs, entropy, self.critic(state).squeeze(-1))
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        value = list(self.critic.parameters())
+        mine = {id(p) for p in value}
+        return {"policy": [p for p in self.parameters() if id(p) not in mine], "value": value}
+
+    def _state(self, obs: Observation) -> Tensor:
+        state = torch.as_tensor(obs["state"]).to(self.dtype)
+        return state if self.normalizer is None else self.normalizer(state)
+
+    def _distribution(self, head: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [B, C, A] of actions under the distribution that `head` parametrises."""
+        if self.spec.action.discrete:
+            log_p = head.log_softmax(-1)
+            return log_p.gather(-1, actions), -(log_p.exp() * log_p).sum(-1, keepdim=True)
+        z = (actions - head) * (-self.log_std).exp()
+        logprobs = -0.5 * z * z - (self.log_std + HALF_LOG_2PI)
+        return logprobs, (self.log_std + (0.5 + HALF_LOG_2PI)).expand_as(head)
+
+
+def mlp(inputs: int, hidden: tuple[int, ...], outputs: int, activation: str, dtype: torch.dtype) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for width in hidden:
+        layers += [skip_init(nn.Linear, inputs, width, dtype=dtype), ACTIVATIONS[activation]()]
+        inputs = width
+    return nn.Sequential(*layers, skip_init(nn.Linear, inputs, outputs, dtype=dtype))

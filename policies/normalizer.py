@@ -1,0 +1,57 @@
+"""Running mean and variance of the state, as buffers of the policy, so that they are part of every weight version.
+
+The policy only applies them. The learner merges the moments of a whole iteration, in env order and over all ranks, after
+its update; within an iteration they never change.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+CLIP = 10.0
+
+
+class ObservationNormalizer(nn.Module):
+    """(x - mean) / std, clipped to +-10; the identity until something was counted."""
+
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(dim, dtype=torch.float64))
+        self.register_buffer("m2", torch.zeros(dim, dtype=torch.float64))
+
+    def forward(self, state: Tensor) -> Tensor:
+        if self.count < 2:
+            return state
+        std = (self.m2 / self.count).sqrt().clamp_min(1e-6)
+        return ((state - self.mean.to(state.dtype)) / std.to(state.dtype)).clamp(-CLIP, CLIP)
+
+    def merge(self, moments: np.ndarray) -> None:
+        """Merge rows of (count, mean[D], M2[D]), one per env, in the order given (Chan's parallel formula)."""
+        count, mean, m2 = float(self.count), self.mean.numpy().copy(), self.m2.numpy().copy()
+        dim = len(mean)
+        for row in moments:
+            n, row_mean, row_m2 = row[0], row[1 : 1 + dim], row[1 + dim :]
+            if n == 0:
+                continue
+            delta, total = row_mean - mean, count + n
+            mean = mean + delta * (n / total)
+            m2 = m2 + row_m2 + delta * delta * (count * n / total)
+            count = total
+        self.count.fill_(count)
+        self.mean.copy_(torch.from_numpy(mean))
+        self.m2.copy_(torch.from_numpy(m2))
+
+
+def state_moments(state: np.ndarray) -> np.ndarray:
+    """(count, mean, M2) per env of states [T, N, D], as float64 [N, 1 + 2D]."""
+    x = state.astype(np.float64)
+    mean = x.mean(axis=0)
+    m2 = ((x - mean) ** 2).sum(axis=0)
+    return np.concatenate([np.full((x.shape[1], 1), float(len(x))), mean, m2], axis=1)
