@@ -1,4 +1,4 @@
-"""Which episodes are played: lists the driver owns, functions of a seed and an index alone.
+"""Which episodes are played by which env row, and which learner rank owns which row: pure functions the driver and the workers share.
 
 Training: env e plays episodes e, e + E, e + 2E, ... for E envs in total, so neither the number of sim workers nor the order in
 which envs finish changes any episode. Evaluation: a fixed list, disjoint from training by its stream.
@@ -26,3 +26,16 @@ class EpisodeList:
 
     def first(self, count: int) -> list[EpisodeSpec]:
         return [self[index] for index in range(count)]
+
+
+def env_blocks(num_envs: int, ranks: int) -> list[range]:
+    """Which global env ids each learner rank owns: contiguous, as equal as possible."""
+    borders = [num_envs * rank // ranks for rank in range(ranks + 1)]
+    return [range(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+
+
+def num_deliveries(num_envs: int, workers: int, stages: int, ranks: int) -> list[int]:
+    """How many trajectories each learner rank receives per rollout: one per sim stage that holds some of its envs."""
+    size = num_envs // (workers * stages)
+    pieces = [range(i * size, (i + 1) * size) for i in range(workers * stages)]
+    return [sum(p.start < b.stop and b.start < p.stop for p in pieces) for b in env_blocks(num_envs, ranks)]

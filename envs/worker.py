@@ -14,7 +14,7 @@ from embodied.data import ActRequest, EnvSpec, EpisodeResult, EpisodeSpec, Rollo
 from embodied.envs import make_env
 from embodied.envs.evaluation import play_episodes
 from embodied.envs.rollout import Record, Stage
-from embodied.episodes import EpisodeList
+from embodied.episodes import EpisodeList, env_blocks
 from embodied.runtime import Channel, Worker
 
 
@@ -100,19 +100,6 @@ class SimWorker(Worker):
                 cut = slice(int(columns[0]), int(columns[-1]) + 1)
                 trajectory = record.trajectory(cut)
                 out[rank].put(trajectory, weight=trajectory.num_steps)
-
-
-def env_blocks(num_envs: int, ranks: int) -> list[range]:
-    """Which global env ids each learner rank owns: contiguous, as equal as possible."""
-    borders = [num_envs * rank // ranks for rank in range(ranks + 1)]
-    return [range(a, b) for a, b in zip(borders, borders[1:], strict=False)]
-
-
-def num_deliveries(num_envs: int, workers: int, stages: int, ranks: int) -> list[int]:
-    """How many trajectories each learner rank receives per rollout."""
-    size = num_envs // (workers * stages)
-    pieces = [range(i * size, (i + 1) * size) for i in range(workers * stages)]
-    return [sum(p.start < b.stop and b.start < p.stop for p in pieces) for b in env_blocks(num_envs, ranks)]
 
 
 def stage_state(stage: Stage) -> dict[str, np.ndarray]:

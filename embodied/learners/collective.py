@@ -1,19 +1,15 @@
-"""How learner ranks agree: sums and gathers in rank order, so that every rank holds the same bits.
-
-One rank needs nothing; ranks in one process (the inline backend) meet at a barrier; ranks in processes of their own use gloo,
-which finds its peers through a file in the run's private folder and listens on loopback only.
-"""
+"""How learner ranks agree: sums and gathers in rank order, so that every rank holds the same bits."""
 
 from __future__ import annotations
 
 import os
-import threading
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from embodied.learners.meeting import MeetingFile, MeetingRoom
 
 
 class Alone:
@@ -26,47 +22,40 @@ class Alone:
         return [rows]
 
 
-class Meeting:
-    """The common room of several ranks in one process; one instance per group, handed to every rank."""
-
-    def __init__(self, world_size: int, timeout_s: float) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=timeout_s)
-        self.seats: list = [None] * world_size
-
-
 class Threads:
-    """Ranks that are threads of one process."""
+    """Ranks that are threads of one process (the inline backend) exchange references."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank = meeting, rank
+    def __init__(self, room: MeetingRoom, rank: int) -> None:
+        self.room, self.rank = room, rank
 
     def sum(self, values: Tensor) -> Tensor:
-        total = torch.zeros_like(values)
-        for part in self._exchange(values.clone()):
-            total += part
-        return values.copy_(total)
+        first, *others = self._exchange(values.clone())
+        values.copy_(first)
+        for part in others:
+            values += part
+        return values
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
         return self._exchange(rows)
 
     def _exchange(self, mine) -> list:
-        self.meeting.seats[self.rank] = mine
-        self.meeting.barrier.wait()
-        seen = list(self.meeting.seats)
-        self.meeting.barrier.wait()
+        self.room.seats[self.rank] = mine
+        self.room.barrier.wait()
+        seen = list(self.room.seats)
+        self.room.barrier.wait()
         return seen
 
 
 class Gloo:
-    """Ranks in processes of their own."""
+    """Ranks in processes of their own; gloo listens on loopback only."""
 
-    def __init__(self, path: Path, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, file: MeetingFile, rank: int, world_size: int) -> None:
         import torch.distributed as dist
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(str(path), world_size)
+        store = dist.FileStore(file.path, world_size)
         self.world_size = world_size
-        self.group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
+        self.group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=file.timeout_s))
 
     def sum(self, values: Tensor) -> Tensor:
         self.group.allreduce([values]).wait()
@@ -82,3 +71,12 @@ class Gloo:
         parts = [torch.zeros_like(padded) for _ in range(self.world_size)]
         self.group.allgather([parts], [padded]).wait()
         return [part[: int(count)].numpy() for part, count in zip(parts, counts, strict=True)]
+
+
+Collective = Alone | Threads | Gloo
+
+
+def join(meeting: MeetingFile | MeetingRoom | None, rank: int, world_size: int) -> Collective:
+    if world_size == 1:
+        return Alone()
+    return Threads(meeting, rank) if isinstance(meeting, MeetingRoom) else Gloo(meeting, rank, world_size)

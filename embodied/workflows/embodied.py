@@ -12,11 +12,14 @@ import numpy as np
 
 from embodied.config import RunConfig
 from embodied.data import EnvSpec, EpisodeResult, Route
-from embodied.envs.worker import SimWorker, num_deliveries
-from embodied.episodes import EpisodeList
-from embodied.learners.worker import LearnerWorker
-from embodied.policies.worker import PolicyWorker
+from embodied.episodes import EpisodeList, num_deliveries
+from embodied.learners.meeting import meeting_point
 from embodied.runtime import Cluster
+
+# By name: the driver never imports torch or a simulator.
+SIM = "embodied.envs.worker:SimWorker"
+POLICY = "embodied.policies.worker:PolicyWorker"
+LEARNER = "embodied.learners.worker:LearnerWorker"
 
 
 class EmbodiedLoop:
@@ -26,12 +29,12 @@ class EmbodiedLoop:
         self.version = -1
         self.train_episodes = EpisodeList(config.seed, "train", config.env.task)
         self.eval_episodes = EpisodeList(config.eval.seed, "eval", config.env.task)
-        self.sims = cluster.launch(SimWorker, "sim", config.env, config.pipeline.stages)
-        self.policies = cluster.launch(PolicyWorker, "policy", config.policy, config.seed)
+        self.sims = cluster.launch(SIM, "sim", config.env, config.pipeline.stages)
+        self.policies = cluster.launch(POLICY, "policy", config.policy, config.seed)
         self.learners = None
         if learn:
             self.learners = cluster.launch(
-                LearnerWorker, "learner", config.policy, config.algo, config.seed, cluster.meeting_point("learner")
+                LEARNER, "learner", config.policy, config.algo, config.seed, meeting_point(cluster)
             )
 
     def start(self) -> EnvSpec:

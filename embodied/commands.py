@@ -1,0 +1,103 @@
+"""What every command does around its story: arguments, plan, cluster, signals, errors as a few lines.
+
+Nothing here imports torch or a simulator, so that `--help`, `--cfg` and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from embodied.errors import CheckpointError, EmbodiedError
+from embodied.run_folder import RunFolder
+
+
+def run(body: Callable[[], int]) -> int:
+    """Run a command's body; mistakes of the user's side become a few lines and an exit code."""
+    try:
+        return body()
+    except EmbodiedError as err:
+        print(f"error: {err}", file=sys.stderr)
+        return err.exit_code
+    except KeyboardInterrupt:
+        print("stopped at once; nothing was saved after the last checkpoint", file=sys.stderr)
+        return 130
+    except OSError as err:
+        where = f" ({err.filename})" if err.filename else ""
+        print(f"error: {err.strerror or err}{where}; free some space or choose another run.dir", file=sys.stderr)
+        return 1
+
+
+class Interruption:
+    """SIGTERM and Ctrl-C ask the run to finish its step, save and stop; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.signal is None else 128 + self.signal
+
+    def __enter__(self) -> Interruption:
+        self._before = {sig: signal.signal(sig, self._handle) for sig in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sig, handler in self._before.items():
+            signal.signal(sig, handler)
+
+    def _handle(self, sig: int, _frame: object) -> None:
+        if self.requested and sig == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.signal = sig
+            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+
+
+@contextmanager
+def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
+    """Write into run.json how the run ended, whatever happens."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        record_end(folder, "stopped", "second Ctrl-C")
+        raise
+    except BaseException as err:
+        record_end(folder, "failed", f"{type(err).__name__}: {err}")
+        raise
+    else:
+        record_end(folder, "stopped" if interruption.requested else "finished", "")
+
+
+def record_end(folder: RunFolder, state: str, cause: str) -> None:
+    try:
+        folder.finish(state, cause)
+    except OSError as err:  # a full disk must not hide the first cause
+        print(f"run.json could not be written: {err}", file=sys.stderr)
+
+
+def run_to_resume(resume: str, parent: Path, recipe: str) -> Path | None:
+    """`auto` is the newest run of this recipe with a checkpoint (None: start afresh); else the folder that is named."""
+    if resume != "auto":
+        if not Path(resume).is_dir():
+            raise CheckpointError(f"resume={resume}: no such run folder")
+        return Path(resume)
+    runs = [path for path in parent.glob(f"{recipe}-[0-9]*") if any((path / "checkpoints").glob("v[0-9]*"))]
+    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started

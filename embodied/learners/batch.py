@@ -1,0 +1,103 @@
+"""One learner rank's share of an iteration, as flat items in a fixed order.
+
+An item is one decision of one env. Its global id is env * T + t, so the order never depends on which worker delivered first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.data import Observation, Trajectory
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Items of a block of env ids: tensors [items, ...] on this rank; `first` is the global id of item 0."""
+
+    first: int
+    obs: Observation
+    actions: Tensor
+    logprobs: Tensor
+    values: Tensor
+    mask: Tensor
+    replay: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def inputs(self, items: Tensor) -> dict:
+        """What `Policy.forward` needs of these items."""
+        return {"obs": take_items(self.obs, items), "actions": self.actions[items]} | {
+            name: tensor[items] for name, tensor in self.replay.items()
+        }
+
+
+def merge(parts: list[Trajectory]) -> Trajectory:
+    """Trajectories of disjoint env blocks, side by side in env order."""
+    parts = sorted(parts, key=lambda part: int(part.env_ids[0]))
+    fields = "actions logprobs values final_values rewards terminated truncated mask versions episodes".split()
+    return Trajectory(
+        env_ids=np.concatenate([part.env_ids for part in parts]),
+        obs=merge_obs([part.obs for part in parts]),
+        replay={name: np.concatenate([part.replay[name] for part in parts], axis=1) for name in parts[0].replay},
+        **{name: np.concatenate([getattr(part, name) for part in parts], axis=1) for name in fields},
+    )
+
+
+def merge_obs(parts: list[Observation]) -> Observation:
+    merged: Observation = {}
+    for name, first in parts[0].items():
+        if name == "instruction":
+            merged[name] = [sum((part[name][t] for part in parts), []) for t in range(len(first))]
+        elif isinstance(first, dict):
+            merged[name] = {key: np.concatenate([part[name][key] for part in parts], axis=1) for key in first}
+        else:
+            merged[name] = np.concatenate([part[name] for part in parts], axis=1)
+    return merged
+
+
+def flatten(trajectory: Trajectory) -> Batch:
+    """[T, N, ...] to items in env order."""
+    horizon = len(trajectory.rewards)
+    return Batch(
+        first=int(trajectory.env_ids[0]) * horizon,
+        obs=flatten_obs(trajectory.obs),
+        actions=items_of(trajectory.actions),
+        logprobs=items_of(trajectory.logprobs),
+        values=items_of(trajectory.values[:-1]),
+        mask=items_of(trajectory.mask),
+        replay={name: items_of(array) for name, array in trajectory.replay.items()},
+    )
+
+
+def items_of(array: np.ndarray) -> Tensor:
+    """[T, N, ...] -> a tensor of its own [N * T, ...]."""
+    return torch.from_numpy(np.ascontiguousarray(array.swapaxes(0, 1)).reshape(-1, *array.shape[2:]).copy())
+
+
+def flatten_obs(obs: Observation) -> Observation:
+    flat: Observation = {}
+    for name, part in obs.items():
+        if name == "instruction":
+            flat[name] = [part[t][n] for n in range(len(part[0])) for t in range(len(part))]
+        elif isinstance(part, dict):
+            flat[name] = {key: items_of(array) for key, array in part.items()}
+        else:
+            flat[name] = items_of(part)
+    return flat
+
+
+def take_items(obs: Observation, items: Tensor) -> Observation:
+    taken: Observation = {}
+    for name, part in obs.items():
+        if name == "instruction":
+            taken[name] = [part[item] for item in items.tolist()]
+        elif isinstance(part, dict):
+            taken[name] = {key: tensor[items] for key, tensor in part.items()}
+        else:
+            taken[name] = part[items]
+    return taken

@@ -1,0 +1,115 @@
+"""What a run says while it goes: the plan first, then one live line (a plain line per iteration off a terminal), then the results.
+
+Also keeps the running figures that both the line and metrics.jsonl show.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from pathlib import Path
+
+from embodied.data import EpisodeResult
+
+RECENT = 100  # episodes the training success rate and return are taken over
+
+
+class Console:
+    def __init__(self, folder: Path, stream=None) -> None:
+        self.folder = folder
+        self.stream = stream or sys.stdout
+        self.live = self.stream.isatty()
+        self.recent: deque[EpisodeResult] = deque(maxlen=RECENT)
+        self.last_evaluation: dict | None = None
+        self.last_checkpoint: Path | None = None
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.live:
+            self.stream.write("\r\033[K")
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def iteration(
+        self, state: dict, finished: list[EpisodeResult], numbers: dict[str, float], elapsed_s: float, total: int
+    ) -> dict:
+        """Show one iteration and return its row for metrics.jsonl."""
+        self.recent.extend(finished)
+        steps = numbers["env_steps"]
+        row = {
+            "iteration": state["iteration"],
+            "policy_version": state["version"],
+            "env_steps": state["env_steps"],
+            "train_s": round(state["train_s"], 3),
+            "steps_per_s": round(steps / elapsed_s, 1),
+            "episodes": len(finished),
+            **self._recent_means(),
+            **{name: value for name, value in numbers.items() if name != "env_steps"},
+        }
+        left = (total - state["iteration"]) * state["train_s"] / state["iteration"]
+        success = row["success_once"]
+        parts = [
+            f"iteration {state['iteration']}/{total}",
+            f"{state['env_steps']:,} steps",
+            f"{row['steps_per_s']:,.0f} steps/s",
+            *([f"success {success:.0%}"] if success is not None else []),
+            f"return {row['return']:.2f}" if row["return"] is not None else "return -",
+            f"ETA {left:.0f} s",
+        ]
+        text = "  ".join(parts)
+        if self.live:
+            self.stream.write("\r\033[K" + text)
+            self.stream.flush()
+        else:
+            self.say(text)
+        return row
+
+    def evaluated(self, version: int, results: dict) -> None:
+        self.last_evaluation = results
+        self.say(f"evaluation of v{version:06d}: {describe_results(results)}")
+
+    def saved(self, checkpoint: Path) -> None:
+        self.last_checkpoint = checkpoint
+
+    def resumed(self, checkpoint: Path, state: dict, abandoned: int) -> None:
+        lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
+        self.say(f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} env steps){lost}")
+
+    def end(self, state: dict, stopped: bool) -> None:
+        """Where everything is, and what to type next."""
+        verb = "stopped" if stopped else "finished"
+        self.say(f"{verb} after {state['env_steps']:,} env steps in {state['train_s']:.1f} s of training")
+        self.say(f"  results     {self.folder}")
+        videos = sorted(self.folder.glob("eval/*/videos/*.mp4"))
+        if videos:
+            self.say(f"  video       {videos[-1]}")
+        if self.last_checkpoint:
+            self.say(f"  checkpoint  {self.last_checkpoint}")
+        self.say(f"  evaluate    python -m embodied.evaluate checkpoint={self.folder} eval.episodes=200")
+        self.say(f"  resume      python -m embodied.train resume={self.folder}")
+
+    def _recent_means(self) -> dict[str, float | None]:
+        def mean(values: list) -> float | None:
+            known = [float(value) for value in values if value is not None]
+            return round(sum(known) / len(known), 4) if known else None
+
+        return {
+            "success_once": mean([episode.success_once for episode in self.recent]),
+            "success_at_end": mean([episode.success_at_end for episode in self.recent]),
+            "return": mean([episode.total_reward for episode in self.recent]),
+            "length": mean([episode.length for episode in self.recent]),
+        }
+
+
+def describe_results(results: dict) -> str:
+    """Both success measures with their intervals, or the return where an env has no success."""
+    overall = results["overall"]
+    parts = []
+    for name in ("success_once", "success_at_end"):
+        measure = overall[name]
+        if measure is not None:
+            low, high = measure["interval"]
+            parts.append(
+                f"{name} {measure['rate']:.1%} [{low:.1%}, {high:.1%}] ({measure['count']}/{overall['episodes']})"
+            )
+    return ", ".join([*parts, f"return {overall['return']:.2f}"])

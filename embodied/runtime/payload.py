@@ -1,0 +1,149 @@
+"""Moves an object to another process: large buffers through anonymous shared memory, the rest as a short message.
+
+The writer copies every buffer of 64 KiB or more once into a memory file without a name (memfd); its descriptor travels with
+the message and the reader maps it. So nothing of it ever stands in /dev/shm: the kernel frees it with its last user, even
+after `kill -9`. Arrays arrive read-only. Torch CPU tensors arrive writable, on pages that are private to the reader,
+because torch knows no read-only tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import mmap
+import os
+import pickle
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+OUT_OF_BAND_BYTES = 64 * 1024
+_ALIGNMENT = 64
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a payload are in its memory file: (offset, bytes) each; `body` is None if it travels inline."""
+
+    total_bytes: int = 0
+    buffers: tuple[tuple[int, int], ...] = ()
+    writable: frozenset[int] = frozenset()  # indices of buffers that belong to torch tensors
+    body: tuple[int, int] | None = None
+
+
+class Payload:
+    """An encoded object. Owns the descriptor of its memory file until it is dropped; may be sent any number of times."""
+
+    __slots__ = ("body", "fd", "layout")
+
+    def __init__(self, body: bytes | memoryview, layout: Layout | None = None, fd: int = -1) -> None:
+        self.body = body
+        self.layout = layout
+        self.fd = fd
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def encode(item: Any) -> Payload:
+    buffers: list[pickle.PickleBuffer] = []
+
+    def keep_inline(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < OUT_OF_BAND_BYTES:
+            return True
+        buffers.append(buffer)
+        return False
+
+    writable: list[pickle.PickleBuffer] = []
+    if "torch" in sys.modules:
+        stream = io.BytesIO()
+        _TorchPickler(stream, keep_inline, writable).dump(item)
+        body = stream.getbuffer()
+    else:
+        body = memoryview(pickle.dumps(item, protocol=5, buffer_callback=keep_inline))
+    if not buffers and len(body) < OUT_OF_BAND_BYTES:
+        return Payload(body)
+    tensors = frozenset(i for i, buffer in enumerate(buffers) if any(buffer is w for w in writable))
+    return _write([buffer.raw() for buffer in buffers], tensors, body)
+
+
+def decode(payload: Payload) -> Any:
+    if payload.layout is None:
+        return pickle.loads(payload.body)  # noqa: S301  (sent by a process of this run over a socket pair)
+    memory = _map(payload.fd, payload.layout.total_bytes)
+    views = []
+    for i, (offset, size) in enumerate(payload.layout.buffers):
+        view = memory[offset : offset + size]
+        views.append(view if i in payload.layout.writable else view.toreadonly())
+    body = payload.body
+    if payload.layout.body is not None:
+        offset, size = payload.layout.body
+        body = memory[offset : offset + size]
+    return pickle.loads(body, buffers=views)  # noqa: S301
+
+
+def _write(parts: list[memoryview], tensors: frozenset[int], body: memoryview) -> Payload:
+    inline_body = len(body) < OUT_OF_BAND_BYTES
+    chunks = parts if inline_body else [*parts, body]
+    places, end = [], 0
+    for chunk in chunks:
+        places.append((end, chunk.nbytes))
+        end += -(-chunk.nbytes // _ALIGNMENT) * _ALIGNMENT
+    fd = os.memfd_create("embodied", os.MFD_CLOEXEC)
+    payload = Payload(body if inline_body else b"", Layout(end, tuple(places[: len(parts)]), tensors), fd)
+    os.ftruncate(fd, end)
+    for (offset, size), chunk in zip(places, chunks):
+        done = 0
+        while done < size:  # the kernel writes at most 2 GiB at a time
+            done += os.pwrite(fd, chunk[done:], offset + done)
+    if not inline_body:
+        payload.layout = Layout(end, tuple(places[: len(parts)]), tensors, places[-1])
+    return payload
+
+
+def _map(fd: int, size: int) -> memoryview:
+    """Maps privately (copy on write) and unmaps with the last view. `mmap.mmap` would keep a descriptor open per array."""
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), f"cannot map {size} bytes of shared memory")
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    return memoryview(memory).cast("B")
+
+
+class _TorchPickler(pickle.Pickler):
+    """Sends dense CPU tensors like arrays, by their bytes; all else as usual."""
+
+    def __init__(self, stream: io.BytesIO, keep_inline, writable: list[pickle.PickleBuffer]) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=keep_inline)
+        self.tensor_type = sys.modules["torch"].Tensor
+        self.writable = writable
+
+    def reducer_override(self, item: Any) -> Any:
+        if type(item) is not self.tensor_type or item.device.type != "cpu" or item.requires_grad:
+            return NotImplemented
+        if item.is_sparse or item.is_quantized:
+            return NotImplemented
+        torch = sys.modules["torch"]
+        flat = item.contiguous().reshape(-1).view(torch.uint8) if item.numel() else torch.empty(0, dtype=torch.uint8)
+        buffer = pickle.PickleBuffer(flat.numpy())
+        self.writable.append(buffer)
+        return _tensor, (buffer, str(item.dtype).removeprefix("torch."), tuple(item.shape))
+
+
+def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    if isinstance(buffer, bytes):  # small: it came inside the message
+        buffer = bytearray(buffer)
+    if len(buffer) == 0:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(buffer, dtype=getattr(torch, dtype)).reshape(shape)

@@ -1,0 +1,42 @@
+"""The base of every role: sim worker, policy worker, learner, and whatever a user adds.
+
+Each replica lives in one host and does its work in a thread of its own there: constructor, methods and `close` all run in
+that thread, one call after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from embodied.runtime.timers import Timers, Total
+
+
+def served_while_busy(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a short method that answers from the host's control thread even while the worker is at work."""
+    method.served_while_busy = True
+    return method
+
+
+class Worker:
+    """Public methods are callable on the group and timed per rank. The attributes are set before the constructor runs."""
+
+    name: str  # role and rank, like "sim-0"
+    rank: int
+    world_size: int
+    timers: Timers
+    tick: Callable[[], None]  # says "still alive" from inside long work; every call and channel operation ticks too
+
+    def onload(self) -> None:
+        """Takes device memory."""
+
+    def offload(self) -> None:
+        """Gives device memory back."""
+
+    def close(self) -> None:
+        """Runs once when the cluster closes, unless the process died before."""
+
+    @served_while_busy
+    def timings(self) -> dict[str, Total]:
+        """Seconds per public method, and per section the worker measured with `self.timers.measure(name)`."""
+        return self.timers.totals()
