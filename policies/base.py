@@ -62,6 +62,13 @@ class Policy(nn.Module):
         """Parameters by learning rate: "policy" and, where it has weights of its own, "value"."""
         return {"policy": list(self.parameters())}
 
+    def observation_moments(self, obs: Observation) -> np.ndarray | None:
+        """Moments of a rollout's observations [T, N, ...], one row per env; None for policies that track none."""
+        return None
+
+    def merge_observation_moments(self, rows: np.ndarray) -> None:
+        """Merge the moments of all ranks, in env order, after an update."""
+
     def save_pretrained(self, folder: Path | str) -> None:
         from safetensors.torch import save_file
 

@@ -18,7 +18,7 @@ from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.errors import ConfigError
 from embodied.policies.base import Policy, Scores
 from embodied.policies.config import MLPConfig
-from embodied.policies.normalizer import ObservationNormalizer
+from embodied.policies.normalizer import ObservationNormalizer, state_moments
 
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -79,6 +79,12 @@ class MLPPolicy(Policy):
         value = list(self.critic.parameters())
         mine = {id(p) for p in value}
         return {"policy": [p for p in self.parameters() if id(p) not in mine], "value": value}
+
+    def observation_moments(self, obs: Observation) -> np.ndarray | None:
+        return None if self.normalizer is None else state_moments(obs["state"])
+
+    def merge_observation_moments(self, rows: np.ndarray) -> None:
+        self.normalizer.merge(rows)
 
     def _state(self, obs: Observation) -> Tensor:
         state = torch.as_tensor(obs["state"]).to(self.dtype)

@@ -9,22 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from embodied.algorithms.ppo import PPO
-from embodied.data import EnvSpec, Trajectory, Weights
-from embodied.learners.batch import flatten, merge
+from embodied.algorithms.config import AlgoConfig
+from embodied.data import EnvSpec, Weights
+from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Collective, join
 from embodied.learners.optimizer import Optimizer
-from embodied.learners.update import Share, update_policy
+from embodied.learners.update import prepare, update_policy
 from embodied.policies import make_policy
 from embodied.policies.base import read_weights
-from embodied.policies.normalizer import state_moments
 from embodied.runtime import Channel, Worker
 
 
 class LearnerWorker(Worker):
-    def __init__(self, policy, algo, seed: int, meeting) -> None:
+    def __init__(self, policy, algo: AlgoConfig, seed: int, meeting) -> None:
         self.policy_config = policy
         self.algo = algo
         self.seed = seed
@@ -41,11 +39,14 @@ class LearnerWorker(Worker):
     def update(self, trajectories: Channel, num_trajectories: int, iteration: int, total: int) -> dict[str, float]:
         """Receive this rank's trajectories of one rollout and do one PPO update with all ranks."""
         whole = merge([trajectories.get() for _ in range(num_trajectories)])
-        share = Share(
-            flatten(whole), *self._advantages(whole), num_items=self.num_envs * len(whole.rewards), iteration=iteration
+        dtype = next(self.policy.parameters()).dtype
+        share = prepare(whole, self.algo, self.collective, self.num_envs, dtype)
+        numbers = update_policy(
+            self.policy, self.optimizer, self.collective, self.algo, share, self.seed, iteration, total
         )
-        numbers = update_policy(self.policy, self.optimizer, self.collective, self.algo, share, self.seed, total)
-        self._update_normalizer(whole)
+        rows = self.policy.observation_moments(whole.obs)
+        if rows is not None:
+            self.policy.merge_observation_moments(np.concatenate(self.collective.gather(rows)))
         return numbers
 
     def publish(self, version: int, channels: tuple[Channel, ...]) -> None:

@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from embodied import rng
+from embodied.data import ActionSpec, EnvSpec
+from embodied.errors import CheckpointError, ConfigError
+from embodied.policies import load_policy, make_policy, policy_class
+from embodied.policies.config import MLPConfig
+
+SPECS = {
+    "gaussian": EnvSpec(ActionSpec(3), state_dim=5),
+    "categorical": EnvSpec(ActionSpec(1, num_choices=4), state_dim=5),
+}
+
+
+def build(kind, seed=0, **options):
+    return make_policy(MLPConfig(hidden=(16, 16), dtype="float64", **options), SPECS[kind], seed)
+
+
+def noise_for(policy, rows, seed=1):
+    spec = policy.noise_spec()
+    draw = rng.normal if spec.kind == "normal" else rng.uniform
+    return draw(seed, "act", np.arange(rows), np.zeros(rows, int), spec.width)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_the_learner_scores_an_action_as_the_actor_did(kind, chunk):
+    policy = build(kind, chunk=chunk)
+    obs = {"state": np.random.default_rng(0).normal(size=(6, 5))}
+    output = policy.act(obs, noise_for(policy, 6))
+    assert output.actions.shape == output.logprobs.shape == (6, chunk, SPECS[kind].action.dim)
+    scores = policy({"obs": {"state": torch.from_numpy(obs["state"])}, "actions": torch.from_numpy(output.actions)})
+    np.testing.assert_allclose(scores.logprobs.detach().numpy(), output.logprobs, atol=1e-12)
+    np.testing.assert_allclose(scores.values.detach().numpy(), output.values, atol=1e-12)
+    np.testing.assert_allclose(policy.value(obs), output.values, atol=1e-12)
+
+
+def test_gaussian_log_probs_and_entropy_equal_torch_distributions():
+    policy = build("gaussian")
+    obs = {"state": np.ones((2, 5))}
+    output = policy.act(obs, noise_for(policy, 2))
+    normal = torch.distributions.Normal(
+        policy.actor(torch.ones(2, 5, dtype=torch.float64)).view(2, 1, 3), policy.log_std.exp()
+    )
+    np.testing.assert_allclose(normal.log_prob(torch.from_numpy(output.actions)).detach(), output.logprobs, atol=1e-12)
+    scores = policy({"obs": obs, "actions": torch.from_numpy(output.actions)})
+    torch.testing.assert_close(scores.entropy, normal.entropy())
+
+
+def test_gumbel_sampling_follows_the_categorical_probabilities():
+    policy = build("categorical")
+    obs = {"state": np.repeat(np.random.default_rng(3).normal(size=(1, 5)), 20_000, axis=0)}
+    with torch.no_grad():
+        policy.actor[-1].bias.copy_(torch.tensor([0.0, 1.0, -1.0, 0.5]))
+    actions = policy.act(obs, noise_for(policy, 20_000)).actions
+    wanted = policy.actor(torch.from_numpy(obs["state"][:1])).softmax(-1)[0].detach().numpy()
+    np.testing.assert_allclose(np.bincount(actions.ravel(), minlength=4) / 20_000, wanted, atol=0.015)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_greedy_actions_ignore_the_noise(kind):
+    policy = build(kind)
+    obs = {"state": np.ones((3, 5))}
+    one, other = (policy.act(obs, noise_for(policy, 3, seed), greedy=True).actions for seed in (1, 2))
+    assert np.array_equal(one, other)
+
+
+def test_initial_weights_come_from_the_seed_alone():
+    torch.manual_seed(0)
+    one = build("gaussian", seed=7).state_dict()
+    torch.manual_seed(1)
+    same, other = build("gaussian", seed=7).state_dict(), build("gaussian", seed=8).state_dict()
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["actor.0.weight"], other["actor.0.weight"])
+
+
+def test_a_saved_policy_comes_back_whole_with_its_normaliser(tmp_path):
+    policy = build("gaussian", normalize_observations=True)
+    policy.normalizer.merge(np.concatenate([np.full((1, 1), 10.0), np.full((1, 5), 2.0), np.full((1, 5), 40.0)], axis=1))
+    policy.save_pretrained(tmp_path)
+    again = load_policy(tmp_path)
+    obs = {"state": np.random.default_rng(0).normal(size=(4, 5))}
+    assert np.array_equal(policy.act(obs, noise_for(policy, 4)).actions, again.act(obs, noise_for(again, 4)).actions)
+    assert again.normalizer.count == 10
+
+
+def test_the_normaliser_equals_the_moments_of_everything_it_saw():
+    from embodied.policies.normalizer import ObservationNormalizer, state_moments
+
+    data = np.random.default_rng(0).normal(3, 2, size=(2, 7, 4, 5))  # two iterations of [T, N, D]
+    normalizer = ObservationNormalizer(5)
+    for states in data:
+        normalizer.merge(state_moments(states))
+    flat = data.reshape(-1, 5)
+    np.testing.assert_allclose(normalizer.mean.numpy(), flat.mean(axis=0), atol=1e-12)
+    np.testing.assert_allclose((normalizer.m2 / normalizer.count).numpy(), flat.var(axis=0), atol=1e-12)
+    out = normalizer(torch.from_numpy(flat[:3])).numpy()
+    np.testing.assert_allclose(out, (flat[:3] - flat.mean(axis=0)) / flat.std(axis=0), atol=1e-9)
+
+
+def test_a_damaged_or_foreign_policy_folder_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(CheckpointError, match="config.json is missing"):
+        load_policy(tmp_path)
+    policy = build("gaussian")
+    policy.save_pretrained(tmp_path)
+    save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="do not belong"):
+        load_policy(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_policy(tmp_path)
+
+
+def test_an_unknown_family_or_a_missing_module_is_named():
+    with pytest.raises(ConfigError, match="families: mlp"):
+        policy_class("mpl")
+    with pytest.raises(ConfigError, match="no_such_pkg"):
+        policy_class("no_such_pkg.mod:Policy")
+    with pytest.raises(ConfigError, match="state observations"):
+        make_policy(MLPConfig(), EnvSpec(ActionSpec(2), images={"front": (8, 8, 3)}), 0)
