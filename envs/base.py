@@ -1,0 +1,309 @@
+"""The env contract: N rows side by side, driven from outside, never reset by themselves.
+
+A plug-in implements `_reset_rows`, `_step`, `_observe` and `render_rows`; resets, time limits, action chunks, freezing of
+finished rows and the meaning of success live here, once. What may surprise: a row that is done stays frozen (reward 0, mask
+False) until `reset` names it, and a row that was never reset counts as done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
+from gymnasium.vector.utils import batch_space
+
+from embodied.data import ChunkResult, EnvSpec, EpisodeSpec, Observation
+from embodied.errors import EmbodiedError
+
+TEXT = "".join(chr(code) for code in range(32, 127))
+
+
+class NotFinite(EmbodiedError):
+    """A simulator returned NaN or infinity."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One env step of all rows. What it says of rows that are not active is ignored.
+
+    `terminated` may include ends by success: `on_success` decides what becomes of those. A simulator whose episodes can go on
+    after success (`on_success=continue`) reports failures only.
+    """
+
+    rewards: np.ndarray  # float [N]
+    terminated: np.ndarray  # bool [N]
+    success: np.ndarray | None = None  # bool [N]; None for envs that have no success
+    truncated: np.ndarray | None = (
+        None  # bool [N], where the simulator itself cuts episodes; the step limit is applied here
+    )
+
+
+class VectorEnv(GymnasiumVectorEnv):
+    """Base of every env plug-in, constructed as `MyEnv(config, num_envs)`."""
+
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED, "render_modes": ["rgb_array"]}  # noqa: RUF012
+    render_mode = "rgb_array"
+
+    def __init__(self, config: Any, num_envs: int, env_spec: EnvSpec, dtype: type = np.float32) -> None:
+        """`dtype` is that of states and rewards."""
+        if env_spec.max_episode_steps <= 0:
+            raise ValueError(f"max_episode_steps must be at least 1, not {env_spec.max_episode_steps}")
+        self.config = config
+        self.num_envs = num_envs
+        self.env_spec = env_spec
+        self.dtype = np.dtype(dtype)
+        self.single_observation_space = observation_space(env_spec, self.dtype)
+        self.single_action_space = action_space(env_spec)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._live = np.zeros(num_envs, bool)
+        self._elapsed = np.zeros(num_envs, np.int64)
+        self._success = np.zeros(num_envs, bool)
+
+    # What a plug-in implements. Arrays it returns are its own no longer: it never writes to them again.
+
+    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray | None:
+        """Start these episodes on these rows, in one batch, leaving other rows alone.
+
+        Returns bool [len(rows)], whether the initial state already is a success; None stands for "nowhere".
+        """
+        raise NotImplementedError
+
+    def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """Advance one env step without observing.
+
+        `actions` is float [N, A] within [-1, 1], or int [N] for discrete ones. Rows that are not `active` (bool [N]) may
+        be stepped or not.
+        """
+        raise NotImplementedError
+
+    def _observe(self) -> Observation:
+        """What all rows see now."""
+        raise NotImplementedError
+
+    def render_rows(self, rows: np.ndarray) -> np.ndarray:
+        """uint8 [len(rows), H, W, 3]: a frame of each of these rows for a video."""
+        raise NotImplementedError
+
+    def _get_state(self) -> dict[str, np.ndarray] | None:
+        """Arrays with one row per env that `_set_state` restores bitwise; None where the simulator cannot."""
+        return None
+
+    def _set_state(self, state: dict[str, np.ndarray]) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Raise `MissingAsset` or `ConfigError` if this env cannot run here. Called before a run, never prompts."""
+
+    @classmethod
+    def resolve(cls, config: Any) -> Any:
+        """The config with every "auto" decided. Called before placement."""
+        return config
+
+    # What the outside uses.
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Start episodes: `options={"reset_mask": bool [N], "episodes": list of N EpisodeSpec or None}`.
+
+        Without a mask all rows are reset; without episodes they get ones drawn from `seed`. Rows outside the mask keep
+        everything. The observation is of all rows.
+        """
+        super().reset(seed=seed)
+        rows, episodes = self._wanted(options or {})
+        if len(rows):
+            success = self._reset_rows(rows, episodes)
+            self._success[rows] = False if success is None else success
+            self._live[rows] = True
+            self._elapsed[rows] = 0
+        obs = self._observe()
+        self._check_finite(obs, self._live)
+        return obs, self._info()
+
+    def step(self, actions: np.ndarray) -> tuple[Observation, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """One env step for each row, as Gymnasium has it: actions [N, A], or [N] for discrete ones."""
+        actions = np.asarray(actions)
+        if actions.shape != self.action_space.shape:
+            raise ValueError(f"actions are {list(actions.shape)}, this env takes {list(self.action_space.shape)}")
+        result = self.step_chunk(actions.reshape(self.num_envs, 1, -1))
+        info = self._info()
+        return result.obs, result.rewards[:, 0], result.terminated[:, 0], result.truncated[:, 0], info
+
+    def step_chunk(self, actions: np.ndarray, on_frame: Callable[[np.ndarray], None] | None = None) -> ChunkResult:
+        """Play one decision: actions [N, C, A], C env steps of every live row. `ChunkResult` says what comes back.
+
+        `on_frame(moved)` is called after each env step with the rows that took it (bool [N]). Rows that were done before the
+        chunk are frozen; their observation is whatever the simulator shows.
+        """
+        actions = self._checked(actions)
+        shape = actions.shape[:2]
+        rewards = np.zeros(shape, self.dtype)
+        terminated, truncated, mask = np.zeros((3, *shape), bool)
+        success = np.zeros(shape, bool) if self.env_spec.has_success else None
+        began_live = self._live.copy()
+        finals: list[tuple[np.ndarray, Observation]] = []
+        for c in range(shape[1]):
+            moved = self._live.copy()
+            if not moved.any():
+                break
+            done = self._advance(actions[:, c], moved, rewards[:, c], terminated[:, c], truncated[:, c])
+            mask[:, c] = moved
+            if success is not None:
+                success[:, c] = self._success
+            if on_frame is not None:
+                on_frame(moved)
+            if done.any() and c + 1 < shape[1] and self._live.any():
+                finals.append((np.flatnonzero(done), self._observe()))
+        else:
+            c = shape[1]
+        if success is not None:
+            success[:, c:] = self._success[:, None]
+        obs = self._observe()
+        for rows, final in finals:
+            obs = put_rows(obs, final, rows)
+        self._check_finite(obs, began_live)
+        return ChunkResult(obs, rewards, terminated, truncated, mask, success)
+
+    def render(self) -> tuple[np.ndarray, ...]:
+        return tuple(self.render_rows(np.arange(self.num_envs)))
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Everything that later steps depend on, one array row per env; empty where the simulator cannot be saved."""
+        state = self._get_state()
+        if state is None:
+            return {}
+        mine = {"live": self._live, "elapsed": self._elapsed, "success": self._success}
+        return {name: array.copy() for name, array in {**state, **mine}.items()}
+
+    def set_state(self, state: dict[str, np.ndarray]) -> Observation:
+        """Continue from `get_state`. Returns the observation of all rows."""
+        state = {name: np.array(array) for name, array in state.items()}
+        for name in ("live", "elapsed", "success"):
+            getattr(self, f"_{name}")[:] = state.pop(name)
+        self._set_state(state)
+        return self._observe()
+
+    # How it is done.
+
+    def _advance(self, actions, moved, rewards, terminated, truncated) -> np.ndarray:
+        """One env step; fills the three columns and returns which rows finished (bool [N])."""
+        step = self._step(actions[:, 0] if self.env_spec.action.discrete else actions, moved)
+        np.copyto(rewards, step.rewards, where=moved, casting="same_kind")
+        if not np.isfinite(rewards).all():
+            raise NotFinite(self._where("reward", np.flatnonzero(~np.isfinite(rewards))))
+        self._elapsed += moved
+        np.logical_and(step.terminated, moved, out=terminated)
+        cut = self._elapsed >= self.env_spec.max_episode_steps
+        if step.truncated is not None:
+            cut |= step.truncated
+        if step.success is not None:
+            np.copyto(self._success, step.success, where=moved)
+            if self.config.on_success == "truncate":
+                terminated &= ~self._success
+                cut |= self._success
+            elif self.config.on_success == "terminate":
+                terminated |= self._success & moved
+        np.logical_and(cut, moved & ~terminated, out=truncated)
+        done = terminated | truncated
+        self._live &= ~done
+        return done
+
+    def _checked(self, actions: np.ndarray) -> np.ndarray:
+        """Actions as `_step` wants them: right shape and kind, clipped; those of frozen rows never matter."""
+        actions = np.asarray(actions)
+        spec = self.env_spec.action
+        if (
+            actions.ndim != 3
+            or actions.shape[0] != self.num_envs
+            or actions.shape[2] != spec.dim
+            or not actions.shape[1]
+        ):
+            raise ValueError(
+                f"actions are {list(actions.shape)}, this env takes [{self.num_envs} envs, chunk, {spec.dim} dimensions]"
+            )
+        if actions.dtype.kind not in ("iu" if spec.discrete else "f"):
+            kind = f"whole numbers below {spec.num_choices}" if spec.discrete else "floating-point numbers"
+            raise ValueError(f"actions are {actions.dtype}, this env takes {kind}")
+        if spec.discrete:
+            valid = (actions >= 0) & (actions < spec.num_choices)
+            actions = actions.astype(np.int64) if valid.all() else np.where(valid, actions, 0).astype(np.int64)
+        else:
+            valid = np.isfinite(actions)
+            clean = actions if valid.all() else np.where(valid, actions, 0.0).astype(actions.dtype)
+            actions = np.clip(clean, -1.0, 1.0)
+        if not valid.all() and (wrong := np.flatnonzero(~valid.all(axis=(1, 2)) & self._live)).size:
+            limits = f"outside 0..{spec.num_choices - 1}" if spec.discrete else "NaN or infinite"
+            raise ValueError(f"actions of env rows {wrong[:8].tolist()} are {limits}")
+        return actions
+
+    def _wanted(self, options: dict[str, Any]) -> tuple[np.ndarray, list[EpisodeSpec]]:
+        """Rows to reset and their episodes."""
+        if unknown := options.keys() - {"reset_mask", "episodes"}:
+            raise ValueError(f"reset options {sorted(unknown)} are unknown; there are reset_mask and episodes")
+        mask = options.get("reset_mask")
+        mask = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask)
+        if mask.dtype != bool or mask.shape != (self.num_envs,):
+            raise ValueError(f"reset_mask is {mask.dtype} {list(mask.shape)}, it must be bool [{self.num_envs}]")
+        rows = np.flatnonzero(mask)
+        episodes: Sequence[EpisodeSpec | None] | None = options.get("episodes")
+        if episodes is None:
+            seeds = self.np_random.integers(2**31 - 1, size=self.num_envs)
+            return rows, [EpisodeSpec(self.config.task, -1, int(seeds[row]), int(row)) for row in rows]
+        if len(episodes) != self.num_envs:
+            raise ValueError(f"episodes has {len(episodes)} entries, one per env row is {self.num_envs}")
+        if missing := [int(row) for row in rows if episodes[row] is None]:
+            raise ValueError(f"env rows {missing[:8]} are to be reset but have no episode")
+        return rows, [episodes[row] for row in rows]
+
+    def _info(self) -> dict[str, Any]:
+        return {"success": self._success.copy()} if self.env_spec.has_success else {}
+
+    def _check_finite(self, obs: Observation, rows: np.ndarray) -> None:
+        state = obs.get("state")
+        if state is not None and not np.isfinite(state).all():
+            wrong = np.flatnonzero(~np.isfinite(state).all(axis=1) & rows)
+            if len(wrong):
+                raise NotFinite(self._where("state", wrong))
+
+    def _where(self, what: str, rows: np.ndarray) -> str:
+        steps = self._elapsed[rows[:8]].tolist()
+        return f"{self.config.name} {self.config.task}: {what} is NaN or infinite in env rows {rows[:8].tolist()} at steps {steps}"
+
+
+def put_rows(obs: Observation, other: Observation, rows: np.ndarray) -> Observation:
+    """`obs` with these rows taken from `other`."""
+    out: Observation = {}
+    for name, part in obs.items():
+        if isinstance(part, dict):
+            out[name] = put_rows(part, other[name], rows)
+        else:
+            out[name] = list(part) if isinstance(part, list) else np.array(part)
+            for row in rows:
+                out[name][row] = other[name][row]
+    return out
+
+
+def observation_space(spec: EnvSpec, dtype: np.dtype) -> spaces.Dict:
+    parts: dict[str, spaces.Space] = {}
+    if spec.state_dim is not None:
+        parts["state"] = spaces.Box(-np.inf, np.inf, (spec.state_dim,), dtype.type)
+    if spec.images:
+        parts["images"] = spaces.Dict(
+            {camera: spaces.Box(0, 255, size, np.uint8) for camera, size in spec.images.items()}
+        )
+    if spec.instruction:
+        parts["instruction"] = spaces.Text(max_length=4096, min_length=0, charset=TEXT)
+    return spaces.Dict(parts)
+
+
+def action_space(spec: EnvSpec) -> spaces.Space:
+    if spec.action.discrete:
+        return spaces.Discrete(spec.action.num_choices)
+    return spaces.Box(-1.0, 1.0, (spec.action.dim,), np.float32)

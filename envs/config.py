@@ -1,0 +1,127 @@
+"""Options of the envs: one model per kind, chosen by `name`. Free of torch and simulators, so that `--help` stays fast."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from embodied.config_base import Strict
+
+EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+OnSuccess = Literal["truncate", "terminate", "continue"]
+
+
+class CommonEnvConfig(Strict):
+    num_envs: int = Field(32, gt=0, description="Env rows in the whole run, shared out among the sim workers.")
+    max_episode_steps: int | None = Field(
+        None, gt=0, description="Env steps after which an episode is cut off; unset: the task's own limit."
+    )
+    on_success: OnSuccess = Field(
+        "truncate",
+        description="A success ends the episode with bootstrapping (truncate), without (terminate), or not (continue).",
+    )
+
+
+class ManiSkillConfig(CommonEnvConfig):
+    name: Literal["maniskill"] = Field(
+        "maniskill", description="maniskill, pointmass, gym:<id> or my_pkg.my_module:MyEnv."
+    )
+    task: str = Field("PushCube-v1", description="Any registered ManiSkill task.")
+    control_mode: str = Field(
+        "pd_joint_delta_pos", description="How actions move the robot, a control mode of the task's robot."
+    )
+    reward_mode: Literal["normalized_dense", "dense", "sparse"] = Field(
+        "normalized_dense", description="Reward per env step, as the task defines it."
+    )
+    backend: Literal["auto", "cuda", "cpu_batched", "cpu"] = Field(
+        "auto",
+        description="Physics: cuda, many envs per CPU process, one by one on the CPU; auto: the fastest that is exact here.",
+    )
+    shader: str = Field("default", description="ManiSkill shader pack of the camera that films episodes.")
+    video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of filmed frames, in pixels.")
+
+
+class PointMassConfig(CommonEnvConfig):
+    name: Literal["pointmass"] = Field(
+        description="A point in the plane has to reach a target: exact, instant, numpy only."
+    )
+    task: Literal["reach"] = Field("reach", description="The only task.")
+    size: float = Field(1.0, gt=0, description="The world is the square from -size to size.")
+    discrete: bool = Field(
+        False, description="Five actions (stay, left, right, down, up) instead of a force in [-1, 1] x [-1, 1]."
+    )
+    images: bool = Field(False, description="Observe an image as well, from the camera `top`.")
+    image_size: int = Field(
+        64, ge=16, multiple_of=2, description="Width and height of images and filmed frames, in pixels."
+    )
+    instruction: bool = Field(False, description="Observe an instruction text as well.")
+    dtype: Literal["float32", "float64"] = Field("float32", description="Precision of the physics, states and rewards.")
+
+
+class GymConfig(CommonEnvConfig):
+    name: str = Field(pattern=r"^gym:\S+$", description="gym:<id>, any registered Gymnasium env.")
+    task: str = Field(description="How results name the task; unset: the Gymnasium id.")
+    on_success: OnSuccess = Field(
+        "terminate",
+        description="A success, where the env tells of one, ends the episode with bootstrapping, without, or not.",
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _task_is_the_id(cls, values: Any) -> Any:
+        return (
+            with_task(values, str(values.get("name", "")).removeprefix("gym:")) if isinstance(values, dict) else values
+        )
+
+
+class ExternalEnvConfig(CommonEnvConfig):
+    name: str = Field(description="Your own env class, my_pkg.my_module:MyEnv, importable in every worker.")
+    task: str = Field(description="Handed to your env with every episode; unset: the name of its class.")
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Free options; your class finds them in config.kwargs."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_a_class(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        name = str(values.get("name", ""))
+        if not EXTERNAL.fullmatch(name):
+            raise ValueError(unknown_env(name))
+        return with_task(values, name.rpartition(":")[2])
+
+
+def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
+    return values if values.get("task") else {**values, "task": task}
+
+
+def unknown_env(name: str) -> str:
+    """What to say of a name that is neither ours nor a class."""
+    near = difflib.get_close_matches(name, ["maniskill", "pointmass", "gym:"], 1, 0.5)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return f"env.name={name!r} is unknown; {meant}Known: {', '.join(ENV_CONFIGS)}, gym:<id>, my_pkg.my_module:MyEnv"
+
+
+ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {"maniskill": ManiSkillConfig, "pointmass": PointMassConfig}
+
+
+def kind_of(value: Any) -> str:
+    """Which model an env section belongs to."""
+    name = value.get("name", "maniskill") if isinstance(value, dict) else getattr(value, "name", "maniskill")
+    if name in ENV_CONFIGS:
+        return str(name)
+    return "gym" if str(name).startswith("gym:") else "external"
+
+
+EnvConfig = Annotated[
+    Annotated[ManiSkillConfig, Tag("maniskill")]
+    | Annotated[PointMassConfig, Tag("pointmass")]
+    | Annotated[GymConfig, Tag("gym")]
+    | Annotated[ExternalEnvConfig, Tag("external")],
+    Discriminator(kind_of),
+]
