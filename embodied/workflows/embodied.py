@@ -52,17 +52,14 @@ class EmbodiedLoop:
         """Collect a batch, update, publish. Returns the finished episodes and the numbers of the iteration."""
         horizon = self.config.algo.rollout_decisions
         rollout = self.sims.collect.each(
-            [((self.train_episodes, horizon, route, tuple(self.trajectories)), {}) for route in self.routes]
+            [(self.train_episodes, horizon, route, tuple(self.trajectories)) for route in self.routes]
         )
         serving = self._serve(self.routes, greedy=False, stream="train")
         expected = num_deliveries(
             self.config.env.num_envs, len(self.sims), self.config.pipeline.stages, len(self.learners)
         )
         updating = self.learners.update.each(
-            [
-                ((channel, count, iteration, total), {})
-                for channel, count in zip(self.trajectories, expected, strict=True)
-            ]
+            [(channel, count, iteration, total) for channel, count in zip(self.trajectories, expected, strict=True)]
         )
         stats = rollout.wait()
         serving.wait()
@@ -97,7 +94,7 @@ class EmbodiedLoop:
         num_envs = self.config.eval.num_envs or self.config.env.num_envs
         routes = [Route(route.requests[:1], route.replies[:1]) for route in self.routes]
         playing = self.sims.evaluate.each(
-            [((episodes, min(num_envs, len(episodes)), route, film, folder), {}) for route in routes]
+            [(episodes, min(num_envs, len(episodes)), route, film, folder) for route in routes]
         )
         serving = self._serve(routes, greedy=self.config.eval.greedy, stream="eval")
         parts = playing.wait()
@@ -116,7 +113,7 @@ class EmbodiedLoop:
         return sum(self.sims.set_state(sims, self.train_episodes).wait()) if sims else 0
 
     def _load_weights(self, version: int) -> None:
-        self.policies.load_weights.each([((channel,), {}) for channel in self.weights]).wait()
+        self.policies.load_weights.each([(channel,) for channel in self.weights]).wait()
         self.version = version
 
     def _serve(self, routes: list[Route], greedy: bool, stream: str):
@@ -129,7 +126,7 @@ class EmbodiedLoop:
                 for request, reply in zip(route.requests, route.replies, strict=True)
                 if request is requests
             }
-            calls.append(((requests, replies), {"greedy": greedy, "stream": stream}))
+            calls.append((requests, replies, greedy, stream))
         return self.policies.serve.each(calls)
 
     def _lay_channels(self) -> None:

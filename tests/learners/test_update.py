@@ -1,0 +1,178 @@
+"""The learner against the single-file reference, and against itself with other numbers of ranks."""
+
+import importlib.util
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.algorithms.config import PPOConfig
+from embodied.algorithms.items import permutation
+from embodied.data import ActionSpec, EnvSpec, Trajectory
+from embodied.episodes import env_blocks
+from embodied.learners.batch import merge
+from embodied.learners.collective import Alone, Threads
+from embodied.learners.meeting import MeetingRoom
+from embodied.learners.optimizer import Optimizer
+from embodied.learners.update import prepare, update_policy
+from embodied.policies import make_policy
+from embodied.policies.config import MLPConfig
+
+_spec = importlib.util.spec_from_file_location(
+    "reference_ppo", Path(__file__).parent.parent / "algorithms" / "reference_ppo.py"
+)
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+ENV = EnvSpec(ActionSpec(3), state_dim=5)
+T, N, C = 6, 4, 2
+
+
+def make(seed=0):
+    return make_policy(MLPConfig(hidden=(12, 12), chunk=C, dtype="float64"), ENV, seed)
+
+
+def rollout(policy, seed) -> Trajectory:
+    """Random data with episode ends of both kinds, some inside a chunk; log-probs and values are the policy's own."""
+    r = np.random.default_rng(seed)
+    terminated = r.random((T, N, C)) < 0.1
+    truncated = (r.random((T, N, C)) < 0.1) & ~terminated
+    mask = np.ones((T, N, C), bool)
+    mask[:, :, 1] = ~(terminated | truncated)[:, :, 0]
+    terminated &= mask
+    truncated &= mask
+    states = r.normal(size=(T, N, 5))
+    outs = [policy.act({"state": s}, r.normal(size=(N, C * 3))) for s in states]
+    values = np.stack([*(o.values for o in outs), policy.value({"state": r.normal(size=(N, 5))})])
+    return Trajectory(
+        env_ids=np.arange(N),
+        obs={"state": states},
+        actions=np.stack([o.actions for o in outs]),
+        logprobs=np.stack([o.logprobs for o in outs]),
+        values=values,
+        final_values=np.where(truncated.any(axis=2), r.normal(size=(T, N)), 0.0),
+        rewards=r.normal(size=(T, N, C)) * mask,
+        terminated=terminated,
+        truncated=truncated,
+        mask=mask,
+        versions=np.zeros((T, N), np.int64),
+        episodes=np.zeros((T, N), np.int64),
+    )
+
+
+def ours(policy, optimizer, trajectory, config, iteration, collective=None):
+    collective = collective or Alone()
+    share = prepare(trajectory, config, collective, N, torch.float64)
+    return update_policy(policy, optimizer, collective, config, share, 0, iteration, 10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"logprob_level": "action", "entropy_coef": 0.01, "value_clip": 0.1},
+        {"logprob_level": "action_dim", "dual_clip": 3.0, "huber_delta": 0.5, "normalize_advantages": False},
+        {"advantage_level": "step", "clip_high": 0.28, "max_grad_norm": None, "target_kl": 0.002},
+    ],
+)
+def test_five_updates_equal_the_single_file_reference(options):
+    config = PPOConfig(
+        **{"rollout_decisions": T, "epochs": 3, "minibatch_size": 7, "lr": 1e-2, "max_grad_norm": 0.3} | options
+    )
+    mine, theirs = make(), make()
+    optimizer = Optimizer(mine, config)
+    their_adam = torch.optim.Adam(theirs.parameters(), lr=config.lr, eps=config.adam_eps)
+
+    def scored(obs):
+        return theirs.actor(obs).view(-1, C, 3), theirs.log_std, theirs.critic(obs).squeeze(-1)
+
+    for iteration in range(5):
+        data = rollout(mine, seed=iteration)
+        batch = {"obs": data.obs["state"]} | {
+            name: getattr(data, name)
+            for name in "actions logprobs values final_values rewards terminated truncated mask".split()
+        }
+        orders = [permutation(0, iteration, epoch, T * N) for epoch in range(config.epochs)]
+        scored.parameters = theirs.parameters
+        epochs = reference.reference_update(scored, their_adam, batch, config, orders)
+        numbers = ours(mine, optimizer, data, config, iteration)
+        assert numbers["train/epochs"] == epochs
+        assert numbers["train/logprob_gap"] < 1e-12
+        assert numbers["train/grad_norm"] > 0
+    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks):
+    config = PPOConfig(rollout_decisions=T, epochs=2, minibatch_size=5, lr=1e-2, lr_schedule="linear")
+    alone = make()
+    optimizer = Optimizer(alone, config)
+    data = rollout(alone, seed=1)
+    for iteration in range(3):
+        ours(alone, optimizer, data, config, iteration)
+
+    room, policies = MeetingRoom(ranks, 30.0), [make() for _ in range(ranks)]
+
+    def work(rank):
+        own = Optimizer(policies[rank], config)
+        block = env_blocks(N, ranks)[rank]
+        part = columns(data, slice(block.start, block.stop))
+        for iteration in range(3):
+            ours(policies[rank], own, part, config, iteration, Threads(room, rank))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for name, weight in alone.state_dict().items():
+        torch.testing.assert_close(policies[0].state_dict()[name], weight, atol=1e-12, rtol=0)
+        assert all(torch.equal(policies[0].state_dict()[name], other.state_dict()[name]) for other in policies[1:])
+
+
+def test_deliveries_in_any_order_make_the_same_batch():
+    data = rollout(make(), seed=2)
+    parts = [columns(data, slice(a, a + 1)) for a in range(N)]
+    merged = merge(parts[::-1])
+    assert np.array_equal(merged.env_ids, data.env_ids)
+    assert np.array_equal(merged.rewards, data.rewards)
+    assert np.array_equal(merged.obs["state"], data.obs["state"])
+
+
+def columns(data: Trajectory, cut: slice) -> Trajectory:
+    fields = "actions logprobs values final_values rewards terminated truncated mask versions episodes".split()
+    cuts = {name: getattr(data, name)[:, cut] for name in fields}
+    return replace(data, env_ids=data.env_ids[cut], obs={"state": data.obs["state"][:, cut]}, **cuts)
+
+
+def test_the_optimizer_comes_back_from_its_folder_and_takes_the_same_step(tmp_path):
+    config = PPOConfig(rollout_decisions=T, epochs=1, minibatch_size=8, lr=1e-2)
+    policy = make()
+    optimizer = Optimizer(policy, config)
+    ours(policy, optimizer, rollout(policy, 0), config, 0)
+    optimizer.save(tmp_path)
+    policy.save_pretrained(tmp_path)
+    twin = make(seed=9)
+    from embodied.policies.base import read_weights
+
+    twin.load_weights(read_weights(tmp_path))
+    restored = Optimizer(twin, config)
+    restored.load(tmp_path)
+    data = rollout(policy, 1)
+    ours(policy, optimizer, data, config, 1)
+    ours(twin, restored, data, config, 1)
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_linear_schedule_lowers_the_rate_and_value_lr_is_its_own():
+    config = PPOConfig(rollout_decisions=T, epochs=1, minibatch_size=24, lr=1e-2, value_lr=0.0, lr_schedule="linear")
+    policy = make()
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    numbers = ours(policy, Optimizer(policy, config), rollout(policy, 0), config, 5)
+    assert numbers["train/lr"] == pytest.approx(5e-3)
+    changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and not any(name.startswith("critic") for name in changed)
