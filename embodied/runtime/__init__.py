@@ -1,0 +1,10 @@
+"""Hosts, workers and channels. Imports neither torch nor ray, so that a host starts in a blink."""
+
+from embodied.runtime.channel import Channel, Waiting
+from embodied.runtime.cluster import Cluster
+from embodied.runtime.group import Handle, WorkerGroup
+from embodied.runtime.hosts import HostPlan
+from embodied.runtime.timers import Timers
+from embodied.runtime.worker import Worker, served_while_busy
+
+__all__ = ["Channel", "Cluster", "Handle", "HostPlan", "Timers", "Waiting", "Worker", "WorkerGroup", "served_while_busy"]

@@ -81,18 +81,17 @@ class Wire:
             self._sock.sendmsg(parts, ancillary)
         except BlockingIOError:
             return False
-        except (BrokenPipeError, ConnectionError, OSError) as error:
-            if isinstance(error, (BrokenPipeError, ConnectionError)) or self._sock.fileno() < 0:
-                return True
-            raise
+        except OSError as error:
+            if not isinstance(error, ConnectionError) and self._sock.fileno() >= 0:
+                raise
         return True
 
     def receive(self) -> tuple[tuple, Payload | None, int]:
         """-> (message, payload, descriptor or -1). Raises BlockingIOError when there is none, EOFError at the end."""
         try:
             data, ancillary, _, _ = self._sock.recvmsg(3 * OUT_OF_BAND_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionError as error:
-            raise EOFError from error
+        except ConnectionResetError as error:  # told once when the peer ended; what it sent before is still readable
+            raise BlockingIOError from error
         if not data:
             raise EOFError
         fds = array.array("i")
@@ -143,8 +142,14 @@ class Loop:
         self._requests.append(lambda: self._selector.register(fd, selectors.EVENT_READ, (fd, on_ready)))
         self.wake()
 
+    def drain(self, wire: Wire) -> None:
+        """In the loop's thread: serves what a peer that ended has still sent."""
+        misses = 0  # a reset connection is told as one miss; a wire that a grandchild keeps open never ends
+        while wire in self._wires and misses < 2:
+            misses += not self._serve(*self._selector.get_key(wire).data, selectors.EVENT_READ)
+
     def wake(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # already closed
             os.eventfd_write(self._waker, 1)
 
     def stop(self) -> None:
@@ -171,7 +176,8 @@ class Loop:
         for wire in list(self._wires):
             self._set_events(wire)
 
-    def _serve(self, wire: Wire, on_message: Callable[..., None], on_end: Callable[[], None], events: int) -> None:
+    def _serve(self, wire: Wire, on_message: Callable[..., None], on_end: Callable[[], None], events: int) -> bool:
+        """True if a message or the end was read."""
         if events & selectors.EVENT_WRITE:
             wire.flush()
             self._set_events(wire)
@@ -179,14 +185,15 @@ class Loop:
             try:
                 message = wire.receive()
             except BlockingIOError:
-                return
+                return False
             except EOFError:
                 self._selector.unregister(wire)
                 del self._wires[wire]
                 wire.close()
                 on_end()
-                return
+                return True
             on_message(*message)
+        return True
 
     def _set_events(self, wire: Wire) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.backed_up() else 0)
@@ -203,4 +210,5 @@ class Loop:
             elif key.data is not None:
                 os.close(key.data[0])
         self._selector.close()
-        os.close(self._waker)
+        waker, self._waker = self._waker, -1
+        os.close(waker)

@@ -1,0 +1,100 @@
+"""The main program of a host process of the local backend. Imports little: a host should be up in a fraction of a second."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from embodied.runtime.hosts import PROGRESS_BYTES, Host, Links, Progress
+from embodied.runtime.payload import Payload, decode, encode
+from embodied.runtime.wire import Loop, Wire
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(boot: dict[str, Any]) -> None:
+    _follow_driver(boot["driver"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when a run ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    faulthandler.enable()
+    _find_main_lazily(boot["main_module"], boot["main_file"])
+    _serve(boot)
+
+
+def _serve(boot: dict[str, Any]) -> None:
+    driver = Wire(socket.socket(fileno=boot["control_fd"]))
+    peers: dict[str, Wire] = {}
+    control, channels = Loop(), Loop()
+
+    def post(host: str, message: tuple, payload: Payload | None = None) -> None:
+        peers[host].post(message, payload)
+
+    def report(message: tuple, packed: Payload | None = None) -> None:
+        if message[0] == "failed":
+            print(message[3], file=sys.stderr, flush=True)
+        driver.post(message, packed)
+
+    progress = Progress(mmap.mmap(boot["progress_fd"], PROGRESS_BYTES))
+    os.close(boot["progress_fd"])
+    links = Links(encode, decode, post, report)
+    host = Host(boot["run"], [boot["name"]], links, progress, boot["timeout_s"])
+
+    def connect(name: str, fd: int) -> None:
+        peers[name] = wire = Wire(socket.socket(fileno=fd))
+        # The end of a peer needs no action here: the driver says who died, and of what.
+        channels.add(wire, lambda message, payload, _: host.serve_channel(name, message, payload), lambda: None)
+
+    def on_control(message: tuple, payload: Payload | None, fd: int) -> None:
+        if message[0] == "peer":
+            connect(message[1], fd)
+        elif message[0] == "stop":
+            host.stop(message[1])
+            driver.flush()
+            _exit(0)
+        else:
+            host.control(message, payload)
+
+    threading.Thread(target=channels.run, name="channels", daemon=True).start()
+    control.add(driver, on_control, lambda: _exit(1))
+    control.run()
+
+
+def _exit(code: int) -> None:
+    """Ends now: neither a stuck thread nor a simulator library's exit handlers can keep the process."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _follow_driver(pid: int | None) -> None:
+    """Has the kernel kill this process when the driver dies, even if a native call holds the interpreter then."""
+    if pid is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != pid:  # it died before we asked
+            os._exit(1)
+
+
+def _find_main_lazily(module: str | None, file: str | None) -> None:
+    """Classes of the driver's main program are found when one is needed; otherwise it is never imported here."""
+    main = sys.modules["__mp_main__"] = sys.modules["__main__"]
+
+    def find(name: str) -> Any:
+        import runpy
+
+        if name.startswith("__") or (module is None and file is None):
+            raise AttributeError(name)
+        del main.__getattr__
+        run = runpy.run_module(module, run_name="__mp_main__", alter_sys=True) if module else None
+        main.__dict__.update(run if run is not None else runpy.run_path(file, run_name="__mp_main__"))
+        return getattr(main, name)
+
+    main.__getattr__ = find

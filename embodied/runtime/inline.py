@@ -1,0 +1,51 @@
+"""All hosts in the calling process, for debugging and tests: workers are threads and everything is handed over as it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from embodied.runtime.backend import Events
+from embodied.runtime.hosts import DRIVER, PROGRESS_BYTES, Host, HostPlan, Links, Progress
+
+_log = logging.getLogger(__name__)
+
+
+class InlineBackend:
+    name = "inline"
+    promise = "one process for debugging: nothing is pinned, no crash is isolated, nothing overlaps"
+
+    def __init__(self, run: str, plans: list[HostPlan], timeout_s: float, events: Events) -> None:
+        self._progress = Progress(bytearray(PROGRESS_BYTES))
+        links = Links(self.pack, self.unpack, self._no_other_host, lambda *told: events.on_report(DRIVER, *told))
+        names = [DRIVER, *(plan.name for plan in plans)]
+        self.host = Host(run, names, links, self._progress, timeout_s)
+        _log.info("inline backend: %s", self.promise)
+
+    def spawn(self, plan: HostPlan) -> None:
+        pass
+
+    def call(self, host: str, message: tuple, packed: Any = None) -> None:
+        self.host.control(message, packed)
+
+    def pack(self, item: Any) -> Any:
+        return item
+
+    def unpack(self, packed: Any) -> Any:
+        return packed
+
+    def where(self, host: str) -> str:
+        return f"pid {os.getpid()}, inline"
+
+    def progress(self, host: str, slot: int) -> tuple[int, float]:
+        return self._progress.read(slot)
+
+    def stop(self, seconds: float) -> None:
+        busy = self.host.stop(seconds)
+        if busy:
+            _log.warning("still busy in this process, and cannot be killed: %s", ", ".join(busy))
+
+    @staticmethod
+    def _no_other_host(*message: Any) -> None:
+        raise AssertionError(f"inline has one host, nobody to send {message} to")

@@ -1,0 +1,221 @@
+"""Hosts as processes of this machine: spawned fresh, wired to the driver and to each other by socket pairs.
+
+A host gets its environment and its cores before it imports anything, ends with the driver however the driver ends, and runs in
+a session of its own, so that Ctrl-C reaches the driver alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embodied.runtime.backend import Events
+from embodied.runtime.hosts import DRIVER, PROGRESS_BYTES, Host, HostPlan, Links, Progress, ranges
+from embodied.runtime.payload import Payload, decode, encode
+from embodied.runtime.wire import Loop, Wire, socket_pair
+
+_log = logging.getLogger(__name__)
+
+# Runs before anything else in the child: what is imported later must already find the cores and the driver's path.
+_BOOT = """
+import json, sys
+boot = json.loads(sys.argv[1])
+if boot["cores"]:
+    import os
+    os.sched_setaffinity(0, boot["cores"])
+sys.path[:] = boot["path"]
+from embodied.runtime.child import main
+main(boot)
+"""
+
+
+@dataclass
+class _Process:
+    plan: HostPlan
+    popen: subprocess.Popen
+    control: Wire
+    channels: Wire  # the driver's own end
+    progress: Progress
+    memory: mmap.mmap
+    log: Path | None
+
+
+class LocalBackend:
+    name = "local"
+    promise = "one process per host on this machine"
+
+    def __init__(self, run: str, log_dir: Path | None, timeout_s: float, events: Events) -> None:
+        self.pack, self.unpack = encode, decode
+        self._run = run
+        self._log_dir = log_dir
+        self._timeout_s = timeout_s
+        self._events = events
+        self._processes: dict[str, _Process] = {}
+        links = Links(encode, decode, self._post, lambda *told: events.on_report(DRIVER, *told))
+        self.host = Host(run, [DRIVER], links, Progress(bytearray(PROGRESS_BYTES)), timeout_s)
+        self._control, self._channels = Loop(), Loop()
+        self._threads = [
+            threading.Thread(target=self._control.run, name="control", daemon=True),
+            threading.Thread(target=self._channels.run, name="channels", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def spawn(self, plan: HostPlan) -> None:
+        usable = os.sched_getaffinity(0)
+        if not usable.issuperset(plan.cores):
+            raise ValueError(
+                f"host {plan.name} is to run on cores {ranges(plan.cores)}, but this process may use only "
+                f"{ranges(tuple(usable))}"
+            )
+        mine, theirs = socket_pair()
+        memory_fd = os.memfd_create("embodied-progress", os.MFD_CLOEXEC)
+        os.ftruncate(memory_fd, PROGRESS_BYTES)
+        memory = mmap.mmap(memory_fd, PROGRESS_BYTES)
+        log = self._log_dir / f"{plan.name}.log" if self._log_dir is not None else None
+        try:
+            popen = self._start(plan, theirs.fileno(), memory_fd, log)
+        except BaseException:
+            mine.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(memory_fd)
+        control = Wire(mine)
+        channels = self._connect_to_driver(plan.name, control)
+        process = _Process(plan, popen, control, channels, Progress(memory), memory, log)
+        for other in self._processes.values():
+            one, two = socket_pair()
+            with one, two:
+                control.post(("peer", other.plan.name), fd=one.fileno())
+                other.control.post(("peer", plan.name), fd=two.fileno())
+        self._processes[plan.name] = process
+        self._control.add(
+            control, lambda message, payload, _: self._events.on_report(plan.name, message, payload), lambda: None
+        )
+        self._control.watch(os.pidfd_open(popen.pid), lambda: self._died(process))
+
+    def call(self, host: str, message: tuple, packed: Payload | None = None) -> None:
+        self._processes[host].control.post(message, packed)
+
+    def where(self, host: str) -> str:
+        process = self._processes[host]
+        cores = f", cores {ranges(process.plan.cores)}" if process.plan.cores else ""
+        log = f", log: {process.log}" if process.log is not None else ""
+        return f"pid {process.popen.pid}{cores}{log}"
+
+    def progress(self, host: str, slot: int) -> tuple[int, float]:
+        return self._processes[host].progress.read(slot)
+
+    def stop(self, seconds: float) -> None:
+        processes = list(self._processes.values())
+        try:
+            for process in processes:
+                process.control.post(("stop", seconds))
+            until = time.monotonic() + seconds + 0.5
+            for process in processes:
+                _wait_until(process.popen, until)
+        finally:
+            for process in processes:
+                _kill_session(process.popen)
+            self.host.stop(0)
+            for loop in (self._control, self._channels):
+                loop.stop()
+            for thread in self._threads:
+                thread.join(timeout=5)
+            for process in processes:
+                process.progress.release()
+                process.memory.close()
+
+    # Inside
+
+    def _start(self, plan: HostPlan, control_fd: int, memory_fd: int, log: Path | None) -> subprocess.Popen:
+        main = sys.modules["__main__"]
+        sys.modules.setdefault("__mp_main__", main)  # its name in the hosts
+        boot = {
+            "name": plan.name,
+            "run": self._run,
+            "timeout_s": self._timeout_s,
+            "cores": plan.cores,
+            "path": [os.path.abspath(p) for p in sys.path],
+            "control_fd": control_fd,
+            "progress_fd": memory_fd,
+            # A process is told of the end of the *thread* that started it, so only the main thread's counts.
+            "driver": os.getpid() if threading.current_thread() is threading.main_thread() else None,
+            "main_module": main.__spec__.name if getattr(main, "__spec__", None) is not None else None,
+            "main_file": getattr(main, "__file__", None),
+        }
+        output = None
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = log.open("ab")
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-c", _BOOT, json.dumps(boot)],
+                env={**os.environ, **plan.environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output is not None else None,
+                pass_fds=(control_fd, memory_fd),
+                start_new_session=True,
+            )
+        finally:
+            if output is not None:
+                output.close()
+
+    def _connect_to_driver(self, name: str, control: Wire) -> Wire:
+        mine, theirs = socket_pair()
+        with theirs:
+            control.post(("peer", DRIVER), fd=theirs.fileno())
+        wire = Wire(mine)
+        self._channels.add(
+            wire, lambda message, payload, _: self.host.serve_channel(name, message, payload), lambda: None
+        )
+        return wire
+
+    def _post(self, host: str, message: tuple, payload: Payload | None = None) -> None:
+        self._processes[host].channels.post(message, payload)
+
+    def _died(self, process: _Process) -> None:
+        # What it reported before it died comes first: its messages are read until the end of the wire.
+        code = process.popen.wait()
+        self._control.drain(process.control)
+        _kill_session(process.popen)
+        self._events.on_death(process.plan.name, _describe_exit(code))
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _wait_until(popen: subprocess.Popen, until: float) -> None:
+    try:
+        popen.wait(max(until - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+        _log.warning("host pid %d did not close in time and is killed", popen.pid)
+
+
+def _kill_session(popen: subprocess.Popen) -> None:
+    """Kills what is left of a host and of the processes it started."""
+    try:
+        os.killpg(popen.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    popen.wait()
