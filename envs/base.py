@@ -1,8 +1,8 @@
 """The env contract: N rows side by side, driven from outside, never reset by themselves.
 
-A plug-in implements `_reset_rows`, `_step`, `_observe` and `render_rows`; resets, time limits, action chunks, freezing of
-finished rows and the meaning of success live here, once. What may surprise: a row that is done stays frozen (reward 0, mask
-False) until `reset` names it, and a row that was never reset counts as done.
+A plug-in implements `_reset_rows`, `_step`, `_observe` and `render_rows`; resets, time limits, action chunks, freezing
+of finished rows and the meaning of success live here, once. What may surprise: a row that is done stays frozen (reward
+0, mask False) until `reset` names it, and a row that was never reset counts as done.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ class NotFinite(EmbodiedError):
 class StepResult:
     """One env step of all rows. What it says of rows that are not active is ignored.
 
-    `terminated` may include ends by success: `on_success` decides what becomes of those. A simulator whose episodes can go on
-    after success (`on_success=continue`) reports failures only.
+    `terminated` may include ends by success: `on_success` decides what becomes of those. A simulator whose episodes can
+    go on after success (`on_success=continue`) reports failures only.
     """
 
     rewards: np.ndarray  # float [N]
     terminated: np.ndarray  # bool [N]
     success: np.ndarray | None = None  # bool [N]; None for envs that have no success
-    truncated: np.ndarray | None = (
-        None  # bool [N], where the simulator itself cuts episodes; the step limit is applied here
-    )
+    truncated: np.ndarray | None = None  # bool [N], where the simulator itself cuts episodes short
 
 
 class VectorEnv(GymnasiumVectorEnv):
@@ -77,8 +75,8 @@ class VectorEnv(GymnasiumVectorEnv):
     def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """Advance one env step without observing.
 
-        `actions` is float [N, A] within [-1, 1], or int [N] for discrete ones. Rows that are not `active` (bool [N]) may
-        be stepped or not.
+        `actions` is float [N, A] within [-1, 1], or int [N] for discrete ones. Rows that are not `active` (bool [N])
+        may be stepped or not.
         """
         raise NotImplementedError
 
@@ -89,6 +87,10 @@ class VectorEnv(GymnasiumVectorEnv):
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         """uint8 [len(rows), H, W, 3]: a frame of each of these rows for a video."""
         raise NotImplementedError
+
+    def film_problem(self) -> str:
+        """Why `render_rows` cannot work on this machine; empty if it can."""
+        return ""
 
     def _get_state(self) -> dict[str, np.ndarray] | None:
         """Arrays with one row per env that `_set_state` restores bitwise; None where the simulator cannot."""
@@ -137,10 +139,10 @@ class VectorEnv(GymnasiumVectorEnv):
         return result.obs, result.rewards[:, 0], result.terminated[:, 0], result.truncated[:, 0], info
 
     def step_chunk(self, actions: np.ndarray, on_frame: Callable[[np.ndarray], None] | None = None) -> ChunkResult:
-        """Play one decision: actions [N, C, A], C env steps of every live row. `ChunkResult` says what comes back.
+        """Play one decision: actions [N, C, A], C env steps of every live row. `ChunkResult` tells what comes back.
 
-        `on_frame(moved)` is called after each env step with the rows that took it (bool [N]). Rows that were done before the
-        chunk are frozen; their observation is whatever the simulator shows.
+        `on_frame(moved)` is called after each env step with the rows that took it (bool [N]). Rows done before
+        the chunk are frozen; their observation is whatever the simulator shows.
         """
         actions = self._checked(actions)
         shape = actions.shape[:2]
@@ -219,15 +221,10 @@ class VectorEnv(GymnasiumVectorEnv):
         """Actions as `_step` wants them: right shape and kind, clipped; those of frozen rows never matter."""
         actions = np.asarray(actions)
         spec = self.env_spec.action
-        if (
-            actions.ndim != 3
-            or actions.shape[0] != self.num_envs
-            or actions.shape[2] != spec.dim
-            or not actions.shape[1]
-        ):
-            raise ValueError(
-                f"actions are {list(actions.shape)}, this env takes [{self.num_envs} envs, chunk, {spec.dim} dimensions]"
-            )
+        fits = actions.ndim == 3 and actions.shape[::2] == (self.num_envs, spec.dim) and actions.shape[1] > 0
+        if not fits:
+            wanted = f"[{self.num_envs} envs, chunk of 1 or more, {spec.dim} dimensions]"
+            raise ValueError(f"actions are {list(actions.shape)}, this env takes {wanted}")
         if actions.dtype.kind not in ("iu" if spec.discrete else "f"):
             kind = f"whole numbers below {spec.num_choices}" if spec.discrete else "floating-point numbers"
             raise ValueError(f"actions are {actions.dtype}, this env takes {kind}")
@@ -274,7 +271,8 @@ class VectorEnv(GymnasiumVectorEnv):
 
     def _where(self, what: str, rows: np.ndarray) -> str:
         steps = self._elapsed[rows[:8]].tolist()
-        return f"{self.config.name} {self.config.task}: {what} is NaN or infinite in env rows {rows[:8].tolist()} at steps {steps}"
+        place = f"in env rows {rows[:8].tolist()} at steps {steps}"
+        return f"{self.config.name} {self.config.task}: {what} is NaN or infinite {place}"
 
 
 def put_rows(obs: Observation, other: Observation, rows: np.ndarray) -> Observation:

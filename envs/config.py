@@ -1,9 +1,10 @@
-"""Options of the envs: one model per kind, chosen by `name`. Free of torch and simulators, so that `--help` stays fast."""
+"""Options of the envs: one model per kind, chosen by `name`. Free of torch and simulators."""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -21,42 +22,34 @@ class CommonEnvConfig(Strict):
     )
     on_success: OnSuccess = Field(
         "truncate",
-        description="A success ends the episode with bootstrapping (truncate), without (terminate), or not (continue).",
+        description="A success ends the episode with bootstrapping, without it, or not at all.",
     )
 
 
 class ManiSkillConfig(CommonEnvConfig):
     name: Literal["maniskill"] = Field(
-        "maniskill", description="maniskill, pointmass, gym:<id> or my_pkg.my_module:MyEnv."
+        "maniskill", description="Which env: maniskill, pointmass, gym:<id> or my_pkg.my_module:MyEnv."
     )
     task: str = Field("PushCube-v1", description="Any registered ManiSkill task.")
-    control_mode: str = Field(
-        "pd_joint_delta_pos", description="How actions move the robot, a control mode of the task's robot."
-    )
+    control_mode: str = Field("pd_joint_delta_pos", description="How actions move the robot: a control mode it has.")
     reward_mode: Literal["normalized_dense", "dense", "sparse"] = Field(
         "normalized_dense", description="Reward per env step, as the task defines it."
     )
     backend: Literal["auto", "cuda", "cpu_batched", "cpu"] = Field(
         "auto",
-        description="Physics: cuda, many envs per CPU process, one by one on the CPU; auto: the fastest that is exact here.",
+        description="Physics on a GPU, on the CPU in one batch, or one env at a time; auto: the fastest here.",
     )
     shader: str = Field("default", description="ManiSkill shader pack of the camera that films episodes.")
     video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of filmed frames, in pixels.")
 
 
 class PointMassConfig(CommonEnvConfig):
-    name: Literal["pointmass"] = Field(
-        description="A point in the plane has to reach a target: exact, instant, numpy only."
-    )
+    name: Literal["pointmass"] = Field(description="A toy: move a point to a target, numpy only.")
     task: Literal["reach"] = Field("reach", description="The only task.")
     size: float = Field(1.0, gt=0, description="The world is the square from -size to size.")
-    discrete: bool = Field(
-        False, description="Five actions (stay, left, right, down, up) instead of a force in [-1, 1] x [-1, 1]."
-    )
-    images: bool = Field(False, description="Observe an image as well, from the camera `top`.")
-    image_size: int = Field(
-        64, ge=16, multiple_of=2, description="Width and height of images and filmed frames, in pixels."
-    )
+    discrete: bool = Field(False, description="Stay, left, right, down, up instead of a force in two dimensions.")
+    images: bool = Field(False, description="Observe images as well, from the camera `top`.")
+    image_size: int = Field(64, ge=16, multiple_of=2, description="Width and height of these images, in pixels.")
     instruction: bool = Field(False, description="Observe an instruction text as well.")
     dtype: Literal["float32", "float64"] = Field("float32", description="Precision of the physics, states and rewards.")
 
@@ -66,24 +59,22 @@ class GymConfig(CommonEnvConfig):
     task: str = Field(description="How results name the task; unset: the Gymnasium id.")
     on_success: OnSuccess = Field(
         "terminate",
-        description="A success, where the env tells of one, ends the episode with bootstrapping, without, or not.",
+        description="As for all envs, where the env tells of success.",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")
 
     @model_validator(mode="before")
     @classmethod
     def _task_is_the_id(cls, values: Any) -> Any:
-        return (
-            with_task(values, str(values.get("name", "")).removeprefix("gym:")) if isinstance(values, dict) else values
-        )
+        if not isinstance(values, dict):
+            return values
+        return with_task(values, str(values.get("name", "")).removeprefix("gym:"))
 
 
 class ExternalEnvConfig(CommonEnvConfig):
     name: str = Field(description="Your own env class, my_pkg.my_module:MyEnv, importable in every worker.")
     task: str = Field(description="Handed to your env with every episode; unset: the name of its class.")
-    kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Free options; your class finds them in config.kwargs."
-    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Free options, for your class to read.")
 
     @model_validator(mode="before")
     @classmethod
@@ -102,9 +93,14 @@ def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
 
 def unknown_env(name: str) -> str:
     """What to say of a name that is neither ours nor a class."""
-    near = difflib.get_close_matches(name, ["maniskill", "pointmass", "gym:"], 1, 0.5)
-    meant = f"did you mean {near[0]!r}? " if near else ""
-    return f"env.name={name!r} is unknown; {meant}Known: {', '.join(ENV_CONFIGS)}, gym:<id>, my_pkg.my_module:MyEnv"
+    known = f"known: {', '.join(ENV_CONFIGS)}, gym:<id>, my_pkg.my_module:MyEnv"
+    return f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'gym:'])}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean ...?", or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {"maniskill": ManiSkillConfig, "pointmass": PointMassConfig}
