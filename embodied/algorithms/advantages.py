@@ -1,0 +1,109 @@
+"""Generalised advantage estimation and its normalisation.
+
+In numpy and float64, because trajectories arrive as numpy arrays and this is a few thousand numbers once per iteration:
+whatever the policy's dtype, every placement gets the same advantages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+def gae(
+    rewards: np.ndarray,  # [T, N, C]
+    terminated: np.ndarray,  # bool [T, N, C]
+    truncated: np.ndarray,  # bool [T, N, C]
+    mask: np.ndarray,  # bool [T, N, C]
+    values: np.ndarray,  # [T+1, N]
+    final_values: np.ndarray,  # [T, N]
+    gamma: float,
+    lam: float,
+    level: str = "decision",
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns (value targets), float64 [T, N], of fields shaped as in `Trajectory`.
+
+    After an episode that terminated inside a decision comes nothing, after a truncated one `final_values`; otherwise
+    `values[t+1]` comes and the recursion goes on. With level "step" gamma and lambda act once per env step instead of
+    once per decision: rewards inside a chunk are discounted too, and k played steps count gamma^k and lambda^k.
+    A decision without a played step is not an item: its advantage is 0 and nothing passes through it.
+
+    Three decisions of one env step (C=1), two envs, gamma = lambda = 1/2, all values 4, all rewards 1. Env 0 is
+    truncated at t=1 with a final value of 8, env 1 terminates at t=1:
+
+        delta[2] = 1 + 4/2 - 4 = -1     for both
+        delta[1] = 1 + 8/2 - 4 =  1     for env 0: the final value, not values[2]
+                   1       - 4 = -3     for env 1: nothing follows
+        delta[0] = 1 + 4/2 - 4 = -1     for both
+        advantages[2] = delta[2]                          = [-1,    -1   ]
+        advantages[1] = delta[1]: t=2 is another episode  = [ 1,    -3   ]
+        advantages[0] = delta[0] + 1/4 * advantages[1]    = [-0.75, -1.75]
+        returns = advantages + values
+    """
+    mask = np.asarray(mask, bool)
+    rewards = np.where(mask, rewards, 0.0).astype(np.float64)
+    values = np.asarray(values, np.float64)
+    terminated, truncated = (np.any(done & mask, axis=2) for done in (terminated, truncated))
+    played = mask.any(axis=2)
+    if level == "step":
+        steps = mask.sum(axis=2)
+        discount, decay = gamma**steps, lam**steps
+        rewards = rewards * gamma ** (np.cumsum(mask, axis=2) - mask)
+    else:
+        discount = np.full(played.shape, float(gamma))
+        decay = np.full(played.shape, float(lam))
+
+    following = np.where(truncated, final_values, values[1:])
+    following = np.where(terminated, 0.0, following)
+    delta = rewards.sum(axis=2) + discount * following - values[:-1]
+    carry = np.where(terminated | truncated, 0.0, discount * decay)
+
+    advantages = np.zeros_like(delta)
+    later = np.zeros(delta.shape[1])
+    for t in reversed(range(len(delta))):
+        later = np.where(played[t], delta[t] + carry[t] * later, 0.0)
+        advantages[t] = later
+    return advantages, advantages + values[:-1]
+
+
+class Moments(NamedTuple):
+    """Count, mean and sum of squared distances from the mean: parts can be merged without losing digits."""
+
+    count: float
+    mean: float
+    m2: float
+
+    @property
+    def std(self) -> float:
+        """Of the population: divided by the count."""
+        return float(np.sqrt(self.m2 / self.count)) if self.count else 0.0
+
+
+def moments(numbers: np.ndarray, weights: np.ndarray) -> Moments:
+    """Of all numbers, where one of weight 0 does not exist. Both of one shape."""
+    numbers, weights = np.asarray(numbers, np.float64), np.asarray(weights, np.float64)
+    count = float(weights.sum())
+    if not count:
+        return Moments(0.0, 0.0, 0.0)
+    mean = float((weights * numbers).sum()) / count
+    return Moments(count, mean, float((weights * (numbers - mean) ** 2).sum()))
+
+
+def merge_moments(parts: Sequence[Sequence[float]]) -> Moments:
+    """Of the union of parts, e.g. one per learner rank (rows of an array are fine). Same order, same bits."""
+    count, mean, m2 = 0.0, 0.0, 0.0
+    for n, part_mean, part_m2 in (map(float, part) for part in parts):
+        if not n:
+            continue
+        shift, total = part_mean - mean, count + n
+        m2 += part_m2 + shift * shift * count * n / total
+        mean += shift * n / total
+        count = total
+    return Moments(count, mean, m2)
+
+
+def normalize(advantages: np.ndarray, over: Moments, eps: float = 1e-8) -> np.ndarray:
+    """Shifted and scaled by the moments `over` the whole iteration (of all ranks)."""
+    return (advantages - over.mean) / (over.std + eps)

@@ -1,0 +1,148 @@
+"""PPO's losses as sums over items, to be divided by a count that the caller knew before: parts and ranks just add up.
+
+An item is one decision: C env steps of A action dimensions (or tokens). `level` says what gets a probability ratio of
+its own, a *unit*: "action_dim" each of C * A numbers, "action" each env step (log-probs summed over A), "chunk" the
+decision (summed over C and A). An item counts as the mean over its units, so its weight does not depend on C * A or on
+the level. Steps that were not played (mask False) are in no sum, mean or ratio. An item of weight 0 is padding: it adds
+nothing, but must hold finite numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embodied.algorithms.config import PPOConfig
+
+
+@dataclass(frozen=True)
+class PPOItems:
+    """What was known of B decisions before the update."""
+
+    logprobs: Tensor  # [B, C, A], at act time
+    values: Tensor  # [B], at act time
+    advantages: Tensor  # [B]
+    returns: Tensor  # [B]
+    mask: Tensor  # bool [B, C]
+    weights: Tensor  # [B], 0 for padding
+
+
+Stats = dict[str, Tensor]  # scalars without gradient: sums over items, except names that end in "_max"
+
+
+def ppo_loss_sum(
+    logprobs: Tensor, entropy: Tensor, values: Tensor, items: PPOItems, config: PPOConfig
+) -> tuple[Tensor, Stats]:
+    """The whole loss of new log-probs and entropies [B, C, A] and values [B]: a sum over items, and its parts."""
+    level = config.logprob_level
+    policy_loss, stats = policy_loss_sum(
+        logprobs,
+        items.logprobs,
+        items.advantages,
+        items.mask,
+        items.weights,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        level=level,
+    )
+    value_loss, value_stats = value_loss_sum(
+        values,
+        items.values,
+        items.returns,
+        items.weights,
+        value_clip=config.value_clip,
+        huber_delta=config.huber_delta,
+    )
+    bonus = entropy_sum(entropy, items.mask, items.weights, level)
+    loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * bonus
+    parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": bonus}
+    return loss, {name: part.detach() for name, part in parts.items()} | stats | value_stats
+
+
+def policy_loss_sum(
+    logprobs: Tensor,  # [B, C, A], with gradient
+    old_logprobs: Tensor,  # [B, C, A]
+    advantages: Tensor,  # [B]
+    mask: Tensor,  # bool [B, C]
+    weights: Tensor,  # [B]
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    level: str,
+) -> tuple[Tensor, Stats]:
+    """-min(ratio * A, clip(ratio) * A), and for A < 0 no more than dual_clip * |A|.
+
+    One unit with clip 0.2 and dual clip 3: ratio 1.5, A=1 costs -1.2 and ratio 0.5, A=-1 costs 0.8 (clipped: no
+    gradient); ratio 1.5, A=-1 costs 1.5 (not clipped); ratio 5, A=-1 costs 3 (dual-clipped).
+    """
+    log_ratio = torch.where(mask[:, :, None], logprobs - old_logprobs, 0.0)
+    units, valid = _units(log_ratio, mask, level)
+    ratio, advantage = units.exp(), advantages[:, None]
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+    cut = torch.zeros_like(valid)
+    if dual_clip is not None:
+        cut = (advantage < 0) & (ratio > dual_clip)
+        gain = torch.where(cut, dual_clip * advantage, gain)
+    loss = -(weights * _mean(gain, valid)).sum()
+
+    with torch.no_grad():
+        outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+        present = valid & (weights > 0)[:, None]
+        stats = {
+            "approx_kl": (weights * (log_ratio.expm1() - log_ratio).sum(dim=(1, 2))).sum(),
+            "clip_fraction": (weights * _mean(outside.to(ratio.dtype), valid)).sum(),
+            "dual_clip_fraction": (weights * _mean(cut.to(ratio.dtype), valid)).sum(),
+            "ratio_max": torch.where(present, ratio, 0.0).max(),
+        }
+    return loss, stats
+
+
+def value_loss_sum(
+    values: Tensor,  # [B], with gradient
+    old_values: Tensor,  # [B]
+    returns: Tensor,  # [B]
+    weights: Tensor,  # [B]
+    *,
+    value_clip: float | None,
+    huber_delta: float | None,
+) -> tuple[Tensor, Stats]:
+    """Half the squared error (or Huber's), the worse of the value's and the clipped value's."""
+    loss = _error(values - returns, huber_delta)
+    clipped = torch.zeros_like(values)
+    if value_clip is not None:
+        moved = values - old_values
+        loss = torch.maximum(loss, _error(old_values + moved.clamp(-value_clip, value_clip) - returns, huber_delta))
+        clipped = (moved.abs() > value_clip).to(values.dtype)
+    return (weights * loss).sum(), {"value_clip_fraction": (weights * clipped).sum().detach()}
+
+
+def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor, level: str) -> Tensor:
+    """The entropy [B, C, A] of a unit, mean over an item's units, summed over items."""
+    units, valid = _units(torch.where(mask[:, :, None], entropy, 0.0), mask, level)
+    return (weights * _mean(units, valid)).sum()
+
+
+def _units(masked: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
+    """[B, C, A] summed to [B, units], and which units exist."""
+    if level == "action_dim":
+        return masked.flatten(1), mask.repeat_interleave(masked.shape[2], dim=1)
+    if level == "action":
+        return masked.sum(dim=2), mask
+    assert level == "chunk", level
+    return masked.sum(dim=(1, 2))[:, None], mask.any(dim=1, keepdim=True)
+
+
+def _mean(units: Tensor, valid: Tensor) -> Tensor:
+    """[B], over the units that exist; 0 where none does."""
+    return torch.where(valid, units, 0.0).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
+
+
+def _error(error: Tensor, huber_delta: float | None) -> Tensor:
+    if huber_delta is None:
+        return 0.5 * error**2
+    inside = error.clamp(-huber_delta, huber_delta)
+    return inside * (error - 0.5 * inside)
