@@ -69,13 +69,9 @@ def verify(checkpoint: Path) -> dict:
 
 
 def newest(run: Path) -> Path:
-    """The newest whole checkpoint of a run: what `latest` names, or else the highest version that verifies."""
+    """The newest whole checkpoint of a run: the highest version that verifies, whatever `latest` says."""
     parent = run / "checkpoints"
     candidates = sorted((p for p in parent.glob("v[0-9]*") if p.is_dir()), reverse=True)
-    if (parent / "latest").is_file():
-        hinted = parent / (parent / "latest").read_text().strip()
-        if hinted in candidates and hinted == candidates[0]:
-            candidates = [hinted, *(c for c in candidates if c != hinted)]
     problems = []
     for candidate in candidates:
         try:

@@ -2,8 +2,32 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    one_of: ClassVar[tuple[str, ...]] = ()  # keys that replace each other: a later source that sets one unsets the others
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool):
+            wanted = cls.model_fields[info.field_name].annotation
+            kinds = {wanted, *get_args(wanted)}
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError("should be a number")
+        return value
+
+
+@dataclass(frozen=True)
+class BelongsToFile:
+    """Marks a path: a relative one means relative to the recipe file that states it, or to the working directory."""
+
+
+LocalPath = Annotated[Path, BelongsToFile()]

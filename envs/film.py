@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embodied.data import EpisodeResult, EpisodeSpec
 from embodied.envs.base import VectorEnv
 from embodied.envs.rows import Rows
-from embodied.reporting.videos import VideoWriter
+
+if TYPE_CHECKING:
+    from embodied.reporting.videos import VideoWriter
 
 
 class Films:
@@ -27,6 +30,8 @@ class Films:
             writer.discard()
 
     def begin(self, rows: np.ndarray, specs: list[EpisodeSpec]) -> None:
+        from embodied.reporting.videos import VideoWriter
+
         wanted = [(row, spec) for row, spec in zip(rows, specs, strict=True) if spec.index in self.film]
         for row, _ in wanted:
             self.open[int(row)] = VideoWriter(self.folder, fps=self.env.env_spec.control_hz)

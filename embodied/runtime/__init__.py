@@ -7,4 +7,14 @@ from embodied.runtime.hosts import HostPlan
 from embodied.runtime.timers import Timers
 from embodied.runtime.worker import Worker, served_while_busy
 
-__all__ = ["Channel", "Cluster", "Handle", "HostPlan", "Timers", "Waiting", "Worker", "WorkerGroup", "served_while_busy"]
+__all__ = [
+    "Channel",
+    "Cluster",
+    "Handle",
+    "HostPlan",
+    "Timers",
+    "Waiting",
+    "Worker",
+    "WorkerGroup",
+    "served_while_busy",
+]

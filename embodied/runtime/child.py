@@ -1,4 +1,4 @@
-"""The main program of a host process of the local backend. Imports little: a host should be up in a fraction of a second."""
+"""The main program of a host of the local backend. Imports little: a host is up in a fraction of a second."""
 
 from __future__ import annotations
 

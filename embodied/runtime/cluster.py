@@ -1,7 +1,7 @@
 """Starts the hosts of a plan, launches worker groups on them, makes channels, and leaves nothing behind.
 
-One rule for errors: whatever fails first is what every wait reports. A failed worker closes the channels it was given, so
-those who wait for it there are told at once; the ChannelClosed they raise is a consequence and never hides the cause.
+One rule for errors: whatever fails first is what every wait reports. A failed worker closes the channels it was given,
+so those who wait for it there are told at once; the ChannelClosed they raise follows from it and never hides it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from embodied.runtime.worker import Worker
 _log = logging.getLogger(__name__)
 _FIRST_CAUSE_S = 0.5  # how long a consequence waits for its cause to be reported
 CLOSE_S = 5.0  # how long workers may take to close before they are killed
+CLOSE_AFTER_ERROR_S = 1.0
 
 
 class RemoteTraceback(Exception):
@@ -98,7 +99,7 @@ class Cluster:
     # What programs use
 
     def launch(self, cls: type[Worker], role: str, *args: Any, **kwargs: Any) -> WorkerGroup:
-        """Starts one replica on every host that lists the role. Returns at once; if a constructor fails, waits say so."""
+        """Starts one replica on every host that lists the role. Returns at once: waits tell if a constructor failed."""
         hosts = [plan.name for plan in self.hosts for r in plan.roles if r == role]
         if not hosts:
             known = sorted({r for plan in self.hosts for r in plan.roles})
@@ -182,8 +183,8 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self.close(CLOSE_S if kind is None else CLOSE_AFTER_ERROR_S)
 
     # Inside
 

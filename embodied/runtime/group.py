@@ -49,7 +49,9 @@ class Handle:
 class WorkerGroup:
     """`group.method(*args)` calls every replica and returns a Handle at once; `group[0]` is a group of one replica."""
 
-    def __init__(self, cluster: Cluster, cls: type[Worker], role: str, workers: Sequence[str], hosts: Sequence[str]) -> None:
+    def __init__(
+        self, cluster: Cluster, cls: type[Worker], role: str, workers: Sequence[str], hosts: Sequence[str]
+    ) -> None:
         self.role = role
         self.workers = tuple(workers)  # "sim-0", "sim-1", ...
         self.hosts = tuple(hosts)  # the host of each
@@ -70,7 +72,9 @@ class WorkerGroup:
         return f"WorkerGroup({', '.join(self.workers)})"
 
     def __getattr__(self, method: str) -> Method:
-        if method.startswith("_") or not callable(getattr(self._cls, method, None)):
+        if method.startswith("_"):
+            raise AttributeError(method)
+        if not callable(getattr(self._cls, method, None)):
             known = [n for n in dir(self._cls) if not n.startswith("_") and callable(getattr(self._cls, n))]
             raise AttributeError(f"{self._cls.__name__} has no method {method!r}; it has: {', '.join(known)}")
         return Method(self, method)

@@ -1,7 +1,8 @@
 """A host: one process that runs workers, and the home of the channels consumed there.
 
-Each worker has a thread for its work. The messages of the driver (`control`) and of other hosts (`serve_channel`) are handled in
-threads of their own, so a call or a put is taken in while a worker is busy. How messages travel is the backend's business.
+Each worker has a thread for its work. The messages of the driver (`control`) and of other hosts (`serve_channel`) are
+handled in threads of their own, so a call or a put is taken in while a worker is busy. How messages travel is the
+backend's business.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from embodied.errors import ChannelClosed, EmbodiedError
-from embodied.runtime.channel import Channel, Queue, Remote, hosts_of_runs
+from embodied.runtime.channel import Channel, hosts_of_runs
 from embodied.runtime.payload import Payload
+from embodied.runtime.queues import Queue, Remote
 from embodied.runtime.timers import Timers
 from embodied.runtime.worker import Worker
 
@@ -47,7 +51,7 @@ class HostPlan:
 
 
 class Progress:
-    """A counter and a time per worker in memory that the driver can read at any moment, even while the host is stuck."""
+    """A counter and a time per worker, in memory that the driver can read even while the host is stuck."""
 
     def __init__(self, memory: Any) -> None:
         self._slots = memoryview(memory).cast("B").cast("Q")
@@ -269,13 +273,21 @@ class _WorkerThread(threading.Thread):
             return getattr(self._worker, method)(*args, **kwargs)
 
     def _failure(self, call_id: int, error: BaseException) -> tuple:
+        error.__traceback__ = _below_us(error.__traceback__)
         text = "".join(traceback.format_exception(error))
         name = "" if isinstance(error, EmbodiedError) else f"{type(error).__name__}: "
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-        where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
         cause = f"{name}{error}"[:_MAX_CAUSE_CHARS] + where
         follows = isinstance(error, ChannelClosed)
         return "failed", call_id, cause, text[-_MAX_CAUSE_CHARS * 8 :], follows
+
+
+def _below_us(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that is the worker's."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
 
 
 def import_from(module: str, file: str | None) -> None:

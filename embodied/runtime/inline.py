@@ -1,4 +1,4 @@
-"""All hosts in the calling process, for debugging and tests: workers are threads and everything is handed over as it is."""
+"""All hosts in the calling process, for debugging: workers are threads and everything is handed over as it is."""
 
 from __future__ import annotations
 

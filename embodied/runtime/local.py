@@ -1,7 +1,7 @@
 """Hosts as processes of this machine: spawned fresh, wired to the driver and to each other by socket pairs.
 
-A host gets its environment and its cores before it imports anything, ends with the driver however the driver ends, and runs in
-a session of its own, so that Ctrl-C reaches the driver alone.
+A host gets its environment and its cores before it imports anything, ends with the driver however the driver ends, and
+runs in a session of its own, so that Ctrl-C reaches the driver alone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from embodied.runtime.backend import Events
 from embodied.runtime.hosts import DRIVER, PROGRESS_BYTES, Host, HostPlan, Links, Progress, ranges
@@ -25,6 +25,8 @@ from embodied.runtime.payload import Payload, decode, encode
 from embodied.runtime.wire import Loop, Wire, socket_pair
 
 _log = logging.getLogger(__name__)
+
+_KILL_S = 5.0  # how long a killed process may take to vanish
 
 # Runs before anything else in the child: what is imported later must already find the cores and the driver's path.
 _BOOT = """
@@ -48,6 +50,7 @@ class _Process:
     progress: Progress
     memory: mmap.mmap
     log: Path | None
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class LocalBackend:
@@ -124,10 +127,14 @@ class LocalBackend:
                 process.control.post(("stop", seconds))
             until = time.monotonic() + seconds + 0.5
             for process in processes:
-                _wait_until(process.popen, until)
+                if not process.ended.wait(max(until - time.monotonic(), 0)):
+                    _log.warning("host %s did not close in time and is killed", process.plan.name)
         finally:
             for process in processes:
-                _kill_session(process.popen)
+                if not process.ended.is_set():
+                    _kill_session(process.popen)
+            for process in processes:
+                process.ended.wait(_KILL_S)
             self.host.stop(0)
             for loop in (self._control, self._channels):
                 loop.stop()
@@ -187,10 +194,10 @@ class LocalBackend:
         self._processes[host].channels.post(message, payload)
 
     def _died(self, process: _Process) -> None:
-        # What it reported before it died comes first: its messages are read until the end of the wire.
+        _kill_session(process.popen)  # what it started; as long as it is not waited for, its number is not reused
         code = process.popen.wait()
-        self._control.drain(process.control)
-        _kill_session(process.popen)
+        self._control.drain(process.control)  # what it reported before it died comes first
+        process.ended.set()
         self._events.on_death(process.plan.name, _describe_exit(code))
 
 
@@ -205,17 +212,7 @@ def _describe_exit(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _wait_until(popen: subprocess.Popen, until: float) -> None:
-    try:
-        popen.wait(max(until - time.monotonic(), 0))
-    except subprocess.TimeoutExpired:
-        _log.warning("host pid %d did not close in time and is killed", popen.pid)
-
-
 def _kill_session(popen: subprocess.Popen) -> None:
     """Kills what is left of a host and of the processes it started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(popen.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    popen.wait()

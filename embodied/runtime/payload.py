@@ -1,9 +1,9 @@
 """Moves an object to another process: large buffers through anonymous shared memory, the rest as a short message.
 
-The writer copies every buffer of 64 KiB or more once into a memory file without a name (memfd); its descriptor travels with
-the message and the reader maps it. So nothing of it ever stands in /dev/shm: the kernel frees it with its last user, even
-after `kill -9`. Arrays arrive read-only. Torch CPU tensors arrive writable, on pages that are private to the reader,
-because torch knows no read-only tensors.
+The writer copies every buffer of 64 KiB or more once into a memory file without a name (memfd); its descriptor travels
+with the message and the reader maps it. Nothing of it ever stands in /dev/shm: the kernel frees it with its last user,
+even after `kill -9`. Arrays arrive read-only. Torch CPU tensors arrive writable, on pages that are private to the
+reader, because torch knows no read-only tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a payload are in its memory file: (offset, bytes) each; `body` is None if it travels inline."""
+    """Where the parts of a payload are in its memory file: (offset, bytes). `body` is None if it travels inline."""
 
     total_bytes: int = 0
     buffers: tuple[tuple[int, int], ...] = ()
@@ -38,7 +38,7 @@ class Layout:
 
 
 class Payload:
-    """An encoded object. Owns the descriptor of its memory file until it is dropped; may be sent any number of times."""
+    """An encoded object; may be sent many times. Owns the descriptor of its memory file until it is dropped."""
 
     __slots__ = ("body", "fd", "layout")
 
@@ -110,7 +110,7 @@ def _write(parts: list[memoryview], tensors: frozenset[int], body: memoryview) -
 
 
 def _map(fd: int, size: int) -> memoryview:
-    """Maps privately (copy on write) and unmaps with the last view. `mmap.mmap` would keep a descriptor open per array."""
+    """Maps copy-on-write and unmaps with the last view. `mmap.mmap` would keep a descriptor open for every array."""
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), f"cannot map {size} bytes of shared memory")

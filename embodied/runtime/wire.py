@@ -1,8 +1,8 @@
 """Messages between two processes over a socket pair, and the thread that receives them.
 
 A socket pair has no address: nobody else can connect, and nothing is left behind. One message is one packet: a small
-tuple that says what it is, and at most one payload, whose memory file travels along. `post` never blocks, so a thread that
-serves messages cannot be held up by a peer that stopped reading.
+tuple that says what it is, and at most one payload, whose memory file travels along. `post` never blocks, so a thread
+that serves messages cannot be held up by a peer that stopped reading.
 """
 
 from __future__ import annotations

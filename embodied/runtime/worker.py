@@ -1,7 +1,7 @@
 """The base of every role: sim worker, policy worker, learner, and whatever a user adds.
 
-Each replica lives in one host and does its work in a thread of its own there: constructor, methods and `close` all run in
-that thread, one call after the other.
+Each replica lives in one host and does its work in a thread of its own there: constructor, methods and `close` all run
+in that thread, one call after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def served_while_busy(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Worker:
-    """Public methods are callable on the group and timed per rank. The attributes are set before the constructor runs."""
+    """Public methods are callable on the group and timed per rank. The attributes are set before the constructor."""
 
     name: str  # role and rank, like "sim-0"
     rank: int

@@ -7,14 +7,17 @@ iteration; where each worker runs is the plan's business.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.config import RunConfig
 from embodied.data import EnvSpec, EpisodeResult, Route
 from embodied.episodes import EpisodeList, num_deliveries
 from embodied.learners.meeting import meeting_point
 from embodied.runtime import Cluster
+
+if TYPE_CHECKING:
+    from embodied.config import RunConfig
 
 # By name: the driver never imports torch or a simulator.
 SIM = "embodied.envs.worker:SimWorker"

@@ -1,0 +1,225 @@
+"""The configuration of a run: recipe files, then `key=value` arguments, then validation of every section by its own model.
+
+Each section's model lives beside the code that reads it; here are those that belong to the run as a whole and the checks that
+span sections. Nothing imported from here needs torch, Ray or a simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from embodied.algorithms.config import AlgoConfig, PPOConfig
+from embodied.config_base import LocalPath, Strict
+from embodied.envs.config import EnvConfig
+from embodied.explain import config_error, explain, missing_recipe
+from embodied.layers import COMMAND_LINE, Source, Tree, find_recipe, flatten, lay, recipe_names, recipe_sources
+from embodied.overrides import parse
+from embodied.placement.config import PlacementConfig
+from embodied.policies.config import MLPConfig, PolicyConfig
+from embodied.runtime.config import ClusterConfig, FaultsConfig
+from embodied.schema import nearest, root
+
+
+class RunSection(Strict):
+    one_of: ClassVar = ("env_steps", "iterations")
+
+    dir: LocalPath = Field(Path("runs"), description="Folder under which every run gets a folder of its own.")
+    name: str | None = Field(None, description="First part of that folder's name; null: the recipe's name.")
+    env_steps: int | None = Field(None, gt=0, description="Train until this many env steps, in whole iterations; or:")
+    iterations: int | None = Field(None, gt=0, description="Train for this many iterations.")
+    eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
+    save_every: int | None = Field(None, gt=0, description="Save a checkpoint every so many iterations; null: only at the end.")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> RunSection:
+        if (self.env_steps is None) == (self.iterations is None):
+            have = "both are set" if self.env_steps else "neither is set"
+            raise ValueError(f"run.env_steps={self.env_steps}, run.iterations={self.iterations}: {have}; set one of them")
+        return self
+
+
+class PipelineSection(Strict):
+    stages: int = Field(1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another.")
+
+
+class EvalSection(Strict):
+    episodes: int = Field(50, gt=0, description="Episodes of an evaluation, always the same ones for one eval.seed.")
+    num_envs: int | None = Field(None, gt=0, description="Env rows that play them, in total; null: as many as env.num_envs.")
+    seed: int = Field(1, ge=0, lt=2**63, description="Names the list of episodes; apart from training's whatever the seed.")
+    videos: int = Field(4, ge=0, description="How many of the first episodes are filmed.")
+    greedy: bool = Field(True, description="Take the policy's best action instead of a random one.")
+
+    @model_validator(mode="after")
+    def _films_exist(self) -> EvalSection:
+        if self.videos > self.episodes:
+            raise ValueError(
+                f"eval.videos={self.videos} is more than eval.episodes={self.episodes}; try eval.videos={self.episodes}"
+            )
+        return self
+
+
+class RunConfig(Strict):
+    seed: int = Field(0, ge=0, lt=2**63, description="All randomness of the run follows from it.")
+    run: RunSection = Field(description="How long, and where results go.")
+    env: EnvConfig = Field(description="The simulator and its task.")
+    policy: PolicyConfig = Field(MLPConfig(), description="The robot policy.")
+    algo: AlgoConfig = Field(PPOConfig(), description="How the policy learns.")
+    placement: PlacementConfig = Field("auto", description="Who runs where: a mode, or a map from roles to devices.")
+    pipeline: PipelineSection = Field(PipelineSection(), description="How finely work is handed on.")
+    cluster: ClusterConfig = Field(ClusterConfig(), description="What the processes run on.")
+    eval: EvalSection = Field(EvalSection(), description="Evaluation, during training and after.")
+    faults: FaultsConfig = Field(FaultsConfig(), description="What is done when something fails.")
+    resume: Literal["auto"] | LocalPath | None = Field(
+        None, description="auto: the newest run of this recipe in run.dir that has a checkpoint; or a run's folder."
+    )
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> RunConfig:
+        if problems := [str(err) for err in map(failure, self._checks()) if err]:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _checks(self) -> list[Callable[[], None]]:
+        return [lambda: self.algo.check_num_envs(self.env.num_envs), self._stages_share_envs]
+
+    def _stages_share_envs(self) -> None:
+        envs, stages = self.env.num_envs, self.pipeline.stages
+        if envs % stages:
+            fit = max(envs // stages, 1) * stages
+            raise ValueError(f"env.num_envs={envs} is not a multiple of pipeline.stages={stages}; try env.num_envs={fit}")
+
+
+def failure(check: Callable[[], None]) -> ValueError | None:
+    try:
+        check()
+    except ValueError as err:
+        return err
+    return None
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command's own arguments mean: keys besides the recipe's, and sections that have no effect in it."""
+
+    name: str
+    purpose: str
+    own: dict[str, str]  # key -> help
+    unused: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "train": Command("train", "Train a policy.", {}),
+    "evaluate": Command(
+        "evaluate",
+        "Play a fixed list of episodes with a trained policy and report its success.",
+        {"checkpoint": "A run's folder, one of its checkpoints, a policy folder, random, zero, or my_pkg.my_module:MyPolicy."},
+        unused=("algo", "resume"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    config: RunConfig
+    sources: dict[str, str]  # dotted key -> where it was set; other keys have their default
+    flags: frozenset[str]
+    own: dict[str, str]  # the command's own arguments
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name or "run"
+
+    @property
+    def dry_run(self) -> bool:
+        return "--dry-run" in self.flags
+
+    @property
+    def yaml(self) -> str:
+        return dump_yaml(self.config)
+
+
+def load(argv: list[str], entry: str = "train") -> Loaded | None:
+    """The configuration an argument list describes; None when --help or --cfg has answered already."""
+    from embodied.usage import cfg_text, help_text
+
+    command = COMMANDS[entry]
+    arguments = parse(argv, recipe_names())
+    if "--help" in arguments.flags:
+        print(help_text(command, root(RunConfig)))
+        return None
+    loaded = _load(arguments.values, arguments.problems, frozenset(arguments.flags), command)
+    if "--cfg" in loaded.flags:
+        print(cfg_text(loaded.config, loaded.sources), end="")
+        return None
+    return loaded
+
+
+def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], command: Command) -> Loaded:
+    schema, tree = root(RunConfig), Tree(problems=problems)
+    own = {key: _text(key, values.pop(key), problems) for key in command.own if key in values}
+    recipe = base_recipe(values, own, command, problems)
+    sources = recipe_sources(recipe, schema, problems) if recipe else []
+    sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
+    for source in sources:
+        lay(tree, schema, source)
+    problems += [
+        f"{key} has no effect in {command.name}; leave it out"
+        for key, where in tree.sources.items()
+        if where == COMMAND_LINE and key.split(".")[0] in command.unused
+    ]
+    if recipe and tree.values.get("run") and tree.values["run"].get("name") is None:
+        tree.values["run"]["name"] = Path(recipe).stem
+    config = None
+    try:
+        config = RunConfig.model_validate(tree.values)
+    except ValidationError as err:
+        if recipe or not problems:  # without a recipe all sections are missing, which says nothing more
+            problems += explain(err.errors(), schema, tree)
+    if problems or config is None:
+        raise config_error(problems)
+    return Loaded(config, tree.sources, flags, own)
+
+
+def base_recipe(values: dict[str, Any], own: dict[str, str], command: Command, problems: list[str]) -> str | None:
+    """The recipe that is named; else the one stored with the run to resume or to evaluate."""
+    if "recipe" in values:
+        return _text("recipe", values.pop("recipe"), problems)
+    for stored in (values.get("resume"), own.get("checkpoint")):
+        if isinstance(stored, str) and (found := stored_recipe(Path(stored).expanduser())):
+            return str(found)
+    if isinstance(values.get("resume"), str) and values["resume"] != "auto":
+        problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
+    elif "checkpoint" in command.own and "checkpoint" not in own:
+        problems.append(f"which policy? python -m embodied.{command.name} checkpoint=runs/... or checkpoint=random recipe=NAME")
+    elif "checkpoint" in own:
+        problems.append(f"checkpoint={own['checkpoint']} is not in a run's folder, so name the env: recipe=NAME")
+    elif not problems:
+        problems.append(missing_recipe(command.name))
+    return None
+
+
+def stored_recipe(path: Path) -> Path | None:
+    """config.yaml of the run this folder is, or lies in (runs/NAME/checkpoints/VERSION/policy)."""
+    path = path.resolve()
+    return next((at / "config.yaml" for at in [path, *path.parents[:3]] if (at / "run.json").is_file()), None)
+
+
+def _text(key: str, value: Any, problems: list[str]) -> str:
+    if not isinstance(value, str):
+        problems.append(f"{key}={value!r}: should be text")
+    return str(value)
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """The resolved recipe, every key spelt out; loads to the same configuration from anywhere."""
+    from embodied.usage import config_yaml
+
+    return config_yaml(config, {})
+
+
+__all__ = ["COMMANDS", "Command", "Loaded", "RunConfig", "dump_yaml", "load", "find_recipe", "nearest"]

@@ -1,0 +1,64 @@
+"""results.json and episodes.csv of one evaluation. The same episodes give the same bytes, in whatever order they ended."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from embodied.checkpoints import replace_text
+from embodied.data import EpisodeResult
+from embodied.errors import EmbodiedError
+
+RESULTS = "results.json"
+EPISODES = "episodes.csv"
+COLUMNS = tuple(field.name for field in dataclasses.fields(EpisodeResult))
+PARSERS = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool | None": {"": None, "true": True, "false": False}.__getitem__,
+}
+
+
+def write_results(folder: Path, results: dict[str, Any], episodes: Iterable[EpisodeResult]) -> None:
+    """Write both files, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / EPISODES, episodes_csv(episodes))
+    replace_text(folder / RESULTS, json.dumps(results, indent=2, allow_nan=False) + "\n")
+
+
+def read_results(folder: Path) -> tuple[dict[str, Any], list[EpisodeResult]]:
+    """What `write_results` wrote."""
+    try:
+        results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+        with open(folder / EPISODES, encoding="utf-8", newline="") as file:
+            return results, [episode(row) for row in csv.DictReader(file)]
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise EmbodiedError(f"{folder} holds no readable results ({type(err).__name__}: {err})") from err
+
+
+def episodes_csv(episodes: Iterable[EpisodeResult]) -> str:
+    """One line per episode by index; empty stands for "this env has no success"."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for result in sorted(episodes, key=lambda result: result.index):
+        writer.writerow(cell(getattr(result, name)) for name in COLUMNS)
+    return text.getvalue()
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def episode(row: dict[str, str]) -> EpisodeResult:
+    return EpisodeResult(
+        **{field.name: PARSERS[field.type](row[field.name]) for field in dataclasses.fields(EpisodeResult)}
+    )

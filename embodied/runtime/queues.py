@@ -1,0 +1,385 @@
+"""The two ends of a channel: the `Queue` in its home, and what other hosts hold, a `Remote`.
+
+A queue serves its gets in the order they came. The messages between the two ends are listed in `Host.serve_channel`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from embodied.errors import ChannelClosed, DeadlineExceeded
+from embodied.runtime.channel import Channel, Waiting
+from embodied.runtime.payload import Payload
+
+if TYPE_CHECKING:
+    from embodied.runtime.hosts import Host
+
+_CANCEL_S = 5.0  # how long a home may take to answer that a get was given up
+
+
+class Entry(NamedTuple):
+    value: Any  # the object, or a Payload as it came from another host
+    key: Any
+    weight: float
+    producer: str
+    peer: str | None  # the host it came from; None is the home itself
+    order: int
+
+
+class Getter:
+    """One get in progress. Takes what matches as it arrives, so that producers of a large batch get room again."""
+
+    __slots__ = ("_ready", "closed", "entries", "key", "need", "peer", "request", "total")
+
+    def __init__(self, key: Any, need: float | None, peer: str | None = None, request: int = 0) -> None:
+        self.key = key
+        self.need = need
+        self.peer = peer
+        self.request = request
+        self.entries: list[Entry] = []
+        self.total = 0.0
+        self.closed: tuple[str, str] | None = None
+        self._ready = threading.Lock()
+        self._ready.acquire()
+
+    def complete(self) -> bool:
+        return bool(self.entries) and (self.need is None or self.total >= self.need)
+
+    def finish(self) -> None:
+        self._ready.release()
+
+    def wait(self, seconds: float) -> bool:
+        return self._ready.acquire(timeout=max(seconds, 0))
+
+
+class Queue:
+    """A channel at home."""
+
+    def __init__(self, channel: Channel, host: Host) -> None:
+        self.name = channel.name
+        self.capacity = channel.capacity
+        self.choose = channel.choose
+        self.host = host
+        self.users: set[str] = set()  # other hosts that hold the channel
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._entries: deque[Entry] = deque()
+        self._getters: deque[Getter] = deque()
+        self._order = itertools.count()
+        self._unread: dict[str, int] = defaultdict(int)  # items waiting per producer of this host
+        self._taken: dict[tuple[str, str], int] = defaultdict(int)  # room not yet told to producers elsewhere
+        self._closed: tuple[str, str] | None = None
+
+    # For this host's own threads
+
+    def put(self, item: Any, key: Any, weight: float, timeout_s: float | None) -> None:
+        producer = self.host.tick()
+        with self._lock:
+            if self.capacity is not None:
+                wait_for_room(self, producer, self._room, self._unread, lambda: self._closed, timeout_s)
+            self._check_open()
+            ready = self._add(item, key, weight, producer, None)
+        self._deliver(ready)
+
+    def get(self, key: Any, need: float | None, timeout_s: float | None) -> list[Any]:
+        self.host.tick()
+        getter = Getter(key, need)
+        self._start(getter)
+        seconds = self.host.timeout_s if timeout_s is None else timeout_s
+        try:
+            arrived = getter.wait(seconds)
+        except BaseException:  # Ctrl-C
+            self._give_up(getter)
+            raise
+        if not arrived and self._give_up(getter):
+            raise nothing_came(self.name, key, seconds, len(self._entries))
+        if getter.closed is not None:
+            raise ChannelClosed(self.name, *getter.closed)
+        return [self.host.unpack(e.value) if isinstance(e.value, Payload) else e.value for e in getter.entries]
+
+    def qsize(self) -> int:
+        return len(self._entries)
+
+    def close(self, peer: str, cause: str, drain: bool = False) -> None:
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._closed = (peer, cause)
+            failed = list(self._getters)
+            self._getters.clear()
+            for getter in failed:
+                self._fail(getter)
+            if not drain:
+                self._entries.clear()
+            self._room.notify_all()
+            users = list(self.users)
+        self._deliver(failed)
+        for user in users:
+            self.host.post(user, ("closed", self.name, peer, cause))
+
+    # For the messages of other hosts
+
+    def opened_by(self, peer: str) -> None:
+        with self._lock:
+            self.users.add(peer)
+        if self._closed is not None:
+            self.host.post(peer, ("closed", self.name, *self._closed))
+
+    def put_from(self, peer: str, payload: Payload, key: Any, weight: float, producer: str) -> None:
+        with self._lock:
+            if self._closed is not None:
+                return
+            ready = self._add(payload, key, weight, producer, peer)
+        self._deliver(ready)
+
+    def get_from(self, peer: str, request: int, key: Any, need: float | None) -> None:
+        self._start(Getter(key, need, peer, request))
+
+    def cancel_from(self, peer: str, request: int) -> None:
+        for getter in list(self._getters):
+            if (getter.peer, getter.request) == (peer, request) and self._give_up(getter):
+                self.host.post(peer, ("given_up", self.name, request))
+
+    def forget(self, peer: str) -> None:
+        """A host died: nobody waits there any more."""
+        for getter in list(self._getters):
+            if getter.peer == peer:
+                self._give_up(getter)
+        self.users.discard(peer)
+
+    # Inside; the lock is held, except in _start, _give_up and _deliver
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise ChannelClosed(self.name, *self._closed)
+
+    def _add(self, value: Any, key: Any, weight: float, producer: str, peer: str | None) -> list[Getter]:
+        if peer is None and self.capacity is not None:
+            self._unread[producer] += 1
+        self._entries.append(Entry(value, key, weight, producer, peer, next(self._order)))
+        return self._match() if self._getters else []
+
+    def _match(self) -> list[Getter]:
+        """Fills the gets in the order they came; -> those that are complete, now off the list."""
+        ready = []
+        for getter in list(self._getters):
+            if not self._entries:
+                break
+            if self._fill(getter):
+                self._getters.remove(getter)
+                ready.append(getter)
+        return ready
+
+    def _start(self, getter: Getter) -> None:
+        with self._lock:
+            if not self._fill(getter):
+                if self._closed is None:
+                    self._getters.append(getter)
+                    return
+                self._fail(getter)
+        self._deliver([getter])
+
+    def _fail(self, getter: Getter) -> None:
+        getter.closed = self._closed
+        self._entries.extendleft(reversed(getter.entries))
+
+    def _fill(self, getter: Getter) -> bool:
+        while not getter.complete():
+            entry = self._take(getter.key)
+            if entry is None:
+                return False
+            getter.entries.append(entry)
+            getter.total += entry.weight
+        return True
+
+    def _take(self, key: Any) -> Entry | None:
+        if not self._entries:
+            return None
+        if self.choose is None:
+            if key is None:
+                return self._gone(self._entries.popleft())
+            index = next((i for i, entry in enumerate(self._entries) if entry.key == key), None)
+            if index is None:
+                return None
+        else:
+            places = [i for i, entry in enumerate(self._entries) if key is None or entry.key == key]
+            if not places:
+                return None
+            seen = [self._entries[i] for i in places]
+            index = places[self.choose([Waiting(e.key, e.weight, e.producer, e.order) for e in seen])]
+        entry = self._entries[index]
+        del self._entries[index]
+        return self._gone(entry)
+
+    def _gone(self, entry: Entry) -> Entry:
+        """Gives the producer its room back; producers elsewhere hear of it in lots of half the capacity."""
+        if self.capacity is None:
+            return entry
+        if entry.peer is None:
+            self._unread[entry.producer] -= 1
+            self._room.notify_all()
+            return entry
+        origin = (entry.peer, entry.producer)
+        self._taken[origin] += 1
+        if 2 * self._taken[origin] >= self.capacity:
+            self.host.post(entry.peer, ("room", self.name, entry.producer, self._taken.pop(origin)))
+        return entry
+
+    def _give_up(self, getter: Getter) -> bool:
+        """Puts back what a get has taken so far. False if it was served meanwhile."""
+        with self._lock:
+            if getter not in self._getters:
+                return False
+            self._getters.remove(getter)
+            self._entries.extendleft(reversed(getter.entries))
+            ready = self._match()
+        self._deliver(ready)
+        return True
+
+    def _deliver(self, getters: list[Getter]) -> None:
+        for getter in getters:
+            if getter.peer is None:
+                getter.finish()
+            elif getter.closed is not None:
+                self.host.post(getter.peer, ("shut", self.name, getter.request, *getter.closed))
+            else:
+                for i, entry in enumerate(getter.entries):
+                    payload = entry.value if isinstance(entry.value, Payload) else self.host.pack(entry.value)
+                    last = i == len(getter.entries) - 1
+                    self.host.post(getter.peer, ("got", self.name, getter.request, last), payload)
+
+
+class Remote:
+    """A channel seen from a host that is not its home."""
+
+    def __init__(self, channel: Channel, host: Host) -> None:
+        self.name = channel.name
+        self.home = channel.home
+        self.capacity = channel.capacity
+        self.host = host
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._unread: dict[str, int] = defaultdict(int)  # per producer of this host: sent and not known to be taken
+        self._gets: dict[int, Getter] = {}
+        self._requests = itertools.count()
+        self._closed: tuple[str, str] | None = None
+        self._home_died = False
+        host.post(self.home, ("open", channel.name, channel))
+
+    def put(self, item: Any, key: Any, weight: float, timeout_s: float | None) -> None:
+        producer = self.host.tick()
+        payload = self.host.pack(item)
+        with self._lock:
+            if self.capacity is not None:
+                wait_for_room(self, producer, self._room, self._unread, lambda: self._closed, timeout_s)
+            if self._closed is not None:
+                raise ChannelClosed(self.name, *self._closed)
+            self._unread[producer] += 1
+        self.host.post(self.home, ("put", self.name, key, weight, producer), payload)
+
+    def get(self, key: Any, need: float | None, timeout_s: float | None) -> list[Any]:
+        self.host.tick()
+        seconds = self.host.timeout_s if timeout_s is None else timeout_s
+        getter = self._ask("get", key, need)
+        try:
+            arrived = getter.wait(seconds)
+        except BaseException:  # Ctrl-C
+            self.host.post(self.home, ("cancel", self.name, getter.request))
+            raise
+        if not arrived:
+            # The answer may be on its way: the home says which came first, so that no item is lost.
+            self.host.post(self.home, ("cancel", self.name, getter.request))
+            if not getter.wait(_CANCEL_S) or not (getter.entries or getter.closed):
+                raise nothing_came(self.name, key, seconds, None)
+        if getter.closed is not None:
+            raise ChannelClosed(self.name, *getter.closed)
+        return [self.host.unpack(payload) for payload in getter.entries]
+
+    def qsize(self) -> int:
+        getter = self._ask("size")
+        if not getter.wait(self.host.timeout_s):
+            raise DeadlineExceeded(f"channel {self.name!r}: its home {self.home} did not answer")
+        if getter.closed is not None:
+            raise ChannelClosed(self.name, *getter.closed)
+        return int(getter.total)
+
+    def close(self, peer: str, cause: str, drain: bool = False) -> None:
+        self.closed_by(peer, cause)
+        self.host.post(self.home, ("close", self.name, peer, cause, drain))
+
+    def _ask(self, kind: str, key: Any = None, need: float | None = None) -> Getter:
+        getter = Getter(key, need, self.home, next(self._requests))
+        with self._lock:
+            if self._home_died:
+                raise ChannelClosed(self.name, *self._closed)
+            self._gets[getter.request] = getter
+        self.host.post(self.home, (kind, self.name, getter.request, *((key, need) if kind == "get" else ())))
+        return getter
+
+    # For the messages of the home
+
+    def closed_by(self, peer: str, cause: str) -> None:
+        with self._lock:
+            self._closed = self._closed or (peer, cause)
+            self._room.notify_all()
+
+    def home_died(self, peer: str, cause: str) -> None:
+        self.closed_by(peer, cause)
+        with self._lock:
+            self._home_died = True
+            gets, self._gets = self._gets, {}
+        for getter in gets.values():
+            getter.closed = self._closed
+            getter.finish()
+
+    def room_for(self, producer: str, count: int) -> None:
+        with self._room:
+            self._unread[producer] -= count
+            self._room.notify_all()
+
+    def answer(
+        self,
+        request: int,
+        payload: Payload | None = None,
+        last: bool = True,
+        size: int = 0,
+        closed: tuple[str, str] | None = None,
+    ) -> None:
+        getter = self._gets.get(request)
+        if getter is None:
+            return
+        if payload is not None:
+            getter.entries.append(payload)
+        getter.total, getter.closed = size, closed
+        if last:
+            del self._gets[request]
+            getter.finish()
+
+
+def wait_for_room(
+    end: Queue | Remote,
+    producer: str,
+    room: threading.Condition,
+    unread: dict[str, int],
+    closed: Callable[[], Any],
+    timeout_s: float | None,
+) -> None:
+    seconds = end.host.timeout_s if timeout_s is None else timeout_s
+    until = time.monotonic() + seconds
+    while unread[producer] >= end.capacity and closed() is None:
+        if not room.wait(until - time.monotonic()):
+            raise DeadlineExceeded(
+                f"channel {end.name!r}: {producer} has {unread[producer]} items waiting there and nobody took one "
+                f"for {seconds:g} s"
+            )
+
+
+def nothing_came(name: str, key: Any, seconds: float, others: int | None) -> DeadlineExceeded:
+    wanted = f"nothing came under key {key!r}" if key is not None else "nothing came"
+    beside = f" ({others} items wait that do not match)" if others else ""
+    return DeadlineExceeded(f"channel {name!r}: {wanted} for {seconds:g} s{beside}")
