@@ -1,4 +1,4 @@
-"""results.json and episodes.csv of one evaluation. The same episodes give the same bytes, in whatever order they ended."""
+"""results.json and episodes.csv of one evaluation. The same episodes give the same bytes, however they were ordered."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from embodied.checkpoints import replace_text
 from embodied.data import EpisodeResult
@@ -55,7 +57,7 @@ def episodes_csv(episodes: Iterable[EpisodeResult]) -> str:
 def cell(value: Any) -> str:
     if value is None:
         return ""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, (bool, np.bool_)) else str(value)
 
 
 def episode(row: dict[str, str]) -> EpisodeResult:

@@ -52,7 +52,7 @@ def measure(outcomes: list[bool | None]) -> dict[str, Any] | None:
     known = [outcome for outcome in outcomes if outcome is not None]
     if not known:
         return None
-    count = sum(known)
+    count = sum(map(bool, known))
     return {"count": count, "of": len(known), "rate": count / len(known), "interval": list(wilson(count, len(known)))}
 
 

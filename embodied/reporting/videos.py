@@ -6,6 +6,7 @@ when the outcome that belongs into the name is known.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import tempfile
@@ -97,7 +98,7 @@ class VideoWriter:
         ]
         coding = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "20", "-threads", "1", "-movflags", "+faststart"]
         command = [get_ffmpeg_exe(), "-y", "-v", "error", *source, "-an", "-vf", PICTURE, *coding, str(self._draft)]
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed when the recording ends
         # Its own process group: Ctrl-C asks the run to finish its step, and must not end the recording.
         self._encoder = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._log, process_group=0
@@ -112,10 +113,8 @@ class VideoWriter:
             raise DeadlineExceeded(f"ffmpeg did not finish {self._draft} within {CLOSE_S:.0f} s") from None
 
     def _close_input(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # frames that were still on their way to an encoder that is gone
             self._encoder.stdin.close()
-        except OSError:  # frames that were still on their way to an encoder that is gone
-            pass
 
     def _fail(self, code: int) -> None:
         self._log.seek(0)
