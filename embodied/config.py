@@ -1,7 +1,7 @@
-"""The configuration of a run: recipe files, then `key=value` arguments, then validation of every section by its own model.
+"""The configuration of a run: recipe files, then `key=value` arguments, then validation by the model of every section.
 
-Each section's model lives beside the code that reads it; here are those that belong to the run as a whole and the checks that
-span sections. Nothing imported from here needs torch, Ray or a simulator.
+Each section's model lives beside the code that reads it; here are those that belong to the run as a whole and the checks
+that span sections. Nothing imported from here needs torch, Ray or a simulator.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig
 from embodied.config_base import LocalPath, Strict
 from embodied.envs.config import EnvConfig
 from embodied.explain import config_error, explain, missing_recipe
-from embodied.layers import COMMAND_LINE, Source, Tree, find_recipe, flatten, lay, recipe_names, recipe_sources
+from embodied.layers import COMMAND_LINE, Source, Tree, flatten, lay, put, recipe_names, recipe_sources
 from embodied.overrides import parse
 from embodied.placement.config import PlacementConfig
 from embodied.policies.config import MLPConfig, PolicyConfig
 from embodied.runtime.config import ClusterConfig, FaultsConfig
-from embodied.schema import nearest, root
+from embodied.schema import root
 
 
 class RunSection(Strict):
@@ -33,24 +33,35 @@ class RunSection(Strict):
     env_steps: int | None = Field(None, gt=0, description="Train until this many env steps, in whole iterations; or:")
     iterations: int | None = Field(None, gt=0, description="Train for this many iterations.")
     eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
-    save_every: int | None = Field(None, gt=0, description="Save a checkpoint every so many iterations; null: only at the end.")
+    save_every: int | None = Field(
+        None, gt=0, description="Save a checkpoint every so many iterations; null: only at the end."
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> RunSection:
         if (self.env_steps is None) == (self.iterations is None):
-            have = "both are set" if self.env_steps else "neither is set"
-            raise ValueError(f"run.env_steps={self.env_steps}, run.iterations={self.iterations}: {have}; set one of them")
+            if self.env_steps:
+                raise ValueError(
+                    f"run.env_steps={self.env_steps} and run.iterations={self.iterations}: set one of them"
+                )
+            raise ValueError("run.env_steps or run.iterations: set one, for example run.env_steps=100000")
         return self
 
 
 class PipelineSection(Strict):
-    stages: int = Field(1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another.")
+    stages: int = Field(
+        1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another."
+    )
 
 
 class EvalSection(Strict):
     episodes: int = Field(50, gt=0, description="Episodes of an evaluation, always the same ones for one eval.seed.")
-    num_envs: int | None = Field(None, gt=0, description="Env rows that play them, in total; null: as many as env.num_envs.")
-    seed: int = Field(1, ge=0, lt=2**63, description="Names the list of episodes; apart from training's whatever the seed.")
+    num_envs: int | None = Field(
+        None, gt=0, description="Env rows that play them, in total; null: as many as env.num_envs."
+    )
+    seed: int = Field(
+        1, ge=0, lt=2**63, description="Names the list of episodes; apart from training's whatever the seed."
+    )
     videos: int = Field(4, ge=0, description="How many of the first episodes are filmed.")
     greedy: bool = Field(True, description="Take the policy's best action instead of a random one.")
 
@@ -79,19 +90,22 @@ class RunConfig(Strict):
     )
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> RunConfig:
-        if problems := [str(err) for err in map(failure, self._checks()) if err]:
+    def _sections_fit(self, info: ValidationInfo) -> RunConfig:
+        unused = (info.context or {}).get("unused", ())
+        checks = [self._stages_share_envs]
+        if "algo" not in unused:
+            checks.append(lambda: self.algo.check_num_envs(self.env.num_envs))
+        if problems := [str(err) for err in map(failure, checks) if err]:
             raise ValueError("\n".join(problems))
         return self
-
-    def _checks(self) -> list[Callable[[], None]]:
-        return [lambda: self.algo.check_num_envs(self.env.num_envs), self._stages_share_envs]
 
     def _stages_share_envs(self) -> None:
         envs, stages = self.env.num_envs, self.pipeline.stages
         if envs % stages:
             fit = max(envs // stages, 1) * stages
-            raise ValueError(f"env.num_envs={envs} is not a multiple of pipeline.stages={stages}; try env.num_envs={fit}")
+            raise ValueError(
+                f"env.num_envs={envs} is not a multiple of pipeline.stages={stages}; try env.num_envs={fit}"
+            )
 
 
 def failure(check: Callable[[], None]) -> ValueError | None:
@@ -117,8 +131,11 @@ COMMANDS = {
     "evaluate": Command(
         "evaluate",
         "Play a fixed list of episodes with a trained policy and report its success.",
-        {"checkpoint": "A run's folder, one of its checkpoints, a policy folder, random, zero, or my_pkg.my_module:MyPolicy."},
-        unused=("algo", "resume"),
+        {
+            "checkpoint": "A run's folder, one of its checkpoints, a policy folder, random, zero, "
+            "or my_pkg.my_module:MyPolicy."
+        },
+        unused=("policy", "algo", "resume"),
     ),
 }
 
@@ -164,6 +181,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     own = {key: _text(key, values.pop(key), problems) for key in command.own if key in values}
     recipe = base_recipe(values, own, command, problems)
     sources = recipe_sources(recipe, schema, problems) if recipe else []
+    incomplete = bool(problems)  # then a missing key says nothing
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
     for source in sources:
         lay(tree, schema, source)
@@ -173,14 +191,12 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
         if where == COMMAND_LINE and key.split(".")[0] in command.unused
     ]
     if recipe and tree.values.get("run") and tree.values["run"].get("name") is None:
-        tree.values["run"]["name"] = Path(recipe).stem
-    config = None
+        put(tree, ("run", "name"), Path(recipe).stem, "the recipe's name")
     try:
-        config = RunConfig.model_validate(tree.values)
+        config = RunConfig.model_validate(tree.values, context={"unused": command.unused})
     except ValidationError as err:
-        if recipe or not problems:  # without a recipe all sections are missing, which says nothing more
-            problems += explain(err.errors(), schema, tree)
-    if problems or config is None:
+        problems += explain(err.errors(), schema, tree, incomplete)
+    if problems:
         raise config_error(problems)
     return Loaded(config, tree.sources, flags, own)
 
@@ -195,7 +211,9 @@ def base_recipe(values: dict[str, Any], own: dict[str, str], command: Command, p
     if isinstance(values.get("resume"), str) and values["resume"] != "auto":
         problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
     elif "checkpoint" in command.own and "checkpoint" not in own:
-        problems.append(f"which policy? python -m embodied.{command.name} checkpoint=runs/... or checkpoint=random recipe=NAME")
+        problems.append(
+            f"which policy? python -m embodied.{command.name} checkpoint=runs/... or checkpoint=random recipe=NAME"
+        )
     elif "checkpoint" in own:
         problems.append(f"checkpoint={own['checkpoint']} is not in a run's folder, so name the env: recipe=NAME")
     elif not problems:
@@ -220,6 +238,3 @@ def dump_yaml(config: RunConfig) -> str:
     from embodied.usage import config_yaml
 
     return config_yaml(config, {})
-
-
-__all__ = ["COMMANDS", "Command", "Loaded", "RunConfig", "dump_yaml", "load", "find_recipe", "nearest"]

@@ -1,4 +1,4 @@
-"""The base of every options model: frozen, no unknown keys, no NaN or infinity. Free of torch, so that `--help` stays fast."""
+"""The base of every options model: frozen, no unknown keys, no NaN or infinity. Free of torch: `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
-    one_of: ClassVar[tuple[str, ...]] = ()  # keys that replace each other: a later source that sets one unsets the others
+    one_of: ClassVar[
+        tuple[str, ...]
+    ] = ()  # keys that replace each other: a later source that sets one unsets the others
 
     @field_validator("*", mode="before")
     @classmethod

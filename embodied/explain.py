@@ -20,8 +20,16 @@ def config_error(problems: Iterable[str]) -> ConfigError:
     return ConfigError(f"{len(lines)} mistakes:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def explain(errors: Iterable[ErrorDetails], root: Section, tree: Tree) -> list[str]:
-    return [line for error in errors for line in _explain(error, root, tree)]
+def explain(errors: list[ErrorDetails], root: Section, tree: Tree, incomplete: bool = False) -> list[str]:
+    """One line per mistake. `incomplete`: a source could not be read, so a missing key is no mistake of its own."""
+    lines = []
+    for error in errors:
+        follows = any(
+            len(e["loc"]) > len(error["loc"]) and e["loc"][: len(error["loc"])] == error["loc"] for e in errors
+        )
+        if not follows and not (incomplete and error["type"] == "missing"):
+            lines += _explain(error, root, tree)
+    return lines
 
 
 def _explain(error: ErrorDetails, root: Section, tree: Tree) -> list[str]:
@@ -104,7 +112,7 @@ def key_of(loc: tuple[int | str, ...], root: Section) -> str:
     parts: list[str] = []
     section: Section | None = root
     for part in map(str, loc):
-        if section and part in section.variants and parts and part not in section.keys():
+        if section and part in section.variants and parts and not section.field(part):
             continue
         parts.append(part)
         field = section.field(part) if section else None
@@ -136,4 +144,5 @@ def shown(value: Any) -> str:
 
 def missing_recipe(command: str) -> str:
     names = recipe_names()
-    return f"which recipe? python -m embodied.{command} recipe={names[0] if names else 'NAME'}. Recipes: {', '.join(names)}; or path/to/my.yaml"
+    first = names[0] if names else "NAME"
+    return f"which recipe? python -m embodied.{command} recipe={first}. Recipes: {', '.join(names)}; or path/to/my.yaml"

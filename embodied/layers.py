@@ -1,13 +1,15 @@
 """From recipe files and arguments to one tree of values that remembers where each came from.
 
-Sources are laid over each other, later ones win: the recipe's base, the recipe, the command line. A key with a plain value is
-replaced as a whole, a section key by key. Naming another variant of a section drops what the sources below set for the old one.
+Sources are laid over each other, later ones win: the recipe's base, the recipe, the command line. A key with a plain value
+is replaced as a whole, a section key by key. Naming another variant of a section drops what the sources below set for the
+old one.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,9 @@ def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -
     if recipe in names:
         return RECIPES.resolve() / f"{recipe}.yaml"
     hint = nearest(recipe, names) or "."
-    problems.append(f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} Recipes: {', '.join(names)}; or path/to/my.yaml")
+    problems.append(
+        f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} Recipes: {', '.join(names)}; or path/to/my.yaml"
+    )
     return None
 
 
@@ -105,12 +109,14 @@ def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
     if isinstance(values, dict):
         return values
     is_what = "is empty" if values is None else f"holds a {'list' if isinstance(values, list) else 'single value'}"
-    problems.append(f"{display(path)} {is_what}; a recipe is a mapping of sections, for example env: {{name: pointmass}}")
+    problems.append(
+        f"{display(path)} {is_what}; a recipe is a mapping of sections, for example env: {{name: pointmass}}"
+    )
     return {}
 
 
 def flatten(root: Section, values: dict, where: str, problems: list[str]) -> list[tuple[Key, Any]]:
-    """Sections become keys; what is no section stays one value. Dotted keys mean the same in a file as in an argument."""
+    """Sections become keys; what is no section stays one value. A dotted key means the same in a file."""
     found: dict[Key, Any] = {}
 
     def visit(section: Section | None, prefix: Key, values: dict) -> None:
@@ -144,7 +150,7 @@ def section_at(root: Section, key: Key) -> Section | None:
 
 def not_a_section_value(section: Section, key: Key, value: Any) -> str:
     path = ".".join(key)
-    names = section.keys()
+    names = section.names()
     if "name" in names and isinstance(value, str):
         return f"{path}={value}: did you mean {path}.name={value}?"
     return f"{path}={value!r}: {path} is a section; set its keys: {', '.join(f'{path}.{name}' for name in names[:6])}"
@@ -187,7 +193,7 @@ def same_key(old: type, new: type, key: str) -> bool:
     """Whether both models have the key from one common base. Free-form keys belong to what the name names."""
 
     def owner(kind: type) -> type | None:
-        return next((base for base in kind.__mro__ if key in base.__dict__.get("__annotations__", {})), None)
+        return next((base for base in kind.__mro__ if key in get_annotations(base)), None)
 
     owners = [owner(old), owner(new)]
     return owners[0] is not None and owners[0] is owners[1] and (old is not new or key != "kwargs")

@@ -1,14 +1,14 @@
 """Reading what people type: YAML with numbers as people write them, and `key=value` arguments.
 
-Only true and false are booleans (`off` stays a word) and 1e-4 is a number. Twice the same key is a mistake, in a file as on the
-command line.
+Only true and false are booleans (`off` stays a word) and 1e-4 is a number. Twice the same key is a mistake, in a file as
+on the command line.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -20,7 +20,7 @@ FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--d
 class Loader(yaml.SafeLoader):
     """Safe YAML without aliases and duplicate keys."""
 
-    yaml_implicit_resolvers: dict = {}
+    yaml_implicit_resolvers: ClassVar[dict] = {}
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -44,7 +44,7 @@ class Loader(yaml.SafeLoader):
 class Dumper(yaml.SafeDumper):
     """Writes what `Loader` reads back as the same value."""
 
-    yaml_implicit_resolvers: dict = {}
+    yaml_implicit_resolvers: ClassVar[dict] = {}
 
     def ignore_aliases(self, data):
         return True
@@ -57,7 +57,9 @@ for _kind in (Loader, Dumper):
     _kind.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), _NUMBER)
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|nan))$"),
+        re.compile(
+            r"^[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|nan))$"
+        ),
         _NUMBER,
     )
 
@@ -112,7 +114,9 @@ def parse(argv: list[str], recipes: list[str]) -> Arguments:
 def _not_an_override(key: str, equals: str, text: str, recipes: list[str]) -> str | None:
     bare = key.lstrip("+-~")
     if key.startswith("-") and not equals:
-        return f"{key}: unknown option{nearest(key, list(FLAGS))}; options: --help, --cfg, --dry-run; settings: key=value"
+        return (
+            f"{key}: unknown option{nearest(key, list(FLAGS))}; options: --help, --cfg, --dry-run; settings: key=value"
+        )
     if key.startswith(("--", "+")):
         return f"{key}={text}: write {bare}={text or '...'}; keys are set without {key[: len(key) - len(bare)]}"
     if key.startswith("~"):

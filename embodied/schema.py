@@ -43,7 +43,7 @@ class Section:
         field = self.field(key)
         return section_of(field) if field else None
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         return list(dict.fromkeys(key for model in self.variants.values() for key in model.model_fields))
 
 
@@ -74,7 +74,7 @@ def root(model: type[BaseModel]) -> Section:
 
 def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
     """Every key that can be set, its field, and the tag of the one variant that has it ("" when all do)."""
-    for key in section.keys():
+    for key in section.names():
         owners = [tag for tag, model in section.variants.items() if key in model.model_fields]
         below = section.child(key)
         if below:

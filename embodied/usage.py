@@ -1,22 +1,24 @@
-"""What `--help` and `--cfg` print: every key with its default and meaning; the resolved recipe with the source of each value."""
+"""What `--help` and `--cfg` print: every key with default and meaning; the resolved recipe, with where values come from."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from textwrap import wrap
 from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from embodied.layers import recipe_names
 from embodied.overrides import write_yaml
-from embodied.schema import Section, is_path, leaves
+from embodied.schema import Section, leaves
 
 if TYPE_CHECKING:
     from embodied.config import Command
 
-INDENT = 28
+INDENT = 30
+WIDTH = 118
 
 
 def help_text(command: Command, schema: Section) -> str:
@@ -32,9 +34,9 @@ def help_text(command: Command, schema: Section) -> str:
         f"  {'--cfg':<{INDENT}}print the resolved recipe and where each value comes from; it can be saved and loaded",
         f"  {'--dry-run':<{INDENT}}check everything and say what would run where, then stop",
         "",
-        "Values are YAML: algo.lr=1e-4  policy.hidden='[64, 64]'  algo.target_kl=null  placement='{\"sim,policy\": \"cpu:0-1*2\", ...}'",
-        "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only one kind of env",
-        "or policy has is marked with that kind.",
+        "Values are YAML: algo.lr=1e-4  policy.hidden='[64, 64]'  algo.target_kl=null",
+        "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only one kind of",
+        "env or policy has is marked with that kind.",
     ]
     section = ""
     for key, field, only in leaves(schema):
@@ -46,12 +48,14 @@ def help_text(command: Command, schema: Section) -> str:
             lines.append("")
         default = "needed" if field.is_required() else plain(field.get_default(call_default_factory=True))
         kind = f"({only}) " if only else ""
-        lines.append(f"  {key:<{INDENT}}{kind}{type_name(field)} [{default}]  {field.description or ''}")
+        told = f"  {key:<{INDENT - 1}} {kind}{type_name(field)} [{default}]  {field.description or ''}"
+        lines += wrap(told, WIDTH, subsequent_indent=" " * (INDENT + 4), break_on_hyphens=False)
     return "\n".join(lines)
 
 
 def type_name(field: FieldInfo) -> str:
-    return "path" if is_path(field) and not get_args(field.annotation) else name_of(field.annotation)
+    fixed = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+    return "text" if fixed else name_of(field.annotation)
 
 
 def name_of(kind: Any) -> str:
