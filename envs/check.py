@@ -1,0 +1,378 @@
+"""Does an env keep the contract? `check_vector_env(env)` plays a few episodes and names the first rule that is broken.
+
+For authors of plug-ins: run it in a test on an env of 3 rows or more. It takes about five episodes' worth of steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from embodied.data import EpisodeSpec, Observation
+from embodied.envs.base import NotFinite, VectorEnv, action_space, observation_space
+from embodied.envs.played import Played, copied, cut, cut_steps, far, flat, rows_of
+from embodied.errors import EmbodiedError
+
+SEED = 20_000
+FEW = 8  # steps where a short look is enough
+
+
+class ContractViolation(EmbodiedError):
+    """An env breaks a rule of the contract."""
+
+    def __init__(self, rule: str, what: str) -> None:
+        super().__init__(f"rule {rule!r} is broken: {what}")
+        self.rule = rule
+
+
+def check_vector_env(env: VectorEnv, atol: float = 0.0) -> None:
+    """Raise `ContractViolation` for the first broken rule.
+
+    `atol` is how far a row's numbers may depend on which other rows are simulated with it, for simulators that are not
+    exact; repeating the same batch has to give the same numbers in any case.
+    """
+    if env.num_envs < 3:
+        raise ValueError(f"the check needs 3 env rows or more, this env has {env.num_envs}")
+    try:
+        Checker(env, atol).run()
+    except NotFinite as err:
+        raise ContractViolation("finite", str(err)) from err
+
+
+class Checker:
+    def __init__(self, env: VectorEnv, atol: float) -> None:
+        self.env, self.atol = env, atol
+        self.spec = env.env_spec
+        self.num = env.num_envs
+        self.rng = np.random.default_rng(SEED)
+        self.first = self.episodes(SEED)
+        self.others = self.episodes(SEED + 500)
+        self.lead = min(2, self.spec.max_episode_steps - 1)  # steps by which row 1 is behind when episodes end
+
+    def run(self) -> None:
+        self.spaces_match_the_spec()
+        self.reset_gives_observations_and_success()
+        self.reset_without_options_follows_the_seed()
+        self.reset_touches_masked_rows_only()
+        self.an_episode_starts_the_same_anywhere()
+        self.an_episode_goes_the_same_anywhere()
+        self.arrays_stay_as_they_were_returned()
+        self.actions_are_clipped_and_checked()
+        played = self.finished_rows_end_once_and_freeze()
+        self.a_chunk_is_its_steps(played)
+        self.filming_changes_nothing()
+        self.a_saved_state_continues()
+
+    def spaces_match_the_spec(self) -> None:
+        env = self.env
+        if env.metadata.get("autoreset_mode") != AutoresetMode.DISABLED:
+            fail("autoreset", f"metadata says {env.metadata.get('autoreset_mode')}, it must be AutoresetMode.DISABLED")
+        wanted = observation_space(self.spec, env.dtype), action_space(self.spec)
+        for name, space in zip(("single_observation_space", "single_action_space"), wanted, strict=True):
+            if getattr(env, name) != space:
+                fail("spaces", f"{name} is {getattr(env, name)}, env_spec means {space}")
+
+    def reset_gives_observations_and_success(self) -> None:
+        obs, info = self.reset(self.first)
+        self.looks_right(obs)
+        self.success_of(info)
+        obs, rewards, terminated, truncated, info = self.step(self.actions(1)[:, 0])
+        self.looks_right(obs)
+        self.success_of(info)
+        shapes = {
+            "rewards": (rewards, self.env.dtype),
+            "terminated": (terminated, bool),
+            "truncated": (truncated, bool),
+        }
+        for name, (array, dtype) in shapes.items():
+            if array.shape != (self.num,) or array.dtype != dtype:
+                fail("step-arrays", f"{name} is {array.dtype} {list(array.shape)}, not {np.dtype(dtype)} [{self.num}]")
+
+    def reset_without_options_follows_the_seed(self) -> None:
+        first, _ = self.env.reset(seed=SEED)
+        first = copied(first)
+        again, _ = self.env.reset(seed=SEED)
+        self.same("reset-without-mask", first, again, "reset(seed=s) twice shows different states", exact=True)
+
+    def reset_touches_masked_rows_only(self) -> None:
+        self.reset(self.first)
+        before = copied(self.play(self.actions(2)).obs[-1])
+        mask = np.arange(self.num) == 1
+        after, _ = self.env.reset(options={"reset_mask": mask, "episodes": self.only(self.others, [1])})
+        kept = np.flatnonzero(~mask)
+        self.same("reset-mask", rows_of(before, kept), rows_of(after, kept), "resetting row 1 changed other rows")
+
+    def an_episode_starts_the_same_anywhere(self) -> None:
+        """Alone in a partial reset, in another row and in a full batch of itself."""
+        rule = "same-initial-state"
+        start = copied(self.reset(self.first)[0])
+        everywhere, _ = self.reset([self.first[0]] * self.num)
+        zeros = np.zeros(self.num, int)
+        self.same(rule, rows_of(start, zeros), everywhere, "one EpisodeSpec in all rows gives different states")
+        self.reset(self.others)
+        mask = np.arange(self.num) == self.num - 1
+        alone, _ = self.env.reset(options={"reset_mask": mask, "episodes": [self.first[0]] * self.num})
+        last = np.array([self.num - 1])
+        self.same(
+            rule, rows_of(start, zeros[:1]), rows_of(alone, last), "an EpisodeSpec starts elsewhere in other company"
+        )
+
+    def an_episode_goes_the_same_anywhere(self) -> None:
+        rule = "same-trajectory"
+        actions = self.actions(min(FEW, self.spec.max_episode_steps))
+        self.reset(self.first)
+        once = self.play(actions)
+        self.reset(self.first)
+        self.equal(rule, once, self.play(actions), "the same batch played twice differs", exact=True)
+        moved = np.roll(
+            np.arange(self.num), 1
+        )  # row r now plays what row r-1 played; the last row gets company of its own
+        specs = [self.first[row] for row in moved]
+        specs[0], elsewhere = self.others[0], actions[moved].copy()
+        elsewhere[0] = self.actions(actions.shape[1])[0]
+        self.reset(specs)
+        again = self.play(elsewhere)
+        rows = np.arange(1, self.num)
+        self.equal(rule, cut(once, rows - 1), cut(again, rows), "an episode depends on its row or its company")
+
+    def arrays_stay_as_they_were_returned(self) -> None:
+        held, _ = self.reset(self.first)
+        shown = copied(held)
+        later = self.env.step_chunk(self.actions(1))
+        rewards = later.rewards.copy()
+        self.env.step_chunk(self.actions(2))
+        self.same("fresh-arrays", shown, held, "a later step wrote into an observation that was handed out", exact=True)
+        if not np.array_equal(rewards, later.rewards):
+            fail("fresh-arrays", "a later step wrote into rewards that were handed out")
+
+    def actions_are_clipped_and_checked(self) -> None:
+        action = self.spec.action
+        refused = {
+            "a wrong number of rows": self.actions(1)[1:],
+            "a dimension too many": np.repeat(self.actions(1), 2, 2),
+        }
+        if action.discrete:
+            refused["a choice that does not exist"] = np.full((self.num, 1, 1), action.num_choices)
+        else:
+            refused["NaN"] = np.full((self.num, 1, action.dim), np.nan, np.float32)
+            wild = np.where(self.actions(3) < 0, -7.0, 7.0).astype(np.float32)
+            self.reset(self.first)
+            clipped = self.play(np.clip(wild, -1, 1))
+            self.reset(self.first)
+            same = "actions outside [-1, 1] do not act as if they were clipped"
+            self.equal("action-range", clipped, self.play(wild), same, exact=True)
+        for what, actions in refused.items():
+            self.reset(self.first)
+            try:
+                self.env.step_chunk(actions)
+            except ValueError:
+                continue
+            fail("action-errors", f"actions with {what} are accepted; they must raise ValueError")
+
+    def finished_rows_end_once_and_freeze(self) -> Played:
+        """Whole episodes, step by step, with row 1 a little behind the others."""
+        start, over = self.stagger()
+        actions = self.actions(self.spec.max_episode_steps + 2)
+        self.whole = actions
+        played = self.play(actions)
+        for row in np.flatnonzero(~over):
+            self.row_ends_well(row, played, start)
+        if self.env.step_chunk(self.actions(2)).mask.any():
+            fail("frozen", "mask is True for rows that are done")
+        return played
+
+    def row_ends_well(self, row: int, played: Played, start: Observation) -> None:
+        limit = self.spec.max_episode_steps - (0 if row == 1 else self.lead)
+        last = played.last_step(row)
+        if last is None or last >= limit:
+            fail("truncation", f"row {row} goes on after max_episode_steps={self.spec.max_episode_steps}")
+        terminated, truncated = played.terminated[row], played.truncated[row]
+        if terminated[last] and truncated[last]:
+            fail("truncation", f"row {row} is terminated and truncated at once")
+        if played.done[row, last + 1 :].any() or played.rewards[row, last + 1 :].any():
+            fail("frozen", f"row {row} is done, but later steps report rewards or ends without a reset")
+        if played.success is not None:
+            self.success_ends_well(row, last, played)
+        if last > 0:
+            begin, before, end = (flat(obs, row) for obs in (start, played.obs[last - 1], played.obs[last]))
+            if np.array_equal(begin, end) and not np.array_equal(begin, before):
+                fail("autoreset", f"the last observation of row {row} is the first of a new episode")
+
+    def success_ends_well(self, row: int, last: int, played: Played) -> None:
+        success = played.success[row]
+        if (success[last + 1 :] != success[last]).any():
+            fail("frozen", f"success of row {row} changes after its episode is over")
+        policy = self.env.config.on_success
+        if policy == "continue":
+            return
+        ended = played.truncated[row] if policy == "truncate" else played.terminated[row]
+        if success[:last].any() or (success[last] and not ended[last]):
+            fail("success", f"row {row} succeeds, but on_success={policy} does not end its episode so")
+
+    def a_chunk_is_its_steps(self, played: Played) -> None:
+        """The same episodes in chunks whose borders fall elsewhere than the ends of episodes."""
+        self.stagger()
+        total = self.whole.shape[1]
+        size = next(c for c in (7, 5, 4, 3, 2) if c <= total)
+        for first in range(0, total - size + 1, size):
+            steps = slice(first, first + size)
+            frames: list[np.ndarray] = []
+            result = self.env.step_chunk(self.whole[:, steps], on_frame=lambda moved, f=frames: f.append(moved.copy()))
+            self.chunk_is(result, cut_steps(played, steps), first)
+            if not np.array_equal(np.array(frames).reshape(-1, self.num).T, result.mask[:, : len(frames)]):
+                fail("on-frame", "on_frame is not called once per env step with the rows that took it")
+
+    def chunk_is(self, result: Any, steps: Played, first: int) -> None:
+        for row in range(self.num):
+            mask = result.mask[row]
+            if (mask[1:] & ~mask[:-1]).any():
+                fail("mask", f"row {row} comes back to life inside a chunk: mask {mask.tolist()}")
+            frozen = ~mask
+            if result.rewards[row, frozen].any() or (result.terminated | result.truncated)[row, frozen].any():
+                fail("mask", f"row {row} has rewards or ends where its mask is False")
+        for name in ("rewards", "terminated", "truncated", "success"):
+            whole, single = getattr(result, name), getattr(steps, name)
+            if (whole is None) != (single is None) or (whole is not None and not np.array_equal(whole, single)):
+                fail("step-chunk", f"{name} of a chunk differ from those of its single steps (from step {first})")
+        for row in np.flatnonzero(result.mask.any(axis=1)):
+            last = int(result.mask[row].sum()) - 1
+            if not np.array_equal(flat(result.obs, row), flat(steps.obs[last], row)):
+                rule = "final-observation" if last + 1 < len(steps.obs) else "step-chunk"
+                fail(
+                    rule, f"row {row} does not show the state after step {first + last}, the last it took in the chunk"
+                )
+
+    def filming_changes_nothing(self) -> None:
+        if self.env.film_problem():
+            return
+        actions = self.actions(min(4, self.spec.max_episode_steps))
+        self.reset(self.first)
+        plain = self.env.step_chunk(actions)
+        self.reset(self.first)
+        rows = np.array([0, self.num - 1])
+        frames: list[np.ndarray] = []
+        filmed = self.env.step_chunk(actions, on_frame=lambda moved: frames.append(self.env.render_rows(rows)))
+        shape = frames[0].shape
+        if (
+            len(shape) != 4
+            or shape[0] != 2
+            or shape[3] != 3
+            or any(f.dtype != np.uint8 or f.shape != shape for f in frames)
+        ):
+            fail("frames", f"render_rows of 2 rows gives {frames[0].dtype} {list(shape)}, not uint8 [2, H, W, 3]")
+        self.same("frames", plain.obs, filmed.obs, "filming changes what is observed", exact=True)
+        if not np.array_equal(plain.rewards, filmed.rewards):
+            fail("frames", "filming changes the rewards")
+
+    def a_saved_state_continues(self) -> None:
+        self.reset(self.first)
+        self.play(self.actions(3))
+        state = self.env.get_state()
+        if not state:
+            return
+        if wrong := [name for name, array in state.items() if len(array) != self.num]:
+            fail("saved-state", f"{wrong} do not have one row per env")
+        state = {name: np.array(array) for name, array in state.items()}
+        actions = self.actions(FEW)
+        expected = self.play(actions)
+        self.reset(self.others)
+        self.looks_right(self.env.set_state(state))
+        self.equal("saved-state", expected, self.play(actions), "steps after set_state differ", exact=True)
+
+    # Tools.
+
+    def episodes(self, seed: int) -> list[EpisodeSpec]:
+        spec = EpisodeSpec(self.env.config.task, -1, seed, 0)
+        return [replace(spec, seed=seed + row, index=row) for row in range(self.num)]
+
+    def only(self, specs: list[EpisodeSpec], rows: list[int]) -> list[EpisodeSpec | None]:
+        return [spec if row in rows else None for row, spec in enumerate(specs)]
+
+    def reset(self, specs: list[EpisodeSpec]) -> tuple[Observation, dict[str, Any]]:
+        return self.env.reset(options={"reset_mask": np.ones(self.num, bool), "episodes": specs})
+
+    def stagger(self) -> tuple[Observation, np.ndarray]:
+        """Row 1 at the start of its episode, the others ahead. Returns the first observations and who is over."""
+        start = copied(self.reset(self.first)[0])
+        over = np.zeros(self.num, bool)
+        if self.lead:
+            over |= self.play(np.zeros_like(self.actions(self.lead))).done.any(axis=1)
+        mask = np.arange(self.num) == 1
+        self.env.reset(options={"reset_mask": mask, "episodes": self.only(self.first, [1])})
+        return start, over & ~mask
+
+    def actions(self, steps: int) -> np.ndarray:
+        action = self.spec.action
+        if action.discrete:
+            return self.rng.integers(action.num_choices, size=(self.num, steps, 1))
+        return self.rng.uniform(-1, 1, (self.num, steps, action.dim)).astype(np.float32)
+
+    def step(self, actions: np.ndarray) -> Any:
+        return self.env.step(actions[:, 0] if self.spec.action.discrete else actions)
+
+    def play(self, actions: np.ndarray) -> Played:
+        rows = []
+        for t in range(actions.shape[1]):
+            obs, rewards, terminated, truncated, info = self.step(actions[:, t])
+            rows.append((copied(obs), rewards, terminated, truncated, info.get("success")))
+        obs, rewards, terminated, truncated, success = zip(*rows, strict=True)
+        success = None if success[0] is None else np.stack(success, 1)
+        return Played(np.stack(rewards, 1), np.stack(terminated, 1), np.stack(truncated, 1), success, list(obs))
+
+    def looks_right(self, obs: Observation) -> None:
+        for name, space in self.env.single_observation_space.spaces.items():
+            if name not in obs:
+                fail("observation", f"{name} is missing; the observation has {sorted(obs)}")
+            parts = (
+                {f"images.{camera}": image for camera, image in obs[name].items()}
+                if name == "images"
+                else {name: obs[name]}
+            )
+            spaces = (
+                {f"images.{camera}": s for camera, s in space.spaces.items()} if name == "images" else {name: space}
+            )
+            for part, wanted in spaces.items():
+                if name != "instruction":
+                    array_is(part, parts.get(part), wanted, self.num)
+                elif len(obs[name]) != self.num or not all(isinstance(text, str) for text in obs[name]):
+                    fail("observation", f"instruction must be a list of {self.num} texts")
+        if extra := obs.keys() - self.env.single_observation_space.spaces.keys():
+            fail("observation", f"{sorted(extra)} are observed but not announced in env_spec")
+
+    def success_of(self, info: dict[str, Any]) -> None:
+        success = info.get("success")
+        if self.spec.has_success != (success is not None):
+            fail(
+                "success",
+                f"has_success is {self.spec.has_success}, but info has{'' if success is not None else ' no'} success",
+            )
+        if success is not None and (success.dtype != bool or success.shape != (self.num,)):
+            fail("success", f"success is {success.dtype} {list(success.shape)}, not bool [{self.num}]")
+
+    def same(self, rule: str, one: Observation, other: Observation, what: str, exact: bool = False) -> None:
+        difference = far(one, other)
+        if not difference <= (0.0 if exact else self.atol):
+            fail(rule, f"{what} (by {difference:.3g})")
+
+    def equal(self, rule: str, one: Played, other: Played, what: str, exact: bool = False) -> None:
+        for t, (a, b) in enumerate(zip(one.obs, other.obs, strict=True)):
+            live = np.flatnonzero(~one.done[:, :t].any(axis=1))
+            self.same(rule, rows_of(a, live), rows_of(b, live), f"{what}: observations after step {t}", exact)
+        atol = 0.0 if exact else self.atol
+        for name in ("rewards", "terminated", "truncated", "success"):
+            a, b = getattr(one, name), getattr(other, name)
+            if a is not None and not np.allclose(a.astype(float), b.astype(float), rtol=0, atol=atol):
+                fail(rule, f"{what}: {name}")
+
+
+def fail(rule: str, what: str) -> None:
+    raise ContractViolation(rule, what)
+
+
+def array_is(name: str, array: Any, space: Any, num: int) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != space.dtype or array.shape != (num, *space.shape):
+        have = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        fail("observation", f"{name} is {have}, not {space.dtype} {[num, *space.shape]}")
