@@ -1,7 +1,7 @@
 """The configuration of a run: recipe files, then `key=value` arguments, then validation by the model of every section.
 
-Each section's model lives beside the code that reads it; here are those that belong to the run as a whole and the checks
-that span sections. Nothing imported from here needs torch, Ray or a simulator.
+Each section's model lives beside the code that reads it; here are those that belong to the run as a whole and the
+checks that span sections. Nothing imported from here needs torch, Ray or a simulator.
 """
 
 from __future__ import annotations
@@ -150,6 +150,10 @@ class Loaded:
     @property
     def name(self) -> str:
         return self.config.run.name or "run"
+
+    @property
+    def checkpoint(self) -> str:
+        return self.own["checkpoint"]
 
     @property
     def dry_run(self) -> bool:

@@ -1,8 +1,8 @@
 """From recipe files and arguments to one tree of values that remembers where each came from.
 
-Sources are laid over each other, later ones win: the recipe's base, the recipe, the command line. A key with a plain value
-is replaced as a whole, a section key by key. Naming another variant of a section drops what the sources below set for the
-old one.
+Sources are laid over each other, later ones win: the recipe's base, the recipe, the command line. A key with a plain
+value is replaced as a whole, a section key by key. Naming another variant of a section drops what the sources below set
+for the old one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 import yaml
 
+from embodied import recipes
 from embodied.overrides import read_yaml, yaml_problem
 from embodied.schema import Section, choices, is_path, locate, nearest
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(recipes.__file__).resolve().parent
 COMMAND_LINE = "command line"
 Key = tuple[str, ...]
 
@@ -81,7 +82,7 @@ def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -
         return None
     names = recipe_names()
     if recipe in names:
-        return RECIPES.resolve() / f"{recipe}.yaml"
+        return RECIPES / f"{recipe}.yaml"
     hint = nearest(recipe, names) or "."
     problems.append(
         f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} Recipes: {', '.join(names)}; or path/to/my.yaml"
@@ -91,7 +92,7 @@ def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -
 
 def display(path: Path) -> str:
     """How a recipe file is called in messages: ours by their short name, others as the user can find them."""
-    if path.parent == RECIPES.resolve():
+    if path.parent == RECIPES:
         return f"recipes/{path.name}"
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,7 +1,7 @@
 """Reading what people type: YAML with numbers as people write them, and `key=value` arguments.
 
-Only true and false are booleans (`off` stays a word) and 1e-4 is a number. Twice the same key is a mistake, in a file as
-on the command line.
+Only true and false are booleans (`off` stays a word) and 1e-4 is a number. Twice the same key is a mistake, in a file
+as on the command line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `--help` and `--cfg` print: every key with default and meaning; the resolved recipe, with where values come from."""
+"""What `--help` and `--cfg` print: every key with default and meaning; the resolved recipe with its sources."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def help_text(command: Command, schema: Section) -> str:
         f"  {'--dry-run':<{INDENT}}check everything and say what would run where, then stop",
         "",
         "Values are YAML: algo.lr=1e-4  policy.hidden='[64, 64]'  algo.target_kl=null",
-        "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only one kind of",
-        "env or policy has is marked with that kind.",
+        "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only one kind",
+        "of env or policy has is marked with that kind.",
     ]
     section = ""
     for key, field, only in leaves(schema):

@@ -2,8 +2,8 @@
 
     {"sim,policy": "cpu:0-3*4", learner: "cpu:0-3"}
 
-`gpu:0-3` is four devices with one worker each, `gpu:0*2` two workers sharing one. `cpu:0-15` is one worker with sixteen
-cores, `cpu:0-15*4` four workers on disjoint quarters. Several of these are joined by commas; `node1/gpu:0-3` names a node.
+`gpu:0-3` is four devices with one worker each, `gpu:0*2` two workers sharing one. `cpu:0-15` is one worker with
+sixteen cores, `cpu:0-15*4` four workers on disjoint quarters. Commas join several; `node1/gpu:0-3` names a node.
 Numbers count the devices this run may use: `cpu:0` is the first core of the process's affinity mask.
 """
 
@@ -68,9 +68,8 @@ def split_cores(cores: tuple[int, ...], workers: int, part: str) -> list[tuple[i
             works = f"cpu:{first}-{first + workers - 1}*{workers}, or fewer workers: cpu:{span(cores)}*{len(cores)}"
         else:
             works = f"cpu:{span(cores[: each * workers])}*{workers}"
-        raise PlacementError(
-            f"{part!r} splits {len(cores)} cores among {workers} workers, which leaves no equal parts; try {works}"
-        )
+        uneven = f"{part!r} splits {number(len(cores), 'core')} among {workers} workers"
+        raise PlacementError(f"{uneven}, which leaves no equal parts; try {works}")
     return [cores[i * each : (i + 1) * each] for i in range(workers)]
 
 
@@ -95,10 +94,14 @@ def parse_map(placement: dict[str, str]) -> dict[tuple[str, ...], list[Slot]]:
     for roles in hosts:
         if {"sim", "learner"} <= set(roles):
             raise PlacementError(
-                f"{','.join(roles)!r} puts the simulator into the learner's process, where its crash would take the weights "
-                f"and the optimizer with it; try {MAP_EXAMPLE}"
+                f"{','.join(roles)!r} puts the simulator into the learner's process, where its crash would take the "
+                f"weights and the optimizer with it; try {MAP_EXAMPLE}"
             )
     return hosts
+
+
+def number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def span(numbers: tuple[int, ...]) -> str:

@@ -5,10 +5,10 @@ The same placement, cores and numbers always give the same plan; nothing is star
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from embodied.placement import modes
-from embodied.placement.grammar import PlacementError, Slot, parse_map, span
+from embodied.placement.grammar import PlacementError, Slot, number, parse_map, span
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class PlacementPlan:
     hosts: tuple[Host, ...]  # the workers of a role are numbered in this order
     num_envs: int
     reason: str = ""  # why this and not another, where the planner chose
+    idle: tuple[int, ...] = ()  # cores that no host uses
 
     def count(self, role: str) -> int:
         """How many workers a role has."""
@@ -36,7 +37,7 @@ class PlacementPlan:
         """The plan of a command that does not need this role."""
         kept = [(host, tuple(r for r in host.roles if r != role)) for host in self.hosts]
         hosts = tuple(Host(host.name, roles, host.cores, host.threads) for host, roles in kept if roles)
-        return PlacementPlan(self.mode, hosts, self.num_envs, self.reason)
+        return replace(self, hosts=hosts)
 
     def describe(self) -> list[str]:
         """A few lines for the first screen of a run."""
@@ -51,7 +52,9 @@ class PlacementPlan:
             word = "core" if cores.isdigit() else "cores"
             lines.append(f"{len(hosts)} x {' + '.join(roles)} on {word} {cores}{shared}")
         sims = self.count("sim")
-        lines.append(f"{self.num_envs} envs = {sims} sim worker{'s' * (sims > 1)} x {self.num_envs // sims}")
+        lines.append(f"{self.num_envs} envs = {number(sims, 'sim worker')} x {self.num_envs // sims}")
+        if self.idle:
+            lines.append(f"{number(len(self.idle), 'core')} idle: {span(self.idle)}")
         return lines
 
 
@@ -64,7 +67,8 @@ def make_plan(placement: str | dict[str, str], cores: tuple[int, ...], num_envs:
         hosts = [host for roles, shares in groups for host in make_hosts(roles, shares)]
         plan = PlacementPlan(placement, tuple(hosts), num_envs, reason)
     check_shares(plan, stages)
-    return plan
+    used = {core for host in plan.hosts for core in host.cores}
+    return replace(plan, idle=tuple(core for core in cores if core not in used))
 
 
 def make_hosts(roles: tuple[str, ...], shares: list[tuple[int, ...]]) -> list[Host]:
@@ -99,21 +103,22 @@ def last_index(cores: tuple[int, ...]) -> str:
 
 def check_shares(plan: PlacementPlan, stages: int) -> None:
     """Every sim worker gets the same number of envs in every stage, every learner at least one env."""
-    sims, learners, envs = plan.count("sim"), plan.count("learner"), plan.num_envs
+    sims, policies, learners = (plan.count(role) for role in ("sim", "policy", "learner"))
+    envs = plan.num_envs
     parts = sims * stages
     if envs % parts:
         what = f"{sims} sim workers" + (f" x pipeline.stages={stages} = {parts} parts" if stages > 1 else "")
         below, above = envs // parts * parts, (envs // parts + 1) * parts
         fit = " or ".join(f"env.num_envs={n}" for n in (below, above) if n)
+        works = number(modes.even_workers(envs, stages, sims), "sim worker")
+        raise PlacementError(f"env.num_envs={envs} does not divide among {what}; try {fit}, or {works}")
+    if policies > parts:
         raise PlacementError(
-            f"env.num_envs={envs} does not divide among {what}; try {fit}, or {divisor(envs, stages, sims)} sim workers"
+            f"{policies} policy workers serve {number(sims, 'sim worker')} x pipeline.stages={stages} = {parts} parts, "
+            f"so {policies - parts} would have no work; try {number(parts, 'policy worker')}"
         )
     if learners > envs:
         raise PlacementError(
-            f"{learners} learners share env.num_envs={envs}, so {learners - envs} would have none; try {envs} learners"
+            f"{learners} learners share env.num_envs={envs}, so {learners - envs} would have none; "
+            f"try {number(envs, 'learner')}"
         )
-
-
-def divisor(envs: int, stages: int, most: int) -> int:
-    """The largest number of sim workers up to `most` that get equal shares."""
-    return modes.even_workers(envs, stages, most)

@@ -1,0 +1,296 @@
+"""Recipes and arguments become one validated configuration, or a list of every mistake."""
+
+import json
+
+import pytest
+
+from embodied.config import RunConfig, dump_yaml, load
+from embodied.errors import ConfigError
+from embodied.layers import recipe_names
+
+BASE = ["recipe=pointmass_ppo"]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe file and returns its argument."""
+
+    def write(text, name="mine.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return f"recipe={path}"
+
+    return write
+
+
+def mistakes(*argv, entry="train"):
+    with pytest.raises(ConfigError) as caught:
+        load(list(argv), entry)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_loads_and_survives_being_written_and_read_again(name, tmp_path):
+    loaded = load([f"recipe={name}"])
+    (tmp_path / "config.yaml").write_text(loaded.yaml)
+    again = load([f"recipe={tmp_path}/config.yaml"])
+    absolute = loaded.config.model_copy(update={"run": again.config.run})
+    assert again.config == absolute
+    assert again.name == loaded.name == name
+    assert again.config.run.dir == loaded.config.run.dir.absolute()
+
+
+def test_a_later_source_wins_and_every_value_knows_where_it_came_from(recipe):
+    recipe(
+        "run: {iterations: 2}\nenv: {name: pointmass, num_envs: 4}\nalgo: {epochs: 2, minibatch_size: 8}", "base.yaml"
+    )
+    loaded = load([recipe("extends: ./base.yaml\nalgo: {epochs: 3}"), "algo.lr=1e-4"])
+    assert (loaded.config.algo.epochs, loaded.config.env.num_envs, loaded.config.algo.lr) == (3, 4, 1e-4)
+    assert loaded.sources["algo.lr"] == "command line"
+    assert loaded.sources["algo.epochs"].endswith("mine.yaml")
+    assert loaded.sources["env.num_envs"].endswith("base.yaml")
+    assert "algo.gamma" not in loaded.sources
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-4", 1e-4), ("1E3", 1000.0), (".5", 0.5), ("2", 2.0), ("1_000.5", 1000.5), ("null", None), ("~", None)],
+)
+def test_numbers_are_read_as_people_write_them(text, value):
+    assert load([*BASE, f"algo.value_lr={text}"]).config.algo.value_lr == value
+
+
+def test_lists_maps_and_words_are_yaml():
+    config = load(
+        [*BASE, "policy.hidden=[8, 4]", "run.name=off", 'placement={"sim,policy": "cpu:0*1", learner: cpu:0}']
+    ).config
+    assert config.policy.hidden == (8, 4)
+    assert config.run.name == "off"
+    assert config.placement == {"sim,policy": "cpu:0*1", "learner": "cpu:0"}
+
+
+def test_a_section_can_be_given_as_a_map_on_the_command_line():
+    config = load([*BASE, "env={num_envs: 8}", "algo={epochs: 2, lr: 0.01}"]).config
+    assert (config.env.name, config.env.num_envs, config.algo.epochs, config.algo.lr) == ("pointmass", 8, 2, 0.01)
+
+
+def test_naming_another_env_drops_the_old_env_s_keys_and_keeps_the_shared_ones():
+    loaded = load(["recipe=maniskill_ppo", "env.name=pointmass", "env.size=2"])
+    assert loaded.config.env.task == "reach"
+    assert loaded.config.env.num_envs == load(["recipe=maniskill_ppo"]).config.env.num_envs
+    assert "env.control_mode" not in loaded.sources
+
+
+def test_a_key_of_the_dropped_env_on_the_command_line_is_still_a_mistake():
+    told = mistakes("recipe=maniskill_ppo", "env.name=pointmass", "env.control_mode=x")
+    assert told == "env.control_mode is a key of env.name=maniskill, but env.name is pointmass (from command line)"
+
+
+def test_free_keywords_belong_to_the_class_that_is_named(recipe):
+    text = "run: {iterations: 1}\nenv: {name: 'gym:A-v0', kwargs: {x: 1, y: 2}, num_envs: 8}"
+    assert load([recipe(text), "env.kwargs.x=3"]).config.env.kwargs == {"x": 3, "y": 2}
+    assert load([recipe(text), "env.kwargs={z: 1}"]).config.env.kwargs == {"z": 1}
+    assert load([recipe(text), "env.name=gym:B-v0"]).config.env.kwargs == {}
+
+
+def test_external_envs_and_policies_keep_their_kwargs():
+    config = load(
+        [*BASE, "env.name=my.mod:Env", "env.kwargs.a=[1, {b: x}]", "policy={name: 'p:P', kwargs: {k: 1}}"]
+    ).config
+    assert config.env.kwargs == {"a": [1, {"b": "x"}]}
+    assert config.policy.kwargs == {"k": 1}
+
+
+def test_one_length_of_a_run_replaces_the_other():
+    config = load([*BASE, "run.iterations=3"]).config
+    assert (config.run.iterations, config.run.env_steps) == (3, None)
+    assert "set one of them" in mistakes(*BASE, "run.iterations=3", "run.env_steps=100")
+    assert "set one, for example" in mistakes(*BASE, "run.env_steps=null")
+
+
+def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
+    told = mistakes(
+        recipe("run: {iterations: 1}\nenv: {name: pointmass, num_envs: 0}\nalgo: {epohcs: 3}"),
+        "algo.lr=fast",
+        "policy.activation=tahn",
+        "seed",
+    ).splitlines()
+    assert told[0] == "5 mistakes:"
+    assert any("'seed' is not a setting" in line for line in told)
+    assert any("env.num_envs=0: should be greater than 0 (from /" in line and "mine.yaml)" in line for line in told)
+    assert any("algo.epohcs: unknown key, did you mean 'algo.epochs'? (from /" in line for line in told)
+    assert any("algo.lr='fast': should be a number (from command line)" in line for line in told)
+    assert any("policy.activation='tahn': unknown, did you mean 'tanh'?" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("argument", "answer"),
+    [
+        ("+algo.lr=1", "write algo.lr=1"),
+        ("++algo.lr=1", "write algo.lr=1"),
+        ("~algo.lr", "write algo.lr=null"),
+        ("--algo.lr=1", "write algo.lr=1"),
+        ("--config", "unknown option, did you mean '--cfg'?"),
+        ("maniskill_ppo", "write recipe=maniskill_ppo"),
+        ("algo.lr=", "write algo.lr=null"),
+        ("=3", "is not a key"),
+        ("env=maniskill", "did you mean env.name=maniskill?"),
+        ("env=null", "env is a section"),
+        ("algo=3", "algo is a section; set its keys: algo.name"),
+        ("lr=1e-3", "did you mean 'algo.lr'?"),
+        ("enviroment.num_envs=3", "did you mean 'env.num_envs'?"),
+        ("algo.lr=.nan", "NaN and infinity are refused"),
+        ("algo.lr=nan", "finite"),
+        ("algo.lr=1e999", "NaN and infinity are refused"),
+        ("env.kwargs={a: [.inf]}", "NaN and infinity are refused"),
+        ("algo.epochs=true", "should be a number"),
+        ("algo.epochs=2.5", "should be a whole number"),
+        ("run.name=7", "write run.name='\"7\"'"),
+        ("policy.hidden=64", "write policy.hidden=[64]"),
+        ("policy.hidden=[a, 1]", "policy.hidden.0='a': should be a whole number"),
+        ("env.discrete=maybe", "should be true or false"),
+        ("policy.hidden=[1", "the value is not YAML"),
+        ("env.name=pontmass", "did you mean 'pointmass'?"),
+        ("algo.name=pop", "did you mean 'ppo'?"),
+        ("placement=hybird", "did you mean 'hybrid'?"),
+        ("placement.sim=cpu:0", "'policy' has no place"),
+        ("cluster.backend=ray2", "known: auto"),
+        ("eval.videos=100", "eval.videos=100 is more than eval.episodes=50; try eval.videos=50"),
+        ("eval.seed=-1", "greater than or equal to 0"),
+        ("env.kwargs=*a", "aliases"),
+        ("env.kwargs=!!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ],
+)
+def test_one_mistake_has_one_answer(argument, answer):
+    told = mistakes(*BASE, argument)
+    assert answer in told
+    assert "\n" not in told
+
+
+def test_the_same_key_twice_is_a_mistake_wherever_it_happens(recipe):
+    assert "algo.lr is given twice" in mistakes(*BASE, "algo.lr=1", "algo.lr=2")
+    assert "algo.lr is set twice" in mistakes(*BASE, "algo={lr: 1}", "algo.lr=2")
+    assert "env.kwargs.a is set twice" in mistakes(*BASE, "env.name=a:B", "env.kwargs={}", "env.kwargs.a=2")
+    assert "line 2: 'seed' is there twice" in mistakes(recipe("seed: 1\nseed: 2"))
+    assert "given twice" in mistakes(*BASE, *BASE)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", "is empty; a recipe is a mapping of sections"),
+        ("- a\n- b", "holds a list"),
+        ("just words", "holds a single value"),
+        ("a: [1", "line 1"),
+        ("env: &x {name: pointmass}\npolicy: *x", "line 2: aliases (*name) are not read; use extends"),
+        ("env: !!python/object:os.system {}", "could not determine a constructor"),
+        ("extends: maniskill_pop", "did you mean 'maniskill_ppo'?"),
+        ("extends: ./nowhere.yaml", "there is no file"),
+        ("extends: [a, b]", "is not the name or path of one recipe"),
+        ("extends: ./mine.yaml", "extend each other in a circle"),
+        ("recipe: pointmass_ppo", "`extends`"),
+        ("1: 2", "1: unknown key"),
+    ],
+)
+def test_a_broken_recipe_file_says_what_is_wrong_with_it(recipe, text, answer):
+    told = mistakes(recipe(text))
+    assert answer in told
+
+
+def test_a_missing_recipe_is_named_with_what_there_is(tmp_path, monkeypatch):
+    assert "recipe=pointmass_pop: no such recipe, did you mean 'pointmass_ppo'?" in mistakes("recipe=pointmass_pop")
+    assert "which recipe?" in mistakes()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("seed: 1")
+    assert "mine.yaml'?" in mistakes("recipe=./mien.yaml")
+    assert "there is no file" in mistakes("recipe=../../recipes/x/pointmass_ppo.yaml")
+
+
+def test_extends_in_a_circle_names_the_circle(recipe):
+    recipe("extends: a.yaml", "b.yaml")
+    told = mistakes(recipe("extends: ./b.yaml", "a.yaml"))
+    assert "a.yaml -> " in told
+    assert told.count("a.yaml") == 2
+
+
+def test_an_empty_section_in_a_file_sets_nothing(recipe):
+    assert load([recipe("extends: pointmass_ppo\nalgo:\npolicy:")]).config.policy.name == "mlp"
+
+
+def test_relative_paths_belong_to_the_file_that_states_them(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    mine = recipe("extends: pointmass_ppo\nrun: {dir: results}", "sub/mine.yaml")
+    assert load([mine]).config.run.dir == tmp_path / "sub" / "results"
+    assert load([mine, "run.dir=here"]).config.run.dir == tmp_path.parent / "here"
+    assert load([mine, "resume=auto"]).config.resume == "auto"
+    assert load([recipe("extends: sub/mine.yaml", "other.yaml")]).config.run.dir == tmp_path / "sub" / "results"
+
+
+def test_checks_across_sections_show_the_arithmetic_and_a_value_that_works():
+    told = mistakes(
+        *BASE, "env.num_envs=9", "pipeline.stages=2", "algo.minibatch_size=9000", "algo.rollout_decisions=10"
+    )
+    assert "env.num_envs=9 is not a multiple of pipeline.stages=2; try env.num_envs=8" in told
+    assert "algo.minibatch_size=9000 is more than env.num_envs=9 * algo.rollout_decisions=10 = 90" in told
+    load([*BASE, "env.num_envs=8", "pipeline.stages=2", "algo.minibatch_size=80", "algo.rollout_decisions=10"])
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    run = tmp_path / "pointmass_ppo-1"
+    (run / "checkpoints" / "v000003" / "policy").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"state": "finished"}))
+    (run / "config.yaml").write_text(load([*BASE, "env.num_envs=4", "run.dir=elsewhere"]).yaml)
+    return run
+
+
+def test_a_run_is_resumed_with_its_own_recipe(run_folder):
+    loaded = load([f"resume={run_folder}", "run.iterations=9"])
+    assert (loaded.config.env.num_envs, loaded.config.run.iterations, loaded.name) == (4, 9, "pointmass_ppo")
+    assert loaded.config.resume == run_folder
+    assert "there is no config.yaml" in mistakes("resume=nowhere")
+    assert "which recipe?" in mistakes("resume=auto")
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints/v000003", "checkpoints/v000003/policy"])
+def test_evaluation_takes_the_recipe_of_the_run_the_checkpoint_belongs_to(run_folder, below):
+    loaded = load([f"checkpoint={run_folder / below}", "eval.episodes=200", "env.num_envs=1"], "evaluate")
+    assert (loaded.config.env.num_envs, loaded.config.eval.episodes) == (1, 200)
+    assert loaded.checkpoint == str(run_folder / below)
+
+
+def test_evaluation_refuses_what_has_no_effect_in_it(run_folder):
+    assert "algo.lr has no effect in evaluate" in mistakes(f"checkpoint={run_folder}", "algo.lr=1", entry="evaluate")
+    assert "which policy?" in mistakes(*BASE[:0], entry="evaluate")
+    assert "so name the env: recipe=NAME" in mistakes("checkpoint=random", entry="evaluate")
+    assert load(["checkpoint=random", *BASE], "evaluate").checkpoint == "random"
+    assert "checkpoint: unknown key" in mistakes(*BASE, "checkpoint=x")
+
+
+def test_cfg_is_the_recipe_with_sources_and_loads_again(capsys, tmp_path):
+    argv = [*BASE, "algo.lr=1e-5", 'placement={"sim,policy": cpu:0, learner: cpu:0}', "run.name='1e-4'"]
+    assert load([*argv, "--cfg"]) is None
+    text = capsys.readouterr().out
+    assert "lr: 1.0e-05" in text
+    assert "# command line" in text
+    assert "# recipes/pointmass_ppo.yaml" in text
+    (tmp_path / "again.yaml").write_text(text)
+    again, first = load([f"recipe={tmp_path}/again.yaml"]).config, load(argv).config
+    assert again.algo == first.algo
+    assert again.placement == first.placement
+    assert again.run.name == "1e-4"
+
+
+def test_the_configuration_is_frozen():
+    config = load(BASE).config
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 3
+    assert isinstance(config, RunConfig)
+    assert dump_yaml(config) == load(BASE).yaml
+
+
+def test_flags_are_told_apart_from_settings():
+    assert load([*BASE, "--dry-run"]).dry_run
+    assert not load(BASE).dry_run

@@ -1,0 +1,119 @@
+"""Rules of the layout: who may import whom, and no option without a reader."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from embodied.config import RunConfig
+from embodied.schema import leaves, root
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("embodied", "envs", "policies", "placement")
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imports(path):
+    """The modules a file imports, and whether each import runs when the module is imported."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    lazy = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) not in lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "embodied" else [node.module]
+            )
+            yield from ((name, id(node) not in lazy) for name in names)
+
+
+def ours(folder):
+    return [
+        (path, name)
+        for path in SOURCES
+        if path.is_relative_to(ROOT / folder)
+        for name, _ in imports(path)
+        if name.split(".")[0] == "embodied"
+    ]
+
+
+def allowed(name, prefixes):
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+SHARED = (
+    "embodied.data",
+    "embodied.errors",
+    "embodied.rng",
+    "embodied.runtime",
+    "embodied.config_base",
+    "embodied.episodes",
+)
+
+
+@pytest.mark.parametrize(
+    ("folder", "may_import"),
+    [
+        ("placement", ("embodied.placement",)),
+        ("envs", ("embodied.envs", "embodied.vulkan", "embodied.reporting.videos", *SHARED)),
+        ("policies", ("embodied.policies", *SHARED)),
+        ("embodied/algorithms", ("embodied.algorithms", "embodied.data", "embodied.rng", "embodied.config_base")),
+        ("embodied/runtime", ("embodied.runtime", "embodied.errors", "embodied.config_base")),
+    ],
+)
+def test_a_folder_imports_only_what_the_layout_allows(folder, may_import):
+    wrong = [f"{path.relative_to(ROOT)} imports {name}" for path, name in ours(folder) if not allowed(name, may_import)]
+    assert not wrong
+
+
+def test_components_never_import_a_workflow_or_a_command():
+    conductors = ("embodied.workflows", "embodied.train", "embodied.evaluate", "embodied.commands", "embodied.config")
+    for folder in ("envs", "policies", "placement", "embodied/algorithms", "embodied/learners", "embodied/runtime"):
+        assert not [(path, name) for path, name in ours(folder) if allowed(name, conductors)]
+
+
+def test_options_are_free_of_heavy_imports():
+    for path in SOURCES:
+        if path.name in ("config.py", "config_base.py"):
+            assert not [
+                name
+                for name, now in imports(path)
+                if now and name.split(".")[0] in ("torch", "numpy", "ray", "gymnasium")
+            ]
+
+
+MESSAGES = [ROOT / "embodied/runtime" / name for name in ("wire.py", "payload.py")]  # between our own processes only
+
+
+def test_nothing_else_is_pickled_and_no_global_seed_is_set():
+    for path in SOURCES:
+        serialisers = {name for name, _ in imports(path)} & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
+        assert not serialisers or path in MESSAGES
+        found = re.search(r"np\.random\.seed\(|(?<!\.)random\.seed\(|allow_pickle=True", path.read_text())
+        assert not found, f"{path}: {found}"
+
+
+def test_every_option_is_read_outside_its_model():
+    """A key without effect is a bug: each field name is an attribute that some code reads."""
+    read = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and not (path.name == "config.py" and path.parent.name != "embodied"):
+                read.add(node.attr)
+    unread = sorted({key for key, _, _ in leaves(root(RunConfig)) if key.rpartition(".")[2] not in read})
+    assert not unread
+
+
+def test_files_stay_readable():
+    too_long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 400}
+    assert not too_long

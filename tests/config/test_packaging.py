@@ -1,0 +1,69 @@
+"""What is installed: every package of the checkout under one name, its recipes and assets, and nothing of the tests."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {
+    "embodied": "embodied",
+    **{name: f"embodied/{name}" for name in ("envs", "policies", "placement", "recipes", "assets")},
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    out = tmp_path_factory.mktemp("wheel")
+    source = out / "source"
+    tracked = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
+    ).stdout
+    for name in filter(None, tracked.split("\0")):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "-q",
+        "-w",
+        str(out),
+        str(source),
+    ]
+    subprocess.run(command, check=True)
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_holds_every_module_and_data_file_and_no_tests(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*"):
+            inside = path.relative_to(ROOT / folder)
+            tracked = subprocess.run(
+                ["git", "-C", str(ROOT), "ls-files", str(path)], capture_output=True, text=True
+            ).stdout
+            if path.is_file() and tracked:
+                assert f"{package}/{inside}" in names
+    assert not [name for name in names if "test" in name.split("/")[0] or name.endswith("conftest.py")]
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"embodied", "embodied_loop"}
+
+
+def test_a_folder_of_the_same_name_in_the_working_directory_shadows_nothing(wheel, tmp_path):
+    target = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(target)
+    for name in ("envs", "assets", "policies", "placement"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+        (tmp_path / "mine" / name / "__init__.py").write_text("raise RuntimeError('shadowed')")
+    probe = (
+        "import sys; sys.path.insert(0, sys.argv[1])\nfrom embodied.config import load; print(load(sys.argv[2:]).name)"
+    )
+    command = [sys.executable, "-c", probe, str(target), "recipe=pointmass_ppo"]
+    told = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True)
+    assert (told.stdout, told.stderr) == ("pointmass_ppo\n", "")

@@ -1,0 +1,180 @@
+"""Placements become plans, or are refused with the arithmetic and one that works."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embodied.placement import Host, PlacementError, make_plan
+from embodied.placement.grammar import Slot, parse_devices, parse_map, span
+
+TWO = (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("gpu:0-3", [Slot("gpu", (i,)) for i in range(4)]),
+        ("gpu:0*2", [Slot("gpu", (0,)), Slot("gpu", (0,))]),
+        ("cpu:0-15", [Slot("cpu", tuple(range(16)))]),
+        ("cpu:0-3*2", [Slot("cpu", (0, 1)), Slot("cpu", (2, 3))]),
+        ("cpu:0, cpu:0", [Slot("cpu", (0,)), Slot("cpu", (0,))]),
+        ("node1/gpu:2", [Slot("gpu", (2,), "node1")]),
+    ],
+)
+def test_devices_are_read_one_slot_per_worker(text, slots):
+    assert parse_devices(text) == slots
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("cpus:0", "does not name devices; examples: cpu:0-1"),
+        ("", "does not name devices"),
+        ("cpu:", "does not name devices"),
+        ("cpu:3-1", "write cpu:1-3"),
+        ("cpu:0-1*0", "write cpu:0-1"),
+        ("cpu:0-4*2", "splits 5 cores among 2 workers, which leaves no equal parts; try cpu:0-3*2"),
+        ("cpu:0*2", "splits 1 core among 2 workers, which leaves no equal parts; try cpu:0-1*2"),
+    ],
+)
+def test_devices_that_cannot_be_read_are_refused_with_an_example(text, answer):
+    with pytest.raises(PlacementError) as caught:
+        parse_devices(text)
+    assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("placement", "answer"),
+    [
+        ({"sim,learner": "cpu:0", "policy": "cpu:0"}, "its crash would take the weights"),
+        ({"sim,policy,learner": "cpu:0"}, "its crash would take the weights"),
+        ({"sim": "cpu:0", "policy": "cpu:0"}, "'learner' has no place"),
+        ({"sim": "cpu:0", "sim,policy": "cpu:0", "learner": "cpu:0"}, "'sim' has 2 places"),
+        ({"sims": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, "'sims' is no role; roles: sim, policy, learner"),
+        ({"sim": None, "policy": "cpu:0", "learner": "cpu:0"}, "need quotes"),
+        ({"sim": 3, "policy": "cpu:0", "learner": "cpu:0"}, "are 3, not text"),
+    ],
+)
+def test_maps_that_cannot_hold_are_refused(placement, answer):
+    with pytest.raises(PlacementError) as caught:
+        parse_map(placement)
+    assert answer in str(caught.value)
+
+
+def test_collocated_puts_sims_with_policies_on_every_core_and_learners_on_the_same():
+    plan = make_plan("collocated", TWO, num_envs=64)
+    assert plan.hosts == (
+        Host("sim+policy-0", ("sim", "policy"), (0,), 1),
+        Host("sim+policy-1", ("sim", "policy"), (1,), 1),
+        Host("learner-0", ("learner",), (0,), 1),
+        Host("learner-1", ("learner",), (1,), 1),
+    )
+
+
+def test_auto_on_a_cpu_is_collocated_and_says_so():
+    auto, collocated = make_plan("auto", TWO, 64), make_plan("collocated", TWO, 64)
+    assert auto.hosts == collocated.hosts
+    assert auto.describe()[0].startswith("auto (collocated: ")
+
+
+def test_disaggregated_gives_every_role_cores_of_its_own():
+    plan = make_plan("disaggregated", tuple(range(8)), 60)
+    cores = {role: {c for h in plan.hosts if role in h.roles for c in h.cores} for role in ("sim", "policy", "learner")}
+    assert cores == {"sim": {0, 1, 2, 3, 4}, "policy": {5}, "learner": {6, 7}}
+
+
+def test_hybrid_keeps_policy_and_learner_together():
+    plan = make_plan("hybrid", TWO, 64)
+    assert [(host.roles, host.cores) for host in plan.hosts] == [(("sim",), (0,)), (("policy", "learner"), (1,))]
+
+
+def test_modes_that_need_more_cores_say_how_many_and_what_works():
+    with pytest.raises(PlacementError, match="needs 3 cores, this run may use 2; try placement=hybrid"):
+        make_plan("disaggregated", TWO, 64)
+    with pytest.raises(PlacementError, match="needs 2 cores, this run may use 1; try placement=collocated"):
+        make_plan("hybrid", (5,), 64)
+    make_plan("collocated", (5,), 64)
+
+
+def test_numbers_count_the_cores_the_run_may_use():
+    plan = make_plan({"sim,policy": "cpu:0-1*2", "learner": "cpu:0-1"}, (4, 9), 8)
+    assert [(host.cores, host.threads) for host in plan.hosts] == [((4,), 1), ((9,), 1), ((4, 9), 2)]
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_envs", "stages", "answer"),
+    [
+        (
+            {"sim,policy": "cpu:0-3*2", "learner": "cpu:0"},
+            8,
+            1,
+            "cpu:2-3 is not there: this run may use 2 cores, cpu:0-1",
+        ),
+        ({"sim,policy": "gpu:0", "learner": "cpu:0"}, 8, 1, "run on CPU cores so far"),
+        ({"sim,policy": "n1/cpu:0", "learner": "cpu:0"}, 8, 1, "names the node 'n1'"),
+        (
+            {"sim,policy": "cpu:0-1*2", "learner": "cpu:0"},
+            63,
+            1,
+            "does not divide among 2 sim workers; try env.num_envs=62 or env.num_envs=64, or 1 sim worker",
+        ),
+        ({"sim,policy": "cpu:0-1*2", "learner": "cpu:0"}, 6, 2, "2 sim workers x pipeline.stages=2 = 4 parts"),
+        (
+            {"sim,policy": "cpu:0", "learner": "cpu:0-1*2"},
+            1,
+            1,
+            "2 learners share env.num_envs=1, so 1 would have none",
+        ),
+        (
+            {"sim": "cpu:0", "policy": "cpu:0-1*2", "learner": "cpu:0"},
+            8,
+            1,
+            "so 1 would have no work; try 1 policy worker",
+        ),
+    ],
+)
+def test_explicit_plans_that_cannot_hold_show_the_arithmetic(placement, num_envs, stages, answer):
+    with pytest.raises(PlacementError) as caught:
+        make_plan(placement, TWO, num_envs, stages)
+    assert answer in str(caught.value)
+
+
+@given(
+    mode=st.sampled_from(["auto", "collocated", "disaggregated", "hybrid"]),
+    cores=st.sets(st.integers(0, 300), min_size=3, max_size=70).map(sorted).map(tuple),
+    num_envs=st.integers(1, 600),
+    stages=st.integers(1, 3),
+)
+def test_every_mode_makes_a_plan_that_holds(mode, cores, num_envs, stages):
+    num_envs *= stages
+    plan = make_plan(mode, cores, num_envs, stages)
+    assert num_envs % (plan.count("sim") * stages) == 0
+    assert plan.count("policy") <= plan.count("sim") * stages
+    assert 1 <= plan.count("learner") <= num_envs
+    assert all(set(host.cores) <= set(cores) and host.threads == len(host.cores) for host in plan.hosts)
+    assert not any({"sim", "learner"} <= set(host.roles) for host in plan.hosts)
+    names = [host.name for host in plan.hosts]
+    assert len(names) == len(set(names))
+    assert set(plan.idle) == set(cores) - {core for host in plan.hosts for core in host.cores}
+    assert make_plan(mode, cores, num_envs, stages) == plan
+
+
+def test_a_plan_without_learners_drops_only_them():
+    plan = make_plan("hybrid", TWO, 64).without("learner")
+    assert [host.roles for host in plan.hosts] == [("sim",), ("policy",)]
+    assert make_plan("auto", TWO, 64).without("learner").count("learner") == 0
+
+
+def test_a_plan_describes_itself_in_a_few_lines():
+    lines = make_plan("collocated", (0, 1, 2), 50).describe()
+    assert lines == [
+        "collocated",
+        "2 x sim + policy on cores 0-1, 1 each",
+        "3 x learner on cores 0-2, 1 each",
+        "50 envs = 2 sim workers x 25",
+    ]
+    assert make_plan({"sim,policy": "cpu:0", "learner": "cpu:0"}, TWO, 5).describe()[-1] == "1 core idle: 1"
+
+
+def test_spans_are_written_as_they_are_read():
+    assert span((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
