@@ -7,7 +7,6 @@ so those who wait for it there are told at once; the ChannelClosed they raise fo
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 import sys
 import threading
@@ -15,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.hosts import DRIVER, MAX_WORKERS, HostPlan, WorkerSpec
 from embodied.runtime.worker import Worker
 
-_log = logging.getLogger(__name__)
 _FIRST_CAUSE_S = 0.5  # how long a consequence waits for its cause to be reported
 CLOSE_S = 5.0  # how long workers may take to close before they are killed
 CLOSE_AFTER_ERROR_S = 1.0
@@ -43,8 +42,8 @@ class Failure:
     worker: str
     cause: str
     traceback: str
-    follows: bool  # a consequence (ChannelClosed) of another failure
-    fatal: bool  # the worker is gone: its process died or its constructor failed
+    follows: tuple[str, str] | None = None  # (worker, cause) of the ChannelClosed that this is a consequence of
+    fatal: bool = False  # the worker is gone: its process died or its constructor failed
     told: bool = False
 
     def error(self) -> WorkerFailed:
@@ -79,7 +78,7 @@ class Cluster:
         self._slots: dict[str, int] = {}
         self._channels: dict[str, Channel] = {}
         self._channels_of: dict[str, set[str]] = defaultdict(set)  # worker -> names of the channels it was given
-        self._dead_hosts: set[str] = set()
+        self._dead_hosts: dict[str, Failure] = {}
         self._closed = False
         events = Events(self._on_report, self._on_death)
         log_dir = Path(log_dir) if log_dir is not None else None
@@ -140,11 +139,12 @@ class Cluster:
 
     def call(self, group: WorkerGroup, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle:
         handle = Handle(self, f"{group.role}.{method}", group.workers)
+        urgent = getattr(getattr(group.cls, method), "served_while_busy", False)
         packed, packed_arguments = None, None
         for worker, host, arguments in zip(group.workers, group.hosts, per_rank):
             if arguments is not packed_arguments:  # the same for all ranks: packed once
                 packed, packed_arguments = self._backend.pack(arguments), arguments
-            self._send(handle, worker, host, ("call", method), packed, arguments)
+            self._send(handle, worker, host, ("call", worker, method, urgent), packed, arguments)
         return handle
 
     def wait_for(self, handle: Handle, timeout_s: float | None) -> None:
@@ -175,8 +175,7 @@ class Cluster:
             self._backend.stop(seconds)
             with self._changed:
                 for worker, handle in self._calls.values():
-                    handle.failed.add(worker)
-                    self._failures.append(Failure(worker, f"{handle.what} did not finish: closed", "", True, False))
+                    handle.failed[worker] = Failure(worker, f"the cluster was closed during {handle.what}", "")
                 self._calls.clear()
                 self._changed.notify_all()
 
@@ -189,29 +188,36 @@ class Cluster:
     # Inside
 
     def _send(self, handle: Handle, worker: str, host: str, message: tuple, packed: Any, arguments: Any) -> None:
-        kind, what = message
         with self._changed:
             if self._closed:
                 raise WorkerFailed(worker, f"{handle.what} was called after the cluster was closed")
             self._channels_of[worker].update(channel.name for channel in _channels_in(arguments))
             if host in self._dead_hosts:
-                handle.failed.add(worker)
+                handle.failed[worker] = self._dead_hosts[host]
                 return
             call_id = next(self._call_ids)
             self._calls[call_id] = (worker, handle)
-        order = (kind, what, call_id) if kind == "make" else (kind, worker, call_id, what)
-        self._backend.call(host, order, packed)
+        self._backend.call(host, (*message, call_id), packed)
 
     def _failure_for(self, handle: Handle) -> Failure | None:
-        """The first cause this wait must report. Called with the lock."""
-        causes = [f for f in self._failures if not f.follows]
-        if handle.failed:
-            if not causes:  # only consequences so far: their cause may be on its way
-                self._changed.wait_for(lambda: any(not f.follows for f in self._failures), _FIRST_CAUSE_S)
-            causes = [f for f in self._failures if not f.follows] or self._failures
-            own = [f for f in self._failures if f.worker in handle.failed and not f.follows]
-            return next((f for f in causes if f.fatal or not f.told), (own or causes)[0])
-        return next((f for f in causes if f.fatal or not f.told), None)
+        """What this wait must report. Called with the lock."""
+        if (cause := self._news()) is not None or not handle.failed:
+            return cause
+        failure = next(iter(handle.failed.values()))
+        while failure.follows is not None:
+            cause = next((f for f in self._failures if (f.worker, f.cause) == failure.follows), None)
+            if cause is None:  # a worker closed the channel itself, and may be about to say why
+                self._changed.wait_for(partial(self._spoke, failure.follows[0]), _FIRST_CAUSE_S)
+                return self._news() or failure
+            failure = cause
+        return failure
+
+    def _spoke(self, peer: str) -> bool:
+        return self._news() is not None or all(worker != peer for worker, _ in self._calls.values())
+
+    def _news(self) -> Failure | None:
+        """The first cause that no wait has raised yet, or that nobody can recover from."""
+        return next((f for f in self._failures if f.follows is None and (f.fatal or not f.told)), None)
 
     def _on_report(self, host: str, message: tuple, packed: Any) -> None:
         kind, call_id, *rest = message
@@ -234,28 +240,29 @@ class Cluster:
         with self._changed:
             if self._closed:
                 return
-            self._dead_hosts.add(host)
             calls = {i: c for i, c in self._calls.items() if c[0] in workers}
             for call_id in calls:
                 del self._calls[call_id]
-        worker = next((w for w, _ in calls.values()), workers[0] if workers else host)
-        doing = f" during {calls[min(calls)][1].what}" if calls else ""
-        failure = Failure(worker, f"its process {cause}{doing} [{self._backend.where(host)}]", "", False, True)
+            worker = next((w for w, _ in calls.values()), workers[0] if workers else host)
+            doing = f" during {calls[min(calls)][1].what}" if calls else ""
+            cause = f"its process {cause}{doing} [{self._backend.where(host)}]"
+            failure = self._dead_hosts[host] = Failure(worker, cause, "", fatal=True)
         for plan in self.hosts:
             if plan.name not in self._dead_hosts:
-                self._backend.call(plan.name, ("died", host, worker, failure.cause))
-        self._backend.host.control(("died", host, worker, failure.cause))
+                self._backend.call(plan.name, ("died", host, worker, cause))
+        self._backend.host.control(("died", host, worker, cause))
         self._fail(calls.values(), failure, workers)
 
     def _fail(self, calls: Iterable[tuple[str, Handle]], failure: Failure, workers: list[str]) -> None:
         with self._changed:
             self._failures.append(failure)
-            for worker, handle in calls:
-                handle.failed.add(worker)
-            self._changed.notify_all()
-        _log.debug("%s: %s", failure.worker, failure.cause)
-        for name in {name for worker in workers for name in self._channels_of[worker]}:
+            names = {name for worker in workers for name in self._channels_of[worker]}
+        for name in names:
             self._channels[name].end.close(failure.worker, failure.cause)
+        with self._changed:
+            for worker, handle in calls:
+                handle.failed[worker] = failure
+            self._changed.notify_all()
 
     def _host_of(self, worker: str) -> str:
         return next(h for g in self._groups.values() for w, h in zip(g.workers, g.hosts) if w == worker)

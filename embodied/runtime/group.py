@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from embodied.runtime.worker import Worker
 
 if TYPE_CHECKING:
-    from embodied.runtime.cluster import Cluster
+    from embodied.runtime.cluster import Cluster, Failure
 
 _REDUCE: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "mean": lambda s: sum(s) / len(s)}
 
@@ -22,7 +22,7 @@ class Handle:
         self._cluster = cluster
         self._results: dict[str, Any] = {}
         self._seconds: dict[str, float] = {}
-        self.failed: set[str] = set()
+        self.failed: dict[str, Failure] = {}  # worker -> why
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
         """Blocks until every rank is done. Raises the first cause as soon as anything in the cluster fails, and
@@ -56,14 +56,14 @@ class WorkerGroup:
         self.workers = tuple(workers)  # "sim-0", "sim-1", ...
         self.hosts = tuple(hosts)  # the host of each
         self._cluster = cluster
-        self._cls = cls
+        self.cls = cls
 
     def __len__(self) -> int:
         return len(self.workers)
 
     def __getitem__(self, rank: int | slice) -> WorkerGroup:
         ranks = rank if isinstance(rank, slice) else slice(rank, rank + 1 or None)
-        part = WorkerGroup(self._cluster, self._cls, self.role, self.workers[ranks], self.hosts[ranks])
+        part = WorkerGroup(self._cluster, self.cls, self.role, self.workers[ranks], self.hosts[ranks])
         if not part.workers:
             raise IndexError(f"{self.role} has {len(self)} workers; there is no rank {rank}")
         return part
@@ -74,9 +74,9 @@ class WorkerGroup:
     def __getattr__(self, method: str) -> Method:
         if method.startswith("_"):
             raise AttributeError(method)
-        if not callable(getattr(self._cls, method, None)):
-            known = [n for n in dir(self._cls) if not n.startswith("_") and callable(getattr(self._cls, n))]
-            raise AttributeError(f"{self._cls.__name__} has no method {method!r}; it has: {', '.join(known)}")
+        if not callable(getattr(self.cls, method, None)):
+            known = [n for n in dir(self.cls) if not n.startswith("_") and callable(getattr(self.cls, n))]
+            raise AttributeError(f"{self.cls.__name__} has no method {method!r}; it has: {', '.join(known)}")
         return Method(self, method)
 
     def call(self, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle:

@@ -13,7 +13,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -116,8 +118,8 @@ class Host:
             spec, call_id = rest
             self._workers[spec.name] = _WorkerThread(self, spec, call_id, packed)
         elif kind == "call":
-            worker, call_id, method = rest
-            self._workers[worker].submit(call_id, method, packed)
+            worker, method, urgent, call_id = rest
+            self._workers[worker].submit(call_id, method, packed, urgent)
         elif kind == "died":
             self._host_died(*rest)
 
@@ -215,14 +217,19 @@ class _WorkerThread(threading.Thread):
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: Worker | None = None
         self._stopped = False
-        self._submit_task(call_id, "__init__", packed)
+        self._constructed = False
+        self._early: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # urgent calls before that
+        self.submit(call_id, "__init__", packed)
         self.start()
 
-    def submit(self, call_id: int, method: str, packed: Any) -> None:
-        if self._worker is not None and getattr(getattr(self._worker, method), "served_while_busy", False):
-            self._call(call_id, method, packed)
-        else:
-            self._submit_task(call_id, method, packed)
+    def submit(self, call_id: int, method: str, packed: Any, urgent: bool = False) -> None:
+        task = partial(self._call, call_id, method, packed)
+        if not urgent:
+            self._tasks.put(task)
+            return
+        self._early.put(task)
+        if self._constructed:
+            self._serve_early()
 
     def stop(self) -> None:
         """Ends after the call in progress; calls that have not begun are dropped."""
@@ -233,6 +240,8 @@ class _WorkerThread(threading.Thread):
         self.host.enter(self.spec)
         while (task := self._tasks.get()) is not None and not self._stopped:
             task()
+            self._constructed = True
+            self._serve_early()
             del task  # with it the arguments, which may hold shared memory
         if self._worker is not None:
             try:
@@ -240,8 +249,10 @@ class _WorkerThread(threading.Thread):
             except Exception:
                 traceback.print_exc()
 
-    def _submit_task(self, call_id: int, method: str, packed: Any) -> None:
-        self._tasks.put(lambda: self._call(call_id, method, packed))
+    def _serve_early(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._early.get_nowait()()
 
     def _call(self, call_id: int, method: str, packed: Any) -> None:
         self.host.tick_slot(self.spec.slot)
@@ -279,7 +290,7 @@ class _WorkerThread(threading.Thread):
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
         cause = f"{name}{error}"[:_MAX_CAUSE_CHARS] + where
-        follows = isinstance(error, ChannelClosed)
+        follows = (error.peer, error.cause) if isinstance(error, ChannelClosed) else None
         return "failed", call_id, cause, text[-_MAX_CAUSE_CHARS * 8 :], follows
 
 

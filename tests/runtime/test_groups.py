@@ -1,0 +1,262 @@
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from embodied.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
+from embodied.runtime import Cluster, HostPlan, Worker
+
+
+class Counter(Worker):
+    def __init__(self, start=0):
+        self.total = start + self.rank
+
+    def add(self, amount, scale=1):
+        self.total += amount * scale
+        return self.total
+
+    def who(self):
+        return self.name, self.rank, self.world_size
+
+    def environment(self):
+        return os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(os.sched_getaffinity(0))
+
+    def sleep(self, seconds):
+        with self.timers.measure("nap"):
+            time.sleep(seconds)
+
+    def pid(self):
+        return os.getpid()
+
+    def fail(self, message, channel=None):
+        raise KeyError(message)
+
+    def close_then_fail(self, channel):
+        channel.close("sorry")
+        time.sleep(0.05)
+        raise RuntimeError("broken gripper")
+
+    def leave(self, code):
+        raise SystemExit(code)
+
+    def die(self, number=signal.SIGKILL, channel=None):
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    def get(self, channel):
+        return channel.get()
+
+    def get_and_put(self, inbox, out):
+        while True:
+            out.put(inbox.get())
+
+    def unsendable(self):
+        return lambda: None
+
+
+class Light(Worker):
+    def modules(self):
+        return set(sys.modules)
+
+
+class Broken(Worker):
+    def __init__(self):
+        raise RuntimeError("no display found")
+
+    def work(self): ...
+
+
+def three(backend, **options) -> Cluster:
+    return Cluster(backend, [HostPlan(f"h{i}", ("count", f"role{i}")) for i in range(3)], timeout_s=20, **options)
+
+
+@pytest.fixture
+def counters(backend):
+    with three(backend) as cluster:
+        yield cluster.launch(Counter, "count", start=10)
+
+
+def test_calls_on_a_group(counters):
+    """One cluster for all that only reads, as starting one takes a moment."""
+    assert counters.who().wait() == [("count-0", 0, 3), ("count-1", 1, 3), ("count-2", 2, 3)]
+    assert counters.add(1, scale=2).wait() == [12, 13, 14]
+    assert counters[1].add(0).wait() == [13]
+    assert counters[1:].add(0).wait() == [13, 14]
+    assert counters.add.each([(1,), {"amount": 2}, (3,)]).wait() == [13, 15, 17]
+    assert counters.call("add", [((1,), {"scale": 10}), ((0,), {}), ((0,), {})]).wait() == [23, 15, 17]
+    assert len(counters) == 3
+    with pytest.raises(ValueError, match="arguments for 2 ranks, but there are 3"):
+        counters.add.each([(1,), (2,)])
+    with pytest.raises(AttributeError, match="Counter has no method 'ad'; it has: add, "):
+        counters.ad(1)
+    with pytest.raises(IndexError, match="no rank 3"):
+        counters[3]
+
+
+def test_calls_of_a_worker_run_one_after_the_other(counters):
+    handles = [counters[0].add(1) for _ in range(50)]
+    assert [handle.wait() for handle in handles] == [[i] for i in range(11, 61)]
+
+
+def test_handles_tell_seconds_and_timings(counters):
+    handle = counters.sleep.each([(0.01,), (0.05,), (0.03,)])
+    handle.wait()
+    assert handle.done()
+    assert handle.seconds("max") >= 0.05 > 0.03 > handle.seconds("min") >= 0.01
+    assert handle.seconds("min") < handle.seconds("mean") < handle.seconds("max")
+    timings = counters.timings().wait()
+    assert [t["sleep"].count for t in timings] == [1, 1, 1]
+    assert timings[1]["sleep"].seconds >= timings[1]["nap"].seconds >= 0.05
+
+
+def test_a_call_may_still_be_running(counters):
+    counters.who().wait()
+    handle = counters[0].sleep(0.3)
+    assert not handle.done()
+    with pytest.raises(DeadlineExceeded, match=r"count.sleep did not finish within 0\.05 s on count-0(.|\n)*last sign"):
+        handle.wait(timeout_s=0.05)
+    handle.wait()
+
+
+def test_an_exception_is_told_with_its_place_and_its_traceback(backend, tmp_path):
+    with three(backend, log_dir=tmp_path) as cluster:
+        counters = cluster.launch(Counter, "count")
+        with pytest.raises(WorkerFailed) as failed:
+            counters[1].fail("no_such_joint").wait()
+        assert str(failed.value).startswith("count-1: fail failed: KeyError: 'no_such_joint' (test_groups.py:"), (
+            failed.value
+        )
+        assert "\n" not in str(failed.value)
+        assert "raise KeyError(message)\nKeyError: 'no_such_joint'" in str(failed.value.__cause__)
+        if backend == "local":
+            assert str(tmp_path / "h1.log") in str(failed.value)
+            assert "raise KeyError(message)" in (tmp_path / "h1.log").read_text()
+        assert counters.add(1).wait() == [1, 2, 3]  # it was told, and the worker lives
+
+
+def test_an_exit_is_a_failure(counters):
+    with pytest.raises(WorkerFailed, match="SystemExit: 3"):
+        counters[0].leave(3).wait()
+
+
+def test_what_cannot_be_sent_is_a_failure(counters, backend):
+    handle = counters.unsendable()
+    if backend == "local":
+        with pytest.raises(WorkerFailed, match=r"unsendable failed: .*pickle"):
+            handle.wait()
+        with pytest.raises(Exception, match="pickle"):
+            counters.add(lambda: None)
+
+
+def test_a_failing_constructor_is_the_first_cause_of_any_wait(backend):
+    with three(backend) as cluster:
+        counters, broken = cluster.launch(Counter, "count"), cluster.launch(Broken, "role1")
+        with pytest.raises(WorkerFailed, match="role1-0: constructor failed: RuntimeError: no display found"):
+            broken.work().wait()
+        for _ in range(2):
+            with pytest.raises(WorkerFailed, match="role1-0: constructor failed"):
+                counters.sleep(0.2).wait()
+        started = time.monotonic()
+    assert time.monotonic() - started < 4
+
+
+def test_the_first_cause_wins_over_what_follows_from_it(backend):
+    with three(backend) as cluster:
+        first, second, third = (cluster.launch(Counter, f"role{i}") for i in range(3))
+        one, two = cluster.channel("one", home=second), cluster.channel("two", home=third)
+        last, middle = third.get(two), second.get_and_put(one, two)
+        first.fail("root", one)
+        started = time.monotonic()
+        for handle in (last, middle):
+            with pytest.raises(WorkerFailed, match="role0-0: fail failed: KeyError: 'root'"):
+                handle.wait()
+        with pytest.raises(ChannelClosed, match=r"closed by role1-0: get_and_put failed: .*closed by role0-0.*root"):
+            two.get()
+        assert time.monotonic() - started < 1
+
+
+def test_a_worker_that_closes_a_channel_and_then_fails_is_the_cause(backend):
+    with three(backend) as cluster:
+        first, second = cluster.launch(Counter, "role0"), cluster.launch(Counter, "role1")
+        channel = cluster.channel("one", home=second)
+        waiting = second.get(channel)
+        first.close_then_fail(channel)
+        with pytest.raises(WorkerFailed, match="role0-0: close_then_fail failed: RuntimeError: broken gripper"):
+            waiting.wait()
+
+
+def test_a_killed_host_is_told_with_signal_process_cores_and_log(tmp_path):
+    core = min(os.sched_getaffinity(0))
+    hosts = [HostPlan("one", ("count",), cores=(core,)), HostPlan("two", ("count", "other"))]
+    with Cluster("local", hosts, log_dir=tmp_path, timeout_s=20) as cluster:
+        counters, other = cluster.launch(Counter, "count"), cluster.launch(Counter, "other")
+        channel = cluster.channel("from one", home=other)
+        blocked, pid = other.get(channel), counters[0].pid().wait()[0]
+        dying = counters[0].die(signal.SIGSEGV, channel)
+        cause = (
+            rf"count-0: its process was killed by SIGSEGV during count\.die \[pid {pid}, cores {core}, log: .*one\.log"
+        )
+        for handle in (blocked, dying, counters.add(1)):
+            with pytest.raises(WorkerFailed, match=cause):
+                handle.wait()
+        with pytest.raises(ChannelClosed, match="closed by count-0: its process was killed"):
+            channel.get()
+        assert "Segmentation fault" in (tmp_path / "one.log").read_text()
+
+
+def test_the_home_of_a_channel_dies(backend):
+    if backend == "inline":
+        pytest.skip("one process")
+    with three(backend) as cluster:
+        first, second = cluster.launch(Counter, "role0"), cluster.launch(Counter, "role1")
+        channel = cluster.channel("at second", home=second)
+        blocked = first.get(channel)
+        second.die()
+        with pytest.raises(WorkerFailed, match="role1-0: its process was killed by SIGKILL"):
+            blocked.wait()
+        with pytest.raises(ChannelClosed, match="role1-0"):
+            channel.put(1)
+
+
+def test_an_idle_host_that_dies_is_noticed(backend):
+    if backend == "inline":
+        pytest.skip("one process")
+    with three(backend) as cluster:
+        counters = cluster.launch(Counter, "count")
+        os.kill(counters[2].pid().wait()[0], signal.SIGKILL)
+        with pytest.raises(WorkerFailed, match="count-2: its process was killed by SIGKILL"):
+            counters[0].sleep(1).wait()
+
+
+def test_a_host_gets_its_environment_before_it_imports_anything():
+    core = max(os.sched_getaffinity(0))
+    plan = HostPlan("one", ("count",), cores=(core,), threads=3, env={"CUDA_VISIBLE_DEVICES": "7"})
+    with Cluster("local", [plan], timeout_s=20) as cluster:
+        assert cluster.launch(Counter, "count").environment().wait() == [("3", "7", [core])]
+        assert cluster.describe()[1] == f"one: count on cores {core}, 3 threads"
+
+
+def test_a_host_starts_without_heavy_imports():
+    with Cluster("local", [HostPlan("one", ("count",))], timeout_s=20) as cluster:
+        heavy = {"torch", "ray", "mani_skill", "sapien", "pydantic"}
+        assert heavy.isdisjoint(cluster.launch(Light, "count").modules().wait()[0])
+
+
+def test_wrong_plans_are_refused():
+    one = HostPlan("one", ("count",))
+    with pytest.raises(ValueError, match="must differ"):
+        Cluster("inline", [one, one])
+    with pytest.raises(ValueError, match=r"backend='mpi' is unknown; known: auto, inline, local"):
+        Cluster("mpi", [one])
+    with pytest.raises(ValueError, match=r"host far is to run on cores 9000-9001, but this process may use only"):
+        Cluster("local", [HostPlan("far", ("count",), cores=(9000, 9001))])
+    with Cluster("inline", [one]) as cluster:
+        with pytest.raises(ValueError, match="no host runs the role 'sims'; the plan has: count"):
+            cluster.launch(Counter, "sims")
+        counters = cluster.launch(Counter, "count")
+        with pytest.raises(ValueError, match="already launched"):
+            cluster.launch(Counter, "count")
+    with pytest.raises(WorkerFailed, match="after the cluster was closed"):
+        counters.add(1)

@@ -1,0 +1,171 @@
+"""Nothing is left behind however a run ends. (conftest.py checks the same after every test here.)"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied.errors import ChannelClosed, WorkerFailed
+from embodied.runtime import Cluster, HostPlan, Worker
+
+HOSTS = [HostPlan("one", ("a",)), HostPlan("two", ("b",))]
+
+
+class Stuck(Worker):
+    def __init__(self, folder=None):
+        self.folder = folder
+
+    def close(self):
+        if self.folder is not None:
+            (self.folder / self.name).write_text("closed")
+
+    def start_program(self):
+        return subprocess.Popen(["sleep", "1000"]).pid
+
+    def get(self, channel):
+        return channel.get()
+
+    def ignore_everything(self, seconds):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pass
+
+    def echo(self, inbox, out, count):
+        for _ in range(count):
+            out.put(inbox.get() * 2)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone_within(seconds: float, pids: list[int]) -> bool:
+    until = time.monotonic() + seconds
+    while any(is_running(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not any(is_running(pid) for pid in pids)
+
+
+def test_workers_are_closed_once(backend, tmp_path):
+    with Cluster(backend, HOSTS) as cluster:
+        cluster.launch(Stuck, "a", tmp_path)
+        cluster.launch(Stuck, "b", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-0", "b-0"]
+
+
+def test_closing_wakes_those_who_wait(backend):
+    with Cluster(backend, HOSTS) as cluster:
+        a, b = cluster.launch(Stuck, "a"), cluster.launch(Stuck, "b")
+        here, there = cluster.channel("here"), cluster.channel("there", home=a)
+        handles = [a.get(here), b.get(there)]
+        started = time.monotonic()
+    assert time.monotonic() - started < 3
+    for handle in handles:
+        with pytest.raises((WorkerFailed, ChannelClosed), match="clos"):
+            handle.wait()
+    with pytest.raises(ChannelClosed):
+        here.put(1)
+    cluster.close()
+
+
+def test_a_host_that_does_not_stop_is_killed_with_what_it_started():
+    with Cluster("local", HOSTS) as cluster:
+        a, b = cluster.launch(Stuck, "a"), cluster.launch(Stuck, "b")
+        (program,) = b.start_program().wait()
+        a.ignore_everything(30)
+        b.ignore_everything(30)
+        started = time.monotonic()
+        cluster.close(seconds=0.2)
+    assert time.monotonic() - started < 5
+    assert gone_within(2, [program])
+
+
+def test_a_failing_program_closes_its_cluster_quickly(backend):
+    def program():
+        with Cluster(backend, HOSTS) as cluster:
+            cluster.launch(Stuck, "a").get(cluster.channel("never"))
+            raise ZeroDivisionError
+
+    started = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        program()
+    assert time.monotonic() - started < 4
+
+
+def test_large_arrays_flow_without_growing_anything():
+    with Cluster("local", HOSTS, timeout_s=20) as cluster:
+        a = cluster.launch(Stuck, "a")
+        inbox, out = cluster.channel("in", home=a), cluster.channel("out")
+        work = a.echo(inbox, out, 40)
+        for i in range(40):
+            inbox.put(np.full(100_000, i))
+            assert out.get()[0] == 2 * i
+            if i == 5:
+                early = len(os.listdir("/proc/self/fd"))
+        work.wait()
+        assert len(os.listdir("/proc/self/fd")) <= early
+        assert "memfd:embodied (" not in Path("/proc/self/maps").read_text()
+
+
+DRIVER = """
+import os, sys, time
+import numpy as np
+from embodied.runtime import Cluster, HostPlan, Worker
+
+class Held(Worker):  # of the main program itself
+    def pid(self): return os.getpid()
+    def hold(self, channel, item):
+        channel.put(item)
+        time.sleep(1000)
+
+print("main is run as", __name__, file=sys.stderr)
+if __name__ == "__main__":
+    with Cluster("local", [HostPlan("one", ("a",)), HostPlan("two", ("a",))], log_dir=sys.argv[1]) as cluster:
+        workers = cluster.launch(Held, "a")
+        pids = workers.pid().wait()
+        channel = cluster.channel("large")
+        handle = workers.hold(channel, np.ones(1_000_000))
+        channel.get()
+        print(*pids, flush=True)
+        handle.wait()
+"""
+
+
+@pytest.fixture
+def driver(tmp_path):
+    (tmp_path / "driver.py").write_text(textwrap.dedent(DRIVER))
+    command = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "logs")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(process.pids) == 2, process.stderr.read()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_hosts_end_with_a_killed_driver(driver, number, tmp_path):
+    shared = sorted(os.listdir("/dev/shm"))
+    os.kill(driver.pid, number)
+    driver.wait(10)
+    assert gone_within(10, driver.pids)
+    assert sorted(os.listdir("/dev/shm")) == shared
+    assert "main is run as __mp_main__" in (tmp_path / "logs" / "one.log").read_text()
+
+
+def test_ctrl_c_reaches_the_driver_while_it_waits(driver):
+    for pid in driver.pids:
+        os.kill(pid, signal.SIGINT)  # hosts ignore it
+    os.kill(driver.pid, signal.SIGINT)
+    _, errors = driver.communicate(timeout=10)
+    assert "KeyboardInterrupt" in errors
+    assert gone_within(1, driver.pids)
