@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied.data import EpisodeResult
@@ -33,6 +33,7 @@ def test_wilson_equals_published_intervals(count, total, low, high):
     assert wilson(count, total) == pytest.approx((low, high), abs=5.1e-4)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 500).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total))))
 def test_the_interval_holds_the_rate_and_mirrors(pair):
     count, total = pair
