@@ -1,0 +1,125 @@
+"""env.name picks the env: ours, Gymnasium's, the user's; and mistakes are explained."""
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from embodied.envs import env_class, make_env
+from embodied.envs.config import EnvConfig, ExternalEnvConfig, GymConfig, ManiSkillConfig, PointMassConfig
+from embodied.envs.pointmass import PointMassEnv
+from embodied.errors import ConfigError
+
+ADAPTER = TypeAdapter(EnvConfig)
+
+
+def config(**values):
+    return ADAPTER.validate_python(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "task"),
+    [
+        ({}, ManiSkillConfig, "PushCube-v1"),
+        ({"name": "maniskill", "task": "PickCube-v1"}, ManiSkillConfig, "PickCube-v1"),
+        ({"name": "pointmass"}, PointMassConfig, "reach"),
+        ({"name": "gym:CartPole-v1"}, GymConfig, "CartPole-v1"),
+        ({"name": "my_pkg.mod:MyEnv"}, ExternalEnvConfig, "MyEnv"),
+        ({"name": "my_pkg.mod:MyEnv", "task": "lift", "kwargs": {"a": [1]}}, ExternalEnvConfig, "lift"),
+    ],
+)
+def test_the_name_chooses_the_options(values, kind, task):
+    chosen = config(**values)
+    assert type(chosen) is kind
+    assert chosen.task == task
+    assert ADAPTER.validate_python(ADAPTER.dump_python(chosen, mode="json")) == chosen
+
+
+def test_a_finished_config_is_taken_as_it_is():
+    chosen = PointMassConfig(name="pointmass", size=2.0)
+    assert ADAPTER.validate_python(chosen) == chosen
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "pointmas"}, "did you mean 'pointmass'"),
+        ({"name": "CartPole-v1"}, "known: maniskill, pointmass, gym:<id>, my_pkg.my_module:MyEnv"),
+        ({"name": "pointmass", "shader": "x"}, "Extra inputs"),
+        ({"name": "pointmass", "num_envs": 0}, "greater than 0"),
+        ({"name": "gym:"}, "should match pattern"),
+    ],
+)
+def test_wrong_options_are_refused(values, message):
+    with pytest.raises(ValidationError, match=message):
+        config(**values)
+
+
+def test_an_unknown_name_gives_one_error_only():
+    with pytest.raises(ValidationError) as caught:
+        config(name="pointmas", size=2.0, dtype="float64")
+    assert caught.value.error_count() == 1
+
+
+def test_every_option_is_described():
+    for kind in (ManiSkillConfig, PointMassConfig, GymConfig, ExternalEnvConfig):
+        for name, field in kind.model_fields.items():
+            assert field.description, (kind, name)
+            assert "\n" not in field.description
+
+
+def test_our_classes_are_found_by_name():
+    assert env_class(config(name="pointmass")) is PointMassEnv
+    assert make_env(config(name="pointmass"), 3).num_envs == 3
+
+
+USER_ENV = """
+from embodied.envs.pointmass import PointMassEnv
+from embodied.envs.config import PointMassConfig
+
+
+class Mine(PointMassEnv):
+    def __init__(self, config, num_envs):
+        super().__init__(PointMassConfig(name="pointmass", size=config.kwargs["size"]), num_envs)
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def user_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def test_a_users_class_is_found_in_the_working_directory(user_folder):
+    (user_folder / "user_env_here.py").write_text(USER_ENV)
+    env = make_env(config(name="user_env_here:Mine", kwargs={"size": 3.0}), 2)
+    assert env.config.size == 3.0
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "message"),
+    [
+        ("no_such_module_here:Mine", "", "there is no module no_such_module_here; install it or start from the folder"),
+        ("user_env_typo:Minee", USER_ENV, "has no Minee; did you mean 'Mine'"),
+        ("user_env_number:number", USER_ENV, "no class of embodied.envs.base.VectorEnv or gymnasium.Env: 3"),
+        ("user_env_import:Mine", "import numpyy", "importing user_env_import failed: No module named 'numpyy'"),
+        ("user_env_crash:Mine", "x = 1\n1 / 0", r"ZeroDivisionError.*user_env_crash.py, line 2"),
+    ],
+)
+def test_mistakes_in_a_users_class_are_explained(user_folder, where, text, message):
+    if text:
+        (user_folder / f"{where.partition(':')[0]}.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        env_class(config(name=where))
+
+
+def test_the_options_import_neither_torch_nor_a_simulator():
+    heavy = "{'torch', 'mani_skill', 'sapien', 'gymnasium', 'numpy'}"
+    code = f"import sys, embodied.envs, embodied.envs.config; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
