@@ -1,0 +1,26 @@
+# make train           set up if needed, then train a robot arm to push a cube (about a minute)
+# make test            set up if needed, then run the tests;  make test-all  also learning curves and chaos
+# make lint            formatting and lint
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+RUN = .venv/bin/python
+ARGS ?=
+
+.PHONY: train test test-all lint format setup
+
+train: setup
+	@$(RUN) -m embodied.train recipe=maniskill_ppo $(ARGS)
+
+test: setup
+	@$(RUN) -m pytest -m "not slow and not chaos" $(ARGS)
+
+test-all: setup
+	@$(RUN) -m pytest $(ARGS)
+
+lint: setup
+	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check .
+
+format: setup
+	@$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .
+
+setup:
+	@$(PYTHON) scripts/setup.py

@@ -1,0 +1,134 @@
+"""Sets up a checkout: .venv with the locked dependencies, this project, and a Vulkan driver. `make setup` runs it.
+
+Only the standard library, since nothing is installed yet. A second run finds its stamp and takes no time; it needs no network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "set-up-for"
+CONSTRAINTS = ROOT / "constraints.txt"
+EXTRAS = ("maniskill", "dev")
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own builds without CUDA
+OLDEST, NEWEST = (3, 11), (3, 12)
+
+
+def main() -> int:
+    started = time.perf_counter()
+    if not OLDEST <= sys.version_info[:2] <= NEWEST:
+        have = ".".join(map(str, sys.version_info[:3]))
+        raise SystemExit(
+            f"Python 3.11 or 3.12 is needed, {sys.executable} is {have}; try: make setup PYTHON=python3.11"
+        )
+    sys.path.insert(0, str(ROOT))
+    from embodied import vulkan
+
+    if STAMP.is_file() and STAMP.read_text() == fingerprint() and PYTHON.exists():
+        if is_given_driver(vulkan):
+            return 0
+    else:
+        install_packages()
+    step("Vulkan driver")
+    run([str(PYTHON), "-m", "embodied.vulkan"], cwd=ROOT)
+    step("checking that SAPIEN finds it")
+    run([str(PYTHON), "-W", "ignore", "-c", CHECK], cwd=ROOT)
+    STAMP.write_text(fingerprint())
+    step(f"ready after {time.perf_counter() - started:.0f} s")
+    return 0
+
+
+CHECK = "from embodied.vulkan import ensure_vulkan; ensure_vulkan(); import sapien; sapien.render.RenderSystem()"
+
+
+def fingerprint() -> str:
+    """Changes with everything that decides what is installed."""
+    parts = [CONSTRAINTS.read_bytes(), (ROOT / "pyproject.toml").read_bytes(), sys.version.encode(), bytes(ROOT)]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def is_given_driver(vulkan) -> bool:
+    try:
+        vulkan.ensure_vulkan()
+    except vulkan.EmbodiedError:
+        return False
+    return True
+
+
+def install_packages() -> None:
+    STAMP.unlink(missing_ok=True)
+    if not PYTHON.exists():
+        step(f"virtual environment {VENV}")
+        make_venv()
+    locked = ["-c", str(CONSTRAINTS)]
+    index = torch_index(locked)
+    step("torch" + (" (without CUDA, from PyTorch's own index)" if index else ""))
+    pip("install", *locked, *index, "torch")
+    step("simulator, tools and libraries (a minute or two)")
+    pip("install", *locked, "setuptools", "wheel", *requirements())
+    step("this project")
+    pip("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+
+
+def make_venv() -> None:
+    try:
+        import ensurepip  # noqa: F401 - Debian packs it apart
+    except ImportError:
+        package = f"python3.{sys.version_info.minor}-venv"
+        command = ["apt-get", "install", "-y", "--no-install-recommends", package]
+        if os.geteuid() != 0:
+            raise SystemExit(f"missing: {package}. Run: sudo {' '.join(command)}") from None
+        run(["apt-get", "-qq", "update"])
+        run(command)
+    run([sys.executable, "-m", "venv", str(VENV)])
+
+
+def torch_index(locked: list[str]) -> list[str]:
+    """Without an NVIDIA card, where pip's index has only builds that bring gigabytes of CUDA: PyTorch's own CPU builds."""
+    if Path("/dev/nvidiactl").exists():
+        return []
+    report = VENV / "torch.json"
+    plan = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--report", str(report), *locked, "torch"]
+    try:
+        pip(*plan)
+        (found,) = json.loads(report.read_text())["install"]
+    finally:
+        report.unlink(missing_ok=True)
+    needs = found["metadata"].get("requires_dist", [])
+    return ["--index-url", CPU_INDEX] if any(need.startswith(("nvidia-", "cuda-", "triton")) for need in needs) else []
+
+
+def requirements() -> list[str]:
+    """What pyproject.toml asks for, without torch, which is there already."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(need for extra in EXTRAS for need in project["optional-dependencies"][extra])]
+    return [need for need in wanted if not need.startswith("torch>")]
+
+
+def pip(*arguments: str) -> None:
+    run([str(PYTHON), "-m", "pip", "--disable-pip-version-check", "-q", *arguments])
+
+
+def step(text: str) -> None:
+    print(f"setup: {text}", flush=True)
+
+
+def run(command: list[str], **options) -> None:
+    done = subprocess.run(command, **options)
+    if done.returncode:
+        raise SystemExit(f"setup failed at: {' '.join(command)}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

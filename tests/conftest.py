@@ -1,0 +1,12 @@
+"""Tests marked `gpu` run where there is an NVIDIA card."""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    if not Path("/dev/nvidiactl").exists():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
