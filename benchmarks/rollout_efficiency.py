@@ -1,0 +1,150 @@
+"""What the policy, the channels and the recording cost: rollouts beside bare stepping of the same envs.
+
+    python -m benchmarks.rollout_efficiency [--recipe maniskill_ppo] [--rounds 3] [--iterations 8]
+
+Both sides play the same number of decisions in as many processes on the same cores and include resets. The policy is
+a random one and stays so (learning rate 0), so that episodes end as they do under the random actions of bare stepping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmarks.common import (
+    RESULTS,
+    code_commit,
+    environment,
+    machine,
+    markdown,
+    measure,
+    only_run,
+    packages,
+    read_metrics,
+    resolved,
+    train_command,
+    write_json,
+)
+
+TIMEOUT_S = 900.0
+START_S = 120.0  # the most that one process may be ready after another
+
+
+def rollout_speed(recipe: str, iterations: int, seed: int, env: dict) -> float:
+    """Env steps per second of rollouts in a real run, the first iteration left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        length = [f"run.iterations={iterations + 1}", "run.env_steps=null"]
+        random = ["algo.lr=0", "algo.epochs=1"]
+        rest = [f"run.dir={folder}", f"seed={seed}", "eval.episodes=1", "eval.videos=0"]
+        measure(train_command(recipe, *length, *random, *rest), env, TIMEOUT_S)
+        rows = read_metrics(only_run(Path(folder)))
+    steps = rows[-1]["env_steps"] - rows[0]["env_steps"]
+    return steps / sum(row["time/rollout_s"] for row in rows[1:])
+
+
+def stepping_speed(recipe: str, iterations: int, seed: int, shares: list[tuple[int, ...]]) -> float:
+    """Env steps per second of as many pinned processes as the run has sim workers, started together."""
+    context = multiprocessing.get_context("spawn")
+    together, answers = context.Barrier(len(shares)), context.Queue()
+    told = [(recipe, iterations, seed, rank, shares, together, answers) for rank in range(len(shares))]
+    workers = [context.Process(target=step_randomly, args=arguments, daemon=True) for arguments in told]
+    for worker in workers:
+        worker.start()
+    parts = [answers.get(timeout=TIMEOUT_S) for _ in workers]
+    for worker in workers:
+        worker.join(timeout=60)
+    return sum(steps for steps, _ in parts) / max(seconds for _, seconds in parts)
+
+
+def step_randomly(recipe: str, iterations: int, seed: int, rank: int, shares: list, together, answers) -> None:
+    """One process: the decisions of one iteration to warm up, then those of `iterations`."""
+    os.sched_setaffinity(0, shares[rank])
+    from embodied.config import load
+    from embodied.envs import make_env
+    from embodied.episodes import EpisodeList
+
+    config = load([f"recipe={recipe}"]).config
+    num_envs = config.env.num_envs // len(shares)
+    env = make_env(config.env, num_envs)
+    episodes = EpisodeList(seed, "train", config.env.task)
+    rng = np.random.default_rng([seed, rank])
+    played = np.zeros(num_envs, int)
+    horizon = config.algo.rollout_decisions
+    first, total = rank * num_envs, config.env.num_envs
+
+    def begin(rows: np.ndarray) -> None:
+        """The next episodes of these rows, as a sim worker takes them."""
+        specs = [episodes[int(first + row + played[row] * total)] if rows[row] else None for row in range(num_envs)]
+        played[rows] += 1
+        env.reset(options={"reset_mask": rows, "episodes": specs})
+
+    begin(np.ones(num_envs, bool))
+    steps, started = 0, time.perf_counter()
+    for decision in range(horizon * (iterations + 1)):
+        if decision == horizon:
+            together.wait(timeout=START_S)
+            steps, started = 0, time.perf_counter()
+        result = env.step_chunk(random_actions(env.env_spec.action, num_envs, config.policy.chunk, rng))
+        steps += int(result.mask.sum())
+        if result.done.any():
+            begin(result.done)
+    answers.put((steps, time.perf_counter() - started))
+    env.close()
+
+
+def random_actions(action, num_envs: int, chunk: int, rng: np.random.Generator) -> np.ndarray:
+    shape = (num_envs, chunk, action.dim)
+    if action.discrete:
+        return rng.integers(action.num_choices, size=shape)
+    return rng.uniform(-1, 1, shape).astype(np.float32)
+
+
+def sim_shares(config: dict) -> list[tuple[int, ...]]:
+    """The cores of each sim worker in the plan of a run on this machine."""
+    from embodied.placement.plan import make_plan
+
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    plan = make_plan(config["placement"], cores, config["env"]["num_envs"], config["pipeline"]["stages"])
+    return [host.cores for host in plan.hosts if "sim" in host.roles]
+
+
+def report(rollouts: list[float], stepping: list[float], processes: int) -> str:
+    header = ["env steps/s", "median", "lowest", "highest"]
+    rows = [
+        [name, *(f"{value:,.0f}" for value in (median(speeds), min(speeds), max(speeds)))]
+        for name, speeds in (("rollouts with the policy", rollouts), ("stepping with random actions", stepping))
+    ]
+    ratio = median(rollouts) / median(stepping)
+    return f"{markdown(header, rows)}\n\nrollouts / stepping: {ratio:.1%}, {processes} processes each"
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--recipe", default="maniskill_ppo")
+    ask.add_argument("--rounds", type=int, default=3)
+    ask.add_argument("--iterations", type=int, default=8, help="iterations that are measured in every round")
+    options = ask.parse_args()
+
+    env, config, where = environment(), resolved(options.recipe), machine()
+    os.environ.update(env)  # the processes of bare stepping inherit it
+    shares = sim_shares(config)
+    rollouts, stepping = [], []
+    for seed in range(options.rounds):
+        rollouts.append(rollout_speed(options.recipe, options.iterations, seed, env))
+        stepping.append(stepping_speed(options.recipe, options.iterations, seed, shares))
+        print(f"round {seed + 1}: rollouts {rollouts[-1]:,.0f}, stepping {stepping[-1]:,.0f} env steps/s", flush=True)
+    speeds = {"rollouts": rollouts, "stepping": stepping, "processes": len(shares)}
+    about = {"commit": code_commit(), "machine": where, "packages": packages(), "config": config}
+    write_json(RESULTS / f"rollout_efficiency-{Path(options.recipe).stem}.json", about | speeds)
+    print(report(rollouts, stepping, len(shares)))
+
+
+if __name__ == "__main__":
+    main()
