@@ -1,7 +1,7 @@
-"""Finds the Vulkan driver SAPIEN needs, even where nothing is rendered; on a machine without a GPU that is a software driver.
+"""Finds the Vulkan driver SAPIEN needs, even where nothing is rendered; without a GPU that is a software driver.
 
-`ensure_vulkan` runs before sapien is imported and only looks: the graphics card's driver, a new enough system lavapipe, or the
-private one that `python -m embodied.vulkan` puts into the user's cache folder. Standard library only.
+`ensure_vulkan` runs before sapien is imported and only looks: the graphics card's driver, a new enough system lavapipe,
+or the private one that `python -m embodied.vulkan` puts into the user's cache folder. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ SYSTEM_FOLDERS = (
     "/usr/local/etc/vulkan/icd.d",
     "/usr/local/share/vulkan/icd.d",
 )
+DEVICES = Path("/dev/dri")
 OLDEST_HEADER = 270  # lavapipe built against Vulkan headers x.y.270 or later is Mesa 24 or later
 
 
@@ -31,8 +32,8 @@ def ensure_vulkan() -> None:
     icd = private_icd()
     if not icd.is_file():
         raise EmbodiedError(
-            "no usable Vulkan driver: ManiSkill needs one even where nothing is rendered, and this machine has neither a "
-            "graphics card with its driver nor Mesa's software driver of version 24 or later.\n"
+            "no usable Vulkan driver: ManiSkill needs one even where nothing is rendered, and this machine has neither "
+            "a graphics card with its driver nor Mesa's software driver of version 24 or later.\n"
             f"Put one into {icd.parent}: {sys.executable} -m embodied.vulkan\n"
             "or name your own: VK_ICD_FILENAMES=/path/to/icd.json"
         )
@@ -59,7 +60,7 @@ def system_icds() -> list[Path]:
 
 
 def is_usable(icd: Path) -> bool:
-    """Mesa's GPU drivers count where there is a GPU, lavapipe where it is new enough; NVIDIA's is looked at elsewhere."""
+    """Mesa's GPU drivers count where there is a GPU, lavapipe where it is new enough; NVIDIA's: see above."""
     try:
         described = json.loads(icd.read_text())["ICD"]
         header = int(str(described["api_version"]).split(".")[2])
@@ -71,7 +72,7 @@ def is_usable(icd: Path) -> bool:
         return False
     if "lvp" in name or "lavapipe" in name:
         return header >= OLDEST_HEADER and loads(library)
-    return any(Path("/dev/dri").glob("renderD*")) and loads(library)
+    return any(DEVICES.glob("renderD*")) and loads(library)
 
 
 def loads(library: str) -> bool:

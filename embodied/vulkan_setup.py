@@ -1,8 +1,8 @@
 """Puts a software Vulkan driver into a private folder: `python -m embodied.vulkan`. Standard library only.
 
-Debian 12's own Mesa is too old for SAPIEN, the one in its backports is not. That one package is downloaded with apt from the
-mirror this machine already uses and unpacked; no system file changes. The libraries it needs are ordinary Debian 12 packages,
-installed where we are root and named where we are not. Newer distributions' own driver serves as it is.
+Debian 12's own Mesa is too old for SAPIEN, the one in its backports is not. That one package is downloaded with apt
+from the mirror this machine already uses and unpacked; no system file changes. The libraries it needs are ordinary
+packages of Debian 12, installed where we are root and named where we are not. Newer distributions' own driver serves.
 """
 
 from __future__ import annotations
@@ -18,13 +18,25 @@ from pathlib import Path
 from embodied import vulkan
 from embodied.errors import EmbodiedError
 
+LIBRARIES = {
+    "libGL.so.1": "libgl1",
+    "libEGL.so.1": "libegl1",
+    "libgthread-2.0.so.0": "libglib2.0-0",
+}  # of SAPIEN, OpenCV
 PACKAGE = "mesa-vulkan-drivers"
 NOT_NEEDED = ("libc6", "libdrm-amdgpu1")  # there already; only for AMD cards, and newer than Debian 12's
 TIMEOUT_S = 600
 
 
 def install() -> str:
-    """Make a driver available and say which one it is."""
+    """Make a driver, and the libraries SAPIEN loads with it, available; says which driver it is."""
+    absent = [name for name in LIBRARIES if not vulkan.loads(name)]
+    if absent and shutil.which("apt-get"):
+        apt_install([LIBRARIES[name] for name in absent], f"libraries SAPIEN needs ({', '.join(absent)})")
+    elif absent:
+        raise EmbodiedError(
+            f"SAPIEN needs the libraries {', '.join(absent)}; install them with your distribution's tools"
+        )
     chosen = next((os.environ[name] for name in vulkan.CHOSEN_BY_USER if os.environ.get(name)), None)
     if chosen:
         return f"Vulkan driver: {chosen} (from the environment)"
@@ -43,8 +55,8 @@ def install() -> str:
     apt_install([PACKAGE], f"the system's software Vulkan driver ({PACKAGE}, version 24 or later)")
     if not vulkan.has_system_driver():
         raise EmbodiedError(
-            f"{PACKAGE} of this distribution ({codename() or 'unknown'}) is too old for SAPIEN, which needs version 24 or "
-            "later. Install a newer Mesa, or name a driver: VK_ICD_FILENAMES=/path/to/icd.json"
+            f"{PACKAGE} of this distribution ({codename() or 'unknown'}) is too old for SAPIEN, which needs version 24 "
+            "or later. Install a newer Mesa, or name a driver: VK_ICD_FILENAMES=/path/to/icd.json"
         )
     return "Vulkan driver: the system's"
 

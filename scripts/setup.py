@@ -1,6 +1,6 @@
 """Sets up a checkout: .venv with the locked dependencies, this project, and a Vulkan driver. `make setup` runs it.
 
-Only the standard library, since nothing is installed yet. A second run finds its stamp and takes no time; it needs no network.
+Only the standard library, since nothing is installed yet. A second run finds its stamp: no time, no network.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def make_venv() -> None:
 
 
 def torch_index(locked: list[str]) -> list[str]:
-    """Without an NVIDIA card, where pip's index has only builds that bring gigabytes of CUDA: PyTorch's own CPU builds."""
+    """Without an NVIDIA card, where pip's index would bring gigabytes of CUDA: PyTorch's own CPU builds."""
     if Path("/dev/nvidiactl").exists():
         return []
     report = VENV / "torch.json"
@@ -117,7 +117,7 @@ def requirements() -> list[str]:
 
 
 def pip(*arguments: str) -> None:
-    run([str(PYTHON), "-m", "pip", "--disable-pip-version-check", "-q", *arguments])
+    run([str(PYTHON), "-m", "pip", "--disable-pip-version-check", "-qq", *arguments])
 
 
 def step(text: str) -> None:
