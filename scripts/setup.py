@@ -20,6 +20,7 @@ STAMP = VENV / "set-up-for"
 CONSTRAINTS = ROOT / "constraints.txt"
 EXTRAS = ("maniskill", "dev")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own builds without CUDA
+NVIDIA = Path("/dev/nvidiactl")
 OLDEST, NEWEST = (3, 11), (3, 12)
 
 
@@ -72,9 +73,9 @@ def install_packages() -> None:
     locked = ["-c", str(CONSTRAINTS)]
     index = torch_index(locked)
     step("torch" + (" (without CUDA, from PyTorch's own index)" if index else ""))
-    pip("install", *locked, *index, "torch")
+    pip("install", "--no-deps", *locked, *index, "torch")  # that index may lack the locked versions of what torch needs
     step("simulator, tools and libraries (a minute or two)")
-    pip("install", *locked, "setuptools", "wheel", *requirements())
+    pip("install", *locked, "setuptools", *requirements())
     step("this project")
     pip("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
 
@@ -84,17 +85,17 @@ def make_venv() -> None:
         import ensurepip  # noqa: F401 - Debian packs it apart
     except ImportError:
         package = f"python3.{sys.version_info.minor}-venv"
-        command = ["apt-get", "install", "-y", "--no-install-recommends", package]
+        command = ["apt-get", "install", "-qq", "-y", "--no-install-recommends", package]
         if os.geteuid() != 0:
             raise SystemExit(f"missing: {package}. Run: sudo {' '.join(command)}") from None
         run(["apt-get", "-qq", "update"])
-        run(command)
+        run(command, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, stdout=subprocess.DEVNULL)
     run([sys.executable, "-m", "venv", str(VENV)])
 
 
 def torch_index(locked: list[str]) -> list[str]:
     """Without an NVIDIA card, where pip's index would bring gigabytes of CUDA: PyTorch's own CPU builds."""
-    if Path("/dev/nvidiactl").exists():
+    if NVIDIA.exists():
         return []
     report = VENV / "torch.json"
     plan = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--report", str(report), *locked, "torch"]
@@ -108,12 +109,11 @@ def torch_index(locked: list[str]) -> list[str]:
 
 
 def requirements() -> list[str]:
-    """What pyproject.toml asks for, without torch, which is there already."""
+    """What pyproject.toml asks for."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(need for extra in EXTRAS for need in project["optional-dependencies"][extra])]
-    return [need for need in wanted if not need.startswith("torch>")]
+    return [*project["dependencies"], *(need for extra in EXTRAS for need in project["optional-dependencies"][extra])]
 
 
 def pip(*arguments: str) -> None:

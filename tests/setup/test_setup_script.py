@@ -1,0 +1,61 @@
+"""The set-up script's decisions, without installing anything."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def setup(monkeypatch, tmp_path):
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "scripts" / "setup.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "VENV", tmp_path)
+    monkeypatch.setattr(script, "NVIDIA", tmp_path / "no card")
+    return script
+
+
+def report(*needs):
+    def pip(*arguments):
+        path = Path(arguments[arguments.index("--report") + 1])
+        path.write_text(json.dumps({"install": [{"metadata": {"requires_dist": list(needs)}}]}))
+
+    return pip
+
+
+def test_without_a_card_torch_comes_without_cuda(setup, monkeypatch):
+    monkeypatch.setattr(setup, "pip", report("filelock", 'nvidia-cublas==13.1; platform_system == "Linux"'))
+    assert setup.torch_index([]) == ["--index-url", setup.CPU_INDEX]
+    monkeypatch.setattr(setup, "pip", report("filelock", "sympy>=1.13"))
+    assert setup.torch_index([]) == []
+
+
+def test_with_a_card_torch_is_the_indexs_own(setup, monkeypatch):
+    monkeypatch.setattr(setup, "pip", lambda *arguments: pytest.fail("asked the index"))
+    monkeypatch.setattr(setup, "NVIDIA", ROOT)
+    assert setup.torch_index([]) == []
+
+
+def test_everything_the_project_and_its_tests_need_is_locked(setup):
+    locked = {line.partition("==")[0].replace("_", "-").lower() for line in setup.CONSTRAINTS.read_text().splitlines()}
+    for need in setup.requirements():
+        name = need.partition("=")[0].partition(">")[0].partition("[")[0]
+        assert name in locked, f"{name} is not in constraints.txt"
+
+
+def test_a_changed_lock_file_means_setting_up_again(setup, monkeypatch, tmp_path):
+    before = setup.fingerprint()
+    changed = tmp_path / "constraints.txt"
+    changed.write_text(setup.CONSTRAINTS.read_text() + "more==1\n")
+    monkeypatch.setattr(setup, "CONSTRAINTS", changed)
+    assert setup.fingerprint() != before
+
+
+def test_an_unsupported_python_is_refused_with_what_to_try(setup, monkeypatch):
+    monkeypatch.setattr(setup.sys, "version_info", (3, 9, 1))
+    with pytest.raises(SystemExit, match=r"Python 3\.11 or 3\.12 is needed"):
+        setup.main()
