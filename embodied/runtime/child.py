@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from typing import Any
 
 from embodied.runtime.hosts import PROGRESS_BYTES, Host, Links, Progress
@@ -63,7 +64,14 @@ def _serve(boot: dict[str, Any]) -> None:
         else:
             host.control(message, payload)
 
-    threading.Thread(target=channels.run, name="channels", daemon=True).start()
+    def serve_channels() -> None:
+        try:
+            channels.run()
+        except BaseException:  # a host that no longer listens must not look alive
+            traceback.print_exc()
+            _exit(1)
+
+    threading.Thread(target=serve_channels, name="channels", daemon=True).start()
     control.add(driver, on_control, lambda: _exit(1))
     control.run()
 
@@ -87,14 +95,20 @@ def _find_main_lazily(module: str | None, file: str | None) -> None:
     """Classes of the driver's main program are found when one is needed; otherwise it is never imported here."""
     main = sys.modules["__mp_main__"] = sys.modules["__main__"]
 
+    lock, loaded = threading.RLock(), []  # several workers may look at once
+
     def find(name: str) -> Any:
         import runpy
 
         if name.startswith("__") or (module is None and file is None):
             raise AttributeError(name)
-        del main.__getattr__
-        run = runpy.run_module(module, run_name="__mp_main__", alter_sys=True) if module else None
-        main.__dict__.update(run if run is not None else runpy.run_path(file, run_name="__mp_main__"))
-        return getattr(main, name)
+        with lock:
+            if not loaded:
+                loaded.append(True)
+                run = runpy.run_module(module, run_name="__mp_main__", alter_sys=True) if module else None
+                main.__dict__.update(run if run is not None else runpy.run_path(file, run_name="__mp_main__"))
+        if name not in main.__dict__:
+            raise AttributeError(f"the main program has no {name!r}")
+        return main.__dict__[name]
 
     main.__getattr__ = find

@@ -32,6 +32,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 MAX_WORKERS = 1024  # in a cluster; each has a slot in the progress memory of every host
 PROGRESS_BYTES = MAX_WORKERS * 16
 _MAX_CAUSE_CHARS = 2000
+_import_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,11 @@ class Host:
     def end_of(self, channel: Channel) -> Queue | Remote:
         with self._lock:
             if channel.name not in self._ends:
-                at_home = channel.home in self.names
-                end = self._ends[channel.name] = Queue(channel, self) if at_home else Remote(channel, self)
+                if channel.home in self.names:
+                    self._ends[channel.name] = Queue(channel, self)
+                    return self._ends[channel.name]
+                end = self._ends[channel.name] = Remote(channel, self)
+                self.post(channel.home, ("open", channel.name, channel))  # its answer must find the end in place
                 if channel.home in self._dead:
                     end.home_died(*self._dead[channel.home])
             return self._ends[channel.name]
@@ -305,16 +309,17 @@ def import_from(module: str, file: str | None) -> None:
     """Makes a module importable under its name even where it is not on the path (a test file, a script)."""
     import importlib.util
 
-    if module in sys.modules or module == "__main__":
-        return
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if file is None or not module.startswith(str(error.name)):
-            raise
-        spec = importlib.util.spec_from_file_location(module, file)
-        sys.modules[module] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module])
+    with _import_lock:  # or another worker would find it half loaded
+        if module in sys.modules or module == "__main__":
+            return
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if file is None or not module.startswith(str(error.name)):
+                raise
+            spec = importlib.util.spec_from_file_location(module, file)
+            sys.modules[module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[module])
 
 
 def ranges(cores: tuple[int, ...]) -> str:

@@ -269,7 +269,6 @@ class Remote:
         self._requests = itertools.count()
         self._closed: tuple[str, str] | None = None
         self._home_died = False
-        host.post(self.home, ("open", channel.name, channel))
 
     def put(self, item: Any, key: Any, weight: float, timeout_s: float | None) -> None:
         producer = self.host.tick()

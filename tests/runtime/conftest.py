@@ -20,7 +20,7 @@ def child_processes() -> list[str]:
 def traces() -> dict[str, list[str]]:
     return {
         "processes": child_processes(),
-        "shared memory": sorted(os.listdir("/dev/shm")),
+        "shared memory": Path("/proc/self/maps").read_text().count("memfd:embodied ("),
         "descriptors": sorted(os.listdir("/proc/self/fd")),
         "threads": sorted(thread.name for thread in threading.enumerate()),
     }

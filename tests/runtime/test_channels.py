@@ -20,6 +20,11 @@ class Peer(Worker):
         for key, item in pairs:
             channel.put(item, key=key)
 
+    def get_when_all_wait(self, channel, count):
+        while channel.qsize() < count:
+            time.sleep(0.001)
+        return self.get_all(channel, count)
+
     def get_all(self, channel, count, **options):
         return [channel.get(**options) for _ in range(count)]
 
@@ -184,7 +189,7 @@ def test_a_policy_chooses_what_comes_next(shared_cluster, peers, name):
     channel = shared_cluster.channel(f"choosy {name}", home=b, choose=lightest)
     for weight in (5, 2, 9):
         a.put_all(channel, [weight], weight=weight).wait()
-    assert b.get_all(channel, 3).wait() == [[2, 5, 9]]
+    assert b.get_when_all_wait(channel, 3).wait() == [[2, 5, 9]]
 
 
 def broken(waiting):
