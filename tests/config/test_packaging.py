@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -67,3 +69,28 @@ def test_a_folder_of_the_same_name_in_the_working_directory_shadows_nothing(whee
     command = [sys.executable, "-c", probe, str(target), "recipe=pointmass_ppo"]
     told = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True)
     assert (told.stdout, told.stderr) == ("pointmass_ppo\n", "")
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_in_an_environment_without_the_checkout(wheel, tmp_path):
+    """Dependencies are borrowed from here by their folder, which leaves the link to the checkout behind."""
+    venv.create(tmp_path / "env")
+    site = next((tmp_path / "env").glob("lib/python*/site-packages"))
+    zipfile.ZipFile(wheel).extractall(site)
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for name in ("envs", "assets"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+        (tmp_path / "mine" / name / "__init__.py").write_text("raise RuntimeError('shadowed')")
+    python = tmp_path / "env" / "bin" / "python"
+    command = [str(python), "-m", "embodied.train", "recipe=pointmass_ppo", "run.iterations=2", "eval.episodes=4"]
+    told = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True, timeout=200)
+    assert told.returncode == 0, told.stderr
+    (run,) = (tmp_path / "mine" / "runs").iterdir()
+    assert (run / "checkpoints").is_dir()
+    where = subprocess.run(
+        [str(python), "-c", "import embodied.envs; print(embodied.envs.__file__)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert where.stdout.startswith(str(tmp_path))
