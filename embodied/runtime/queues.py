@@ -29,6 +29,7 @@ class Entry(NamedTuple):
     producer: str
     peer: str | None  # the host it came from; None is the home itself
     order: int
+    put_back: bool = False  # its producer has had its room back already
 
 
 class Getter:
@@ -186,7 +187,10 @@ class Queue:
 
     def _fail(self, getter: Getter) -> None:
         getter.closed = self._closed
-        self._entries.extendleft(reversed(getter.entries))
+        self._put_back(getter)
+
+    def _put_back(self, getter: Getter) -> None:
+        self._entries.extendleft(entry._replace(put_back=True) for entry in reversed(getter.entries))
 
     def _fill(self, getter: Getter) -> bool:
         while not getter.complete():
@@ -218,7 +222,7 @@ class Queue:
 
     def _gone(self, entry: Entry) -> Entry:
         """Gives the producer its room back; producers elsewhere hear of it in lots of half the capacity."""
-        if self.capacity is None:
+        if self.capacity is None or entry.put_back:
             return entry
         if entry.peer is None:
             self._unread[entry.producer] -= 1
@@ -236,7 +240,7 @@ class Queue:
             if getter not in self._getters:
                 return False
             self._getters.remove(getter)
-            self._entries.extendleft(reversed(getter.entries))
+            self._put_back(getter)
             ready = self._match()
         self._deliver(ready)
         return True

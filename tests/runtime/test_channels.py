@@ -155,6 +155,21 @@ def test_a_get_that_gave_up_leaves_the_items_for_the_next(shared_cluster, name):
     assert channel.get() == 1
 
 
+def test_items_put_back_do_not_count_as_room_twice(shared_cluster, name):
+    channel = shared_cluster.channel(name, capacity=2)
+    for i in range(2):
+        channel.put(i)
+    with pytest.raises(DeadlineExceeded):
+        channel.get_batch(3, timeout_s=0.05)
+    for i in (2, 3):  # the batch had made room
+        channel.put(i)
+    assert [channel.get() for _ in range(4)] == [0, 1, 2, 3]
+    for i in range(2):
+        channel.put(i)
+    with pytest.raises(DeadlineExceeded, match="2 items waiting"):
+        channel.put(2, timeout_s=0.05)
+
+
 def test_a_producer_waits_when_capacity_items_are_waiting(peers, channel):
     a, b = peers
     ((count, message),) = a.put_until_full(channel, 20).wait()
