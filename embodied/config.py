@@ -80,7 +80,9 @@ class RunConfig(Strict):
     env: EnvConfig = Field(description="The simulator and its task.")
     policy: PolicyConfig = Field(MLPConfig(), description="The robot policy.")
     algo: AlgoConfig = Field(PPOConfig(), description="How the policy learns.")
-    placement: PlacementConfig = Field("auto", description="Who runs where: a mode, or a map from roles to devices.")
+    placement: PlacementConfig = Field(
+        "auto", description="Who runs where: auto, collocated, disaggregated, hybrid, or a map from roles to devices."
+    )
     pipeline: PipelineSection = Field(PipelineSection(), description="How finely work is handed on.")
     cluster: ClusterConfig = Field(ClusterConfig(), description="What the processes run on.")
     eval: EvalSection = Field(EvalSection(), description="Evaluation, during training and after.")
@@ -238,7 +240,7 @@ def _text(key: str, value: Any, problems: list[str]) -> str:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """The resolved recipe, every key spelt out; loads to the same configuration from anywhere."""
+    """The resolved recipe, every key spelt out; loads to the same configuration from anywhere, as a run of its own."""
     from embodied.usage import config_yaml
 
-    return config_yaml(config, {})
+    return config_yaml(config.model_copy(update={"resume": None}), {})

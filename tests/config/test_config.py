@@ -250,6 +250,7 @@ def test_a_run_is_resumed_with_its_own_recipe(run_folder):
     loaded = load([f"resume={run_folder}", "run.iterations=9"])
     assert (loaded.config.env.num_envs, loaded.config.run.iterations, loaded.name) == (4, 9, "pointmass_ppo")
     assert loaded.config.resume == run_folder
+    assert "resume: null" in loaded.yaml
     assert "there is no config.yaml" in mistakes("resume=nowhere")
     assert "which recipe?" in mistakes("resume=auto")
 
