@@ -1,6 +1,6 @@
-"""What every command does around its story: arguments, plan, cluster, signals, errors as a few lines.
+"""What every command does around its story: plan, cluster, signals, errors as a few lines.
 
-Nothing here imports torch or a simulator, so that `--help`, `--cfg` and mistakes answer at once.
+Nothing here imports torch or a simulator, so that the first screen and mistakes come at once.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from embodied.errors import CheckpointError, EmbodiedError
+from embodied.config import RunConfig
+from embodied.envs import env_class
+from embodied.errors import CheckpointError, ConfigError, EmbodiedError
+from embodied.placement import PlacementError, PlacementPlan, make_plan
 from embodied.run_folder import RunFolder
+from embodied.runtime import Cluster, HostPlan
 
 
 def run(body: Callable[[], int]) -> int:
@@ -25,12 +28,44 @@ def run(body: Callable[[], int]) -> int:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code
     except KeyboardInterrupt:
-        print("stopped at once; nothing was saved after the last checkpoint", file=sys.stderr)
+        print("stopped at once; what came after the last checkpoint is lost", file=sys.stderr)
         return 130
     except OSError as err:
         where = f" ({err.filename})" if err.filename else ""
         print(f"error: {err.strerror or err}{where}; free some space or choose another run.dir", file=sys.stderr)
         return 1
+
+
+def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, PlacementPlan]:
+    """The config with everything "auto" in the env decided, and who runs where. Refuses what cannot run here."""
+    kind = env_class(config.env)
+    kind.check(config.env)
+    config = config.model_copy(update={"env": kind.resolve(config.env)})
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    try:
+        plan = make_plan(config.placement, cores, config.env.num_envs, config.pipeline.stages)
+    except PlacementError as err:
+        raise ConfigError(f"placement: {err}") from None
+    return config, plan if learn else plan.without("learner")
+
+
+def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None) -> str:
+    """The first screen: what will run, where, and where the results go."""
+    env, backend = config.env, getattr(config.env, "backend", "")
+    first, *rest = plan.describe()
+    lines = [
+        f"task        {env.name} {env.task}{f', physics {backend}' if backend else ''}",
+        f"policy      {config.policy.name}",
+        f"placement   {first}",
+        *[f"            {line}" for line in rest],
+        f"processes   {config.cluster.backend}",
+    ]
+    return "\n".join([*lines, *([f"results     {folder}"] if folder else [])])
+
+
+def cluster(config: RunConfig, plan: PlacementPlan, logs: Path) -> Cluster:
+    hosts = [HostPlan(host.name, host.roles, host.cores, host.threads) for host in plan.hosts]
+    return Cluster(config.cluster.backend, hosts, logs, config.faults.timeout_s)
 
 
 class Interruption:
@@ -85,7 +120,7 @@ def record_end(folder: RunFolder, state: str, cause: str) -> None:
         print(f"run.json could not be written: {err}", file=sys.stderr)
 
 
-def run_to_resume(resume: str, parent: Path, recipe: str) -> Path | None:
+def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:
     """`auto` is the newest run of this recipe with a checkpoint (None: start afresh); else the folder that is named."""
     if resume != "auto":
         if not Path(resume).is_dir():
@@ -93,11 +128,3 @@ def run_to_resume(resume: str, parent: Path, recipe: str) -> Path | None:
         return Path(resume)
     runs = [path for path in parent.glob(f"{recipe}-[0-9]*") if any((path / "checkpoints").glob("v[0-9]*"))]
     return max(runs, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
-
-
-class Stopwatch:
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started

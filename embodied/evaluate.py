@@ -8,15 +8,22 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embodied import commands
-from embodied.checkpoints import locate, read_json
-from embodied.config import RunConfig
+from embodied.checkpoints import locate, name_of, read_json
+from embodied.config import RunConfig, load
 from embodied.data import EnvSpec, Weights
+from embodied.errors import ConfigError
 from embodied.reporting.console import describe_results
 from embodied.reporting.results import write_results
 from embodied.reporting.stats import summarize
 from embodied.run_folder import provenance
+
+if TYPE_CHECKING:
+    from embodied.workflows.embodied import EmbodiedLoop
+
+BUILT_IN = {"random": "embodied.policies.simple:RandomPolicy", "zero": "embodied.policies.simple:ZeroPolicy"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,11 +32,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str]) -> int:
     """Find the policy, take env and protocol from its run's recipe, play the episodes, write and print the results."""
-    loaded = commands.load(argv, entry="evaluate")
+    loaded = load(argv, entry="evaluate")
     if loaded is None:
         return 0
-    target = find(loaded.checkpoint)
-    config, plan = commands.planned(loaded.config, learn=False)
+    target = find(loaded.checkpoint, loaded.config)
+    config, plan = commands.planned(loaded.config.model_copy(update={"policy": target.config}), learn=False)
     if loaded.dry_run:
         print(commands.describe(config, plan, target.out))
         return 0
@@ -46,18 +53,30 @@ def start(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """What is evaluated and where the results go."""
+    """What is evaluated, and where the results go."""
 
-    policy: Path
-    version: int
+    config: object  # of the policy
+    spec: EnvSpec | None  # the env it was made for
+    weights: Weights | None  # None: it needs none
     out: Path
 
 
-def find(checkpoint: str) -> Target:
+def find(checkpoint: str, config: RunConfig) -> Target:
+    from pydantic import TypeAdapter
+
+    from embodied.policies.config import ExternalPolicyConfig, PolicyConfig
+    from embodied.policies.folder import read_description, read_weights
+
+    if checkpoint in BUILT_IN or (":" in checkpoint and not Path(checkpoint).exists()):
+        name = BUILT_IN.get(checkpoint, checkpoint)
+        return Target(ExternalPolicyConfig(name=name), None, None, config.run.dir / f"evaluate-{name.split(':')[1]}")
     policy, folder, run = locate(checkpoint)
+    raw, spec = read_description(policy)
     version = read_json(folder / "manifest.json")["version"] if folder else 0
-    parent = (run or folder or policy.parent) / "eval"
-    return Target(policy, version, parent / f"v{version:06d}-{policy.parent.name if not folder else 'evaluate'}")
+    parent = (run or policy.parent) / "eval"
+    out = parent / f"{name_of(version)}-evaluate" if folder else parent / policy.name
+    described = TypeAdapter(PolicyConfig).validate_python(raw)
+    return Target(described, spec, Weights(version, read_weights(policy)), out)
 
 
 def fresh_folder(path: Path) -> Path:
@@ -74,18 +93,20 @@ def fresh_folder(path: Path) -> Path:
 
 def evaluate(config: RunConfig, cluster, target: Target, out: Path) -> dict:
     """Load the weights into fresh workers and play."""
-    from embodied.policies.base import read_description, read_weights
     from embodied.workflows.embodied import EmbodiedLoop
 
     loop = EmbodiedLoop(config, cluster, learn=False)
     spec = loop.start()
-    check_fits(read_description(target.policy)[1], spec)
-    tensors = {name: tensor.numpy() for name, tensor in read_weights(target.policy).items()}
-    loop.adopt(Weights(target.version, tensors))
+    if target.spec is not None and (target.spec.action, target.spec.state_dim) != (spec.action, spec.state_dim):
+        raise ConfigError(
+            f"this policy was made for {target.spec.state_dim} state numbers and {target.spec.action}, but "
+            f"{config.env.name} {config.env.task} has {spec.state_dim} and {spec.action}"
+        )
+    loop.adopt(target.weights)
     return play_and_write(loop, config, spec, out)
 
 
-def play_and_write(loop, config: RunConfig, spec: EnvSpec, out: Path) -> dict:
+def play_and_write(loop: EmbodiedLoop, config: RunConfig, spec: EnvSpec, out: Path) -> dict:
     """The evaluation of the version that acts now: results.json, episodes.csv and videos in `out`."""
     episodes = loop.evaluate(out / "videos", config.eval.videos)
     protocol = {
@@ -97,3 +118,7 @@ def play_and_write(loop, config: RunConfig, spec: EnvSpec, out: Path) -> dict:
     results = {"policy_version": loop.version, "protocol": protocol, **summarize(episodes), "provenance": provenance()}
     write_results(out, results, episodes)
     return results
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

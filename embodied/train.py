@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 
 from embodied import commands
-from embodied.checkpoints import locate, newest, read_sims, verify
-from embodied.config import RunConfig
+from embodied.checkpoints import name_of, newest, read_sims, verify, write_checkpoint
+from embodied.config import Loaded, RunConfig, load
 from embodied.errors import ConfigError
+from embodied.evaluate import play_and_write
+from embodied.learners.meeting import meeting_point
 from embodied.reporting.console import Console
 from embodied.run_folder import RunFolder
+from embodied.workflows.embodied import EmbodiedLoop
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,91 +26,92 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str]) -> int:
     """Read the recipe, open or continue a run folder, train, and close the folder with what happened."""
-    loaded = commands.load(argv)
+    loaded = load(argv)
     if loaded is None:
         return 0
-    config, plan = loaded.config, commands.plan(loaded.config)
+    config, plan = commands.planned(loaded.config)
     if loaded.dry_run:
         print(commands.describe(config, plan))
         return 0
-    commands.check_env(config)
-    folder, checkpoint = open_folder(config, loaded.name, loaded.yaml)
-    console = Console(config, folder.path)
-    console.begin(commands.describe(config, plan))
-    with commands.Interruption() as interruption, commands.closing(folder):
+    folder, checkpoint = open_folder(loaded)
+    console = Console(folder.path)
+    console.say(commands.describe(config, plan, folder.path))
+    with commands.Interruption() as interruption, commands.closing(folder, interruption):
         train(config, plan, folder, checkpoint, console, interruption)
     return interruption.exit_code
 
 
-def open_folder(config: RunConfig, name: str, yaml: str) -> tuple[RunFolder, Path | None]:
+def open_folder(loaded: Loaded) -> tuple[RunFolder, Path | None]:
     """A new folder, or the one to resume with its newest whole checkpoint."""
-    if config.resume is None:
-        return RunFolder.create(Path(config.run.dir), name, yaml), None
-    path = commands.run_to_resume(config.resume, Path(config.run.dir), name)
-    if path is None:
-        return RunFolder.create(Path(config.run.dir), name, yaml), None
-    folder = RunFolder.reopen(path)
-    return folder, newest(path)
+    config = loaded.config
+    found = config.resume and commands.run_to_resume(config.resume, config.run.dir, loaded.name)
+    if not found:
+        return RunFolder.create(config.run.dir, loaded.name, loaded.yaml), None
+    return RunFolder.reopen(found), newest(found)
 
 
 def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, console: Console, interruption) -> None:
-    from embodied.workflows.embodied import EmbodiedLoop
-
     with commands.cluster(config, plan, folder.logs) as cluster:
-        loop = EmbodiedLoop(config, cluster)
+        ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
+        meeting = meeting_point(ranks, config.cluster.backend, folder.logs, timeout_s)
+        loop = EmbodiedLoop(config, cluster, meeting=meeting)
         spec = loop.start()
-        console.started(spec)
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop)
-        total = commands.total_iterations(config)
+        total = total_iterations(config)
         while state["iteration"] < total and not interruption.requested:
             iterate(loop, state, total, folder, console)
             last = state["iteration"] == total
             if last or interruption.requested or due(state["iteration"], config.run.save_every):
                 console.saved(save(loop, state, folder))
-            if last or (due(state["iteration"], config.run.eval_every) and not interruption.requested):
-                console.evaluated(commands.evaluate_version(loop, folder.path / "eval", config, spec))
-    console.end(state, interruption)
+            if not interruption.requested and (last or due(state["iteration"], config.run.eval_every)):
+                out = folder.path / "eval" / name_of(loop.version)
+                console.evaluated(loop.version, play_and_write(loop, config, spec, out))
+    console.end(state, interruption.requested)
 
 
-def fresh(loop) -> dict:
+def total_iterations(config: RunConfig) -> int:
+    """`run.env_steps` in whole iterations (unmasked steps may be a little fewer with chunks), or `run.iterations`."""
+    if config.run.iterations is not None:
+        return config.run.iterations
+    chunk = getattr(config.policy, "chunk", 1)
+    return max(1, config.run.env_steps // (config.env.num_envs * config.algo.rollout_decisions * chunk))
+
+
+def fresh(loop: EmbodiedLoop) -> dict:
     loop.publish(0)
-    return {"iteration": 0, "version": 0, "env_steps": 0, "abandoned": 0, "train_s": 0.0}
+    return {"iteration": 0, "version": 0, "env_steps": 0, "abandoned_episodes": 0, "train_s": 0.0}
 
 
-def resume(loop, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
+def resume(loop: EmbodiedLoop, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
+    """Continue from a checkpoint: weights, optimizer, env rows, counters; later metrics are dropped and made again."""
     state = verify(checkpoint)
-    if state["total_env"] != loop.config.env.num_envs:
+    if state["num_envs"] != loop.config.env.num_envs:
         raise ConfigError(
-            f"this run was started with env.num_envs={state['total_env']}; resume with the same number, or start a new run"
+            f"this run was started with env.num_envs={state['num_envs']}; resume with the same number, or start a new run"
         )
     folder.keep_metrics(state["iteration"])
     abandoned = loop.restore(checkpoint, read_sims(checkpoint), state["version"])
-    state["abandoned"] += abandoned
+    state["abandoned_episodes"] += abandoned
     console.resumed(checkpoint, state, abandoned)
     return state
 
 
-def iterate(loop, state: dict, total: int, folder: RunFolder, console: Console) -> None:
+def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, console: Console) -> None:
     started = time.perf_counter()
     finished, numbers = loop.iterate(state["iteration"], total)
     elapsed = time.perf_counter() - started
     state["iteration"] += 1
     state["version"] = loop.version
-    state["env_steps"] += numbers.pop("env_steps")
+    state["env_steps"] += int(numbers["env_steps"])
     state["train_s"] += elapsed
     folder.log(console.iteration(state, finished, numbers, elapsed, total))
 
 
-def save(loop, state: dict, folder: RunFolder) -> Path:
-    from embodied.checkpoints import write_checkpoint
-
-    content = {**state, "total_env": loop.config.env.num_envs}
+def save(loop: EmbodiedLoop, state: dict, folder: RunFolder) -> Path:
+    content = {**state, "num_envs": loop.config.env.num_envs}
+    write = loop.learners[0].save
     return write_checkpoint(
-        folder.checkpoints,
-        state["version"],
-        lambda draft: loop.learners[0].save(draft).wait(),
-        content,
-        loop.save_sims(),
+        folder.checkpoints, state["version"], lambda draft: write(draft).wait(), content, loop.save_sims()
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,11 @@ class Films:
     """Open recordings by env row; episodes whose index is in `film` are recorded from reset to end."""
 
     def __init__(self, env: VectorEnv, rows: Rows, film: frozenset[int], folder: Path | None) -> None:
-        self.env, self.rows, self.film, self.folder = env, rows, film, folder
+        self.env, self.rows, self.folder = env, rows, folder
+        problem = env.film_problem() if film else ""
+        self.film = frozenset() if problem else film
+        if problem:
+            print(f"no videos: {problem}", file=sys.stderr)
         self.open: dict[int, VideoWriter] = {}
 
     def __enter__(self) -> Films:
@@ -30,9 +35,9 @@ class Films:
             writer.discard()
 
     def begin(self, rows: np.ndarray, specs: list[EpisodeSpec]) -> None:
-        from embodied.reporting.videos import VideoWriter
-
         wanted = [(row, spec) for row, spec in zip(rows, specs, strict=True) if spec.index in self.film]
+        if wanted:
+            from embodied.reporting.videos import VideoWriter
         for row, _ in wanted:
             self.open[int(row)] = VideoWriter(self.folder, fps=self.env.env_spec.control_hz)
         self._shoot([int(row) for row, _ in wanted])

@@ -49,7 +49,7 @@ def load_policy(folder: Path | str) -> Policy:
     """The policy stored in a folder by `save_pretrained`."""
     from pydantic import TypeAdapter
 
-    from embodied.policies.base import read_description, read_weights
+    from embodied.policies.folder import read_description, read_weights
     from embodied.policies.config import PolicyConfig
 
     folder = Path(folder)

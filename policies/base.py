@@ -16,11 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.data import ActionSpec, EnvSpec, NoiseSpec, Observation, PolicyOutput
+from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.errors import CheckpointError
-
-WEIGHTS = "model.safetensors"
-CONFIG = "config.json"
+from embodied.policies.folder import CONFIG, WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -86,35 +84,7 @@ class Policy(nn.Module):
                 odd = sorted(own.keys() ^ tensors.keys())
                 raise CheckpointError(f"the weights do not belong to this policy: {', '.join(odd[:4])} differ")
             for name, mine in own.items():
-                new = torch.as_tensor(np.asarray(tensors[name]) if not torch.is_tensor(tensors[name]) else tensors[name])
+                new = torch.tensor(np.asarray(tensors[name]))  # a copy: arrays of other processes are read-only
                 if mine.shape != new.shape:
                     raise CheckpointError(f"weight {name} is {tuple(new.shape)} but this policy has {tuple(mine.shape)}")
                 mine.copy_(new)
-
-
-def read_description(folder: Path) -> tuple[dict, EnvSpec]:
-    """The policy's config (a plain dict) and the env it was made for, from a policy folder."""
-    path = folder / CONFIG
-    if not path.is_file():
-        raise CheckpointError(f"{folder} is not a policy folder: {CONFIG} is missing")
-    try:
-        content = json.loads(path.read_text())
-        spec = dict(content["env_spec"])
-        spec["action"] = ActionSpec(**spec["action"])
-        spec["images"] = {camera: tuple(size) for camera, size in spec["images"].items()}
-        return content["policy"], EnvSpec(**spec)
-    except (KeyError, TypeError, ValueError) as err:
-        raise CheckpointError(f"{path} cannot be read as a policy description: {err}") from None
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {WEIGHTS}")
-    try:
-        return load_file(path)
-    except SafetensorError as err:
-        raise CheckpointError(f"{path} is damaged: {err}") from None

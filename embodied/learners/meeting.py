@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,10 @@ class MeetingRoom:
         self.seats: list = [None] * world_size
 
 
-def meeting_point(cluster) -> MeetingFile | MeetingRoom | None:
-    """For the learner ranks of this cluster."""
-    ranks = cluster.num_replicas("learner")
+def meeting_point(ranks: int, backend: str, folder: Path, timeout_s: float) -> MeetingFile | MeetingRoom | None:
+    """For the learner ranks of a run; the file lies in a folder that only this run uses."""
     if ranks == 1:
         return None
-    if cluster.backend == "inline":
-        return MeetingRoom(ranks, cluster.timeout_s)
-    return MeetingFile(str(cluster.private_dir / "learners"), cluster.timeout_s)
+    if backend == "inline":
+        return MeetingRoom(ranks, timeout_s)
+    return MeetingFile(str(folder / f"learners-{secrets.token_hex(4)}"), timeout_s)

@@ -17,7 +17,7 @@ from embodied.learners.collective import Alone, Collective, join
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.update import prepare, update_policy
 from embodied.policies import make_policy
-from embodied.policies.base import read_weights
+from embodied.policies.folder import read_weights
 from embodied.runtime import Channel, Worker
 
 

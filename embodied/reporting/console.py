@@ -112,4 +112,6 @@ def describe_results(results: dict) -> str:
             parts.append(
                 f"{name} {measure['rate']:.1%} [{low:.1%}, {high:.1%}] ({measure['count']}/{overall['episodes']})"
             )
-    return ", ".join([*parts, f"return {overall['return']:.2f}"])
+    if overall["return"] is not None:
+        parts.append(f"return {overall['return']:.2f}")
+    return ", ".join(parts) or "no episode was played to its end"

@@ -111,10 +111,11 @@ class Cluster:
         group = self._groups[role] = WorkerGroup(self, cls, role, workers, hosts)
         handle = Handle(self, f"{role}.__init__", workers)
         packed = self._backend.pack((cls, args, kwargs))
-        file = getattr(sys.modules[cls.__module__], "__file__", None)
+        module = cls.partition(":")[0] if isinstance(cls, str) else cls.__module__
+        file = getattr(sys.modules.get(module), "__file__", None)
         for rank, worker in enumerate(workers):
             slot = self._slots[worker] = len(self._slots)
-            spec = WorkerSpec(worker, rank, len(workers), slot, cls.__module__, file)
+            spec = WorkerSpec(worker, rank, len(workers), slot, module, file)
             self._send(handle, worker, hosts[rank], ("make", spec), packed, (args, kwargs))
         return group
 
@@ -139,7 +140,7 @@ class Cluster:
 
     def call(self, group: WorkerGroup, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle:
         handle = Handle(self, f"{group.role}.{method}", group.workers)
-        urgent = getattr(getattr(group.cls, method), "served_while_busy", False)
+        urgent = getattr(getattr(group.cls, method, None), "served_while_busy", False)
         packed, packed_arguments = None, None
         for worker, host, arguments in zip(group.workers, group.hosts, per_rank):
             if arguments is not packed_arguments:  # the same for all ranks: packed once

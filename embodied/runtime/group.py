@@ -50,7 +50,7 @@ class WorkerGroup:
     """`group.method(*args)` calls every replica and returns a Handle at once; `group[0]` is a group of one replica."""
 
     def __init__(
-        self, cluster: Cluster, cls: type[Worker], role: str, workers: Sequence[str], hosts: Sequence[str]
+        self, cluster: Cluster, cls: type[Worker] | str, role: str, workers: Sequence[str], hosts: Sequence[str]
     ) -> None:
         self.role = role
         self.workers = tuple(workers)  # "sim-0", "sim-1", ...
@@ -74,7 +74,7 @@ class WorkerGroup:
     def __getattr__(self, method: str) -> Method:
         if method.startswith("_"):
             raise AttributeError(method)
-        if not callable(getattr(self.cls, method, None)):
+        if not isinstance(self.cls, str) and not callable(getattr(self.cls, method, None)):
             known = [n for n in dir(self.cls) if not n.startswith("_") and callable(getattr(self.cls, n))]
             raise AttributeError(f"{self.cls.__name__} has no method {method!r}; it has: {', '.join(known)}")
         return Method(self, method)

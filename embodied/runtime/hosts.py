@@ -273,6 +273,8 @@ class _WorkerThread(threading.Thread):
     def _construct(self, packed: Any) -> None:
         import_from(self.spec.module, self.spec.file)
         cls, args, kwargs = self.host.unpack(packed)
+        if isinstance(cls, str):
+            cls = getattr(sys.modules[self.spec.module], cls.partition(":")[2])
         worker = cls.__new__(cls)
         worker.name, worker.rank, worker.world_size = self.spec.name, self.spec.rank, self.spec.world_size
         worker.timers = Timers()

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.data import EnvSpec, EpisodeResult, Route
+from embodied.data import EnvSpec, EpisodeResult, Route, Weights
 from embodied.episodes import EpisodeList, num_deliveries
-from embodied.learners.meeting import meeting_point
 from embodied.runtime import Cluster
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ LEARNER = "embodied.learners.worker:LearnerWorker"
 
 
 class EmbodiedLoop:
-    def __init__(self, config: RunConfig, cluster: Cluster, learn: bool = True) -> None:
+    def __init__(self, config: RunConfig, cluster: Cluster, learn: bool = True, meeting=None) -> None:
         self.config = config
         self.cluster = cluster
         self.version = -1
@@ -37,7 +36,7 @@ class EmbodiedLoop:
         self.learners = None
         if learn:
             self.learners = cluster.launch(
-                LEARNER, "learner", config.policy, config.algo, config.seed, meeting_point(cluster)
+                LEARNER, "learner", config.policy, config.algo, config.seed, meeting
             )
 
     def start(self) -> EnvSpec:
@@ -84,8 +83,9 @@ class EmbodiedLoop:
         self._load_weights(version)
         return sent.seconds("max")
 
-    def adopt(self, weights) -> None:
-        """Act with weights that come from a checkpoint instead of a learner (evaluation)."""
+    def adopt(self, weights: Weights | None) -> None:
+        """Act with weights that come from a checkpoint instead of a learner; None: the policy needs none."""
+        weights = weights or Weights(0, {})
         for channel in self.weights:
             channel.put(weights)
         self._load_weights(weights.version)

@@ -1,0 +1,42 @@
+"""A policy on disk: config.json (family, options, the env it was made for) and model.safetensors. Read without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from embodied.data import ActionSpec, EnvSpec
+from embodied.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+
+
+def read_description(folder: Path) -> tuple[dict, EnvSpec]:
+    """The policy's config (a plain dict) and the env it was made for, from a policy folder."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a policy folder: {CONFIG} is missing")
+    try:
+        content = json.loads(path.read_text())
+        spec = dict(content["env_spec"])
+        spec["action"] = ActionSpec(**spec["action"])
+        spec["images"] = {camera: tuple(size) for camera, size in spec["images"].items()}
+        return content["policy"], EnvSpec(**spec)
+    except (KeyError, TypeError, ValueError) as err:
+        raise CheckpointError(f"{path} cannot be read as a policy description: {err}") from None
+
+
+def read_weights(folder: Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {WEIGHTS}")
+    try:
+        return load_file(path)
+    except SafetensorError as err:
+        raise CheckpointError(f"{path} is damaged: {err}") from None

@@ -1,0 +1,201 @@
+"""The command as a user runs it: whole processes, a toy env, real files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+TINY = [
+    "recipe=pointmass_ppo",
+    "env.num_envs=8",
+    "env.dtype=float64",
+    "policy.dtype=float64",
+    "policy.hidden=[16,16]",
+    "policy.normalize_observations=true",
+    "algo.rollout_decisions=16",
+    "algo.minibatch_size=32",
+    "algo.epochs=2",
+    "run.iterations=6",
+    "run.eval_every=3",
+    "run.save_every=2",
+    "eval.episodes=8",
+    "eval.videos=1",
+]
+
+
+def start(module, *args, cwd, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", f"embodied.{module}", *map(str, args)],
+        cwd=cwd,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def run(module, *args, cwd, code=0):
+    process = start(module, *args, cwd=cwd)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == code, output
+    return output
+
+
+def only_run(folder: Path) -> Path:
+    (path,) = (folder / "runs").iterdir()
+    return path
+
+
+def weights(run_folder: Path, version: int) -> dict:
+    return load_file(run_folder / "checkpoints" / f"v{version:06d}" / "policy" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    return run("train", *TINY, "cluster.backend=inline", cwd=folder), only_run(folder)
+
+
+def test_a_run_says_what_it_does_and_leaves_a_whole_folder(finished):
+    output, path = finished
+    first = output.split("iteration 1/6")[0]
+    assert "pointmass" in first and str(path.name) in first and "inline" in first
+    assert f"python -m embodied.evaluate checkpoint={path.relative_to(path.parent.parent)}" in output.replace(f"{path.parent.parent}/", "")
+    info = json.loads((path / "run.json").read_text())
+    assert info["state"] == "finished" and info["provenance"]["packages"]["torch"]
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["env_steps"] == 6 * 8 * 16
+    assert all(row["train/logprob_gap"] < 1e-9 and row["train/grad_norm"] > 0 for row in rows)
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["latest", "v000002", "v000004", "v000006"]
+    assert list((path / "tensorboard").glob("events.out.tfevents.*"))
+    results = json.loads((path / "eval" / "v000006" / "results.json").read_text())
+    assert results["overall"]["episodes"] == 8 and results["protocol"]["env"]["name"] == "pointmass"
+    assert len((path / "eval" / "v000006" / "episodes.csv").read_text().splitlines()) == 9
+    (video,) = (path / "eval" / "v000006" / "videos").glob("episode-000_*_reach_seed*.mp4")
+    assert video.stat().st_size > 500
+
+
+def test_evaluating_a_checkpoint_gives_the_episodes_of_the_run_itself(finished, tmp_path):
+    _, path = finished
+    for version in (3, 6):
+        if version == 3:
+            continue  # evaluated but not saved
+        checkpoint = path / "checkpoints" / f"v{version:06d}"
+        output = run("evaluate", f"checkpoint={checkpoint}", "eval.videos=0", cwd=tmp_path)
+        folder = next(Path(line.split()[-1]).parent for line in output.splitlines() if "results.json" in line)
+        assert (tmp_path / folder / "episodes.csv").read_text() == (path / "eval" / f"v{version:06d}" / "episodes.csv").read_text()
+
+
+@pytest.mark.parametrize("change", ["env.num_envs=3", "env.num_envs=1", "cluster.backend=local"])
+def test_which_episodes_an_evaluation_plays_and_their_outcome_do_not_depend_on_where(finished, tmp_path, change):
+    _, path = finished
+    output = run("evaluate", f"checkpoint={path}", "eval.videos=0", change, cwd=tmp_path)
+    folder = next(Path(line.split()[-1]).parent for line in output.splitlines() if "results.json" in line)
+    assert (tmp_path / folder / "episodes.csv").read_text() == (path / "eval" / "v000006" / "episodes.csv").read_text()
+
+
+@pytest.mark.parametrize("backend", ["inline", "local"])
+def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, backend):
+    process = start("train", *TINY, f"cluster.backend={backend}", "run.iterations=60", cwd=tmp_path)
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "iteration 3/60" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    process.communicate(timeout=60)
+    assert process.returncode == 143, "".join(lines)
+    path = only_run(tmp_path)
+    assert json.loads((path / "run.json").read_text())["state"] == "stopped"
+    stopped_at = int((path / "checkpoints" / "latest").read_text().strip()[1:])
+    assert 3 <= stopped_at < 6, "the toy run is too fast for this test"
+    output = run("train", f"resume={path}", "run.iterations=6", cwd=tmp_path)
+    assert "resumed from" in output
+    _, whole = finished
+    ours, theirs = weights(path, 6), weights(whole, 6)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+def test_ctrl_c_saves_and_exits_130_and_a_second_one_stops_at_once(tmp_path):
+    process = start("train", *TINY, "run.iterations=100000", cwd=tmp_path)
+    for line in process.stdout:
+        if "iteration 2/" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "resume" in output
+    assert (only_run(tmp_path) / "checkpoints" / "latest").is_file()
+
+
+def test_resume_auto_continues_the_newest_run(finished, tmp_path):
+    output = run("train", *TINY, "resume=auto", cwd=tmp_path)
+    path = only_run(tmp_path)
+    output = run("train", *TINY, "resume=auto", "run.iterations=7", cwd=tmp_path)
+    assert "resumed from" in output and only_run(tmp_path) == path
+    assert (path / "checkpoints" / "v000007").is_dir()
+
+
+def test_a_full_disk_is_a_message_and_a_failed_run(tmp_path):
+    import resource
+
+    def no_room():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    process = start("train", *TINY, "cluster.backend=inline", "eval.videos=0", cwd=tmp_path, preexec_fn=no_room)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "Traceback" not in output and "error:" in output and "run.dir" in output
+    assert not list((only_run(tmp_path) / "checkpoints").glob("v*"))
+
+
+def test_mistakes_are_a_few_lines_and_exit_code_2(tmp_path):
+    output = run("train", "recipe=pointmass_ppo", "algo.leraning_rate=1", "env.num_env=3", cwd=tmp_path, code=2)
+    assert "algo.lr" in output and "env.num_envs" in output and "Traceback" not in output
+    output = run("train", *TINY, "algo.minibatch_size=100000", cwd=tmp_path, code=2)
+    assert "algo.minibatch_size=128" in output
+    output = run("evaluate", "checkpoint=nowhere", "recipe=pointmass_ppo", cwd=tmp_path, code=1)
+    assert "nowhere" in output and "Traceback" not in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_answers_in_half_a_cpu_second(tmp_path):
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    output = run("train", "--help", cwd=tmp_path)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert "algo.gamma" in output and "env.control_mode" in output
+    assert seconds < 0.5
+
+
+@pytest.mark.chaos
+def test_killing_the_driver_leaves_no_process_and_no_shared_memory(tmp_path):
+    segments = set(os.listdir("/dev/shm"))
+    process = start("train", *TINY, "run.iterations=100000", cwd=tmp_path)
+    for line in process.stdout:
+        if "iteration 2/" in line:
+            break
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert children
+    process.kill()
+    process.wait(10)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in children):
+        time.sleep(0.1)
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert set(os.listdir("/dev/shm")) <= segments
