@@ -1,0 +1,216 @@
+"""ManiSkill tasks from state observations, on the CPU or on ManiSkill's own GPU physics.
+
+Three backends: `cpu_batched` (many envs in one process, for tasks where that was proven equal), `cpu` (plain ManiSkill envs one
+after the other) and `cuda`. Whatever the backend, an episode's initial state follows from its own seed, never from which other
+rows are reset with it: ManiSkill draws from torch's global generator, so each row's draw gets a generator of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied.data import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.envs.base import StepResult, VectorEnv
+from embodied.envs.config import ManiSkillConfig
+from embodied.errors import ConfigError, MissingAsset
+from embodied.vulkan import ensure_vulkan
+
+# Proven equal to single envs by benchmarks/maniskill_equality.py; none needs a download.
+BATCHED_TASKS = ("PushCube-v1", "PullCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1", "PlaceSphere-v1")
+BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_pos", "pd_joint_target_delta_pos")
+
+
+class ManiSkillEnv(VectorEnv):
+    @classmethod
+    def resolve(cls, config: ManiSkillConfig) -> ManiSkillConfig:
+        backend = config.backend
+        if backend == "auto":
+            allowed = config.task in BATCHED_TASKS and config.control_mode in BATCHED_CONTROLS
+            backend = "cuda" if has_gpu() else "cpu_batched" if allowed else "cpu"
+        return config.model_copy(update={"backend": backend})
+
+    @classmethod
+    def check(cls, config: ManiSkillConfig) -> None:
+        if config.backend == "cuda" and not has_gpu():
+            raise ConfigError("env.backend=cuda needs an NVIDIA GPU, and this machine shows none; try env.backend=auto")
+        if config.backend == "cpu_batched" and config.task not in BATCHED_TASKS:
+            raise ConfigError(
+                f"env.backend=cpu_batched is proven for {', '.join(BATCHED_TASKS)} only; for {config.task} try env.backend=cpu"
+            )
+        if config.backend == "cpu_batched" and config.control_mode not in BATCHED_CONTROLS:
+            raise ConfigError(
+                f"env.backend=cpu_batched with env.control_mode={config.control_mode} would move the arm differently from a "
+                f"single env; use one of {', '.join(BATCHED_CONTROLS)}, or env.backend=cpu"
+            )
+        ensure_vulkan()
+        if config.task not in BATCHED_TASKS:
+            check_task(config.task)
+
+    def __init__(self, config: ManiSkillConfig, num_envs: int) -> None:
+        config = self.resolve(config)
+        self.envs = build(config, num_envs)
+        self.batched = config.backend != "cpu"
+        env = self.envs[0]
+        low, high = env.single_action_space.low, env.single_action_space.high
+        self._scale, self._offset = (high - low) / 2, (high + low) / 2
+        obs, info = env.reset(seed=0)
+        from mani_skill.utils.registration import REGISTERED_ENVS
+
+        limit = config.max_episode_steps or REGISTERED_ENVS[config.task].max_episode_steps or 100
+        spec = EnvSpec(
+            action=ActionSpec(env.single_action_space.shape[0]),
+            state_dim=int(obs.shape[-1]),
+            max_episode_steps=limit,
+            has_success="success" in info,
+            control_hz=float(env.control_freq),
+            backend=config.backend,
+        )
+        super().__init__(config, num_envs, spec)
+        self._state = np.zeros((num_envs, spec.state_dim), np.float32)
+        self._fresh = True
+        self._cameras: dict[int, Any] = {}
+
+    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray | None:
+        if self.batched:
+            from embodied.envs.maniskill_reset import begin_episodes
+
+            info = begin_episodes(self.envs[0], rows, [episode.seed for episode in episodes])
+            self._fresh = False
+            return to_numpy(info["success"])[rows] if self.env_spec.has_success else None
+        success = np.zeros(len(rows), bool)
+        for i, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
+            obs, info = self.envs[row].reset(seed=episode.seed)
+            self._state[row] = to_numpy(obs)[0]
+            success[i] = bool(info.get("success", False))
+        return success
+
+    def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        actions = (actions * self._scale + self._offset).astype(np.float32)
+        if self.batched:
+            return self._step_batch(actions, active)
+        rewards, failed, success = np.zeros(self.num_envs, np.float32), *np.zeros((2, self.num_envs), bool)
+        for row in np.flatnonzero(active):
+            obs, reward, _, _, info = self.envs[row].step(actions[row])
+            self._state[row] = to_numpy(obs)[0]
+            rewards[row] = float(reward)
+            failed[row], success[row] = bool(info.get("fail", False)), bool(info.get("success", False))
+        return StepResult(rewards, failed, success if self.env_spec.has_success else None)
+
+    def _step_batch(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """ManiSkill's own step without the observation, which is wanted only at the end of a chunk."""
+        import torch
+
+        env = self.envs[0]
+        with torch.no_grad():
+            if self.config.backend == "cpu_batched":
+                env.scene.px.active = np.flatnonzero(active).tolist()
+            taken = env._step_action(torch.from_numpy(actions).to(env.device))
+            env._elapsed_steps += 1
+            info = env.get_info()
+            reward = env.get_reward(obs=None, action=taken, info=info)
+        self._fresh = False
+        failed = to_numpy(info["fail"]) if "fail" in info else np.zeros(self.num_envs, bool)
+        return StepResult(to_numpy(reward), failed, to_numpy(info["success"]) if "success" in info else None)
+
+    def _observe(self) -> Observation:
+        if self.batched and not self._fresh:
+            import torch
+
+            with torch.no_grad():
+                env = self.envs[0]
+                self._state = np.array(to_numpy(env.get_obs(env.get_info())), np.float32)
+            self._fresh = True
+        return {"state": self._state.copy()}
+
+    def render_rows(self, rows: np.ndarray) -> np.ndarray:
+        from embodied.envs.maniskill_film import film
+
+        return film(self.envs, self.batched, rows, self._cameras, self.config.video_size)
+
+    def close_extras(self, **_: Any) -> None:
+        for env in self.envs:
+            env.close()
+
+
+def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
+    """One batched env, or `num_envs` plain ones."""
+    ensure_vulkan()
+    with quiet():
+        import gymnasium
+        import mani_skill.envs  # noqa: F401  registers the tasks
+
+        def make(num_envs: int = 1) -> Any:
+            return gymnasium.make(
+                config.task,
+                num_envs=num_envs,
+                obs_mode="state",
+                control_mode=config.control_mode,
+                reward_mode=config.reward_mode,
+                sim_backend="physx_cuda" if config.backend == "cuda" else "physx_cpu",
+                render_backend="gpu" if config.backend == "cuda" else "cpu",
+                human_render_camera_configs={"shader_pack": config.shader},
+            )
+
+        check_task(config.task, config.control_mode)
+        if config.backend == "cpu_batched":
+            from embodied.envs.maniskill_batch import make_batched
+
+            return [make_batched(make, num_envs)]
+        if config.backend == "cuda":
+            return [make(num_envs).unwrapped]
+        return [make().unwrapped for _ in range(num_envs)]
+
+
+def check_task(task: str, control_mode: str | None = None) -> None:
+    """Raise if a task is unknown or needs files that are not here, without ManiSkill's prompt."""
+    ensure_vulkan()
+    with quiet():
+        import mani_skill.envs  # noqa: F401
+        from mani_skill.utils import assets
+        from mani_skill.utils.registration import REGISTERED_ENVS
+
+    if task not in REGISTERED_ENVS:
+        near = ", ".join(difflib.get_close_matches(task, REGISTERED_ENVS, 3, 0.5))
+        raise ConfigError(f"env.task={task!r} is no ManiSkill task{f'; near: {near}' if near else ''}")
+    spec = REGISTERED_ENVS[task]
+    groups = [
+        assets.expand_data_group_into_individual_data_source_ids(name) if name in assets.DATA_GROUPS else [name]
+        for name in spec.asset_download_ids or []
+    ]
+    missing = [name for group in groups for name in group if not assets.is_data_source_downloaded(name)]
+    if missing:
+        source = assets.DATA_SOURCES[missing[0]]
+        raise MissingAsset(
+            f"env.task={task} needs the asset {', '.join(missing[:3])}, which is not in "
+            f"{Path(source.output_dir) / source.target_path}. Get it: python -m mani_skill.utils.download_asset "
+            f"{' '.join(missing[:3])}; or set MS_ASSET_DIR to the folder that holds data/"
+        )
+    modes = getattr(spec.cls, "SUPPORTED_CONTROL_MODES", None)
+    if control_mode and modes and control_mode not in modes:
+        raise ConfigError(f"env.control_mode={control_mode!r} is unknown to {task}; there are: {', '.join(modes)}")
+
+
+@contextlib.contextmanager
+def quiet():
+    """ManiSkill and SAPIEN print notices at import that mean nothing to the user."""
+    import warnings
+
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.getLogger("mani_skill").setLevel(logging.ERROR)
+        yield
+
+
+def has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    return tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else np.asarray(tensor)

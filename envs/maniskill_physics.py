@@ -1,0 +1,280 @@
+"""N PhysX CPU scenes behind the buffer interface of SAPIEN's GPU physics system.
+
+ManiSkill's batched code reads and writes whole arrays of poses and joint positions ("cuda_rigid_body_data" and so on) and asks
+the physics system to fetch them from, or apply them to, the simulator. Here the arrays are plain memory and fetch and apply copy
+row by row. Only rows that changed are applied, and only bodies that somebody reads are fetched: see `watch` and `settle`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import sapien
+import torch
+
+POSE, TWIST = slice(0, 7), slice(7, 13)
+
+
+class Buffer:
+    """One array with ManiSkill's accessor; `watch` notes which rows are read until `settle`."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.np = np.zeros((rows, width), np.float32)
+        self.applied = np.zeros_like(self.np)  # what the simulator holds, as far as we know
+        self.tensor = torch.from_numpy(self.np)
+        self.readers: set[int] | None = None
+
+    def torch(self) -> torch.Tensor:
+        if self.readers is None:
+            return self.tensor
+        return Watched.over(self)
+
+    def changed(self) -> np.ndarray:
+        """Rows that were written since the simulator last agreed."""
+        rows = np.flatnonzero((self.np != self.applied).any(axis=1))
+        self.applied[rows] = self.np[rows]
+        return rows
+
+
+class Watched(torch.Tensor):
+    """A view of a buffer that notes the row indices it is read with."""
+
+    buffer: Buffer
+
+    @classmethod
+    def over(cls, buffer: Buffer) -> Watched:
+        view = buffer.tensor.as_subclass(cls)
+        view.buffer = buffer
+        return view
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        rows = index[0] if isinstance(index, tuple) else index
+        if isinstance(rows, torch.Tensor):
+            self.buffer.readers.update(rows.reshape(-1).tolist())
+        return self.as_subclass(torch.Tensor)[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.as_subclass(torch.Tensor)[index] = value
+
+
+class BatchedCpuPhysics:
+    """Looks to ManiSkill like `sapien.physx.PhysxGpuSystem`; `scenes[i]` is env i with a PhysxCpuSystem of its own."""
+
+    def __init__(self, scenes: list[sapien.Scene]) -> None:
+        self.scenes = scenes
+        self.systems = [scene.physx_system for scene in scenes]
+        self.active = list(range(len(scenes)))  # envs that `step` advances
+
+    @property
+    def timestep(self) -> float:
+        return self.systems[0].timestep
+
+    @timestep.setter
+    def timestep(self, value: float) -> None:
+        for system in self.systems:
+            system.timestep = value
+
+    def get_scene_offset(self, scene: sapien.Scene) -> np.ndarray:
+        return np.zeros(3, np.float32)
+
+    def gpu_init(self) -> None:
+        """Number all bodies: free ones of all envs first, then links."""
+        self.bodies = [body for system in self.systems for body in system.rigid_dynamic_components]
+        self.num_free = len(self.bodies)
+        self.articulations: list[Any] = []
+        self.env_of: list[int] = [i for i, system in enumerate(self.systems) for _ in system.rigid_dynamic_components]
+        seen: dict[int, int] = {}
+        self.articulation_env: list[int] = []
+        for env, system in enumerate(self.systems):
+            for link in system.articulation_link_components:
+                self.bodies.append(link)
+                self.env_of.append(env)
+                if id(link.articulation) not in seen:
+                    seen[id(link.articulation)] = len(self.articulations)
+                    self.articulations.append(link.articulation)
+                    self.articulation_env.append(env)
+        self.body_index = {id(body): row for row, body in enumerate(self.bodies)}
+        self.articulation_index = seen
+        self.roots = [self.body_index[id(articulation.root)] for articulation in self.articulations]
+        self.entities = [body.entity for body in self.bodies]
+        self.dof = [articulation.dof for articulation in self.articulations]
+        self.joints = [articulation.active_joints for articulation in self.articulations]
+        width = max([1, *self.dof])
+        self.cuda_rigid_body_data = Buffer(len(self.bodies), 13)
+        for name in ("qpos", "qvel", "qacc", "qf", "target_qpos", "target_qvel"):
+            setattr(self, f"cuda_articulation_{name}", Buffer(len(self.articulations), width))
+        for name in ("target_qpos", "target_qvel"):
+            self._buffer(name).applied[:] = np.nan  # the simulator's drive targets are unknown
+        self.free_rows = list(range(self.num_free))
+        self.link_rows = list(range(self.num_free, len(self.bodies)))
+        self.is_kinematic = [bool(body.kinematic) for body in self.bodies[: self.num_free]]
+        self._contacts: dict[int, list] = {}
+        self.gpu_fetch_rigid_dynamic_data()
+        self.gpu_fetch_articulation_link_pose()
+        self.gpu_fetch_articulation_qpos()
+        self.gpu_fetch_articulation_qvel()
+
+    def watch(self) -> None:
+        """Begin to note which links are read."""
+        self.cuda_rigid_body_data.readers = set()
+
+    def settle(self) -> None:
+        """From now on fetch only links that were read. The others show NaN: a late reader fails loudly, not silently."""
+        read = self.cuda_rigid_body_data.readers or set()
+        self.cuda_rigid_body_data.readers = None
+        roots = set(self.roots)
+        self.link_rows = [row for row in self.link_rows if row in read or row in roots]
+        unread = [row for row in range(self.num_free, len(self.bodies)) if row not in read and row not in roots]
+        self.cuda_rigid_body_data.np[unread] = np.nan
+        self.cuda_rigid_body_data.applied[unread] = np.nan
+
+    # fetch: simulator -> arrays
+
+    def gpu_fetch_rigid_dynamic_data(self) -> None:
+        self._fetch(self.free_rows)
+
+    def gpu_fetch_articulation_link_pose(self) -> None:
+        self._fetch(self.link_rows)
+
+    def gpu_fetch_articulation_link_velocity(self) -> None:
+        """Comes with the pose."""
+
+    def gpu_update_articulation_kinematics(self) -> None:
+        self._fetch(self.link_rows)
+
+    def gpu_fetch_articulation_qpos(self) -> None:
+        buffer = self.cuda_articulation_qpos
+        for row, articulation in enumerate(self.articulations):
+            buffer.np[row, : self.dof[row]] = articulation.qpos
+        buffer.applied[:] = buffer.np
+
+    def gpu_fetch_articulation_qvel(self) -> None:
+        buffer = self.cuda_articulation_qvel
+        for row, articulation in enumerate(self.articulations):
+            buffer.np[row, : self.dof[row]] = articulation.qvel
+        buffer.applied[:] = buffer.np
+
+    def gpu_fetch_articulation_qacc(self) -> None:
+        """Nothing in the allowed tasks reads accelerations."""
+
+    def gpu_fetch_articulation_target_qpos(self) -> None:
+        """Targets are only written by us."""
+
+    def gpu_fetch_articulation_target_qvel(self) -> None:
+        """Targets are only written by us."""
+
+    def _fetch(self, rows: list[int]) -> None:
+        data, applied = self.cuda_rigid_body_data.np, self.cuda_rigid_body_data.applied
+        for row in rows:
+            body, pose = self.bodies[row], self.entities[row].pose
+            out = data[row]
+            out[:3] = pose.p
+            out[3:7] = pose.q
+            out[7:10] = body.linear_velocity
+            out[10:] = body.angular_velocity
+        applied[rows] = data[rows]
+        self._contacts.clear()
+
+    # apply: arrays -> simulator
+
+    def gpu_apply_rigid_dynamic_data(self) -> None:
+        buffer = self.cuda_rigid_body_data
+        for row in np.flatnonzero((buffer.np[: self.num_free] != buffer.applied[: self.num_free]).any(axis=1)):
+            values, body = buffer.np[row], self.bodies[row]
+            self.entities[row].set_pose(sapien.Pose(values[:3], values[3:7]))
+            if not self.is_kinematic[row]:
+                body.set_linear_velocity(values[7:10])
+                body.set_angular_velocity(values[10:])
+            buffer.applied[row] = values
+
+    def gpu_apply_articulation_root_pose(self) -> None:
+        buffer = self.cuda_rigid_body_data
+        for articulation, row in zip(self.articulations, self.roots, strict=True):
+            if (buffer.np[row, POSE] != buffer.applied[row, POSE]).any():
+                articulation.set_root_pose(sapien.Pose(buffer.np[row, :3], buffer.np[row, 3:7]))
+                buffer.applied[row, POSE] = buffer.np[row, POSE]
+
+    def gpu_apply_articulation_root_velocity(self) -> None:
+        buffer = self.cuda_rigid_body_data
+        for articulation, row in zip(self.articulations, self.roots, strict=True):
+            if (buffer.np[row, TWIST] != buffer.applied[row, TWIST]).any():
+                articulation.set_root_linear_velocity(buffer.np[row, 7:10])
+                articulation.set_root_angular_velocity(buffer.np[row, 10:])
+                buffer.applied[row, TWIST] = buffer.np[row, TWIST]
+
+    def gpu_apply_articulation_qpos(self) -> None:
+        for row in self.cuda_articulation_qpos.changed():
+            self.articulations[row].set_qpos(self.cuda_articulation_qpos.np[row, : self.dof[row]])
+
+    def gpu_apply_articulation_qvel(self) -> None:
+        for row in self.cuda_articulation_qvel.changed():
+            self.articulations[row].set_qvel(self.cuda_articulation_qvel.np[row, : self.dof[row]])
+
+    def gpu_apply_articulation_qf(self) -> None:
+        for row in self.cuda_articulation_qf.changed():
+            self.articulations[row].set_qf(self.cuda_articulation_qf.np[row, : self.dof[row]])
+
+    def gpu_apply_articulation_target_position(self) -> None:
+        self._apply_targets(self.cuda_articulation_target_qpos, "set_drive_target")
+
+    def gpu_apply_articulation_target_velocity(self) -> None:
+        self._apply_targets(self.cuda_articulation_target_qvel, "set_drive_velocity_target")
+
+    def _apply_targets(self, buffer: Buffer, method: str) -> None:
+        changed = buffer.np != buffer.applied
+        if not changed.any():
+            return
+        values = buffer.np.tolist()
+        for row, joint in zip(*map(np.ndarray.tolist, np.nonzero(changed)), strict=True):
+            if joint < self.dof[row]:
+                getattr(self.joints[row][joint], method)(values[row][joint])
+        buffer.applied[:] = buffer.np
+
+    # stepping and contacts
+
+    def step(self) -> None:
+        self.gpu_apply_articulation_target_position()
+        self.gpu_apply_articulation_target_velocity()
+        systems = self.systems
+        for env in self.active:
+            systems[env].step()
+
+    def get_contacts(self) -> list:
+        return [contact for system in self.systems for contact in system.get_contacts()]
+
+    def gpu_create_contact_pair_impulse_query(self, pairs: list[tuple[Any, Any]]) -> PairImpulses:
+        return PairImpulses(pairs, [self.env_of[self.body_index[id(a)]] for a, _ in pairs])
+
+    def gpu_query_contact_pair_impulses(self, query: PairImpulses) -> None:
+        query.cuda_impulses.np[:] = 0
+        for i, ((a, b), env) in enumerate(zip(query.pairs, query.envs, strict=True)):
+            if env not in self._contacts:
+                self._contacts[env] = self.systems[env].get_contacts()
+            query.cuda_impulses.np[i] = impulse_between(self._contacts[env], a, b)
+
+    def gpu_create_contact_body_impulse_query(self, bodies: list[Any]) -> None:
+        raise NotImplementedError("net contact forces are not offered by the batched CPU physics; use env.backend=cpu")
+
+    def _buffer(self, name: str) -> Buffer:
+        return getattr(self, f"cuda_articulation_{name}")
+
+
+class PairImpulses:
+    """A query of ManiSkill's: the impulse between two bodies in every env."""
+
+    def __init__(self, pairs: list[tuple[Any, Any]], envs: list[int]) -> None:
+        self.pairs, self.envs = pairs, envs
+        self.cuda_impulses = Buffer(len(pairs), 3)
+
+
+def impulse_between(contacts: list, a: Any, b: Any) -> np.ndarray:
+    """The summed impulse of b on a over all contact points."""
+    total = np.zeros(3, np.float32)
+    for contact in contacts:
+        first, second = contact.bodies
+        if first == a and second == b:
+            total += sum((point.impulse for point in contact.points), np.zeros(3, np.float32))
+        elif first == b and second == a:
+            total -= sum((point.impulse for point in contact.points), np.zeros(3, np.float32))
+    return total

@@ -1,0 +1,59 @@
+"""Beginning episodes in some rows of a batched ManiSkill env, each from its own seed.
+
+ManiSkill's reset seeds one generator for all rows it resets together. Here every row is drawn alone from its own seed (the same
+draws a single env seeded with it would make) and everything else is done once for all rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
+
+
+@torch.no_grad()
+def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int]) -> dict[str, Any]:
+    """Reset these rows; returns ManiSkill's info of all rows."""
+    scene = env.scene
+    mask = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
+    mask[torch.as_tensor(rows, device=env.device)] = True
+    scene._reset_mask = mask
+    env._elapsed_steps[mask] = 0
+    stand_still(env)
+    env.agent.reset()
+    one = torch.zeros_like(mask)
+    with torch.random.fork_rng():
+        for row, seed in zip(rows.tolist(), seeds, strict=True):
+            one[:] = False
+            one[row] = True
+            scene._reset_mask = one
+            own = BatchedRNG.from_seeds([seed], backend=env._batched_rng_backend)
+            env._episode_seed[row] = seed
+            env._batched_episode_rng[np.array([row])] = own
+            env._episode_rng = own[0]
+            torch.manual_seed(seed)
+            env._initialize_episode(torch.tensor([row], device=env.device), {})
+    scene._reset_mask = mask
+    scene._gpu_apply_all()
+    scene.px.gpu_update_articulation_kinematics()
+    scene._gpu_fetch_all()
+    controllers = env.agent.controller.values() if isinstance(env.agent.controller, dict) else [env.agent.controller]
+    for controller in controllers:
+        controller.reset()  # with the mask: targets of rows that go on are theirs
+    scene._reset_mask = torch.ones_like(mask)
+    return env.get_info()
+
+
+def stand_still(env: Any) -> None:
+    """Zero the velocities of the rows in the mask; applied together with their new poses."""
+    zero = torch.zeros(3, device=env.device)
+    for actor in env.scene.actors.values():
+        if actor.px_body_type == "dynamic":
+            actor.set_linear_velocity(zero)
+            actor.set_angular_velocity(zero)
+    for articulation in env.scene.articulations.values():
+        articulation.set_qvel(torch.zeros(articulation.max_dof, device=env.device))
+        articulation.set_root_linear_velocity(zero)
+        articulation.set_root_angular_velocity(zero)
