@@ -113,9 +113,13 @@ def read_json(path: Path) -> dict:
 def replace_text(path: Path, text: str) -> None:
     """Replace a small file in one step, so that a reader sees the old or the new text."""
     draft = path.with_name(f".{path.name}.writing")
-    draft.write_text(text)
-    flush(draft)
-    os.replace(draft, path)
+    try:
+        draft.write_text(text)
+        flush(draft)
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def files_of(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from embodied.envs import env_class
 from embodied.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.placement import PlacementError, PlacementPlan, make_plan
 from embodied.run_folder import RunFolder
-from embodied.runtime import Cluster, HostPlan
+from embodied.runtime import Cluster, HostPlan, describe_backend
 
 
 def run(body: Callable[[], int]) -> int:
@@ -58,7 +58,7 @@ def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None)
         f"policy      {config.policy.name}",
         f"placement   {first}",
         *[f"            {line}" for line in rest],
-        f"processes   {config.cluster.backend}",
+        f"processes   {describe_backend(config.cluster.backend)}",
     ]
     return "\n".join([*lines, *([f"results     {folder}"] if folder else [])])
 
@@ -116,6 +116,7 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
 def record_end(folder: RunFolder, state: str, cause: str) -> None:
     try:
         folder.finish(state, cause)
+        folder.note(f"{state}: {cause}" if cause else state)
     except OSError as err:  # a full disk must not hide the first cause
         print(f"run.json could not be written: {err}", file=sys.stderr)
 

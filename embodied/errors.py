@@ -29,6 +29,10 @@ class CheckpointError(EmbodiedError):
     """A checkpoint is missing, incomplete or damaged."""
 
 
+class Diverged(EmbodiedError):
+    """Training produced numbers that are not finite; no step was taken with them."""
+
+
 class WorkerFailed(EmbodiedError):
     """A worker raised an exception or its process died. Carries who and the first cause."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from embodied.checkpoints import read_json, replace_text
 from embodied.errors import CheckpointError
+from embodied.reporting.curves import Curves
 
 PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", "mani_skill", "sapien", "transformers", "ray")
 
@@ -24,6 +25,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self._metrics = None
+        self._curves = None
 
     @classmethod
     def create(cls, parent: Path, recipe: str, config_yaml: str) -> RunFolder:
@@ -65,13 +67,22 @@ class RunFolder:
             replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def log(self, row: dict) -> None:
+        """One iteration's numbers, into metrics.jsonl and for TensorBoard (by env steps)."""
         if self._metrics is None:
-            self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
-        self._metrics.write(json.dumps(row) + "\n")
+            self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)  # nothing is left to flush later
+            self._curves = Curves(self.path / "tensorboard")
+        self._metrics.write((json.dumps(row) + "\n").encode())
+        self._curves.add(row["env_steps"], row)
+
+    def note(self, text: str) -> None:
+        """What the console said, into logs/driver.log."""
+        with (self.logs / "driver.log").open("ab", buffering=0) as file:
+            file.write(f"{now()} {text}\n".encode())
 
     def finish(self, state: str, cause: str = "", **more: object) -> None:
         if self._metrics is not None:
             self._metrics.close()
+            self._curves.close()
             self._metrics = None
         self._write({**self.info(), "state": state, "cause": cause, "ended": now(), **more})
 

@@ -34,7 +34,7 @@ def start(argv: list[str]) -> int:
         print(commands.describe(config, plan))
         return 0
     folder, checkpoint = open_folder(loaded)
-    console = Console(folder.path)
+    console = Console(folder.path, folder.note)
     console.say(commands.describe(config, plan, folder.path))
     with commands.Interruption() as interruption, commands.closing(folder, interruption):
         train(config, plan, folder, checkpoint, console, interruption)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from embodied.errors import CheckpointError
+from embodied.errors import CheckpointError, Diverged
 
 FILE = "optimizer.safetensors"
 
@@ -30,8 +31,13 @@ class Optimizer:
         return torch.cat([*parts, extra.to(parts[0].dtype)])
 
     def step(self, flat: Tensor, lr_factor: float) -> float:
-        """Apply a summed gradient; returns its norm before clipping."""
+        """Apply a summed gradient; returns its norm before clipping. Refuses one that is not finite."""
         norm = float(torch.linalg.vector_norm(flat))
+        if not math.isfinite(norm):
+            raise Diverged(
+                f"the gradient norm is {norm}, and the step was not taken; try a lower algo.lr or "
+                "algo.max_grad_norm=0.5, and see which of the train/ numbers in metrics.jsonl grew"
+            )
         scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         at = 0
         for p in self.params:

@@ -5,6 +5,7 @@ The gradient and the step's statistics travel between ranks as one vector.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from embodied.algorithms.items import minibatches, owned, permutation
 from embodied.algorithms.losses import PPOItems, ppo_loss_sum
 from embodied.algorithms.schedules import lr_factor, skip_remaining_epochs
 from embodied.data import Trajectory
+from embodied.errors import Diverged
 from embodied.learners.batch import Batch, flatten, items_of
 from embodied.learners.collective import Collective
 from embodied.learners.optimizer import Optimizer
@@ -71,6 +73,7 @@ def update_policy(
             flat = collective.sum(optimizer.flat_gradient(stats))
             totals, grads = flat[-len(stats) :], flat[: -len(stats)]
             numbers = {name: float(value) / len(minibatch) for name, value in zip(SUMS, totals, strict=True)}
+            check_finite(numbers, iteration, epoch)
             numbers["grad_norm"] = optimizer.step(grads, factor)
             kl_sum += numbers["approx_kl"] * len(minibatch)
             gap = worst_gap if gap is None else gap
@@ -107,6 +110,15 @@ def gradient(
     played = items.mask[:, :, None]
     gap = torch.where(played, scores.logprobs.detach() - items.logprobs, 0.0).abs().max()
     return torch.stack([stats[name] for name in SUMS]), float(gap)
+
+
+def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
+    """Stop before a loss that is not finite becomes weights."""
+    if odd := [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]:
+        raise Diverged(
+            f"{', '.join(odd)} in iteration {iteration + 1}, epoch {epoch + 1}; try a lower algo.lr, and look for "
+            "very large rewards or observations (policy.normalize_observations=true scales the latter)"
+        )
 
 
 def explained_variance(share: Share) -> float:

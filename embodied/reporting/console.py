@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from embodied.data import EpisodeResult
@@ -15,8 +16,10 @@ RECENT = 100  # episodes the training success rate and return are taken over
 
 
 class Console:
-    def __init__(self, folder: Path, stream=None) -> None:
+    def __init__(self, folder: Path, note: Callable[[str], None] | None = None, stream=None) -> None:
+        """`note` also gets every line, for a log."""
         self.folder = folder
+        self.note = note or (lambda _: None)
         self.stream = stream or sys.stdout
         self.live = self.stream.isatty()
         self.recent: deque[EpisodeResult] = deque(maxlen=RECENT)
@@ -29,6 +32,7 @@ class Console:
             self.stream.write("\r\033[K")
         self.stream.write(text + "\n")
         self.stream.flush()
+        self.note(text)
 
     def iteration(
         self, state: dict, finished: list[EpisodeResult], numbers: dict[str, float], elapsed_s: float, total: int
@@ -60,6 +64,7 @@ class Console:
         if self.live:
             self.stream.write("\r\033[K" + text)
             self.stream.flush()
+            self.note(text)
         else:
             self.say(text)
         return row

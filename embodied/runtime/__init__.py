@@ -1,5 +1,6 @@
 """Hosts, workers and channels. Imports neither torch nor ray, so that a host starts in a blink."""
 
+from embodied.runtime.backend import describe_backend
 from embodied.runtime.channel import Channel, Waiting
 from embodied.runtime.cluster import Cluster
 from embodied.runtime.group import Handle, WorkerGroup
@@ -15,6 +16,7 @@ __all__ = [
     "Timers",
     "Waiting",
     "Worker",
+    "describe_backend",
     "WorkerGroup",
     "served_while_busy",
 ]

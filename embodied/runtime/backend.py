@@ -44,6 +44,15 @@ class Backend(Protocol):
         """Ends every host: workers get that long to close, then processes are killed."""
 
 
+def describe_backend(name: str) -> str:
+    """Its name and what a user can expect of it."""
+    if name == "inline":
+        from embodied.runtime.inline import InlineBackend as kind
+    else:
+        from embodied.runtime.local import LocalBackend as kind
+    return f"{kind.name}: {kind.promise}"
+
+
 def make_backend(
     name: str, run: str, plans: list[HostPlan], log_dir: Path | None, timeout_s: float, events: Events
 ) -> Backend:
