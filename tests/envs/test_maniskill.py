@@ -129,7 +129,6 @@ def test_auto_takes_the_batched_backend_only_where_it_was_proven(monkeypatch):
         ({"task": "PegInsertionSide-v1", "backend": "cpu_batched"}, ConfigError, "env.backend=cpu"),
         ({"control_mode": "pd_ee_delta_pose", "backend": "cpu_batched"}, ConfigError, "pd_joint_delta_pos"),
         ({"backend": "cuda"}, ConfigError, "NVIDIA"),
-        ({"control_mode": "pd_joint"}, ConfigError, "pd_joint_delta_pos"),
     ],
 )
 def test_what_cannot_run_is_refused_before_the_run(options, error, says, monkeypatch, tmp_path):
@@ -138,6 +137,11 @@ def test_what_cannot_run_is_refused_before_the_run(options, error, says, monkeyp
     config = ManiSkillConfig(**options)
     with pytest.raises(error, match=says):
         env_class(config).check(config)
+
+
+def test_a_control_mode_the_robot_lacks_is_refused_with_those_it_has():
+    with pytest.raises(ConfigError, match="pd_joint_delta_pos"):
+        make_env(ManiSkillConfig(control_mode="pd_joint", backend="cpu"), 1)
 
 
 def test_a_missing_asset_ends_the_command_without_a_prompt(tmp_path):
