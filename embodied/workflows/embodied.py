@@ -81,6 +81,7 @@ class EmbodiedLoop:
         """Make the learner's weights the ones that act, as this version."""
         sent = self.learners[0].publish(version, tuple(self.weights))
         self._load_weights(version)
+        sent.wait()
         return sent.seconds("max")
 
     def adopt(self, weights: Weights | None) -> None:
