@@ -68,7 +68,7 @@ class RunFolder:
 
     def log(self, row: dict) -> None:
         """One iteration's numbers, into metrics.jsonl and for TensorBoard (by env steps)."""
-        if self._metrics is None:
+        if self._curves is None:
             self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)  # nothing is left to flush later
             self._curves = Curves(self.path / "tensorboard")
         self._metrics.write((json.dumps(row) + "\n").encode())
@@ -80,10 +80,10 @@ class RunFolder:
             file.write(f"{now()} {text}\n".encode())
 
     def finish(self, state: str, cause: str = "", **more: object) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-            self._curves.close()
-            self._metrics = None
+        for file in (self._metrics, self._curves):
+            if file is not None:
+                file.close()
+        self._metrics = self._curves = None
         self._write({**self.info(), "state": state, "cause": cause, "ended": now(), **more})
 
     def _write(self, content: dict) -> None:

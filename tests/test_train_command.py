@@ -90,7 +90,9 @@ def test_a_run_says_what_it_does_and_leaves_a_whole_folder(finished):
     assert rows[-1]["env_steps"] == 6 * 8 * 16
     assert all(row["train/logprob_gap"] < 1e-9 and row["train/grad_norm"] > 0 for row in rows)
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["latest", "v000002", "v000004", "v000006"]
-    assert list((path / "tensorboard").glob("events.out.tfevents.*"))
+    (events,) = (path / "tensorboard").glob("events.out.tfevents.*")
+    assert events.read_bytes().count(b"train/grad_norm") == 6
+    assert "iteration 6/6" in (path / "logs" / "driver.log").read_text()
     results = json.loads((path / "eval" / "v000006" / "results.json").read_text())
     assert results["overall"]["episodes"] == 8 and results["protocol"]["env"]["name"] == "pointmass"
     assert len((path / "eval" / "v000006" / "episodes.csv").read_text().splitlines()) == 9
@@ -135,24 +137,65 @@ def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(fi
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
 
 
-def test_ctrl_c_saves_and_exits_130_and_a_second_one_stops_at_once(tmp_path):
-    process = start("train", *tiny("run.iterations=100000"), cwd=tmp_path)
+def read_until(process, text):
+    lines = []
     for line in process.stdout:
-        if "iteration 2/" in line:
-            process.send_signal(signal.SIGINT)
-            break
+        lines.append(line)
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} was not said:\n{''.join(lines)}")
+
+
+def ctrl_c(process):
+    """A terminal sends it to every process of the foreground group."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def test_ctrl_c_saves_and_exits_130(tmp_path):
+    process = start("train", *tiny("run.iterations=100000"), cwd=tmp_path, start_new_session=True)
+    read_until(process, "iteration 2/")
+    ctrl_c(process)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "resume" in output
     assert (only_run(tmp_path) / "checkpoints" / "latest").is_file()
 
 
-def test_resume_auto_continues_the_newest_run(finished, tmp_path):
-    output = run("train", *tiny("resume=auto"), cwd=tmp_path)
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    long_steps = tiny(
+        "algo.rollout_decisions=4000", "algo.minibatch_size=1000", "run.iterations=100", "run.save_every=9"
+    )
+    process = start("train", *long_steps, cwd=tmp_path, start_new_session=True)
+    read_until(process, "iteration 1/")
+    ctrl_c(process)
+    read_until(process, "Ctrl-C again")
+    ctrl_c(process)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 130, output
+    assert "stopped at once" in output and "Traceback" not in output
+    assert not (only_run(tmp_path) / "checkpoints").exists()
+    assert json.loads((only_run(tmp_path) / "run.json").read_text())["state"] == "stopped"
+
+
+def test_resume_auto_continues_the_newest_run_and_leaves_a_finished_one_as_it_is(tmp_path):
+    run("train", *tiny("resume=auto", "cluster.backend=inline", "run.iterations=2"), cwd=tmp_path)
     path = only_run(tmp_path)
-    output = run("train", *tiny("resume=auto", "run.iterations=7"), cwd=tmp_path)
+    before = {file: file.read_bytes() for file in (path / "checkpoints").rglob("*") if file.is_file()}
+    metrics = (path / "metrics.jsonl").read_text()
+    output = run("train", *tiny("resume=auto", "cluster.backend=inline", "run.iterations=2"), cwd=tmp_path)
     assert "resumed from" in output and only_run(tmp_path) == path
-    assert (path / "checkpoints" / "v000007").is_dir()
+    assert before == {file: file.read_bytes() for file in (path / "checkpoints").rglob("*") if file.is_file()}
+    assert (path / "metrics.jsonl").read_text() == metrics
+    assert json.loads((path / "run.json").read_text())["state"] == "finished"
+    run("train", *tiny("resume=auto", "cluster.backend=inline", "run.iterations=3"), cwd=tmp_path)
+    assert only_run(tmp_path) == path and (path / "checkpoints" / "v000003").is_dir()
+
+
+def test_training_that_diverges_says_so(tmp_path):
+    output = run("train", *tiny("algo.lr=1e30", "cluster.backend=inline"), cwd=tmp_path, code=1)
+    assert "algo.lr" in output and "Traceback" not in output
+    state = json.loads((only_run(tmp_path) / "run.json").read_text())
+    assert state["state"] == "failed" and "algo.lr" in state["cause"]
 
 
 def test_a_full_disk_is_a_message_and_a_failed_run(tmp_path):
@@ -165,7 +208,8 @@ def test_a_full_disk_is_a_message_and_a_failed_run(tmp_path):
     process = start("train", *tiny("cluster.backend=inline", "eval.videos=0"), cwd=tmp_path, preexec_fn=no_room)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
-    assert "Traceback" not in output and "error:" in output and "run.dir" in output
+    assert "Traceback" not in output, output
+    assert "error:" in output and "run.dir" in output
     assert not list((only_run(tmp_path) / "checkpoints").glob("v*"))
 
 
@@ -201,6 +245,7 @@ def test_killing_the_driver_leaves_no_process_and_no_shared_memory(tmp_path):
     assert children
     process.kill()
     process.wait(10)
+    process.stdout.close()
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in children):
         time.sleep(0.1)

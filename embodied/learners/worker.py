@@ -12,6 +12,7 @@ import numpy as np
 
 from embodied.algorithms.config import AlgoConfig
 from embodied.data import EnvSpec, Weights
+from embodied.errors import CheckpointError
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Collective, join
 from embodied.learners.optimizer import Optimizer
@@ -57,8 +58,15 @@ class LearnerWorker(Worker):
 
     def save(self, folder: Path) -> None:
         """The policy folder and the optimizer, into a checkpoint that is being written."""
-        self.policy.save_pretrained(folder / "policy")
-        self.optimizer.save(folder / "learner")
+        from safetensors import SafetensorError
+
+        try:
+            self.policy.save_pretrained(folder / "policy")
+            self.optimizer.save(folder / "learner")
+        except (OSError, SafetensorError) as err:
+            raise CheckpointError(
+                f"the checkpoint could not be written: {err}; free some space or choose another run.dir"
+            ) from None
 
     def load(self, checkpoint: Path) -> None:
         self.policy.load_weights(read_weights(checkpoint / "policy"))
