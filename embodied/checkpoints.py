@@ -1,7 +1,8 @@
 """Checkpoints: whole or absent.
 
-A checkpoint is written into a folder of its own beside the others, every file is hashed and flushed to disk, and only then the
-folder gets its name. Readers verify the hashes. `latest` is a text file with a name, a hint that is checked like any other.
+A checkpoint is written into a folder of its own beside the others, every file is hashed and flushed to disk, and only
+then the folder gets its name. Readers verify the hashes. `latest` is a text file with a name, a hint that is checked
+like any other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What flows between workers: small frozen carriers with their shapes.
 
-Letters used everywhere: N envs, T decisions, C env steps per decision (the action chunk), A action dimensions. Arrays are
-numpy between processes; float arrays keep the run's dtype.
+Letters used everywhere: N envs, T decisions, C env steps per decision (the action chunk), A action dimensions. Arrays
+are numpy between processes; float arrays keep the run's dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Observation = dict[str, Any]  # "state": [N,D]; "images": {camera: uint8 [N,H,W,
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """Which episode an env row plays. The driver owns the list; `index` is unique in a run and keys all its randomness."""
+    """Which episode an env row plays. The driver owns the list; `index`, unique in a run, keys its randomness."""
 
     task: str
     init_state_id: int  # which stored initial state, for simulators that have them; otherwise -1
@@ -55,9 +55,10 @@ class EnvSpec:
 class ChunkResult:
     """The outcome of one decision: C env steps of every env.
 
-    `mask[n, c]` is True while env n was still running before step c; after its episode is over the rest of the chunk has
-    reward 0, mask False and success frozen. `obs` is the observation after the chunk; for a row that finished inside the
-    chunk it is the observation at the finish (its final observation), since rows are reset only later, by `reset`.
+    `mask[n, c]` is True while env n was still running before step c; after its episode is over the rest of the chunk
+    has reward 0, mask False and success frozen. `obs` is the observation after the chunk; for a row that finished
+    inside the chunk it is the observation at the finish (its final observation), since rows are reset only later, by
+    `reset`.
 
     Two envs, chunk of 3, env 1 terminates at its second step with reward 5:
         rewards    [[1, 1, 1], [1, 5, 0]]
@@ -116,9 +117,9 @@ class EpisodeResult:
 class Trajectory:
     """T consecutive decisions of a block of N envs with all the learner needs.
 
-    `values[t]` is V(obs[t]) at act time and `values[T]` V of the observation after the last decision. `final_values[t, n]`
-    is V(final_obs) where the episode of env n was truncated inside decision t, else 0: the observation at t+1 already
-    belongs to the next episode.
+    `values[t]` is V(obs[t]) at act time and `values[T]` V of the observation after the last decision. `final_values[t,
+    n]` is V(final_obs) where the episode of env n was truncated inside decision t, else 0: the observation at t+1
+    already belongs to the next episode.
     """
 
     env_ids: np.ndarray  # int [N], global
@@ -144,8 +145,9 @@ class Trajectory:
 class ActRequest:
     """A sim worker's question to a policy worker: what should these rows do next?
 
-    `final_obs` holds the final observations of rows whose episode was truncated in the decision before; only their value is
-    wanted. With `value_only` the same holds for `obs` (the end of a rollout). `done` says that this source asks no more.
+    `final_obs` holds the final observations of rows whose episode was truncated in the decision before; only their
+    value is wanted. With `value_only` the same holds for `obs` (the end of a rollout). `done` says that this source
+    asks no more.
     """
 
     source: str  # where the answer goes, e.g. "sim-0/1" (sim worker 0, stage 1)

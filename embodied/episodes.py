@@ -1,12 +1,14 @@
-"""Which episodes are played by which env row, and which learner rank owns which row: pure functions the driver and the workers share.
+"""Which episodes are played by which env row, and which learner rank owns which row: pure functions the driver and the
+workers share.
 
-Training: env e plays episodes e, e + E, e + 2E, ... for E envs in total, so neither the number of sim workers nor the order in
-which envs finish changes any episode. Evaluation: a fixed list, disjoint from training by its stream.
+Training: env e plays episodes e, e + E, e + 2E, ... for E envs in total, so neither the number of sim workers nor the
+order in which envs finish changes any episode. Evaluation: a fixed list, disjoint from training by its stream.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from embodied.data import EpisodeSpec
 from embodied.rng import generator
@@ -31,7 +33,7 @@ class EpisodeList:
 def env_blocks(num_envs: int, ranks: int) -> list[range]:
     """Which global env ids each learner rank owns: contiguous, as equal as possible."""
     borders = [num_envs * rank // ranks for rank in range(ranks + 1)]
-    return [range(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(borders)]
 
 
 def num_deliveries(num_envs: int, workers: int, stages: int, ranks: int) -> list[int]:

@@ -1,7 +1,7 @@
 """What can go wrong, in the words of the person who has to mend it.
 
-`EmbodiedError` and its subclasses are for the user's side: a command prints their text without a traceback and exits with
-`exit_code`. A broken invariant of our own is an `assert` instead.
+`EmbodiedError` and its subclasses are for the user's side: a command prints their text without a traceback and exits
+with `exit_code`. A broken invariant of our own is an `assert` instead.
 """
 
 from __future__ import annotations

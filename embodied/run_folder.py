@@ -1,4 +1,4 @@
-"""The folder of one run: provenance, the resolved recipe, metrics, checkpoints, evaluations, logs. Never overwritten."""
+"""The folder of a run: provenance, resolved recipe, metrics, checkpoints, evaluations, logs; never overwritten."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def resume(loop: EmbodiedLoop, folder: RunFolder, checkpoint: Path, console: Con
     state = verify(checkpoint)
     if state["num_envs"] != loop.config.env.num_envs:
         raise ConfigError(
-            f"this run was started with env.num_envs={state['num_envs']}; resume with the same number, or start a new run"
+            f"this run was started with env.num_envs={state['num_envs']}; resume with this number or start a new run"
         )
     folder.keep_metrics(state["iteration"])
     abandoned = loop.restore(checkpoint, read_sims(checkpoint), state["version"])

@@ -1,7 +1,7 @@
 """Playing a fixed list of episodes to the end.
 
-Every row takes the next episode of the list when its own is over; rows without one stay frozen. Which episodes are played,
-and what happens in each, does not depend on how many rows there are.
+Every row takes the next episode of the list when its own is over; rows without one stay frozen. Which episodes are
+played, and what happens in each, does not depend on how many rows there are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Filming some episodes of an evaluation while they are played, one mp4 each, frame by frame, so that memory stays flat."""
+"""Filming some episodes of an evaluation while they are played, one mp4 each, frame by frame, so that memory stays
+flat.
+"""
 
 from __future__ import annotations
 

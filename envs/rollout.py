@@ -1,7 +1,8 @@
 """One stage of a sim worker: a vector env, its open episodes, and the trajectory being recorded.
 
-The cycle of a decision is ask -> take -> ask: `ask` sends the current observation to the policy, `take` receives its actions,
-plays them, records everything and resets what finished. Two stages let the policy answer one while the other is simulated.
+The cycle of a decision is ask -> take -> ask: `ask` sends the current observation to the policy, `take` receives its
+actions, plays them, records everything and resets what finished. Two stages let the policy answer one while the other
+is simulated.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from embodied.data import ChunkResult, EpisodeResult, EpisodeSpec
 
 
 class Rows:
-    """The open episodes of N env rows. An episode counts as successful at the end if its last live step was a success."""
+    """The open episodes of N env rows. An episode is a success at the end if its last live step was a success."""
 
     def __init__(self, num_envs: int, has_success: bool) -> None:
         self.has_success = has_success

@@ -1,7 +1,7 @@
 """The sim worker: owns a slice of the run's envs, plays rollouts for training and episodes for evaluation.
 
-It never sees the policy, only the channels of its `Route`. Finished rows are reset here, at the decision border, to the next
-episode of the driver's list; the arrays it records go to the learner ranks that own the env rows.
+It never sees the policy, only the channels of its `Route`. Finished rows are reset here, at the decision border, to the
+next episode of the driver's list; the arrays it records go to the learner ranks that own the env rows.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class SimWorker(Worker):
         return results
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing begun)."""
+        """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing
+        begun).
+        """
         parts = [stage_state(stage) for stage in self.stages if stage.obs is not None]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 

@@ -24,7 +24,9 @@ def policy_class(name: str) -> type[Policy]:
     where = FAMILIES.get(name, name)
     module, _, attribute = where.partition(":")
     if not attribute:
-        raise ConfigError(f"policy.name={name!r} is unknown; families: {', '.join(FAMILIES)}, or my_pkg.my_module:MyPolicy")
+        raise ConfigError(
+            f"policy.name={name!r} is unknown; families: {', '.join(FAMILIES)}, or my_pkg.my_module:MyPolicy"
+        )
     if where is name and "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
@@ -49,8 +51,8 @@ def load_policy(folder: Path | str) -> Policy:
     """The policy stored in a folder by `save_pretrained`."""
     from pydantic import TypeAdapter
 
-    from embodied.policies.folder import read_description, read_weights
     from embodied.policies.config import PolicyConfig
+    from embodied.policies.folder import read_description, read_weights
 
     folder = Path(folder)
     raw, spec = read_description(folder)

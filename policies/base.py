@@ -1,7 +1,7 @@
 """The contract of every policy: act in the rollout, score in the learner, live in a folder.
 
-`act` and `forward` must agree: the log-probs stored at act time are those `forward` gives for the same weights. A policy
-owns no randomness; the worker hands it noise that is keyed by episode and decision.
+`act` and `forward` must agree: the log-probs stored at act time are those `forward` gives for the same weights. A
+policy owns no randomness; the worker hands it noise that is keyed by episode and decision.
 """
 
 from __future__ import annotations
@@ -86,5 +86,7 @@ class Policy(nn.Module):
             for name, mine in own.items():
                 new = torch.tensor(np.asarray(tensors[name]))  # a copy: arrays of other processes are read-only
                 if mine.shape != new.shape:
-                    raise CheckpointError(f"weight {name} is {tuple(new.shape)} but this policy has {tuple(mine.shape)}")
+                    raise CheckpointError(
+                        f"weight {name} is {tuple(new.shape)} but this policy has {tuple(mine.shape)}"
+                    )
                 mine.copy_(new)

@@ -13,8 +13,12 @@ class MLPConfig(Strict):
     name: Literal["mlp"] = Field("mlp", description="Policy family: mlp, or my_pkg.my_module:MyPolicy for your own.")
     hidden: tuple[int, ...] = Field((256, 256, 256), min_length=1, description="Width of each hidden layer.")
     activation: Literal["tanh", "relu", "silu"] = Field("tanh", description="Activation between the layers.")
-    initial_log_std: float = Field(-0.5, description="Start of the learned log standard deviation (continuous actions).")
-    normalize_observations: bool = Field(False, description="Track mean and variance of the state and normalise with them.")
+    initial_log_std: float = Field(
+        -0.5, description="Start of the learned log standard deviation (continuous actions)."
+    )
+    normalize_observations: bool = Field(
+        False, description="Track mean and variance of the state and normalise with them."
+    )
     chunk: int = Field(1, gt=0, description="Actions per decision: one policy call plays this many env steps.")
     dtype: Literal["float32", "float64"] = Field("float32", description="Precision of weights and arithmetic.")
 

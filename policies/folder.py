@@ -1,4 +1,4 @@
-"""A policy on disk: config.json (family, options, the env it was made for) and model.safetensors. Read without torch."""
+"""A policy on disk: config.json (family, options, the env it is for) and model.safetensors; read without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = "config.json"
 
 
 def read_description(folder: Path) -> tuple[dict, EnvSpec]:
-    """The policy's config (a plain dict) and the env it was made for, from a policy folder."""
+    """The policy's config (a plain dict) and the env it is for, from a policy folder."""
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a policy folder: {CONFIG} is missing")

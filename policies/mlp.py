@@ -1,7 +1,7 @@
 """Two small MLPs on the state: one for the action distribution, one for the value.
 
-Continuous actions are Gaussian with a learned, state-independent deviation per dimension; discrete ones are categorical,
-sampled through Gumbel noise. Actions are stored as sampled; the env clips them.
+Continuous actions are Gaussian with a learned, state-independent deviation per dimension; discrete ones are
+categorical, sampled through Gumbel noise. Actions are stored as sampled; the env clips them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Running mean and variance of the state, as buffers of the policy, so that they are part of every weight version.
 
-The policy only applies them. The learner merges the moments of a whole iteration, in env order and over all ranks, after
-its update; within an iteration they never change.
+The policy only applies them. The learner merges the moments of a whole iteration, in env order and over all ranks,
+after its update; within an iteration they never change.
 """
 
 from __future__ import annotations

@@ -35,7 +35,16 @@ def test_a_checkpoint_comes_back_as_it_was_written(tmp_path):
     assert locate(str(path / "policy")) == (path / "policy", None, None)
 
 
-CALLS = [(os, "fsync"), (os, "rename"), (os, "replace"), (os, "open"), (Path, "write_text"), (Path, "write_bytes"), (Path, "mkdir"), (np, "savez")]
+CALLS = [
+    (os, "fsync"),
+    (os, "rename"),
+    (os, "replace"),
+    (os, "open"),
+    (Path, "write_text"),
+    (Path, "write_bytes"),
+    (Path, "mkdir"),
+    (np, "savez"),
+]
 
 
 def test_whatever_write_call_fails_the_checkpoint_is_whole_or_absent(tmp_path, monkeypatch):

@@ -33,7 +33,14 @@ def test_every_part_of_the_key_matters():
         return rng.uniform(seed, name, np.array([episode]), np.array([decision]), 4)
 
     assert np.array_equal(draw(), draw())
-    for other in (draw(seed=2), draw(seed=1 + 2**32), draw(name="b"), draw(episode=3), draw(episode=2**33), draw(decision=4)):
+    for other in (
+        draw(seed=2),
+        draw(seed=1 + 2**32),
+        draw(name="b"),
+        draw(episode=3),
+        draw(episode=2**33),
+        draw(decision=4),
+    ):
         assert not np.isclose(draw(), other).any()
 
 

@@ -1,6 +1,7 @@
 """One learner rank's share of an iteration, as flat items in a fixed order.
 
-An item is one decision of one env. Its global id is env * T + t, so the order never depends on which worker delivered first.
+An item is one decision of one env. Its global id is env * T + t, so the order never depends on which worker delivered
+first.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def merge_obs(parts: list[Observation]) -> Observation:
     merged: Observation = {}
     for name, first in parts[0].items():
         if name == "instruction":
-            merged[name] = [sum((part[name][t] for part in parts), []) for t in range(len(first))]
+            merged[name] = [[text for part in parts for text in part[name][t]] for t in range(len(first))]
         elif isinstance(first, dict):
             merged[name] = {key: np.concatenate([part[name][key] for part in parts], axis=1) for key in first}
         else:

@@ -23,7 +23,15 @@ from embodied.learners.batch import Batch, flatten, items_of
 from embodied.learners.collective import Collective
 from embodied.learners.optimizer import Optimizer
 
-SUMS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "dual_clip_fraction", "value_clip_fraction")
+SUMS = (
+    "policy_loss",
+    "value_loss",
+    "entropy",
+    "approx_kl",
+    "clip_fraction",
+    "dual_clip_fraction",
+    "value_clip_fraction",
+)
 
 
 @dataclass(frozen=True)

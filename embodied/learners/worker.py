@@ -1,7 +1,7 @@
 """The learner: one replica of the policy, its optimizer, and PPO on its block of env rows.
 
-Ranks see different items and take the same steps: gradients are sums over items divided by a count known before the step, and
-everything that is normalised (advantages, observations, gradient norm) is normalised over all ranks.
+Ranks see different items and take the same steps: gradients are sums over items divided by a count known before the
+step, and everything that is normalised (advantages, observations, gradient norm) is normalised over all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a run says while it goes: the plan first, then one live line (a plain line per iteration off a terminal), then the results.
+"""What a run says while it goes: the plan first, then one live line (a plain line per iteration off a terminal), then
+the results.
 
 Also keeps the running figures that both the line and metrics.jsonl show.
 """

@@ -16,7 +16,7 @@ __all__ = [
     "Timers",
     "Waiting",
     "Worker",
-    "describe_backend",
     "WorkerGroup",
+    "describe_backend",
     "served_while_busy",
 ]

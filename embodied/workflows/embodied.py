@@ -35,9 +35,7 @@ class EmbodiedLoop:
         self.policies = cluster.launch(POLICY, "policy", config.policy, config.seed)
         self.learners = None
         if learn:
-            self.learners = cluster.launch(
-                LEARNER, "learner", config.policy, config.algo, config.seed, meeting
-            )
+            self.learners = cluster.launch(LEARNER, "learner", config.policy, config.algo, config.seed, meeting)
 
     def start(self) -> EnvSpec:
         """Wait for the simulators, build policy and learner for what they offer, lay the channels."""
@@ -134,7 +132,7 @@ class EmbodiedLoop:
         return self.policies.serve.each(calls)
 
     def _lay_channels(self) -> None:
-        """Requests live with the policy, replies with the sim, trajectories with the learner, weights with the policy."""
+        """Requests and weights live with the policy, replies with the sim, trajectories with the learner."""
         stages, num_sims, num_policies = self.config.pipeline.stages, len(self.sims), len(self.policies)
         channel = self.cluster.channel
         self.requests = [channel(f"requests-{p}", home=self.policies[p]) for p in range(num_policies)]

@@ -79,7 +79,9 @@ def test_initial_weights_come_from_the_seed_alone():
 
 def test_a_saved_policy_comes_back_whole_with_its_normaliser(tmp_path):
     policy = build("gaussian", normalize_observations=True)
-    policy.normalizer.merge(np.concatenate([np.full((1, 1), 10.0), np.full((1, 5), 2.0), np.full((1, 5), 40.0)], axis=1))
+    policy.normalizer.merge(
+        np.concatenate([np.full((1, 1), 10.0), np.full((1, 5), 2.0), np.full((1, 5), 40.0)], axis=1)
+    )
     policy.save_pretrained(tmp_path)
     again = load_policy(tmp_path)
     obs = {"state": np.random.default_rng(0).normal(size=(4, 5))}
@@ -102,7 +104,7 @@ def test_the_normaliser_equals_the_moments_of_everything_it_saw():
 
 
 def test_a_damaged_or_foreign_policy_folder_is_refused_with_the_reason(tmp_path):
-    with pytest.raises(CheckpointError, match="config.json is missing"):
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         load_policy(tmp_path)
     policy = build("gaussian")
     policy.save_pretrained(tmp_path)

@@ -1,5 +1,6 @@
 """Every test here runs on real hosts and must leave nothing behind."""
 
+import gc
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ def traces() -> dict[str, list[str]]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
+    gc.collect()  # what earlier tests left to it
     before = traces()
     yield
     until = time.monotonic() + 5
