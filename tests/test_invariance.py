@@ -1,0 +1,118 @@
+"""Where a run's parts run, and how its envs are split, changes nothing but the last bits of its weights."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from embodied import commands
+from embodied.config import load
+from embodied.envs import pointmass
+from embodied.learners import update
+from embodied.learners.meeting import meeting_point
+from embodied.placement import make_plan
+from embodied.policies.folder import read_weights
+from embodied.workflows.embodied import EmbodiedLoop
+
+ITERATIONS = 5
+ARGUMENTS = [
+    "recipe=pointmass_ppo",
+    "env.num_envs=8",
+    "env.dtype=float64",
+    "env.max_episode_steps=30",
+    "policy.dtype=float64",
+    "policy.hidden=[16,16]",
+    "policy.normalize_observations=true",
+    "algo.rollout_decisions=40",
+    "algo.minibatch_size=80",
+    "algo.epochs=3",
+    "seed=1",
+    f"run.iterations={ITERATIONS}",
+]
+FOUR = (0, 1, 2, 3)  # what modes are laid out on; a machine with fewer cores shares them
+
+ONE_OF_EACH = {"sim": "cpu:0", "policy,learner": "cpu:1"}
+TWO_SIMS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:0"}
+TWO_LEARNERS = {"sim,policy": "cpu:0", "learner": "cpu:0-1*2"}
+ALL_APART = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
+
+
+def trained(folder, placement, backend="inline", stages=1):
+    """The weights after a few iterations under this plan, and the gradient norms on the way."""
+    config = load([*ARGUMENTS, f"pipeline.stages={stages}", f"cluster.backend={backend}"]).config
+    plan = make_plan(placement, FOUR, config.env.num_envs, stages)
+    here = sorted(os.sched_getaffinity(0))
+    hosts = [replace(host, cores=tuple({here[core % len(here)] for core in host.cores})) for host in plan.hosts]
+    plan = replace(plan, hosts=tuple(hosts))
+    with commands.cluster(config, plan, folder) as cluster:
+        loop = EmbodiedLoop(config, cluster, meeting=meeting_point(plan.count("learner"), backend, folder, 60))
+        loop.start()
+        loop.publish(0)
+        norms = [loop.iterate(i, ITERATIONS)[1]["train/grad_norm"] for i in range(ITERATIONS)]
+        loop.learners[0].save(folder / "saved").wait()
+    return read_weights(folder / "saved" / "policy"), norms
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("reference"), ONE_OF_EACH)[0]
+
+
+def test_the_reference_run_learns_and_stays_clear_of_every_threshold(tmp_path, monkeypatch):
+    """Else two plans could differ by far more than rounding: a clip, a success or a wall could flip."""
+    rewards, margins = [], {"success": [], "wall": [], "clip": []}
+    step, loss = pointmass.PointMassEnv._step, update.ppo_loss_sum
+
+    def watched_step(env, actions, active):
+        moved = env._position + pointmass.DRAG * env._velocity + pointmass.PUSH * env.config.size * actions
+        margins["wall"].append(np.abs(np.abs(moved) - env.config.size).min())
+        result = step(env, actions, active)
+        margins["success"].append(np.abs(env._distance() - pointmass.REACH * env.config.size).min())
+        rewards.extend(result.rewards)
+        return result
+
+    def watched_loss(logprobs, entropy, values, items, config):
+        assert config.logprob_level in ("action", "chunk") and not config.target_kl  # one ratio per decision
+        ratio = (logprobs - items.logprobs).sum(dim=-1).exp().detach()
+        margins["clip"] += [float((ratio - edge).abs().min()) for edge in (1 - config.clip_low, 1 + config.clip_high)]
+        return loss(logprobs, entropy, values, items, config)
+
+    monkeypatch.setattr(pointmass.PointMassEnv, "_step", watched_step)
+    monkeypatch.setattr(update, "ppo_loss_sum", watched_loss)
+    _, norms = trained(tmp_path, ONE_OF_EACH)
+    assert np.std(rewards) > 0.01 and min(rewards) < 0 < 0.9 < max(rewards)  # progress, setbacks and successes
+    assert min(norms) > 0.01
+    assert all(seen and min(seen) > 1e-6 for seen in margins.values()), {k: min(v) for k, v in margins.items()}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    "placement",
+    [ONE_OF_EACH, TWO_SIMS, TWO_LEARNERS, ALL_APART, "auto", "collocated", "disaggregated", "hybrid"],
+    ids=["one_of_each", "two_sims", "two_learners", "all_apart", "auto", "collocated", "disaggregated", "hybrid"],
+)
+def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stages):
+    check_same(trained(tmp_path, placement, stages=stages)[0], reference)
+
+
+@pytest.mark.parametrize(
+    ("placement", "stages"),
+    [(ONE_OF_EACH, 1), ("collocated", 2), (ALL_APART, 1)],
+    ids=["one_of_each", "collocated", "all_apart"],
+)
+def test_processes_give_the_same_weights_as_threads(reference, tmp_path, placement, stages):
+    check_same(trained(tmp_path, placement, "local", stages)[0], reference)
+
+
+@pytest.mark.parametrize("backend", ["inline", "local"])
+def test_repeating_a_plan_gives_the_same_bits(tmp_path, backend):
+    plan = {"sim,policy": "cpu:0-1*2", "learner": "cpu:0-1*2"}
+    first, again = (trained(tmp_path / str(attempt), plan, backend)[0] for attempt in range(2))
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+
+
+def check_same(ours, reference):
+    assert ours.keys() == reference.keys()
+    worst = max(float(np.abs(ours[name] - reference[name]).max()) for name in reference)
+    assert worst < 1e-9
