@@ -23,7 +23,16 @@ from embodied.errors import ConfigError, MissingAsset
 from embodied.vulkan import ensure_vulkan
 
 # Proven equal to single envs by benchmarks/maniskill_equality.py; none needs a download.
-BATCHED_TASKS = ("PushCube-v1", "PullCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1", "PlaceSphere-v1")
+BATCHED_TASKS = (
+    "PushCube-v1",
+    "PullCube-v1",
+    "PickCube-v1",
+    "StackCube-v1",
+    "LiftPegUpright-v1",
+    "PlaceSphere-v1",
+    "RollBall-v1",
+    "PokeCube-v1",
+)
 BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_pos", "pd_joint_target_delta_pos")
 
 

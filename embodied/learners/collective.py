@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import platform
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.errors import DeadlineExceeded
 from embodied.learners.meeting import MeetingFile, MeetingRoom
+
+SPINS = 20_000  # looks at the counters before a waiting rank begins to sleep between looks
 
 
 class Alone:
@@ -73,10 +79,76 @@ class Gloo:
         return [part[: int(count)].numpy() for part, count in zip(parts, counts, strict=True)]
 
 
-Collective = Alone | Threads | Gloo
+class SharedMemory:
+    """Gloo for everything, but sums of processes on one machine go through a mapped file, several times faster.
+
+    Every rank has two slots and a counter. It writes its part into the slot of this round's parity, raises its counter, waits
+    until all counters have come as far, and adds the parts in rank order. A slot is written again two rounds later, when every
+    rank has shown by its next counter that it is done reading. Rests on x86's ordering of stores, so other machines use Gloo.
+    """
+
+    def __init__(self, file: MeetingFile, rank: int, world_size: int) -> None:
+        self.gloo = Gloo(file, rank, world_size)
+        self.rank, self.world_size, self.timeout_s = rank, world_size, file.timeout_s
+        self.path = file.path + "-sums"
+        self.round = 0
+        self.slots: np.ndarray | None = None
+
+    def sum(self, values: Tensor) -> Tensor:
+        mine = values.numpy()
+        if self.slots is None or self.slots.shape[2] < mine.nbytes:
+            self._map(mine.nbytes)
+        self.round += 1
+        slots = self.slots[:, self.round % 2, : mine.nbytes].view(mine.dtype)
+        slots[self.rank] = mine
+        self.counters[self.rank, 0] = self.round
+        self._wait()
+        np.add(slots[0], slots[1], out=mine)
+        for part in slots[2:]:
+            mine += part
+        return values
+
+    def gather(self, rows: np.ndarray) -> list[np.ndarray]:
+        return self.gloo.gather(rows)
+
+    def _wait(self) -> None:
+        counters, until = self.counters[:, 0], time.monotonic() + self.timeout_s
+        tries = 0
+        while (counters < self.round).any():
+            tries += 1
+            if tries > SPINS:
+                time.sleep(0.0001)
+                if time.monotonic() > until:
+                    late = np.flatnonzero(counters < self.round).tolist()
+                    raise DeadlineExceeded(f"learner ranks {late} did not join a sum within {self.timeout_s:g} s")
+
+    def _map(self, size: int) -> None:
+        """Rank 0 makes the file, all map it, and its name is gone again before anybody uses it."""
+        size = -(-size // 64) * 64
+        total = self.world_size * (64 + 2 * size)
+        path = f"{self.path}-{size}"
+        if self.rank == 0:
+            Path(path).write_bytes(b"")
+            os.truncate(path, total)
+        self.gloo.gather(np.zeros(1))
+        memory = np.memmap(path, np.uint8, "r+", shape=(total,))
+        self.gloo.gather(np.zeros(1))
+        if self.rank == 0:
+            os.unlink(path)
+        head = self.world_size * 64
+        self.counters = memory[:head].view(np.uint64).reshape(self.world_size, 8)
+        self.slots = memory[head:].reshape(self.world_size, 2, size)
+        self.counters[self.rank, 0] = self.round
+        self.gloo.gather(np.zeros(1))
+
+
+Collective = Alone | Threads | Gloo | SharedMemory
 
 
 def join(meeting: MeetingFile | MeetingRoom | None, rank: int, world_size: int) -> Collective:
     if world_size == 1:
         return Alone()
-    return Threads(meeting, rank) if isinstance(meeting, MeetingRoom) else Gloo(meeting, rank, world_size)
+    if isinstance(meeting, MeetingRoom):
+        return Threads(meeting, rank)
+    between_processes = SharedMemory if platform.machine() == "x86_64" else Gloo
+    return between_processes(meeting, rank, world_size)

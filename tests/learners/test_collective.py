@@ -1,0 +1,35 @@
+"""Learner ranks in processes of their own agree on sums and gathers."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys, numpy as np, torch
+from embodied.learners import collective
+from embodied.learners.meeting import MeetingFile
+kind, path, rank, size = getattr(collective, sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+ranks = kind(MeetingFile(path, 30.0), rank, size)
+for round in range(50):
+    for dtype in (torch.float32, torch.float64):
+        total = ranks.sum(torch.full((1000 + 100 * (round % 3),), float(rank + round), dtype=dtype))
+        assert (total == sum(range(size)) + size * round).all(), (round, total)
+parts = ranks.gather(np.full((rank + 1, 2), float(rank)))
+assert [part.tolist() for part in parts] == [[[float(r)] * 2] * (r + 1) for r in range(size)]
+print("agreed")
+"""
+
+
+@pytest.mark.parametrize("kind", ["Gloo", "SharedMemory"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_agree_and_leave_no_file(tmp_path, kind, ranks):
+    arguments = [sys.executable, "-c", PROGRAM, kind, str(tmp_path / "meet")]
+    started = [
+        subprocess.Popen([*arguments, str(rank), str(ranks)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(ranks)
+    ]
+    for process in started:
+        output, _ = process.communicate(timeout=90)
+        assert process.returncode == 0 and "agreed" in output, output
+    assert not list(tmp_path.glob("*sums*"))
