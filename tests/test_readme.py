@@ -1,0 +1,113 @@
+"""Every command and snippet of the README runs, from a folder of the user's that has packages named like ours."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
+COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+PYTHON = [line for line in COMMANDS if line.startswith("python ")]
+SHORT = ["run.iterations=2", "eval.episodes=4", "eval.videos=1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The README's files, beside packages that must not be mistaken for ours."""
+    folder = tmp_path_factory.mktemp("mine")
+    for name in ("envs", "assets", "policies", "placement", "recipes"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise RuntimeError('shadowed')")
+    for kind, text in BLOCKS:
+        if kind != "bash":
+            (folder / text.splitlines()[0].removeprefix("# ")).write_text(text)
+    return folder
+
+
+def run(command, folder, *more):
+    command = [word.strip("'\"") for word in command.split()]
+    done = subprocess.run(
+        [sys.executable, *command[1:], *more],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def dated(command, folder):
+    """`runs/NAME-DATE` as the newest such run."""
+    if "-DATE" not in command:
+        return command
+    name = re.search(r"(\S+?)=(runs/.*)-DATE", command).group(2)
+    if not list(folder.glob(f"{name}-*")):
+        run(f"python -m embodied.train recipe={Path(name).name}", folder, *SHORT)
+    newest = max(folder.glob(f"{name}-*"), key=lambda path: path.stat().st_mtime)
+    return command.replace(f"{name}-DATE", str(newest.relative_to(folder)))
+
+
+def trains(command):
+    return "embodied.train recipe=" in command and not re.search("--(cfg|dry-run|help)", command)
+
+
+def short(command):
+    """The same command with a run of seconds."""
+    if trains(command):
+        return SHORT
+    return ["run.iterations=3", "eval.episodes=4"] if "resume=" in command else []
+
+
+@pytest.mark.parametrize("command", [line for line in PYTHON if "benchmarks" not in line])
+def test_a_command_does_what_it_says(folder, command):
+    whole = dated(command, folder)
+    words = [word for word in whole.split() if not (short(command) and word.startswith("run.iterations"))]
+    output = run(" ".join(words), folder, *short(command))
+    if trains(command):
+        assert "finished after" in output and "processes   local" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [line for line in PYTHON if trains(line) and "my_" in line])
+def test_what_is_documented_learns(folder, command):
+    output = run(command, folder)
+    rate = float(re.findall(r"success_once ([\d.]+)%", output)[-1])
+    assert rate > 80
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    documents = README + (ROOT / "CONTRIBUTING.md").read_text()
+    for target in re.findall(r"^make ([\w-]+)", documents, re.M):
+        assert re.search(f"^{target}:", makefile, re.M), target
+
+
+@pytest.mark.parametrize("command", [line for line in PYTHON if "benchmarks" in line])
+def test_a_benchmark_is_there_and_explains_itself(command):
+    module = command.split()[2]
+    assert importlib.util.find_spec(module) or (ROOT / f"{module.replace('.', '/')}.py").is_file()
+    assert "usage:" in run(f"python -m {module} --help", ROOT)
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
+def test_a_link_leads_somewhere(link):
+    assert link.startswith("https://") or (ROOT / link).is_file()
+
+
+@pytest.mark.parametrize("name", re.findall(r"^\| `(\w+)`", README, re.M))
+def test_a_recipe_in_the_table_exists(name):
+    assert (ROOT / "recipes" / f"{name}.yaml").is_file()
+
+
+@pytest.mark.parametrize("setting", re.findall(r"`(env\.\S+=[^`]+)`", README))
+def test_the_settings_in_the_table_are_valid(setting, folder):
+    recipe = "gym_ppo" if "gym:" in setting else "maniskill_ppo"
+    run(f"python -m embodied.train recipe={recipe} {setting} --cfg", folder)
