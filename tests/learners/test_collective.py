@@ -17,7 +17,9 @@ for round in range(50):
         assert (total == sum(range(size)) + size * round).all(), (round, total)
 parts = ranks.gather(np.full((rank + 1, 2), float(rank)))
 assert [part.tolist() for part in parts] == [[[float(r)] * 2] * (r + 1) for r in range(size)]
-print("agreed")
+print("agreed", flush=True)
+import os
+os._exit(0)  # gloo aborts when its peers are gone first
 """
 
 
