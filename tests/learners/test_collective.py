@@ -28,7 +28,9 @@ os._exit(0)  # gloo aborts when its peers are gone first
 def test_ranks_agree_and_leave_no_file(tmp_path, kind, ranks):
     arguments = [sys.executable, "-c", PROGRAM, kind, str(tmp_path / "meet")]
     started = [
-        subprocess.Popen([*arguments, str(rank), str(ranks)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*arguments, str(rank), str(ranks)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for rank in range(ranks)
     ]
     for process in started:

@@ -13,6 +13,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.algorithms.items import permutation
 from embodied.data import ActionSpec, EnvSpec, Trajectory
 from embodied.episodes import env_blocks
+from embodied.errors import Diverged
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.meeting import MeetingRoom
@@ -176,3 +177,24 @@ def test_a_linear_schedule_lowers_the_rate_and_value_lr_is_its_own():
     assert numbers["train/lr"] == pytest.approx(5e-3)
     changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
     assert changed and not any(name.startswith("critic") for name in changed)
+
+
+@pytest.mark.parametrize("field", ["rewards", "logprobs"])
+def test_numbers_that_are_not_finite_are_refused_before_they_become_weights(field):
+    policy = make()
+    data = rollout(policy, 1)
+    numbers = getattr(data, field).copy()
+    numbers[:, 1] = np.nan
+    spoilt = replace(data, **{field: numbers})
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    config = PPOConfig(rollout_decisions=T, minibatch_size=T * N, epochs=1)
+    with pytest.raises(Diverged, match=r"nan.*algo\.lr"):
+        ours(policy, Optimizer(policy, config), spoilt, config, 0)
+    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+
+
+def test_a_gradient_that_is_not_finite_is_refused():
+    policy = make()
+    optimizer = Optimizer(policy, PPOConfig())
+    with pytest.raises(Diverged, match="gradient norm is inf"):
+        optimizer.step(torch.full((sum(p.numel() for p in policy.parameters()),), torch.inf, dtype=torch.float64), 1.0)
