@@ -164,7 +164,7 @@ def test_ctrl_c_saves_and_exits_130(tmp_path):
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     long_steps = tiny(
-        "algo.rollout_decisions=4000", "algo.minibatch_size=1000", "run.iterations=100", "run.save_every=9"
+        "algo.rollout_decisions=2000", "algo.minibatch_size=1000", "run.iterations=100", "run.save_every=9"
     )
     process = start("train", *long_steps, cwd=tmp_path, start_new_session=True)
     read_until(process, "iteration 1/")
@@ -179,16 +179,17 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
 
 
 def test_resume_auto_continues_the_newest_run_and_leaves_a_finished_one_as_it_is(tmp_path):
-    run("train", *tiny("resume=auto", "cluster.backend=inline", "run.iterations=2"), cwd=tmp_path)
+    quick = ["resume=auto", "cluster.backend=inline", "eval.episodes=1", "eval.videos=0"]
+    run("train", *tiny(*quick, "run.iterations=2"), cwd=tmp_path)
     path = only_run(tmp_path)
     before = {file: file.read_bytes() for file in (path / "checkpoints").rglob("*") if file.is_file()}
     metrics = (path / "metrics.jsonl").read_text()
-    output = run("train", *tiny("resume=auto", "cluster.backend=inline", "run.iterations=2"), cwd=tmp_path)
+    output = run("train", *tiny(*quick, "run.iterations=2"), cwd=tmp_path)
     assert "resumed from" in output and only_run(tmp_path) == path
     assert before == {file: file.read_bytes() for file in (path / "checkpoints").rglob("*") if file.is_file()}
     assert (path / "metrics.jsonl").read_text() == metrics
     assert json.loads((path / "run.json").read_text())["state"] == "finished"
-    run("train", *tiny("resume=auto", "cluster.backend=inline", "run.iterations=3"), cwd=tmp_path)
+    run("train", *tiny(*quick, "run.iterations=3"), cwd=tmp_path)
     assert only_run(tmp_path) == path and (path / "checkpoints" / "v000003").is_dir()
 
 

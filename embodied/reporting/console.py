@@ -78,6 +78,7 @@ class Console:
         self.last_checkpoint = checkpoint
 
     def resumed(self, checkpoint: Path, state: dict, abandoned: int) -> None:
+        self.last_checkpoint = checkpoint
         lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
         self.say(f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} env steps){lost}")
 
