@@ -33,11 +33,12 @@ def start(argv: list[str]) -> int:
     if loaded.dry_run:
         print(commands.describe(config, plan))
         return 0
-    folder, checkpoint = open_folder(loaded)
-    console = Console(folder.path, folder.note)
-    console.say(commands.describe(config, plan, folder.path))
-    with commands.Interruption() as interruption, commands.closing(folder, interruption):
-        train(config, plan, folder, checkpoint, console, interruption)
+    with commands.Interruption() as interruption:
+        folder, checkpoint = open_folder(loaded)
+        with commands.closing(folder, interruption):
+            console = Console(folder.path, folder.note)
+            console.say(commands.describe(config, plan, folder.path))
+            train(config, plan, folder, checkpoint, console, interruption)
     return interruption.exit_code
 
 
@@ -61,11 +62,13 @@ def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, c
         while state["iteration"] < total and not interruption.requested:
             iterate(loop, state, total, folder, console)
             last = state["iteration"] == total
-            if last or interruption.requested or due(state["iteration"], config.run.save_every):
+            if last or due(state["iteration"], config.run.save_every):
                 console.saved(save(loop, state, folder))
             if not interruption.requested and (last or due(state["iteration"], config.run.eval_every)):
                 out = folder.path / "eval" / name_of(loop.version)
                 console.evaluated(loop.version, play_and_write(loop, config, spec, out))
+        if interruption.requested:
+            console.saved(save(loop, state, folder))
     console.end(state, interruption.requested)
 
 

@@ -114,6 +114,23 @@ def test_which_episodes_an_evaluation_plays_and_their_outcome_do_not_depend_on_w
     assert episodes(output, tmp_path) == (path / "eval" / "v000006" / "episodes.csv").read_text()
 
 
+def test_a_stop_during_the_start_or_an_evaluation_is_saved_too(tmp_path):
+    process = start("train", *tiny("cluster.backend=inline", "run.iterations=60"), cwd=tmp_path)
+    read_until(process, "results ")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    path = only_run(tmp_path)
+    assert (path / "checkpoints" / "latest").read_text() == "v000000\n"
+    long_evaluation = ["run.iterations=60", "run.eval_every=1", "eval.episodes=3000", "eval.videos=0"]
+    process = start("train", f"resume={path}", *long_evaluation, cwd=tmp_path)
+    read_until(process, "iteration 1/60")  # nothing is saved now, and the evaluation begins
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert (path / "checkpoints" / "latest").read_text() == "v000001\n"
+
+
 @pytest.mark.parametrize("backend", ["inline", "local"])
 def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, backend):
     process = start("train", *tiny(f"cluster.backend={backend}", "run.iterations=60"), cwd=tmp_path)
