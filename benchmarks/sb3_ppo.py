@@ -82,7 +82,12 @@ def timed_ppo(settings: dict):
         "optimizer_kwargs": {"eps": settings["adam_eps"]},
     }
     envs = make_envs(settings)
-    model = TimedPPO("MlpPolicy", envs, policy_kwargs=network, seed=settings["seed"], device="cpu", **settings["ppo"])
+    ppo = dict(settings["ppo"])
+    if settings["lr_schedule"] == "linear":  # `left` is what is left after this iteration's steps, ours before them
+        ppo["learning_rate"] = lambda left: (
+            settings["ppo"]["learning_rate"] * min(1.0, left + 1 / settings["iterations"])
+        )
+    model = TimedPPO("MlpPolicy", envs, policy_kwargs=network, seed=settings["seed"], device="cpu", **ppo)
     model.rollout_s, model.update_s, model.enough, model.after_iteration = [], [], False, lambda: None
     return model
 

@@ -11,7 +11,6 @@ SAME_ONLY_AT = {
     "policy.normalize_observations": False,
     "algo.name": "ppo",
     "algo.value_lr": None,
-    "algo.lr_schedule": "constant",
     "algo.normalize_advantages": True,
     "algo.logprob_level": "chunk",
     "algo.dual_clip": None,
@@ -47,6 +46,7 @@ def sb3_settings(config: dict, processes: int, seed: int, env_steps: int, evalua
         "activation": config["policy"]["activation"],
         "log_std": config["policy"]["initial_log_std"],
         "adam_eps": algo["adam_eps"],
+        "lr_schedule": algo["lr_schedule"],
         "ppo": {
             "n_steps": total // processes,
             "batch_size": algo["minibatch_size"],

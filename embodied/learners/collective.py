@@ -82,9 +82,10 @@ class Gloo:
 class SharedMemory:
     """Gloo for everything, but sums of processes on one machine go through a mapped file, several times faster.
 
-    Every rank has two slots and a counter. It writes its part into the slot of this round's parity, raises its counter, waits
-    until all counters have come as far, and adds the parts in rank order. A slot is written again two rounds later, when every
-    rank has shown by its next counter that it is done reading. Rests on x86's ordering of stores, so other machines use Gloo.
+    Every rank has two slots and a counter. It writes its part into the slot of this round's parity, raises its counter,
+    waits until all counters have come as far, and adds the parts in rank order. A slot is written again two rounds
+    later, when every rank has shown by its next counter that it is done reading. Rests on x86's ordering of stores, so
+    other machines use Gloo.
     """
 
     def __init__(self, file: MeetingFile, rank: int, world_size: int) -> None:
