@@ -2,7 +2,8 @@
 
     python -m benchmarks.maniskill_equality [--tasks PushCube-v1 ...] [--controls pd_joint_delta_pos ...]
 
-Same episode seeds, same random actions, whole episodes; one process per pair. `envs/maniskill.py` lists the pairs that pass.
+Same episode seeds, same random actions, whole episodes; one process per pair. `envs/maniskill.py` lists the pairs
+that pass.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def main() -> None:
             told = json.loads(lines[-1]) if ended.returncode == 0 else {"error": ended.stderr.strip().splitlines()[-1]}
             found[f"{task} {control}"] = told
             figures = [f"{told[name]:.1e}" for name in ("initial", "state", "reward")] if "equal" in told else ["-"] * 3
-            rows.append([task, control, *figures, str(told.get("success", "-")), str(told.get("equal", told.get("error")))])
+            rows.append(
+                [task, control, *figures, str(told.get("success", "-")), str(told.get("equal", told.get("error")))]
+            )
             print(rows[-1], flush=True)
     print(markdown(["task", "control", "initial state", "state", "reward", "success mismatches", "equal"], rows))
     write_json(RESULTS / "maniskill_equality.json", {"commit": code_commit(), "packages": packages(), "pairs": found})

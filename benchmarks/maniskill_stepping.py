@@ -1,9 +1,10 @@
-"""Bare stepping with random actions on all cores: our batched CPU backend beside plain single envs looped in as many processes.
+"""Bare stepping with random actions on all cores: our batched CPU backend beside plain single envs looped in as many
+processes.
 
     python -m benchmarks.maniskill_stepping [--task PushCube-v1] [--rounds 5] [--steps 150]
 
-One pinned process per core, 32 envs each; both sides include the resets at the end of episodes. The plain side is ManiSkill as
-a user would loop it: `gymnasium.make` and `step`, sixteen envs per process.
+One pinned process per core, 32 envs each; both sides include the resets at the end of episodes. The plain side is
+ManiSkill as a user would loop it: `gymnasium.make` and `step`, sixteen envs per process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """ManiSkill tasks from state observations, on the CPU or on ManiSkill's own GPU physics.
 
-Three backends: `cpu_batched` (many envs in one process, for tasks where that was proven equal), `cpu` (plain ManiSkill envs one
-after the other) and `cuda`. Whatever the backend, an episode's initial state follows from its own seed, never from which other
+Three backends: `cpu_batched` (many envs in one process, for tasks where that was proven equal), `cpu` (plain
+ManiSkill envs one
+after the other) and `cuda`. Whatever the backend, an episode's initial state follows from its own seed, never from
+which other
 rows are reset with it: ManiSkill draws from torch's global generator, so each row's draw gets a generator of its own.
 """
 
@@ -51,12 +53,13 @@ class ManiSkillEnv(VectorEnv):
             raise ConfigError("env.backend=cuda needs an NVIDIA GPU, and this machine shows none; try env.backend=auto")
         if config.backend == "cpu_batched" and config.task not in BATCHED_TASKS:
             raise ConfigError(
-                f"env.backend=cpu_batched is proven for {', '.join(BATCHED_TASKS)} only; for {config.task} try env.backend=cpu"
+                f"env.backend=cpu_batched is proven for {', '.join(BATCHED_TASKS)} only; "
+                f"for {config.task} try env.backend=cpu"
             )
         if config.backend == "cpu_batched" and config.control_mode not in BATCHED_CONTROLS:
             raise ConfigError(
-                f"env.backend=cpu_batched with env.control_mode={config.control_mode} would move the arm differently from a "
-                f"single env; use one of {', '.join(BATCHED_CONTROLS)}, or env.backend=cpu"
+                f"env.backend=cpu_batched with env.control_mode={config.control_mode} would move the arm differently "
+                f"from a single env; use one of {', '.join(BATCHED_CONTROLS)}, or env.backend=cpu"
             )
         ensure_vulkan()
         if config.task not in BATCHED_TASKS:

@@ -28,7 +28,9 @@ def film(envs: list[Any], batched: bool, rows: np.ndarray, cameras: dict[int, An
 
 def add_camera(env: Any, scene: sapien.Scene, size: int) -> Any:
     wanted = env._default_human_render_camera_configs
-    config = next(iter(wanted.values())) if isinstance(wanted, dict) else wanted[0] if isinstance(wanted, list) else wanted
+    config = (
+        next(iter(wanted.values())) if isinstance(wanted, dict) else wanted[0] if isinstance(wanted, list) else wanted
+    )
     fov = config.fov if config.fov is not None else 1.0
     camera = scene.add_camera(f"film-{config.uid}", size, size, fov, config.near, config.far)
     pose = config.pose.sp if hasattr(config.pose, "sp") else config.pose

@@ -1,8 +1,11 @@
 """N PhysX CPU scenes behind the buffer interface of SAPIEN's GPU physics system.
 
-ManiSkill's batched code reads and writes whole arrays of poses and joint positions ("cuda_rigid_body_data" and so on) and asks
-the physics system to fetch them from, or apply them to, the simulator. Here the arrays are plain memory and fetch and apply copy
-row by row. Only rows that changed are applied, and only bodies that somebody reads are fetched: see `watch` and `settle`.
+ManiSkill's batched code reads and writes whole arrays of poses and joint positions ("cuda_rigid_body_data" and so
+on) and asks
+the physics system to fetch them from, or apply them to, the simulator. Here the arrays are plain memory and fetch
+and apply copy
+row by row. Only rows that changed are applied, and only bodies that somebody reads are fetched: see `watch` and
+`settle`.
 """
 
 from __future__ import annotations
@@ -120,7 +123,7 @@ class BatchedCpuPhysics:
         self.cuda_rigid_body_data.readers = set()
 
     def settle(self) -> None:
-        """From now on fetch only links that were read. The others show NaN: a late reader fails loudly, not silently."""
+        """From now on fetch only links that were read; the others show NaN, so that a late reader fails loudly."""
         read = self.cuda_rigid_body_data.readers or set()
         self.cuda_rigid_body_data.readers = None
         roots = set(self.roots)

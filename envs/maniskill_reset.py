@@ -1,7 +1,7 @@
 """Beginning episodes in some rows of a batched ManiSkill env, each from its own seed.
 
-ManiSkill's reset seeds one generator for all rows it resets together. Here every row is drawn alone from its own seed (the same
-draws a single env seeded with it would make) and everything else is done once for all rows.
+ManiSkill's reset seeds one generator for all rows it resets together. Here every row is drawn alone from its own
+seed (the same draws a single env seeded with it would make) and everything else is done once for all rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Real ManiSkill on the CPU. One process builds each env once; rows are few and episodes short, so the file takes seconds."""
+"""Real ManiSkill on the CPU. One process builds each env once; rows are few and episodes short, so the file takes
+seconds."""
 
 import subprocess
 import sys
