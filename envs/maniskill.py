@@ -86,15 +86,14 @@ class ManiSkillEnv(VectorEnv):
         )
         super().__init__(config, num_envs, spec)
         self._state = np.zeros((num_envs, spec.state_dim), np.float32)
-        self._fresh = True
+        self._info_now: dict[str, Any] | None = None  # of the batched env, while its state is not observed yet
         self._cameras: dict[int, Any] = {}
 
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray | None:
         if self.batched:
             from embodied.envs.maniskill_reset import begin_episodes
 
-            info = begin_episodes(self.envs[0], rows, [episode.seed for episode in episodes])
-            self._fresh = False
+            self._info_now = info = begin_episodes(self.envs[0], rows, [episode.seed for episode in episodes])
             return to_numpy(info["success"])[rows] if self.env_spec.has_success else None
         success = np.zeros(len(rows), bool)
         for i, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
@@ -127,18 +126,17 @@ class ManiSkillEnv(VectorEnv):
             env._elapsed_steps += 1
             info = env.get_info()
             reward = env.get_reward(obs=None, action=taken, info=info)
-        self._fresh = False
+        self._info_now = info
         failed = to_numpy(info["fail"]) if "fail" in info else np.zeros(self.num_envs, bool)
         return StepResult(to_numpy(reward), failed, to_numpy(info["success"]) if "success" in info else None)
 
     def _observe(self) -> Observation:
-        if self.batched and not self._fresh:
+        if self._info_now is not None:
             import torch
 
             with torch.no_grad():
-                env = self.envs[0]
-                self._state = np.array(to_numpy(env.get_obs(env.get_info())), np.float32)
-            self._fresh = True
+                self._state = np.array(to_numpy(self.envs[0].get_obs(self._info_now)), np.float32)
+            self._info_now = None
         return {"state": self._state.copy()}
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:

@@ -1,15 +1,14 @@
 """N PhysX CPU scenes behind the buffer interface of SAPIEN's GPU physics system.
 
-ManiSkill's batched code reads and writes whole arrays of poses and joint positions ("cuda_rigid_body_data" and so
-on) and asks
-the physics system to fetch them from, or apply them to, the simulator. Here the arrays are plain memory and fetch
-and apply copy
-row by row. Only rows that changed are applied, and only bodies that somebody reads are fetched: see `watch` and
-`settle`.
+ManiSkill's batched code reads and writes whole arrays of poses and joint positions ("cuda_rigid_body_data" and so on)
+and asks the physics system to fetch them from, or apply them to, the simulator. Here the arrays are plain memory and
+fetch and apply copy row by row. Only rows that changed are applied, and after a step only what moves and is read is
+fetched: see `watch`, `settle` and `refresh`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,13 @@ POSE, TWIST = slice(0, 7), slice(7, 13)
 
 
 class Buffer:
-    """One array with ManiSkill's accessor; `watch` notes which rows are read until `settle`."""
+    """One array with ManiSkill's accessor; `readers`, where set, collects (row read, whether its velocity as well)."""
 
     def __init__(self, rows: int, width: int) -> None:
         self.np = np.zeros((rows, width), np.float32)
         self.applied = np.zeros_like(self.np)  # what the simulator holds, as far as we know
         self.tensor = torch.from_numpy(self.np)
-        self.readers: set[int] | None = None
+        self.readers: set[tuple[int, bool]] | None = None
 
     def torch(self) -> torch.Tensor:
         if self.readers is None:
@@ -35,13 +34,17 @@ class Buffer:
 
     def changed(self) -> np.ndarray:
         """Rows that were written since the simulator last agreed."""
-        rows = np.flatnonzero((self.np != self.applied).any(axis=1))
+        rows = np.flatnonzero(self.differs().any(axis=1))
         self.applied[rows] = self.np[rows]
         return rows
 
+    def differs(self) -> np.ndarray:
+        """Bit by bit, so that NaN (which marks what is not fetched) equals itself."""
+        return self.np.view(np.int32) != self.applied.view(np.int32)
+
 
 class Watched(torch.Tensor):
-    """A view of a buffer that notes the row indices it is read with."""
+    """A view of the body buffer that notes which rows it is read with, and whether beyond the pose."""
 
     buffer: Buffer
 
@@ -52,9 +55,10 @@ class Watched(torch.Tensor):
         return view
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        rows = index[0] if isinstance(index, tuple) else index
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        only_pose = isinstance(columns, slice) and columns.stop is not None and columns.stop <= POSE.stop
         if isinstance(rows, torch.Tensor):
-            self.buffer.readers.update(rows.reshape(-1).tolist())
+            self.buffer.readers.update((row, not only_pose) for row in rows.reshape(-1).tolist())
         return self.as_subclass(torch.Tensor)[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -109,42 +113,68 @@ class BatchedCpuPhysics:
             setattr(self, f"cuda_articulation_{name}", Buffer(len(self.articulations), width))
         for name in ("target_qpos", "target_qvel"):
             self._buffer(name).applied[:] = np.nan  # the simulator's drive targets are unknown
-        self.free_rows = list(range(self.num_free))
-        self.link_rows = list(range(self.num_free, len(self.bodies)))
         self.is_kinematic = [bool(body.kinematic) for body in self.bodies[: self.num_free]]
+        self.rows_of: list[list[int]] = [[] for _ in self.systems]  # bodies of each env
+        for row, env in enumerate(self.env_of):
+            self.rows_of[env].append(row)
+        data = self.cuda_rigid_body_data.np
+        self.places = [(data[row, :3], data[row, 3:7], data[row, 7:10], data[row, 10:]) for row in range(len(data))]
+        self.posed = self.moving = self.all_rows = list(range(len(self.bodies)))
+        self.unread = np.zeros_like(data, bool)
         self._contacts: dict[int, list] = {}
-        self.gpu_fetch_rigid_dynamic_data()
-        self.gpu_fetch_articulation_link_pose()
-        self.gpu_fetch_articulation_qpos()
-        self.gpu_fetch_articulation_qvel()
+        self.refresh(range(len(self.systems)))
 
     def watch(self) -> None:
-        """Begin to note which links are read."""
+        """Begin to note what is read."""
         self.cuda_rigid_body_data.readers = set()
 
     def settle(self) -> None:
-        """From now on fetch only links that were read; the others show NaN, so that a late reader fails loudly."""
-        read = self.cuda_rigid_body_data.readers or set()
+        """From now on a step fetches only what moves and was read. The rest shows NaN: a late reader fails loudly."""
+        noted = self.cuda_rigid_body_data.readers or set()
         self.cuda_rigid_body_data.readers = None
-        roots = set(self.roots)
-        self.link_rows = [row for row in self.link_rows if row in read or row in roots]
-        unread = [row for row in range(self.num_free, len(self.bodies)) if row not in read and row not in roots]
-        self.cuda_rigid_body_data.np[unread] = np.nan
-        self.cuda_rigid_body_data.applied[unread] = np.nan
+        still = {row for row in range(self.num_free) if self.is_kinematic[row]}
+        still |= {
+            root for root, one in zip(self.roots, self.articulations, strict=True) if one.joints[0].type == "fixed"
+        }
+        posed = {row for row, _ in noted} | set(self.roots) | set(range(self.num_free))
+        moving = {row for row, velocity in noted if velocity}
+        self.unread[:] = True
+        self.unread[sorted(posed), POSE] = False
+        self.unread[sorted(moving | still), TWIST] = False
+        self.posed, self.moving = sorted(posed - still), sorted(moving - still)
+        self._hide(self.all_rows)
+
+    def refresh(self, envs: Iterable[int]) -> None:
+        """Fetch everything of these envs, also what a step leaves out: before and after they are written to."""
+        rows = [row for env in envs for row in self.rows_of[env]]
+        self._fetch_poses(rows)
+        self._fetch_velocities(rows)
+        self.gpu_fetch_articulation_qpos()
+        self.gpu_fetch_articulation_qvel()
+
+    def hide_unread(self, envs: Iterable[int]) -> None:
+        """Put NaN back where a step would leave yesterday's values."""
+        self._hide([row for env in envs for row in self.rows_of[env]])
+
+    def _hide(self, rows: list[int]) -> None:
+        for array in (self.cuda_rigid_body_data.np, self.cuda_rigid_body_data.applied):
+            array[rows] = np.where(self.unread[rows], np.nan, array[rows])
 
     # fetch: simulator -> arrays
 
     def gpu_fetch_rigid_dynamic_data(self) -> None:
-        self._fetch(self.free_rows)
+        """Of all bodies, links as well."""
+        self._fetch_poses(self.posed)
+        self._fetch_velocities(self.moving)
 
     def gpu_fetch_articulation_link_pose(self) -> None:
-        self._fetch(self.link_rows)
+        """Comes with the bodies, which every ManiSkill scene has (its ground or table)."""
 
     def gpu_fetch_articulation_link_velocity(self) -> None:
-        """Comes with the pose."""
+        """Comes with the bodies."""
 
     def gpu_update_articulation_kinematics(self) -> None:
-        self._fetch(self.link_rows)
+        """The CPU's articulations follow their joints at once."""
 
     def gpu_fetch_articulation_qpos(self) -> None:
         buffer = self.cuda_articulation_qpos
@@ -167,23 +197,28 @@ class BatchedCpuPhysics:
     def gpu_fetch_articulation_target_qvel(self) -> None:
         """Targets are only written by us."""
 
-    def _fetch(self, rows: list[int]) -> None:
-        data, applied = self.cuda_rigid_body_data.np, self.cuda_rigid_body_data.applied
+    def _fetch_poses(self, rows: list[int]) -> None:
+        entities, places = self.entities, self.places
         for row in rows:
-            body, pose = self.bodies[row], self.entities[row].pose
-            out = data[row]
-            out[:3] = pose.p
-            out[3:7] = pose.q
-            out[7:10] = body.linear_velocity
-            out[10:] = body.angular_velocity
-        applied[rows] = data[rows]
+            pose, place = entities[row].pose, places[row]
+            place[0][:] = pose.p
+            place[1][:] = pose.q
+        self.cuda_rigid_body_data.applied[rows, POSE] = self.cuda_rigid_body_data.np[rows, POSE]
         self._contacts.clear()
+
+    def _fetch_velocities(self, rows: list[int]) -> None:
+        bodies, places = self.bodies, self.places
+        for row in rows:
+            body, place = bodies[row], places[row]
+            place[2][:] = body.linear_velocity
+            place[3][:] = body.angular_velocity
+        self.cuda_rigid_body_data.applied[rows, TWIST] = self.cuda_rigid_body_data.np[rows, TWIST]
 
     # apply: arrays -> simulator
 
     def gpu_apply_rigid_dynamic_data(self) -> None:
         buffer = self.cuda_rigid_body_data
-        for row in np.flatnonzero((buffer.np[: self.num_free] != buffer.applied[: self.num_free]).any(axis=1)):
+        for row in np.flatnonzero(buffer.differs()[: self.num_free].any(axis=1)):
             values, body = buffer.np[row], self.bodies[row]
             self.entities[row].set_pose(sapien.Pose(values[:3], values[3:7]))
             if not self.is_kinematic[row]:
@@ -193,15 +228,17 @@ class BatchedCpuPhysics:
 
     def gpu_apply_articulation_root_pose(self) -> None:
         buffer = self.cuda_rigid_body_data
-        for articulation, row in zip(self.articulations, self.roots, strict=True):
-            if (buffer.np[row, POSE] != buffer.applied[row, POSE]).any():
+        changed = buffer.differs()[self.roots, POSE].any(axis=1)
+        for articulation, row, is_changed in zip(self.articulations, self.roots, changed.tolist(), strict=True):
+            if is_changed:
                 articulation.set_root_pose(sapien.Pose(buffer.np[row, :3], buffer.np[row, 3:7]))
                 buffer.applied[row, POSE] = buffer.np[row, POSE]
 
     def gpu_apply_articulation_root_velocity(self) -> None:
         buffer = self.cuda_rigid_body_data
-        for articulation, row in zip(self.articulations, self.roots, strict=True):
-            if (buffer.np[row, TWIST] != buffer.applied[row, TWIST]).any():
+        changed = buffer.differs()[self.roots, TWIST].any(axis=1)
+        for articulation, row, is_changed in zip(self.articulations, self.roots, changed.tolist(), strict=True):
+            if is_changed:
                 articulation.set_root_linear_velocity(buffer.np[row, 7:10])
                 articulation.set_root_angular_velocity(buffer.np[row, 10:])
                 buffer.applied[row, TWIST] = buffer.np[row, TWIST]
@@ -225,7 +262,7 @@ class BatchedCpuPhysics:
         self._apply_targets(self.cuda_articulation_target_qvel, "set_drive_velocity_target")
 
     def _apply_targets(self, buffer: Buffer, method: str) -> None:
-        changed = buffer.np != buffer.applied
+        changed = buffer.differs()
         if not changed.any():
             return
         values = buffer.np.tolist()

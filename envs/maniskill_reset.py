@@ -6,25 +6,32 @@ seed (the same draws a single env seeded with it would make) and everything else
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 
+from embodied.envs.maniskill_physics import BatchedCpuPhysics
+
 
 @torch.no_grad()
 def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int]) -> dict[str, Any]:
     """Reset these rows; returns ManiSkill's info of all rows."""
-    scene = env.scene
+    scene, physics = env.scene, env.scene.px
+    on_cpu = isinstance(physics, BatchedCpuPhysics)
     mask = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
     mask[torch.as_tensor(rows, device=env.device)] = True
     scene._reset_mask = mask
     env._elapsed_steps[mask] = 0
+    if on_cpu:
+        physics.refresh(rows.tolist())
     stand_still(env)
     env.agent.reset()
     one = torch.zeros_like(mask)
-    with torch.random.fork_rng():
+    with own_draws(env.device) as seed_draws:
         for row, seed in zip(rows.tolist(), seeds, strict=True):
             one[:] = False
             one[row] = True
@@ -33,17 +40,36 @@ def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int]) -> dict[str, An
             env._episode_seed[row] = seed
             env._batched_episode_rng[np.array([row])] = own
             env._episode_rng = own[0]
-            torch.manual_seed(seed)
+            seed_draws(seed)
             env._initialize_episode(torch.tensor([row], device=env.device), {})
     scene._reset_mask = mask
     scene._gpu_apply_all()
-    scene.px.gpu_update_articulation_kinematics()
-    scene._gpu_fetch_all()
+    if on_cpu:  # only these rows changed
+        physics.refresh(rows.tolist())
+        physics.hide_unread(rows.tolist())
+        scene._needs_fetch = False
+    else:
+        physics.gpu_update_articulation_kinematics()
+        scene._gpu_fetch_all()
     controllers = env.agent.controller.values() if isinstance(env.agent.controller, dict) else [env.agent.controller]
     for controller in controllers:
         controller.reset()  # with the mask: targets of rows that go on are theirs
     scene._reset_mask = torch.ones_like(mask)
     return env.get_info()
+
+
+@contextmanager
+def own_draws(device: torch.device) -> Iterator[Callable[[int], Any]]:
+    """A function that seeds what ManiSkill draws from; afterwards torch's generators are as they were."""
+    if device.type == "cpu":  # torch.manual_seed would also format a stack trace for a GPU that is not there: 0.5 ms
+        before = torch.default_generator.get_state()
+        try:
+            yield torch.default_generator.manual_seed
+        finally:
+            torch.default_generator.set_state(before)
+        return
+    with torch.random.fork_rng():
+        yield torch.manual_seed
 
 
 def stand_still(env: Any) -> None:
