@@ -33,6 +33,10 @@ class Diverged(EmbodiedError):
     """Training produced numbers that are not finite; no step was taken with them."""
 
 
+class Unusable(EmbodiedError):
+    """A worker made something nobody can use: numbers that are not finite, a wrong shape. A fresh one may do better."""
+
+
 class WorkerFailed(EmbodiedError):
     """A worker raised an exception or its process died. Carries who and the first cause."""
 

@@ -5,10 +5,12 @@ from embodied.runtime.channel import Channel, Waiting
 from embodied.runtime.cluster import Cluster
 from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.hosts import HostPlan
+from embodied.runtime.supervision import Budget
 from embodied.runtime.timers import Timers
 from embodied.runtime.worker import Worker, served_while_busy
 
 __all__ = [
+    "Budget",
     "Channel",
     "Cluster",
     "Handle",

@@ -17,7 +17,8 @@ from embodied.errors import ChannelClosed
 
 if TYPE_CHECKING:
     from embodied.runtime.hosts import Host
-    from embodied.runtime.queues import Queue, Remote
+    from embodied.runtime.queues import Queue
+    from embodied.runtime.remote import Remote
 
 DEFAULT_CAPACITY = 64
 

@@ -13,8 +13,9 @@ import threading
 import traceback
 from typing import Any
 
-from embodied.runtime.hosts import PROGRESS_BYTES, Host, Links, Progress
+from embodied.runtime.hosts import Host, Links
 from embodied.runtime.payload import Payload, decode, encode
+from embodied.runtime.progress import PROGRESS_BYTES, Progress
 from embodied.runtime.wire import Loop, Wire
 
 _PR_SET_PDEATHSIG = 1
@@ -46,6 +47,7 @@ def _serve(boot: dict[str, Any]) -> None:
 
     progress = Progress(mmap.mmap(boot["progress_fd"], PROGRESS_BYTES))
     os.close(boot["progress_fd"])
+    progress.start_beating()
     links = Links(encode, decode, post, report)
     host = Host(boot["run"], [boot["name"]], links, progress, boot["timeout_s"])
 
@@ -54,9 +56,17 @@ def _serve(boot: dict[str, Any]) -> None:
         # The end of a peer needs no action here: the driver says who died, and of what.
         channels.add(wire, lambda message, payload, _: host.serve_channel(name, message, payload), lambda: None)
 
+    def reconnect(name: str, fd: int) -> None:
+        channels.drain(peers[name])  # what the last life sent comes before anything of the next
+        connect(name, fd)
+
     def on_control(message: tuple, payload: Payload | None, fd: int) -> None:
-        if message[0] == "peer":
+        if message[0] == "peer" and message[1] in peers:
+            channels.submit(lambda: reconnect(message[1], fd))
+        elif message[0] == "peer":
             connect(message[1], fd)
+        elif message[0] == "revived":  # not before its wire is there
+            channels.submit(lambda: host.control(message))
         elif message[0] == "stop":
             host.stop(message[1])
             driver.flush()

@@ -2,6 +2,7 @@
 
 One rule for errors: whatever fails first is what every wait reports. A failed worker closes the channels it was given,
 so those who wait for it there are told at once; the ChannelClosed they raise follows from it and never hides it.
+The exception are hosts that are supervised: what happens there is a loss that `settle` tells and `replace` mends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,37 +22,17 @@ from typing import Any
 from embodied.errors import DeadlineExceeded, WorkerFailed
 from embodied.runtime.backend import Events, make_backend
 from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Choose
+from embodied.runtime.failures import Failure, readable
 from embodied.runtime.group import Handle, WorkerGroup
-from embodied.runtime.hosts import DRIVER, MAX_WORKERS, HostPlan, WorkerSpec
+from embodied.runtime.hosts import DRIVER, HostPlan, WorkerSpec
+from embodied.runtime.keeper import Call, Keeper
+from embodied.runtime.progress import MAX_WORKERS, Sign
+from embodied.runtime.supervision import Budget, Supervisor
 from embodied.runtime.worker import Worker
 
 _FIRST_CAUSE_S = 0.5  # how long a consequence waits for its cause to be reported
 CLOSE_S = 5.0  # how long workers may take to close before they are killed
 CLOSE_AFTER_ERROR_S = 1.0
-
-
-class RemoteTraceback(Exception):
-    """Carries the traceback of a worker as text: the `__cause__` of a WorkerFailed."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-@dataclass
-class Failure:
-    worker: str
-    cause: str
-    traceback: str
-    follows: tuple[str, str] | None = None  # (worker, cause) of the ChannelClosed that this is a consequence of
-    fatal: bool = False  # the worker is gone: its process died or its constructor failed
-    told: bool = False
-
-    def error(self) -> WorkerFailed:
-        self.told = True
-        error = WorkerFailed(self.worker, self.cause)
-        if self.traceback:
-            error.__cause__ = RemoteTraceback(self.traceback)
-        return error
 
 
 class Cluster:
@@ -71,14 +52,16 @@ class Cluster:
         self.hosts = list(hosts)
         self._run = secrets.token_hex(8)
         self._changed = threading.Condition()
-        self._calls: dict[int, tuple[str, Handle]] = {}  # call id -> (worker, handle)
+        self._calls: dict[int, Call] = {}
         self._call_ids = itertools.count()
         self._failures: list[Failure] = []
         self._groups: dict[str, WorkerGroup] = {}
-        self._slots: dict[str, int] = {}
+        self._makings: dict[str, tuple[WorkerSpec, Any, Any]] = {}  # worker -> (spec, packed arguments, arguments)
         self._channels: dict[str, Channel] = {}
         self._channels_of: dict[str, set[str]] = defaultdict(set)  # worker -> names of the channels it was given
         self._dead_hosts: dict[str, Failure] = {}
+        self._losses: dict[str, Failure] = {}  # dead hosts to be replaced that `settle` has not told yet
+        self._keeper: Keeper | None = None
         self._closed = False
         events = Events(self._on_report, self._on_death)
         log_dir = Path(log_dir) if log_dir is not None else None
@@ -106,7 +89,7 @@ class Cluster:
         if role in self._groups:
             raise ValueError(f"the role {role!r} is already launched")
         workers = [f"{role}-{rank}" for rank in range(len(hosts))]
-        if len(self._slots) + len(workers) > MAX_WORKERS:
+        if len(self._makings) + len(workers) > MAX_WORKERS:
             raise ValueError(f"a cluster runs at most {MAX_WORKERS} workers")
         group = self._groups[role] = WorkerGroup(self, cls, role, workers, hosts)
         handle = Handle(self, f"{role}.__init__", workers)
@@ -114,8 +97,8 @@ class Cluster:
         module = cls.partition(":")[0] if isinstance(cls, str) else cls.__module__
         file = getattr(sys.modules.get(module), "__file__", None)
         for rank, worker in enumerate(workers):
-            slot = self._slots[worker] = len(self._slots)
-            spec = WorkerSpec(worker, rank, len(workers), slot, module, file)
+            spec = WorkerSpec(worker, rank, len(workers), len(self._makings), module, file)
+            self._makings[worker] = (spec, packed, (args, kwargs))
             self._send(handle, worker, hosts[rank], ("make", spec), packed, (args, kwargs))
         return group
 
@@ -149,20 +132,70 @@ class Cluster:
         return handle
 
     def wait_for(self, handle: Handle, timeout_s: float | None) -> None:
-        seconds = self.timeout_s if timeout_s is None else timeout_s
-        until = time.monotonic() + seconds
+        started = time.monotonic()
         with self._changed:
             while True:
                 if (failure := self._failure_for(handle)) is not None:
                     raise failure.error()
                 if not handle.running():
                     return
-                if not self._changed.wait(max(until - time.monotonic(), 0)) and time.monotonic() >= until:
-                    raise DeadlineExceeded(self._late(handle, seconds))
+                self._wait([handle], started, timeout_s)
 
-    def progress(self, group: WorkerGroup) -> list[tuple[int, float]]:
-        """Per rank: how often the worker ticked, and how many seconds ago it last did."""
-        return [self._backend.progress(host, self._slots[w]) for w, host in zip(group.workers, group.hosts)]
+    def progress(self, group: WorkerGroup) -> list[Sign]:
+        """Per rank: the last sign of life."""
+        return [self._backend.progress(host, self._slot(w)) for w, host in zip(group.workers, group.hosts)]
+
+    # Supervision
+
+    def supervise(self, groups: Sequence[WorkerGroup], stale: Sequence[WorkerGroup], budget: Budget) -> None:
+        """From now on hosts that run only these groups are replaced when they die or hang. `stale` groups need weights
+        before they are themselves again. A backend that isolates nothing cannot replace anything."""
+        roles, stale_roles = {g.role for g in groups}, {g.role for g in stale}
+        hosts = [plan for plan in self.hosts if roles.issuperset(plan.roles)] if self._backend.isolates else []
+        stale_hosts = [plan.name for plan in hosts if stale_roles.intersection(plan.roles)]
+        supervisor = Supervisor(budget, [plan.name for plan in hosts], stale_hosts)
+        self._keeper = Keeper(self._backend, supervisor, time.monotonic)
+
+    def settle(self, *handles: Handle) -> dict[str, Failure]:
+        """Blocks until the handles are done (then {}), or hosts have died that can be replaced: host -> what happened,
+        each told once. Raises what cannot be mended."""
+        started = time.monotonic()
+        with self._changed:
+            while True:
+                for handle in handles:
+                    if (failure := self._failure_for(handle)) is not None and not failure.mendable:
+                        raise failure.error()
+                if self._losses:
+                    losses, self._losses = self._losses, {}
+                    return losses
+                if not any(handle.running() for handle in handles):
+                    return {}
+                self._wait(handles, started, None)
+
+    def replace(self, host: str) -> list[Handle]:
+        """Starts a dead host again with the same plan, and its workers with the same arguments."""
+        self._backend.spawn(next(plan for plan in self.hosts if plan.name == host))
+        with self._changed:
+            del self._dead_hosts[host]
+        for plan in self.hosts:
+            if plan.name != host and plan.name not in self._dead_hosts:
+                self._backend.call(plan.name, ("revived", host))
+        self._backend.host.control(("revived", host))
+        handles = []
+        for worker in self._workers_of(host):
+            spec, packed, arguments = self._makings[worker]
+            handles.append(handle := Handle(self, f"{worker.rpartition('-')[0]}.__init__", [worker]))
+            self._send(handle, worker, host, ("make", spec), packed, arguments)
+        return handles
+
+    def rebuilt_by(self, host: str, construction: Sequence[Handle], weights: Sequence[Handle]) -> None:
+        """A replaced host is at work when `construction` is done, and no longer stale when `weights` is."""
+        with self._changed:
+            self._keeper.rebuilt_by(host, construction, weights)
+
+    def restarts(self, host: str) -> int:
+        """Of this host in this run."""
+        return self._keeper.supervisor.restarts(host)
 
     def close(self, seconds: float = CLOSE_S) -> None:
         """Ends everything: blocked workers get ChannelClosed, idle ones close, the rest is killed after `seconds`."""
@@ -175,8 +208,9 @@ class Cluster:
         finally:
             self._backend.stop(seconds)
             with self._changed:
-                for worker, handle in self._calls.values():
-                    handle.failed[worker] = Failure(worker, f"the cluster was closed during {handle.what}", "")
+                for call in self._calls.values():
+                    what = f"the cluster was closed during {call.handle.what}"
+                    call.handle.failed[call.worker] = Failure(call.worker, what)
                 self._calls.clear()
                 self._changed.notify_all()
 
@@ -197,8 +231,27 @@ class Cluster:
                 handle.failed[worker] = self._dead_hosts[host]
                 return
             call_id = next(self._call_ids)
-            self._calls[call_id] = (worker, handle)
+            self._calls[call_id] = Call(worker, host, self._slot(worker), handle, time.monotonic())
         self._backend.call(host, (*message, call_id), packed)
+
+    def _wait(self, handles: Sequence[Handle], started: float, timeout_s: float | None) -> None:
+        """Called with the lock: until something happens, or it is time to look for hung hosts."""
+        allowed = self.timeout_s if timeout_s is None else timeout_s
+        since = started if timeout_s is not None else self._last_sign(handles, started)
+        left = since + allowed - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(self._late(next(handle for handle in handles if handle.running()), allowed))
+        if self._keeper is None:
+            self._changed.wait(left)
+        else:
+            self._changed.wait(min(left, self._keeper.check_s))
+            self._keeper.check(self._calls.values())
+
+    def _last_sign(self, handles: Sequence[Handle], started: float) -> float:
+        """When one of those who are waited for last did something."""
+        waited = [worker for handle in handles for worker in handle.running()]
+        signs = [self._backend.progress(self._host_of(worker), self._slot(worker)) for worker in waited]
+        return max([started, *(time.monotonic() - sign.ago_s for sign in signs)])
 
     def _failure_for(self, handle: Handle) -> Failure | None:
         """What this wait must report. Called with the lock."""
@@ -214,7 +267,7 @@ class Cluster:
         return failure
 
     def _spoke(self, peer: str) -> bool:
-        return self._news() is not None or all(worker != peer for worker, _ in self._calls.values())
+        return self._news() is not None or all(call.worker != peer for call in self._calls.values())
 
     def _news(self) -> Failure | None:
         """The first cause that no wait has raised yet, or that nobody can recover from."""
@@ -223,58 +276,83 @@ class Cluster:
     def _on_report(self, host: str, message: tuple, packed: Any) -> None:
         kind, call_id, *rest = message
         with self._changed:
-            worker, handle = self._calls.pop(call_id, (None, None))
-            if handle is None:
+            call = self._calls.pop(call_id, None)
+            if call is None:
                 return
+            worker, handle = call.worker, call.handle
             if kind == "done":
                 handle.finish(worker, rest[0], packed)
                 self._changed.notify_all()
                 return
-        cause, traceback, follows = rest
-        constructing = handle.what.endswith(".__init__")
-        doing = "constructor" if constructing else handle.what.split(".")[1]
-        cause = f"{doing} failed: {cause} [{self._backend.where(self._host_of(worker))}]"
-        self._fail([(worker, handle)], Failure(worker, cause, traceback, follows, constructing), [worker])
+            cause, traceback, follows, retry = rest
+            constructing = handle.what.endswith(".__init__")
+            doing = "constructor" if constructing else handle.what.split(".")[1]
+            cause = f"{doing} failed: {cause} [{self._backend.where(call.host)}]"
+            failure = Failure(worker, cause, traceback, follows, constructing)
+            if retry and self._keeper is not None and self._keeper.replaceable(call.host):
+                self._calls[call_id] = call  # fails with its host
+                self._keeper.condemn(call.host, failure)
+                return
+        self._fail([call], failure, [worker])
 
     def _on_death(self, host: str, cause: str) -> None:
-        workers = [w for g in list(self._groups.values()) for w, h in zip(g.workers, g.hosts) if h == host]
+        workers = self._workers_of(host)
         with self._changed:
             if self._closed:
                 return
-            calls = {i: c for i, c in self._calls.items() if c[0] in workers}
+            calls = {i: call for i, call in self._calls.items() if call.host == host}
             for call_id in calls:
                 del self._calls[call_id]
-            worker = next((w for w, _ in calls.values()), workers[0] if workers else host)
-            doing = f" during {calls[min(calls)][1].what}" if calls else ""
-            cause = f"its process {cause}{doing} [{self._backend.where(host)}]"
-            failure = self._dead_hosts[host] = Failure(worker, cause, "", fatal=True)
+            worker = next((call.worker for call in calls.values()), workers[0] if workers else host)
+            doing = f" during {calls[min(calls)].handle.what}" if calls else ""
+            held = f"out of memory? It held {readable(self._backend.pulse(host).resident_bytes)}"
+            hint = f" ({held})" if cause.endswith("SIGKILL") else ""
+            failure = Failure(worker, f"its process {cause}{hint}{doing} [{self._backend.where(host)}]")
+            failure, again = self._keeper.died(host, failure) if self._keeper else (failure.final(""), False)
+            self._dead_hosts[host] = failure
+        died = ("died", host, failure.worker, failure.cause, again)
         for plan in self.hosts:
             if plan.name not in self._dead_hosts:
-                self._backend.call(plan.name, ("died", host, worker, cause))
-        self._backend.host.control(("died", host, worker, cause))
-        self._fail(calls.values(), failure, workers)
+                self._backend.call(plan.name, died)
+        self._backend.host.control(died)
+        if not again:
+            self._fail(calls.values(), failure, workers)
+            return
+        with self._changed:
+            self._losses[host] = failure
+            self._mark(calls.values(), failure)
 
-    def _fail(self, calls: Iterable[tuple[str, Handle]], failure: Failure, workers: list[str]) -> None:
+    def _fail(self, calls: Iterable[Call], failure: Failure, workers: list[str]) -> None:
         with self._changed:
             self._failures.append(failure)
             names = {name for worker in workers for name in self._channels_of[worker]}
         for name in names:
             self._channels[name].end.close(failure.worker, failure.cause)
         with self._changed:
-            for worker, handle in calls:
-                handle.failed[worker] = failure
-            self._changed.notify_all()
+            self._mark(calls, failure)
+
+    def _mark(self, calls: Iterable[Call], failure: Failure) -> None:
+        for call in calls:
+            call.handle.failed[call.worker] = failure
+        self._changed.notify_all()
+
+    def _workers_of(self, host: str) -> list[str]:
+        return [w for g in list(self._groups.values()) for w, h in zip(g.workers, g.hosts) if h == host]
 
     def _host_of(self, worker: str) -> str:
         return next(h for g in self._groups.values() for w, h in zip(g.workers, g.hosts) if w == worker)
+
+    def _slot(self, worker: str) -> int:
+        return self._makings[worker][0].slot
 
     def _late(self, handle: Handle, seconds: float) -> str:
         lines = [f"{handle.what} did not finish within {seconds:g} s on {', '.join(handle.running())}:"]
         for worker in handle.running():
             host = self._host_of(worker)
-            ticks, ago = self._backend.progress(host, self._slots[worker])
-            sign = f"last sign of life {ago:.1f} s ago" if ticks else "no sign of life yet"
-            lines.append(f"  {worker} [{self._backend.where(host)}]: {sign}")
+            sign = self._backend.progress(host, self._slot(worker))
+            told = f"last sign of life {sign.ago_s:.1f} s ago" if sign.ticks else "no sign of life yet"
+            waits = ", waits on a channel" if sign.waits else ""
+            lines.append(f"  {worker} [{self._backend.where(host)}]: {told}{waits}")
         return "\n".join(lines)
 
 

@@ -26,13 +26,16 @@ class Handle:
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
         """Blocks until every rank is done. Raises the first cause as soon as anything in the cluster fails, and
-        DeadlineExceeded after `timeout_s` (default: the cluster's)."""
+        DeadlineExceeded after `timeout_s` (default: when no rank has shown a sign of life for the cluster's)."""
         self._cluster.wait_for(self, timeout_s)
         return [self._cluster.unpack(self._results[worker]) for worker in self.workers]
 
     def done(self) -> bool:
         """Nothing is running any more; `wait` returns or raises at once."""
         return not self.running()
+
+    def succeeded(self) -> bool:
+        return all(worker in self._results for worker in self.workers)
 
     def seconds(self, reduce: str = "max") -> float:
         """How long the call took on its ranks, after `wait`: "max", "min" or "mean"."""

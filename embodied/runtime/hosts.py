@@ -13,24 +13,25 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from embodied.errors import ChannelClosed, EmbodiedError
+from embodied.errors import ChannelClosed, EmbodiedError, Unusable
 from embodied.runtime.channel import Channel, hosts_of_runs
+from embodied.runtime.failures import readable
 from embodied.runtime.payload import Payload
-from embodied.runtime.queues import Queue, Remote
+from embodied.runtime.progress import Progress, resident_bytes
+from embodied.runtime.queues import Queue
+from embodied.runtime.remote import Remote
 from embodied.runtime.timers import Timers
 from embodied.runtime.worker import Worker
 
 DRIVER = "driver"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LP_NUM_THREADS")
-MAX_WORKERS = 1024  # in a cluster; each has a slot in the progress memory of every host
-PROGRESS_BYTES = MAX_WORKERS * 16
 _MAX_CAUSE_CHARS = 2000
 _import_lock = threading.RLock()
 
@@ -51,25 +52,6 @@ class HostPlan:
     def describe(self) -> str:
         cores = f"cores {ranges(self.cores)}" if self.cores else "any core"
         return f"{self.name}: {', '.join(self.roles)} on {cores}, {self.threads} threads"
-
-
-class Progress:
-    """A counter and a time per worker, in memory that the driver can read even while the host is stuck."""
-
-    def __init__(self, memory: Any) -> None:
-        self._slots = memoryview(memory).cast("B").cast("Q")
-
-    def tick(self, slot: int) -> None:
-        self._slots[2 * slot] += 1
-        self._slots[2 * slot + 1] = time.monotonic_ns()
-
-    def read(self, slot: int) -> tuple[int, float]:
-        """-> (ticks so far, seconds since the last)."""
-        ticks, when = self._slots[2 * slot], self._slots[2 * slot + 1]
-        return ticks, (time.monotonic_ns() - when) / 1e9 if ticks else float("inf")
-
-    def release(self) -> None:
-        self._slots.release()
 
 
 @dataclass(frozen=True)
@@ -106,7 +88,7 @@ class Host:
         self._progress = progress
         self._workers: dict[str, _WorkerThread] = {}
         self._ends: dict[str, Queue | Remote] = {}
-        self._dead: dict[str, tuple[str, str]] = {}  # host -> (worker, cause)
+        self._dead: dict[str, tuple[str, str, bool]] = {}  # host -> (worker, cause, whether it is started again)
         self._lock = threading.RLock()
         self._current = threading.local()
         hosts_of_runs[run] = self
@@ -123,6 +105,8 @@ class Host:
             self._workers[worker].submit(call_id, method, packed, urgent)
         elif kind == "died":
             self._host_died(*rest)
+        elif kind == "revived":
+            self._host_revived(*rest)
 
     def stop(self, seconds: float) -> list[str]:
         """Closes the workers; -> the names of those that are still busy after that time."""
@@ -143,9 +127,10 @@ class Host:
                     self._ends[channel.name] = Queue(channel, self)
                     return self._ends[channel.name]
                 end = self._ends[channel.name] = Remote(channel, self)
-                self.post(channel.home, ("open", channel.name, channel))  # its answer must find the end in place
                 if channel.home in self._dead:
                     end.home_died(*self._dead[channel.home])
+                else:
+                    end.open()  # the answer must find the end in place
             return self._ends[channel.name]
 
     def serve_channel(self, peer: str, message: tuple, payload: Payload | None = None) -> None:
@@ -180,15 +165,23 @@ class Host:
             traceback.print_exc()
             end.close(self.name, f"{type(error).__name__}: {error}")
 
-    def _host_died(self, host: str, worker: str, cause: str) -> None:
+    def _host_died(self, host: str, worker: str, cause: str, restarts: bool) -> None:
         with self._lock:
-            self._dead[host] = (worker, cause)
+            self._dead[host] = (worker, cause, restarts)
             ends = list(self._ends.values())
         for end in ends:
             if isinstance(end, Queue):
                 end.forget(host)
             elif end.home == host:
-                end.home_died(worker, cause)
+                end.home_died(worker, cause, restarts)
+
+    def _host_revived(self, host: str) -> None:
+        """A host that died was started again: the channels at home there begin anew, empty."""
+        with self._lock:
+            del self._dead[host]
+            ends = [end for end in self._ends.values() if isinstance(end, Remote) and end.home == host]
+        for end in ends:
+            end.open()
 
     # Who is calling
 
@@ -200,7 +193,13 @@ class Host:
         spec = getattr(self._current, "spec", None)
         return spec.name if spec is not None else self.name
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """While the worker whose thread this is waits on a channel: it may be silent then."""
+        spec = getattr(self._current, "spec", None)
+        return nullcontext() if spec is None else self._progress.waiting(spec.slot)
+
     def tick(self) -> str:
+        """-> the caller."""
         spec = getattr(self._current, "spec", None)
         if spec is None:
             return self.name
@@ -295,9 +294,11 @@ class _WorkerThread(threading.Thread):
         name = "" if isinstance(error, EmbodiedError) else f"{type(error).__name__}: "
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-        cause = f"{name}{error}"[:_MAX_CAUSE_CHARS] + where
+        held = f" (this process held {readable(resident_bytes())})" if isinstance(error, MemoryError) else ""
+        cause = f"{name}{error}"[:_MAX_CAUSE_CHARS] + held + where
         follows = (error.peer, error.cause) if isinstance(error, ChannelClosed) else None
-        return "failed", call_id, cause, text[-_MAX_CAUSE_CHARS * 8 :], follows
+        retry = isinstance(error, Unusable) or not isinstance(error, EmbodiedError)
+        return "failed", call_id, cause, text[-_MAX_CAUSE_CHARS * 8 :], follows, retry
 
 
 def _below_us(trace: TracebackType | None) -> TracebackType | None:

@@ -7,7 +7,8 @@ import os
 from typing import Any
 
 from embodied.runtime.backend import Events
-from embodied.runtime.hosts import DRIVER, PROGRESS_BYTES, Host, HostPlan, Links, Progress
+from embodied.runtime.hosts import DRIVER, Host, HostPlan, Links
+from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign, resident_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -15,6 +16,7 @@ _log = logging.getLogger(__name__)
 class InlineBackend:
     name = "inline"
     promise = "one process for debugging: nothing is pinned, no crash is isolated, nothing overlaps"
+    isolates = False
 
     def __init__(self, run: str, plans: list[HostPlan], timeout_s: float, events: Events) -> None:
         self._progress = Progress(bytearray(PROGRESS_BYTES))
@@ -38,8 +40,14 @@ class InlineBackend:
     def where(self, host: str) -> str:
         return f"pid {os.getpid()}, inline"
 
-    def progress(self, host: str, slot: int) -> tuple[int, float]:
+    def progress(self, host: str, slot: int) -> Sign:
         return self._progress.read(slot)
+
+    def pulse(self, host: str) -> Pulse:
+        return Pulse(0.0, resident_bytes())
+
+    def kill(self, host: str) -> None:
+        raise AssertionError("nothing is isolated here, so nothing is killed")
 
     def stop(self, seconds: float) -> None:
         busy = self.host.stop(seconds)

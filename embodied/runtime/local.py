@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from embodied.runtime.backend import Events
-from embodied.runtime.hosts import DRIVER, PROGRESS_BYTES, Host, HostPlan, Links, Progress, ranges
+from embodied.runtime.hosts import DRIVER, Host, HostPlan, Links, ranges
 from embodied.runtime.payload import Payload, decode, encode
+from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign
 from embodied.runtime.wire import Loop, Wire, socket_pair
 
 _log = logging.getLogger(__name__)
@@ -52,10 +53,15 @@ class _Process:
     log: Path | None
     ended: threading.Event = field(default_factory=threading.Event)
 
+    def free(self) -> None:
+        self.progress.release()
+        self.memory.close()
+
 
 class LocalBackend:
     name = "local"
     promise = "one process per host on this machine"
+    isolates = True
 
     def __init__(self, run: str, log_dir: Path | None, timeout_s: float, events: Events) -> None:
         self.pack, self.unpack = encode, decode
@@ -97,12 +103,15 @@ class LocalBackend:
         control = Wire(mine)
         channels = self._connect_to_driver(plan.name, control)
         process = _Process(plan, popen, control, channels, Progress(memory), memory, log)
+        before = self._processes.pop(plan.name, None)
         for other in self._processes.values():
             one, two = socket_pair()
             with one, two:
                 control.post(("peer", other.plan.name), fd=one.fileno())
                 other.control.post(("peer", plan.name), fd=two.fileno())
         self._processes[plan.name] = process
+        if before is not None:
+            before.free()
         self._control.add(
             control, lambda message, payload, _: self._events.on_report(plan.name, message, payload), lambda: None
         )
@@ -117,8 +126,16 @@ class LocalBackend:
         log = f", log: {process.log}" if process.log is not None else ""
         return f"pid {process.popen.pid}{cores}{log}"
 
-    def progress(self, host: str, slot: int) -> tuple[int, float]:
+    def progress(self, host: str, slot: int) -> Sign:
         return self._processes[host].progress.read(slot)
+
+    def pulse(self, host: str) -> Pulse:
+        return self._processes[host].progress.pulse()
+
+    def kill(self, host: str) -> None:
+        process = self._processes[host]
+        if process.popen.returncode is None:
+            _kill_session(process.popen)
 
     def stop(self, seconds: float) -> None:
         processes = list(self._processes.values())
@@ -141,8 +158,7 @@ class LocalBackend:
             for thread in self._threads:
                 thread.join(timeout=5)
             for process in processes:
-                process.progress.release()
-                process.memory.close()
+                process.free()
 
     # Inside
 
@@ -196,9 +212,14 @@ class LocalBackend:
     def _died(self, process: _Process) -> None:
         _kill_session(process.popen)  # what it started; as long as it is not waited for, its number is not reused
         code = process.popen.wait()
-        self._control.drain(process.control)  # what it reported before it died comes first
-        process.ended.set()
-        self._events.on_death(process.plan.name, _describe_exit(code))
+        self._control.drain(process.control)  # what it reported before it died comes first,
+
+        def tell() -> None:
+            self._channels.drain(process.channels)  # and what it put into channels of the driver
+            process.ended.set()
+            self._events.on_death(process.plan.name, _describe_exit(code))
+
+        self._channels.submit(tell)
 
 
 def _describe_exit(code: int) -> str:
@@ -208,8 +229,7 @@ def _describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
+    return f"was killed by {name}"
 
 
 def _kill_session(popen: subprocess.Popen) -> None:

@@ -1,6 +1,6 @@
-"""The two ends of a channel: the `Queue` in its home, and what other hosts hold, a `Remote`.
+"""The end of a channel in its home: a `Queue`, which serves gets in the order they came.
 
-A queue serves its gets in the order they came. The messages between the two ends are listed in `Host.serve_channel`.
+The messages between it and the ends that other hosts hold (`remote.py`) are listed in `Host.serve_channel`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from embodied.runtime.payload import Payload
 
 if TYPE_CHECKING:
     from embodied.runtime.hosts import Host
-
-_CANCEL_S = 5.0  # how long a home may take to answer that a get was given up
+    from embodied.runtime.remote import Remote
 
 
 class Entry(NamedTuple):
@@ -88,12 +87,12 @@ class Queue:
         self._deliver(ready)
 
     def get(self, key: Any, need: float | None, timeout_s: float | None) -> list[Any]:
-        self.host.tick()
         getter = Getter(key, need)
         self._start(getter)
         seconds = self.host.timeout_s if timeout_s is None else timeout_s
         try:
-            arrived = getter.wait(seconds)
+            with self.host.waiting():
+                arrived = getter.wait(seconds)
         except BaseException:  # Ctrl-C
             self._give_up(getter)
             raise
@@ -147,11 +146,15 @@ class Queue:
                 self.host.post(peer, ("given_up", self.name, request))
 
     def forget(self, peer: str) -> None:
-        """A host died: nobody waits there any more."""
+        """A host died: nobody waits there any more. What it has put stays; a later life has room of its own."""
         for getter in list(self._getters):
             if getter.peer == peer:
                 self._give_up(getter)
-        self.users.discard(peer)
+        with self._lock:
+            self.users.discard(peer)
+            self._entries = deque(e._replace(put_back=True) if e.peer == peer else e for e in self._entries)
+            for origin in [origin for origin in self._taken if origin[0] == peer]:
+                del self._taken[origin]
 
     # Inside; the lock is held, except in _start, _give_up and _deliver
 
@@ -258,112 +261,6 @@ class Queue:
                     self.host.post(getter.peer, ("got", self.name, getter.request, last), payload)
 
 
-class Remote:
-    """A channel seen from a host that is not its home."""
-
-    def __init__(self, channel: Channel, host: Host) -> None:
-        self.name = channel.name
-        self.home = channel.home
-        self.capacity = channel.capacity
-        self.host = host
-        self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
-        self._unread: dict[str, int] = defaultdict(int)  # per producer of this host: sent and not known to be taken
-        self._gets: dict[int, Getter] = {}
-        self._requests = itertools.count()
-        self._closed: tuple[str, str] | None = None
-        self._home_died = False
-
-    def put(self, item: Any, key: Any, weight: float, timeout_s: float | None) -> None:
-        producer = self.host.tick()
-        payload = self.host.pack(item)
-        with self._lock:
-            if self.capacity is not None:
-                wait_for_room(self, producer, self._room, self._unread, lambda: self._closed, timeout_s)
-            if self._closed is not None:
-                raise ChannelClosed(self.name, *self._closed)
-            self._unread[producer] += 1
-        self.host.post(self.home, ("put", self.name, key, weight, producer), payload)
-
-    def get(self, key: Any, need: float | None, timeout_s: float | None) -> list[Any]:
-        self.host.tick()
-        seconds = self.host.timeout_s if timeout_s is None else timeout_s
-        getter = self._ask("get", key, need)
-        try:
-            arrived = getter.wait(seconds)
-        except BaseException:  # Ctrl-C
-            self.host.post(self.home, ("cancel", self.name, getter.request))
-            raise
-        if not arrived:
-            # The answer may be on its way: the home says which came first, so that no item is lost.
-            self.host.post(self.home, ("cancel", self.name, getter.request))
-            if not getter.wait(_CANCEL_S) or not (getter.entries or getter.closed):
-                raise nothing_came(self.name, key, seconds, None)
-        if getter.closed is not None:
-            raise ChannelClosed(self.name, *getter.closed)
-        return [self.host.unpack(payload) for payload in getter.entries]
-
-    def qsize(self) -> int:
-        getter = self._ask("size")
-        if not getter.wait(self.host.timeout_s):
-            raise DeadlineExceeded(f"channel {self.name!r}: its home {self.home} did not answer")
-        if getter.closed is not None:
-            raise ChannelClosed(self.name, *getter.closed)
-        return int(getter.total)
-
-    def close(self, peer: str, cause: str, drain: bool = False) -> None:
-        self.closed_by(peer, cause)
-        self.host.post(self.home, ("close", self.name, peer, cause, drain))
-
-    def _ask(self, kind: str, key: Any = None, need: float | None = None) -> Getter:
-        getter = Getter(key, need, self.home, next(self._requests))
-        with self._lock:
-            if self._home_died:
-                raise ChannelClosed(self.name, *self._closed)
-            self._gets[getter.request] = getter
-        self.host.post(self.home, (kind, self.name, getter.request, *((key, need) if kind == "get" else ())))
-        return getter
-
-    # For the messages of the home
-
-    def closed_by(self, peer: str, cause: str) -> None:
-        with self._lock:
-            self._closed = self._closed or (peer, cause)
-            self._room.notify_all()
-
-    def home_died(self, peer: str, cause: str) -> None:
-        self.closed_by(peer, cause)
-        with self._lock:
-            self._home_died = True
-            gets, self._gets = self._gets, {}
-        for getter in gets.values():
-            getter.closed = self._closed
-            getter.finish()
-
-    def room_for(self, producer: str, count: int) -> None:
-        with self._room:
-            self._unread[producer] -= count
-            self._room.notify_all()
-
-    def answer(
-        self,
-        request: int,
-        payload: Payload | None = None,
-        last: bool = True,
-        size: int = 0,
-        closed: tuple[str, str] | None = None,
-    ) -> None:
-        getter = self._gets.get(request)
-        if getter is None:
-            return
-        if payload is not None:
-            getter.entries.append(payload)
-        getter.total, getter.closed = size, closed
-        if last:
-            del self._gets[request]
-            getter.finish()
-
-
 def wait_for_room(
     end: Queue | Remote,
     producer: str,
@@ -375,7 +272,9 @@ def wait_for_room(
     seconds = end.host.timeout_s if timeout_s is None else timeout_s
     until = time.monotonic() + seconds
     while unread[producer] >= end.capacity and closed() is None:
-        if not room.wait(until - time.monotonic()):
+        with end.host.waiting():
+            came = room.wait(until - time.monotonic())
+        if not came:
             raise DeadlineExceeded(
                 f"channel {end.name!r}: {producer} has {unread[producer]} items waiting there and nobody took one "
                 f"for {seconds:g} s"

@@ -134,13 +134,16 @@ class Loop:
             self._wires[wire] = selectors.EVENT_READ
             self._selector.register(wire, selectors.EVENT_READ, (wire, on_message, on_end))
 
-        self._requests.append(register)
+        self.submit(register)
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Runs it in the loop's thread, in order."""
+        self._requests.append(task)
         self.wake()
 
     def watch(self, fd: int, on_ready: Callable[[], None]) -> None:
         """Calls `on_ready` once when the descriptor becomes readable, then closes it."""
-        self._requests.append(lambda: self._selector.register(fd, selectors.EVENT_READ, (fd, on_ready)))
-        self.wake()
+        self.submit(lambda: self._selector.register(fd, selectors.EVENT_READ, (fd, on_ready)))
 
     def drain(self, wire: Wire) -> None:
         """In the loop's thread: serves what a peer that ended has still sent."""
@@ -166,7 +169,7 @@ class Loop:
                     self._selector.unregister(key.fileobj)
                     os.close(key.data[0])
                     key.data[1]()
-                else:
+                elif key.data[0] in self._wires:  # not ended by a callback just now
                     self._serve(*key.data, events)
         self._close()
 

@@ -1,0 +1,91 @@
+"""Signs of life in memory that the driver reads even while a host is stuck: per worker, and one of the whole process.
+
+A worker that computes must tick now and then; one that waits on a channel need not, so who waits for a hung worker is
+not taken for hung itself. The process beats from a thread of its own: a host that was stopped, or whose native code
+never lets other threads run, falls silent whatever its workers do.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+MAX_WORKERS = 1024  # in a cluster; each has a slot in the progress memory of every host
+_WORDS = 3  # of 8 bytes: ticks, time of the last, whether it waits (of the process: its resident bytes)
+_PROCESS = MAX_WORKERS  # the slot of the process itself
+PROGRESS_BYTES = (MAX_WORKERS + 1) * _WORDS * 8
+BEAT_S = 0.5
+
+
+class Sign(NamedTuple):
+    """What a worker last showed."""
+
+    ticks: int
+    ago_s: float
+    waits: bool  # on a channel
+
+
+class Pulse(NamedTuple):
+    """What a process last showed."""
+
+    ago_s: float
+    resident_bytes: int
+
+
+class Progress:
+    def __init__(self, memory: Any) -> None:
+        self._words = memoryview(memory).cast("B").cast("Q")
+
+    def tick(self, slot: int) -> None:
+        at = _WORDS * slot
+        self._words[at] += 1
+        self._words[at + 1] = time.monotonic_ns()
+
+    @contextmanager
+    def waiting(self, slot: int) -> Iterator[None]:
+        self.tick(slot)
+        self._words[_WORDS * slot + 2] = 1
+        try:
+            yield
+        finally:
+            self.tick(slot)  # before the mark goes, or it would look silent for as long as it waited
+            self._words[_WORDS * slot + 2] = 0
+
+    def beat(self) -> None:
+        self._words[_WORDS * _PROCESS + 2] = resident_bytes()
+        self.tick(_PROCESS)
+
+    def read(self, slot: int) -> Sign:
+        ticks, when, waits = self._words[_WORDS * slot : _WORDS * slot + _WORDS]
+        return Sign(ticks, _ago_s(ticks, when), bool(waits))
+
+    def pulse(self) -> Pulse:
+        beats, when, resident = self._words[_WORDS * _PROCESS : _WORDS * _PROCESS + _WORDS]
+        return Pulse(_ago_s(beats, when), resident)
+
+    def release(self) -> None:
+        self._words.release()
+
+    def start_beating(self) -> None:
+        """For as long as the process lives."""
+
+        def beat() -> None:
+            while True:
+                self.beat()
+                time.sleep(BEAT_S)
+
+        threading.Thread(target=beat, name="heart", daemon=True).start()
+
+
+def _ago_s(ticks: int, when: int) -> float:
+    return (time.monotonic_ns() - when) / 1e9 if ticks else float("inf")
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

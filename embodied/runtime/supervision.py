@@ -1,0 +1,103 @@
+"""When a host is suspected, killed, replaced or given up: a state machine without processes, threads or a clock.
+
+It is told what happened and when, and answers what to do; doing it is the caller's business (`keeper.py`).
+
+    healthy <-> suspect      silent for half of hang_s, or heard again
+    any -> restarting        it died and the budget allows another life
+    restarting -> stale      its workers are constructed, but a policy among them has no weights yet
+    restarting -> healthy    constructed, and nothing is missing
+    stale -> healthy         it has the current weights
+    any -> dead              it died while it was constructed, or once too often: the run ends
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class State(Enum):
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    RESTARTING = "restarting"
+    STALE = "stale"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much patience there is with a host."""
+
+    max_restarts: int  # of one host within the window
+    window_s: float
+    hang_s: float  # silence after which it is killed
+
+
+@dataclass
+class _Host:
+    state: State = State.HEALTHY
+    restarts: int = 0
+    recent: deque[float] = field(default_factory=deque)  # when it was restarted, within the window
+
+
+class Supervisor:
+    def __init__(self, budget: Budget, hosts: Iterable[str], stale: Iterable[str] = ()) -> None:
+        """`stale`: those that need the current weights before they may serve again."""
+        self.budget = budget
+        self._hosts = {host: _Host() for host in hosts}
+        self._stale = frozenset(stale)
+
+    def __contains__(self, host: str) -> bool:
+        return host in self._hosts
+
+    def __iter__(self):
+        return iter(self._hosts)
+
+    def state(self, host: str) -> State:
+        return self._hosts[host].state
+
+    def restarts(self, host: str) -> int:
+        """Over the whole run."""
+        return self._hosts[host].restarts
+
+    def at_work(self, host: str) -> bool:
+        """It was constructed, so dying now is no failure of a constructor."""
+        return self.state(host) in (State.HEALTHY, State.SUSPECT, State.STALE)
+
+    def silent(self, host: str, seconds: float) -> bool:
+        """No sign of life for so long; -> whether it must be killed. A host under construction may take its time."""
+        if not self.at_work(host):
+            return False
+        if self.state(host) is not State.STALE:
+            self._hosts[host].state = State.SUSPECT if seconds >= self.budget.hang_s / 2 else State.HEALTHY
+        return seconds >= self.budget.hang_s
+
+    def died(self, host: str, now: float) -> str:
+        """-> why it is not started again; empty if it is."""
+        record, budget = self._hosts[host], self.budget
+        if not self.at_work(host):
+            record.state = State.DEAD
+            return f"this was while it was constructed after restart {record.restarts}"
+        while record.recent and now - record.recent[0] > budget.window_s:
+            record.recent.popleft()
+        if len(record.recent) >= budget.max_restarts:
+            record.state = State.DEAD
+            return (
+                f"this was after {len(record.recent)} restarts within {budget.window_s:g} s "
+                f"(faults.max_restarts={budget.max_restarts})"
+            )
+        record.recent.append(now)
+        record.restarts += 1
+        record.state = State.RESTARTING
+        return ""
+
+    def constructed(self, host: str) -> None:
+        if self.state(host) is State.RESTARTING:
+            self._hosts[host].state = State.STALE if host in self._stale else State.HEALTHY
+
+    def current(self, host: str) -> None:
+        """It has the current weights."""
+        if self.state(host) is State.STALE:
+            self._hosts[host].state = State.HEALTHY

@@ -1,0 +1,91 @@
+"""The state machine alone: no process, no thread, and time is a number."""
+
+from embodied.runtime.supervision import Budget, State, Supervisor
+
+BUDGET = Budget(max_restarts=2, window_s=100, hang_s=10)
+
+
+def supervisor(stale=()) -> Supervisor:
+    return Supervisor(BUDGET, ["sims", "policy"], stale)
+
+
+def test_a_silent_host_is_suspect_first_and_killed_later():
+    machine = supervisor()
+    assert not machine.silent("sims", 4.9) and machine.state("sims") is State.HEALTHY
+    assert not machine.silent("sims", 5) and machine.state("sims") is State.SUSPECT
+    assert machine.silent("sims", 10)
+    assert machine.state("policy") is State.HEALTHY
+
+
+def test_a_suspect_that_speaks_again_is_healthy():
+    machine = supervisor()
+    machine.silent("sims", 9.9)
+    assert not machine.silent("sims", 0.1) and machine.state("sims") is State.HEALTHY
+
+
+def test_a_death_at_work_is_a_restart():
+    machine = supervisor()
+    assert machine.died("sims", now=5) == ""
+    assert machine.state("sims") is State.RESTARTING and machine.restarts("sims") == 1
+    machine.constructed("sims")
+    assert machine.state("sims") is State.HEALTHY and machine.restarts("policy") == 0
+
+
+def test_a_host_under_construction_may_be_silent():
+    machine = supervisor()
+    machine.died("sims", now=0)
+    assert not machine.silent("sims", 1000) and machine.state("sims") is State.RESTARTING
+
+
+def test_a_death_under_construction_ends_the_run():
+    machine = supervisor()
+    machine.died("sims", now=0)
+    assert "constructed after restart 1" in machine.died("sims", now=1)
+    assert machine.state("sims") is State.DEAD and not machine.at_work("sims")
+
+
+def test_a_policy_is_stale_until_it_has_the_current_weights():
+    machine = supervisor(stale=["policy"])
+    machine.died("policy", now=0)
+    machine.current("policy")
+    assert machine.state("policy") is State.RESTARTING, "weights cannot arrive before there is a policy"
+    machine.constructed("policy")
+    assert machine.state("policy") is State.STALE
+    assert machine.silent("policy", 10) and machine.state("policy") is State.STALE
+    machine.current("policy")
+    assert machine.state("policy") is State.HEALTHY
+
+
+def test_a_stale_host_that_dies_is_restarted_within_the_budget():
+    machine = supervisor(stale=["policy"])
+    for now in (0, 1):
+        assert machine.died("policy", now) == ""
+        machine.constructed("policy")
+    assert machine.died("policy", 2) != ""
+
+
+def dies_and_returns(machine, now) -> str:
+    reason = machine.died("sims", now)
+    machine.constructed("sims")
+    return reason
+
+
+def test_the_budget_counts_restarts_of_one_host_within_the_window():
+    machine = supervisor()
+    assert [dies_and_returns(machine, now) for now in (0, 60)] == ["", ""]
+    reason = dies_and_returns(machine, 100)
+    assert reason == "this was after 2 restarts within 100 s (faults.max_restarts=2)"
+    assert machine.state("sims") is State.DEAD
+    assert machine.died("policy", 100) == ""
+
+
+def test_restarts_before_the_window_are_forgotten():
+    machine = supervisor()
+    assert [dies_and_returns(machine, now) for now in (0, 60, 101, 161)] == [""] * 4
+    assert machine.restarts("sims") == 4
+    assert dies_and_returns(machine, 200) != ""
+
+
+def test_no_restarts_allowed_means_that_the_first_death_ends_the_run():
+    machine = Supervisor(Budget(0, 100, 10), ["sims"])
+    assert "after 0 restarts" in machine.died("sims", 0)
