@@ -36,6 +36,9 @@ class RunSection(Strict):
     save_every: int | None = Field(
         None, gt=0, description="Save a checkpoint every so many iterations; null: only at the end."
     )
+    trace: int = Field(
+        5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> RunSection:

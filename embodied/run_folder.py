@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -73,6 +74,11 @@ class RunFolder:
             self._curves = Curves(self.path / "tensorboard")
         self._metrics.write((json.dumps(row) + "\n").encode())
         self._curves.add(row["env_steps"], row)
+
+    def new_trace(self) -> Path:
+        """Where this start of the run writes its timeline: trace.json, trace-2.json after a resume, and so on."""
+        names = (f"trace-{n}.json" if n > 1 else "trace.json" for n in itertools.count(1))
+        return next(path for name in names if not (path := self.path / name).exists())
 
     def note(self, text: str) -> None:
         """What the console said, into logs/driver.log."""

@@ -16,6 +16,7 @@ from embodied.errors import ConfigError
 from embodied.evaluate import play_and_write
 from embodied.learners.meeting import meeting_point
 from embodied.reporting.console import Console
+from embodied.reporting.timeline import Timeline
 from embodied.run_folder import RunFolder
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -59,6 +60,7 @@ def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, c
         spec = loop.start()
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop)
         total = total_iterations(config)
+        timeline = Timeline(loop.groups, loop.timers, folder.new_trace(), config.run.trace)
         while state["iteration"] < total and not interruption.requested:
             iterate(loop, state, total, folder, console)
             last = state["iteration"] == total
@@ -67,9 +69,11 @@ def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, c
             if not interruption.requested and (last or due(state["iteration"], config.run.eval_every)):
                 out = folder.path / "eval" / name_of(loop.version)
                 console.evaluated(loop.version, play_and_write(loop, config, spec, out))
+            timeline.collect(state["iteration"])
         if interruption.requested:
             console.saved(save(loop, state, folder))
-    console.end(state, interruption.requested)
+        spent = timeline.end()
+    console.end(state, interruption.requested, spent)
 
 
 def total_iterations(config: RunConfig) -> int:
@@ -113,9 +117,10 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
 def save(loop: EmbodiedLoop, state: dict, folder: RunFolder) -> Path:
     content = {**state, "num_envs": loop.config.env.num_envs}
     write = loop.learners[0].save
-    return write_checkpoint(
-        folder.checkpoints, state["version"], lambda draft: write(draft).wait(), content, loop.save_sims()
-    )
+    with loop.timers.measure("save"):
+        return write_checkpoint(
+            folder.checkpoints, state["version"], lambda draft: write(draft).wait(), content, loop.save_sims()
+        )
 
 
 def due(iteration: int, every: int | None) -> bool:

@@ -15,7 +15,7 @@ from embodied.data import ActReply, ActRequest, EpisodeResult, EpisodeSpec
 from embodied.envs.base import VectorEnv
 from embodied.envs.film import Films
 from embodied.envs.rows import Rows
-from embodied.runtime import Channel
+from embodied.runtime import Channel, Timers
 
 
 def play_episodes(
@@ -26,6 +26,7 @@ def play_episodes(
     replies: Channel,
     film: frozenset[int],
     folder: Path | None,
+    timers: Timers,
 ) -> list[EpisodeResult]:
     waiting = deque(episodes)
     rows = Rows(env.num_envs, env.env_spec.has_success)
@@ -35,8 +36,10 @@ def play_episodes(
         obs = refill(env, rows, playing, np.arange(env.num_envs), waiting, films)
         while playing.any():
             requests.put(ActRequest(source, obs, rows.episode.copy(), rows.decision.copy()))
-            reply: ActReply = replies.get()
-            result = env.step_chunk(reply.output.actions, on_frame=films.on_frame)
+            with timers.measure("wait"):
+                reply: ActReply = replies.get()
+            with timers.measure("step"):
+                result = env.step_chunk(reply.output.actions, on_frame=films.on_frame)
             rows.record(result)
             obs = result.obs
             done = np.flatnonzero(result.done & playing)
@@ -45,7 +48,8 @@ def play_episodes(
                 results += outcomes
                 films.finish(done, outcomes)
                 playing[done] = False
-                fresh = refill(env, rows, playing, done, waiting, films)
+                with timers.measure("reset"):
+                    fresh = refill(env, rows, playing, done, waiting, films)
                 obs = obs if fresh is None else fresh
     return results
 

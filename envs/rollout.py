@@ -15,15 +15,16 @@ from embodied.data import ActReply, ActRequest, EpisodeResult, Observation, Traj
 from embodied.envs.base import VectorEnv
 from embodied.envs.rows import Rows
 from embodied.episodes import EpisodeList
-from embodied.runtime import Channel
+from embodied.runtime import Channel, Timers
 
 
 class Stage:
-    def __init__(self, env: VectorEnv, name: str, env_ids: np.ndarray, num_envs_total: int) -> None:
+    def __init__(self, env: VectorEnv, name: str, env_ids: np.ndarray, num_envs_total: int, timers: Timers) -> None:
         self.env = env
         self.name = name
         self.env_ids = env_ids
         self.num_envs_total = num_envs_total
+        self.timers = timers
         self.rows = Rows(env.num_envs, env.env_spec.has_success)
         self.obs: Observation | None = None
         self.final_obs: Observation | None = None
@@ -44,7 +45,7 @@ class Stage:
         mask[rows] = True
         self.obs, info = self.env.reset(options={"reset_mask": mask, "episodes": by_row})
         self.rows.begin(rows, specs, info.get("success"))
-        self.reset_s += perf_counter() - started
+        self.reset_s += self.timers.add("reset", started)
 
     def ask(self, value_only: bool = False) -> None:
         self.requests.put(
@@ -61,7 +62,7 @@ class Stage:
     def receive(self) -> ActReply:
         started = perf_counter()
         reply: ActReply = self.replies.get()
-        self.wait_s += perf_counter() - started
+        self.wait_s += self.timers.add("wait", started)
         return reply
 
     def take(self, record: Record, t: int, episodes: EpisodeList) -> None:
@@ -70,7 +71,7 @@ class Stage:
         record.finals(t - 1, self.final_rows, reply.final_values)
         started = perf_counter()
         result = self.env.step_chunk(reply.output.actions)
-        self.step_s += perf_counter() - started
+        self.step_s += self.timers.add("step", started)
         record.decision(t, self.obs, reply, result, self.rows.episode)
         self.rows.record(result)
         self.obs, self.final_obs, self.final_rows = result.obs, None, np.empty(0, np.int64)

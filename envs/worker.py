@@ -34,7 +34,7 @@ class SimWorker(Worker):
                 first = self.rank * per_worker + stage * per_stage
                 ids = np.arange(first, first + per_stage)
                 env = make_env(self.config, per_stage)
-                self.stages.append(Stage(env, f"sim-{self.rank}/{stage}", ids, self.config.num_envs))
+                self.stages.append(Stage(env, f"sim-{self.rank}/{stage}", ids, self.config.num_envs, self.timers))
         return self.stages[0].env.env_spec
 
     def collect(self, episodes: EpisodeList, horizon: int, route: Route, out: tuple[Channel, ...]) -> RolloutStats:
@@ -75,7 +75,9 @@ class SimWorker(Worker):
         if mine and self.eval_env is None:
             self.eval_env = make_env(self.config, rows)
         source = f"sim-{self.rank}/0"
-        results = play_episodes(self.eval_env, mine, source, requests, replies, film, folder) if mine else []
+        results = []
+        if mine:
+            results = play_episodes(self.eval_env, mine, source, requests, replies, film, folder, self.timers)
         requests.put(ActRequest(source, done=True))
         return results
 

@@ -28,7 +28,8 @@ class PolicyWorker(Worker):
 
     def load_weights(self, channel: Channel) -> int:
         """Take the next published version."""
-        weights: Weights = channel.get()
+        with self.timers.measure("wait"):
+            weights: Weights = channel.get()
         self.policy.load_weights(weights.tensors)
         self.version = weights.version
         return weights.version
@@ -39,11 +40,13 @@ class PolicyWorker(Worker):
             raise EmbodiedError("this policy worker has no weights yet; publish a version before the rollout")
         asking, decisions = len(replies), 0
         while asking:
-            request: ActRequest = requests.get()
+            with self.timers.measure("wait"):
+                request: ActRequest = requests.get()
             if request.done:
                 asking -= 1
                 continue
-            reply = self._answer(request, greedy, stream)
+            with self.timers.measure("act"):
+                reply = self._answer(request, greedy, stream)
             if reply.output is not None:
                 decisions += len(reply.values)
             replies[request.source].put(reply)

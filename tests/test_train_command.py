@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from embodied.reporting.timeline import read_trace
+
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TINY = {
     "recipe": "pointmass_ppo",
@@ -94,6 +96,13 @@ def test_a_run_says_what_it_does_and_leaves_a_whole_folder(finished):
     (events,) = (path / "tensorboard").glob("events.out.tfevents.*")
     assert events.read_bytes().count(b"train/grad_norm") == 6
     assert "iteration 6/6" in (path / "logs" / "driver.log").read_text()
+    spans = read_trace(path / "trace.json")
+    assert {span.iteration for span in spans} == {1, 2, 3, 4, 5}
+    names = {(span.worker.partition("-")[0], span.name) for span in spans}
+    assert names >= {("driver", "rollout"), ("driver", "save"), ("learner", "update"), ("learner", "publish")}
+    assert names >= {("sim", "collect"), ("sim", "step"), ("sim", "wait"), ("sim", "evaluate"), ("policy", "act")}
+    (line,) = (line for line in output.splitlines() if line.startswith("  time "))
+    assert all(f"{role}: " in line for role in ("sim", "policy", "learner")) and "idle" in line
     results = json.loads((path / "eval" / "v000006" / "results.json").read_text())
     assert results["overall"]["episodes"] == 8 and results["protocol"]["env"]["name"] == "pointmass"
     assert len((path / "eval" / "v000006" / "episodes.csv").read_text().splitlines()) == 9

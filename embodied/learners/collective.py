@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embodied.errors import DeadlineExceeded
 from embodied.learners.meeting import MeetingFile, MeetingRoom
+from embodied.runtime import Timers
 
 SPINS = 20_000  # looks at the counters before a waiting rank begins to sleep between looks
 
@@ -143,13 +144,28 @@ class SharedMemory:
         self.gloo.gather(np.zeros(1))
 
 
-Collective = Alone | Threads | Gloo | SharedMemory
+class Measured:
+    """Another collective; the time in it, waiting for the slowest rank included, is measured as "sync"."""
+
+    def __init__(self, ranks: Threads | Gloo | SharedMemory, timers: Timers) -> None:
+        self.ranks, self.timers = ranks, timers
+
+    def sum(self, values: Tensor) -> Tensor:
+        with self.timers.measure("sync"):
+            return self.ranks.sum(values)
+
+    def gather(self, rows: np.ndarray) -> list[np.ndarray]:
+        with self.timers.measure("sync"):
+            return self.ranks.gather(rows)
 
 
-def join(meeting: MeetingFile | MeetingRoom | None, rank: int, world_size: int) -> Collective:
+Collective = Alone | Threads | Gloo | SharedMemory | Measured
+
+
+def join(meeting: MeetingFile | MeetingRoom | None, rank: int, world_size: int, timers: Timers) -> Collective:
     if world_size == 1:
         return Alone()
     if isinstance(meeting, MeetingRoom):
-        return Threads(meeting, rank)
+        return Measured(Threads(meeting, rank), timers)
     between_processes = SharedMemory if platform.machine() == "x86_64" else Gloo
-    return between_processes(meeting, rank, world_size)
+    return Measured(between_processes(meeting, rank, world_size), timers)

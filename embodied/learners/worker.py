@@ -35,11 +35,13 @@ class LearnerWorker(Worker):
         self.num_envs = num_envs
         self.policy = make_policy(self.policy_config, spec, self.seed).eval()
         self.optimizer = Optimizer(self.policy, self.algo)
-        self.collective = join(self.meeting, self.rank, self.world_size)
+        self.collective = join(self.meeting, self.rank, self.world_size, self.timers)
 
     def update(self, trajectories: Channel, num_trajectories: int, iteration: int, total: int) -> dict[str, float]:
         """Receive this rank's trajectories of one rollout and do one PPO update with all ranks."""
-        whole = merge([trajectories.get() for _ in range(num_trajectories)])
+        with self.timers.measure("wait"):
+            parts = [trajectories.get() for _ in range(num_trajectories)]
+        whole = merge(parts)
         dtype = next(self.policy.parameters()).dtype
         share = prepare(whole, self.algo, self.collective, self.num_envs, dtype)
         numbers = update_policy(

@@ -82,10 +82,11 @@ class Console:
         lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
         self.say(f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} env steps){lost}")
 
-    def end(self, state: dict, stopped: bool) -> None:
-        """Where everything is, and what to type next."""
+    def end(self, state: dict, stopped: bool, spent: str) -> None:
+        """Where the time went, where everything is, and what to type next."""
         verb = "stopped" if stopped else "finished"
         self.say(f"{verb} after {state['env_steps']:,} env steps in {state['train_s']:.1f} s of training")
+        self.say(f"  time        {spent}")
         self.say(f"  results     {self.folder}")
         videos = sorted(self.folder.glob("eval/*/videos/*.mp4"))
         if videos:

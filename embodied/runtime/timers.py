@@ -1,18 +1,33 @@
-"""Adds up the seconds of named pieces of work. Every public method of a worker is measured under its own name."""
+"""Measures named pieces of work: their sums always, and each single one while a timeline is being recorded.
+
+Every public method of a worker is measured under its own name. Pieces nest: what is measured inside another belongs to
+both, and `own_s` is a piece's time without the pieces inside it. Waiting for others is measured as "wait" everywhere.
+"""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
+
+MAX_SPANS = 10_000  # kept per worker between two collections; about 100 bytes each
 
 
 @dataclass(frozen=True)
 class Total:
     count: int
     seconds: float
+    own_s: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one worker recorded: (name, start, seconds) by its own clock, in the order in which the pieces ended."""
+
+    spans: list[tuple[str, float, float]]
+    lost: int  # spans beyond MAX_SPANS
 
 
 class Timers:
@@ -21,20 +36,47 @@ class Timers:
     def __init__(self) -> None:
         self._totals: dict[str, Total] = {}
         self._lock = threading.Lock()
+        self._open = threading.local()  # `inside`: seconds measured so far within the open piece of this thread
+        self._spans: list[tuple[str, float, float]] | None = None
+        self._lost = 0
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        before, self._open.inside = getattr(self._open, "inside", 0.0), 0.0
+        start = perf_counter()
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - start)
+            inside, self._open.inside = self._open.inside, before
+            self._add(name, start, perf_counter() - start, inside)
 
-    def add(self, name: str, seconds: float) -> None:
-        with self._lock:
-            old = self._totals.get(name, Total(0, 0.0))
-            self._totals[name] = Total(old.count + 1, old.seconds + seconds)
+    def add(self, name: str, start: float) -> float:
+        """A piece that began at `start` (time.perf_counter), ends now and has none inside; returns its seconds."""
+        seconds = perf_counter() - start
+        self._add(name, start, seconds, 0.0)
+        return seconds
 
     def totals(self) -> dict[str, Total]:
         with self._lock:
             return dict(self._totals)
+
+    def record(self, on: bool) -> Recording:
+        """Begin (or end) keeping single pieces; returns those kept since the last call."""
+        with self._lock:
+            kept = Recording(self._spans or [], self._lost)
+            self._spans, self._lost = [] if on else None, 0
+        return kept
+
+    def _add(self, name: str, start: float, seconds: float, inside: float) -> None:
+        self._open.inside = getattr(self._open, "inside", 0.0) + seconds
+        with self._lock:
+            old = self._totals.get(name, _NOTHING)
+            self._totals[name] = Total(old.count + 1, old.seconds + seconds, old.own_s + seconds - inside)
+            if self._spans is not None:
+                if len(self._spans) < MAX_SPANS:
+                    self._spans.append((name, start, seconds))
+                else:
+                    self._lost += 1
+
+
+_NOTHING = Total(0, 0.0, 0.0)

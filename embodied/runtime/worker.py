@@ -7,9 +7,11 @@ in that thread, one call after the other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-from embodied.runtime.timers import Timers, Total
+from embodied.runtime.timers import Recording, Timers, Total
 
 
 def served_while_busy(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,3 +42,18 @@ class Worker:
     def timings(self) -> dict[str, Total]:
         """Seconds per public method, and per section the worker measured with `self.timers.measure(name)`."""
         return self.timers.totals()
+
+    @served_while_busy
+    def record(self, on: bool) -> Recording:
+        """Begins (or ends) keeping every measured piece of work; what was kept since the last call."""
+        return self.timers.record(on)
+
+    @served_while_busy
+    def clock(self) -> tuple[str, float]:
+        """The machine, and what `time.perf_counter` says there: one clock for all processes of a machine."""
+        return machine(), perf_counter()
+
+
+def machine() -> str:
+    """Names this boot of this machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -13,7 +13,7 @@ import numpy as np
 
 from embodied.data import EnvSpec, EpisodeResult, Route, Weights
 from embodied.episodes import EpisodeList, num_deliveries
-from embodied.runtime import Cluster
+from embodied.runtime import Cluster, Timers, WorkerGroup
 
 if TYPE_CHECKING:
     from embodied.config import RunConfig
@@ -29,6 +29,7 @@ class EmbodiedLoop:
         self.config = config
         self.cluster = cluster
         self.version = -1
+        self.timers = Timers()
         self.train_episodes = EpisodeList(config.seed, "train", config.env.task)
         self.eval_episodes = EpisodeList(config.eval.seed, "eval", config.env.task)
         self.sims = cluster.launch(SIM, "sim", config.env, config.pipeline.stages)
@@ -36,6 +37,10 @@ class EmbodiedLoop:
         self.learners = None
         if learn:
             self.learners = cluster.launch(LEARNER, "learner", config.policy, config.algo, config.seed, meeting)
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        return [group for group in (self.sims, self.policies, self.learners) if group]
 
     def start(self) -> EnvSpec:
         """Wait for the simulators, build policy and learner for what they offer, lay the channels."""
@@ -61,9 +66,11 @@ class EmbodiedLoop:
         updating = self.learners.update.each(
             [(channel, count, iteration, total) for channel, count in zip(self.trajectories, expected, strict=True)]
         )
-        stats = rollout.wait()
-        serving.wait()
-        losses = updating.wait()[0]
+        with self.timers.measure("rollout"):
+            stats = rollout.wait()
+            serving.wait()
+        with self.timers.measure("update"):
+            losses = updating.wait()[0]
         publish_s = self.publish(self.version + 1)
         numbers = {
             "env_steps": sum(part.env_steps for part in stats),
@@ -77,9 +84,10 @@ class EmbodiedLoop:
 
     def publish(self, version: int) -> float:
         """Make the learner's weights the ones that act, as this version."""
-        sent = self.learners[0].publish(version, tuple(self.weights))
-        self._load_weights(version)
-        sent.wait()
+        with self.timers.measure("publish"):
+            sent = self.learners[0].publish(version, tuple(self.weights))
+            self._load_weights(version)
+            sent.wait()
         return sent.seconds("max")
 
     def adopt(self, weights: Weights | None) -> None:
@@ -99,8 +107,9 @@ class EmbodiedLoop:
             [(episodes, min(num_envs, len(episodes)), route, film, folder) for route in routes]
         )
         serving = self._serve(routes, greedy=self.config.eval.greedy, stream="eval")
-        parts = playing.wait()
-        serving.wait()
+        with self.timers.measure("evaluate"):
+            parts = playing.wait()
+            serving.wait()
         return sorted((result for part in parts for result in part), key=lambda result: result.index)
 
     def save_sims(self) -> dict[str, np.ndarray]:

@@ -1,0 +1,221 @@
+"""Where the time of a run goes: every measured piece of work of every worker, on one clock.
+
+`trace.json` is in the Chrome trace event format (open it in ui.perfetto.dev): a process per host, a thread per worker,
+microseconds since training began. It grows by an event per line as iterations end, so memory stays flat and what a
+killed run leaves can still be read. Sums over the whole run are kept whether or not single pieces are.
+
+Names are those of worker methods (collect, serve, update, publish, load_weights, evaluate) and inside them step, reset,
+act, sync (with other learner ranks) and wait; the driver's own are rollout, update, publish, evaluate and save.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+from embodied.runtime import Timers, WorkerGroup
+from embodied.runtime.worker import machine
+
+DRIVER = "driver"
+PINGS = 5  # to a machine with another clock; the fastest answer tells the difference best
+SMALL = 0.01  # shares below are not worth a word at the end of a run
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work; inner pieces of the same worker lie within outer ones."""
+
+    worker: str  # "sim-0", or "driver"
+    host: str
+    name: str
+    start_s: float  # since training began
+    end_s: float
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Phases:
+    """A group's time: shares of its workers' wall-clock time, by name, without waiting; what is left is idle."""
+
+    role: str
+    shares: dict[str, float]
+    idle: float
+
+
+class Timeline:
+    """Collects from the groups of a run. `timers` are the driver's own; `path` gets the first `iterations`."""
+
+    def __init__(self, groups: Sequence[WorkerGroup], timers: Timers, path: Path, iterations: int) -> None:
+        self.groups = groups
+        self.timers = timers
+        self.left = iterations
+        self.before = [group.timings().wait() for group in groups]
+        self.writer = None
+        if iterations:
+            places = [(w, h) for group in groups for w, h in zip(group.workers, group.hosts, strict=True)]
+            self.writer = TraceWriter(path, [(DRIVER, DRIVER), *places])
+            self.late_s = {worker: late for group in groups for worker, late in clock_differences(group).items()}
+            for group in groups:
+                group.record(True).wait()
+            timers.record(True)
+        self.began = perf_counter()
+
+    def collect(self, iteration: int) -> None:
+        """Write what was done since the last call, as part of this iteration (counted from 1)."""
+        if self.writer is None:
+            return
+        self.left -= 1
+        on = self.left > 0
+        self._write(DRIVER, self.timers.record(on), iteration, 0.0)
+        for group in self.groups:
+            for worker, recording in zip(group.workers, group.record(on).wait(), strict=True):
+                self._write(worker, recording, iteration, self.late_s[worker])
+        if not on:
+            self._close()
+
+    def end(self) -> str:
+        """Finish the file; says how every group spent the time since the timeline was made."""
+        self._close()
+        wall = perf_counter() - self.began
+        pairs = zip(self.groups, self.before, strict=True)
+        return describe(phases(group.role, before, group.timings().wait(), wall) for group, before in pairs)
+
+    def _close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+    def _write(self, worker: str, recording, iteration: int, late_s: float) -> None:
+        zero = self.began - late_s
+        self.writer.add(worker, [(name, at - zero, seconds) for name, at, seconds in recording.spans], iteration)
+        if recording.lost:
+            self.writer.note(worker, f"{recording.lost} more pieces were not kept", iteration)
+
+
+def phases(role: str, before: list[dict], after: list[dict], wall_s: float) -> Phases:
+    """From the totals of a group's workers at two times."""
+    own: dict[str, float] = defaultdict(float)
+    for old, new in zip(before, after, strict=True):
+        for name, total in new.items():
+            own[name] += total.own_s - (old[name].own_s if name in old else 0.0)
+    whole = wall_s * len(after)
+    shares = {name: seconds / whole for name, seconds in own.items() if name != "wait"}
+    shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
+    return Phases(role, shares, max(0.0, 1.0 - sum(shares.values())))
+
+
+def describe(groups: Iterable[Phases]) -> str:
+    """`sim: step 61%, reset 8%, idle 31%; policy: ...`: the shares worth a word."""
+    return "; ".join(
+        f"{group.role}: "
+        + ", ".join(
+            f"{name} {share:.0%}" for name, share in [*group.shares.items(), ("idle", group.idle)] if share >= SMALL
+        )
+        for group in groups
+    )
+
+
+def clock_differences(group: WorkerGroup) -> dict[str, float]:
+    """Per worker, seconds to add to its clock to get the driver's."""
+    here, differences = machine(), {}
+    for rank, (worker, (where, _)) in enumerate(zip(group.workers, group.clock().wait(), strict=True)):
+        differences[worker] = 0.0 if where == here else min(ping(group[rank]) for _ in range(PINGS))[1]
+    return differences
+
+
+def ping(worker: WorkerGroup) -> tuple[float, float]:
+    """(seconds of the round trip, the driver's clock minus the worker's)."""
+    sent = perf_counter()
+    ((_, there),) = worker.clock().wait()
+    back = perf_counter()
+    return back - sent, (sent + back) / 2 - there
+
+
+class TraceWriter:
+    def __init__(self, path: Path, places: Sequence[tuple[str, str]]) -> None:
+        """`places`: (worker, host) of all that will be written."""
+        self.file = path.open("xb", buffering=0)  # nothing is left to flush when a run ends badly
+        hosts = {host: pid for pid, host in enumerate(dict.fromkeys(host for _, host in places))}
+        self.ids = {worker: (hosts[host], tid) for tid, (worker, host) in enumerate(places)}
+        names = [("process_name", pid, 0, host) for host, pid in hosts.items()]
+        names += [("thread_name", *self.ids[worker], worker) for worker, _ in places]
+        self.file.write(b"[\n")
+        self._lines([{"name": n, "ph": "M", "pid": p, "tid": t, "args": {"name": v}} for n, p, t, v in names], b"")
+
+    def add(self, worker: str, spans: Sequence[tuple[str, float, float]], iteration: int) -> None:
+        """Spans as (name, start in seconds, seconds)."""
+        pid, tid = self.ids[worker]
+        common = {"cat": worker.rpartition("-")[0] or worker, "ph": "X", "pid": pid, "tid": tid}
+        self._lines(
+            [
+                {"name": n, **common, "ts": us(start), "dur": us(seconds), "args": {"iteration": iteration}}
+                for n, start, seconds in spans
+            ]
+        )
+
+    def note(self, worker: str, text: str, iteration: int) -> None:
+        pid, tid = self.ids[worker]
+        self._lines([{"name": text, "ph": "M", "pid": pid, "tid": tid, "args": {"iteration": iteration}}])
+
+    def close(self) -> None:
+        self.file.write(b"\n]\n")
+        self.file.close()
+
+    def _lines(self, events: list[dict], before: bytes = b",\n") -> None:
+        if events:
+            self.file.write(before + ",\n".join(json.dumps(event, separators=(",", ":")) for event in events).encode())
+
+
+def us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a trace, by worker and time, outer ones before those inside; also of one that was cut short."""
+    names: dict[tuple[str, int], str] = {}
+    spans: list[Span] = []
+    with path.open() as file:
+        for line in file:
+            try:
+                event = json.loads(line.rstrip(",\n"))
+            except ValueError:  # the brackets around all, or the line a killed run was writing
+                continue
+            if event["ph"] == "M" and event["name"] in ("process_name", "thread_name"):
+                key = event["pid"] if event["name"] == "process_name" else event["tid"]
+                names[event["name"], key] = event["args"]["name"]
+            elif event["ph"] == "X":
+                worker, host = names["thread_name", event["tid"]], names["process_name", event["pid"]]
+                start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+                spans.append(Span(worker, host, event["name"], start, end, event["args"]["iteration"]))
+    return sorted(spans, key=lambda span: (span.worker, span.start_s, -span.end_s))
+
+
+def innermost(spans: Iterable[Span]) -> list[Span]:
+    """Every moment once: a worker's spans cut so that inner ones replace the parts of outer ones that they cover.
+
+    collect 0-10 with step 2-5 inside gives collect 0-2, step 2-5, collect 5-10.
+    """
+    cut: list[Span] = []
+    stack: list[Span] = []  # open spans, each with start_s moved to what is not yet accounted for
+
+    def close_until(moment: float) -> None:
+        while stack and stack[-1].end_s <= moment:
+            done = stack.pop()
+            if done.end_s > done.start_s:
+                cut.append(done)
+            if stack:
+                stack[-1] = replace(stack[-1], start_s=max(stack[-1].start_s, done.end_s))
+
+    worker = None
+    for span in sorted(spans, key=lambda span: (span.worker, span.start_s, -span.end_s)):
+        close_until(float("inf") if span.worker != worker else span.start_s)
+        worker = span.worker
+        if stack and span.start_s > stack[-1].start_s:
+            cut.append(replace(stack[-1], end_s=span.start_s))
+        stack.append(span)
+    close_until(float("inf"))
+    return sorted(cut, key=lambda span: (span.worker, span.start_s))

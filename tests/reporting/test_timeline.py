@@ -1,0 +1,107 @@
+"""The timeline of a run: written as it goes, read back, and summed up per group."""
+
+import json
+from time import perf_counter
+
+import pytest
+
+from embodied.reporting.timeline import (
+    Phases,
+    Span,
+    Timeline,
+    TraceWriter,
+    describe,
+    innermost,
+    phases,
+    read_trace,
+)
+from embodied.runtime import Cluster, HostPlan, Timers, Worker
+from embodied.runtime.timers import Total
+
+
+class Sim(Worker):
+    def collect(self):
+        for _ in range(3):
+            with self.timers.measure("step"):
+                sum(range(2000))
+        with self.timers.measure("wait"):
+            pass
+
+
+@pytest.mark.parametrize("backend", ["inline", "local"])
+def test_what_workers_did_is_written_on_the_drivers_clock(tmp_path, backend):
+    path, timers = tmp_path / "trace.json", Timers()
+    with Cluster(backend, [HostPlan("left", ("sim",)), HostPlan("right", ("sim",))], timeout_s=20) as cluster:
+        sims = cluster.launch(Sim, "sim")
+        sims.collect().wait()  # before the timeline begins
+        timeline = Timeline([sims], timers, path, iterations=2)
+        for iteration in (1, 2, 3):
+            with timers.measure("rollout"):
+                sims.collect().wait()
+            timeline.collect(iteration)
+        end_s = perf_counter() - timeline.began
+        told = timeline.end()
+    spans = read_trace(path)
+    assert {(s.worker, s.host) for s in spans} == {("driver", "driver"), ("sim-0", "left"), ("sim-1", "right")}
+    assert [s.name for s in spans if s.worker == "sim-1" and s.iteration == 2] == ["collect", *["step"] * 3, "wait"]
+    assert {s.iteration for s in spans} == {1, 2}
+    for iteration in (1, 2):
+        (rollout,) = (s for s in spans if s.name == "rollout" and s.iteration == iteration)
+        inside = [s for s in spans if s.worker != "driver" and s.iteration == iteration]
+        assert all(rollout.start_s <= s.start_s <= s.end_s <= rollout.end_s <= end_s for s in inside)
+    assert all(event["ph"] in "MX" for event in json.loads(path.read_text()))
+    assert told.startswith("sim: ") and "idle" in told
+
+
+def test_no_iterations_write_no_trace(tmp_path):
+    with Cluster("inline", [HostPlan("left", ("sim",))], timeout_s=20) as cluster:
+        sims = cluster.launch(Sim, "sim")
+        timeline = Timeline([sims], Timers(), tmp_path / "trace.json", iterations=0)
+        sims.collect().wait()
+        timeline.collect(1)
+        assert "sim: " in timeline.end()
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_trace_that_was_cut_short_is_read_up_to_there(tmp_path):
+    path = tmp_path / "trace.json"
+    writer = TraceWriter(path, [("driver", "driver"), ("sim-0", "sim-0")])
+    writer.add("sim-0", [("step", 0.0, 1.0), ("step", 2.0, 1.0)], 1)
+    path.write_bytes(path.read_bytes()[:-10])
+    assert read_trace(path) == [Span("sim-0", "sim-0", "step", 0.0, 1.0, 1)]
+    writer.file.close()
+
+
+def test_inner_pieces_replace_the_parts_of_outer_ones_they_cover():
+    def span(name, start, end, worker="sim-0"):
+        return Span(worker, worker, name, start, end, 1)
+
+    whole = [
+        span("collect", 0, 10),
+        span("step", 2, 5),
+        span("render", 3, 4),
+        span("wait", 5, 6),
+        span("publish", 12, 13),
+        span("serve", 0, 3, "policy-0"),
+        span("act", 0, 3, "policy-0"),
+    ]
+    cut = [(s.worker, s.name, s.start_s, s.end_s) for s in innermost(whole)]
+    assert cut == [
+        ("policy-0", "act", 0, 3),
+        ("sim-0", "collect", 0, 2),
+        ("sim-0", "step", 2, 3),
+        ("sim-0", "render", 3, 4),
+        ("sim-0", "step", 4, 5),
+        ("sim-0", "wait", 5, 6),
+        ("sim-0", "collect", 6, 10),
+        ("sim-0", "publish", 12, 13),
+    ]
+
+
+def test_shares_are_of_all_workers_time_and_waiting_is_idle():
+    before = [{"step": Total(1, 5.0, 5.0)}, {}]
+    after = [{"step": Total(2, 9.0, 9.0), "wait": Total(1, 6.0, 6.0)}, {"step": Total(1, 2.0, 2.0)}]
+    # two workers, 10 s: 4 + 2 of 20 s in step; waiting and the rest are idle
+    assert phases("sim", before, after, 10.0) == Phases("sim", {"step": 0.3}, 0.7)
+    told = describe([Phases("sim", {"step": 0.3, "reset": 0.004}, 0.7), Phases("learner", {"update": 0.99}, 0.005)])
+    assert told == "sim: step 30%, idle 70%; learner: update 99%"
