@@ -37,6 +37,10 @@ class Unusable(EmbodiedError):
     """A worker made something nobody can use: numbers that are not finite, a wrong shape. A fresh one may do better."""
 
 
+class StaleWeights(EmbodiedError):
+    """A worker was to act with weights that are not, or no longer, the current version."""
+
+
 class WorkerFailed(EmbodiedError):
     """A worker raised an exception or its process died. Carries who and the first cause."""
 

@@ -82,3 +82,16 @@ class Channel:
     def close(self, error: str | Exception | None = None) -> None:
         """Without an error consumers still get what waits, then ChannelClosed. With one, everybody gets it at once."""
         self.end.close(self.end.host.caller(), "no more items" if error is None else str(error), drain=error is None)
+
+
+def put_all(channels: Sequence[Channel], item: Any) -> None:
+    """Puts one item into several channels; what leaves this process is packed once for all of them."""
+    packed = None
+    for channel in channels:
+        host = channel.end.host
+        if channel.home in host.names:
+            channel.put(item)
+            continue
+        if packed is None:
+            packed = host.pack(item)
+        channel.put(packed)

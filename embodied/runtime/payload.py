@@ -78,7 +78,7 @@ def encode(item: Any) -> Payload:
 def decode(payload: Payload) -> Any:
     if payload.layout is None:
         return pickle.loads(payload.body)  # noqa: S301  (sent by a process of this run over a socket pair)
-    memory = _map(payload.fd, payload.layout.total_bytes)
+    memory = map_private(payload.fd, payload.layout.total_bytes)
     views = []
     for i, (offset, size) in enumerate(payload.layout.buffers):
         view = memory[offset : offset + size]
@@ -109,9 +109,19 @@ def _write(parts: list[memoryview], tensors: frozenset[int], body: memoryview) -
     return payload
 
 
-def _map(fd: int, size: int) -> memoryview:
-    """Maps copy-on-write and unmaps with the last view. `mmap.mmap` would keep a descriptor open for every array."""
-    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
+def map_private(fd: int, size: int) -> memoryview:
+    """Maps copy-on-write: what is written here stays here, and pages nobody wrote here follow the file."""
+    return _map(fd, size, mmap.MAP_PRIVATE)
+
+
+def map_shared(fd: int, size: int) -> memoryview:
+    """Maps so that what is written here is seen by all."""
+    return _map(fd, size, mmap.MAP_SHARED)
+
+
+def _map(fd: int, size: int, kind: int) -> memoryview:
+    """Unmaps with the last view. `mmap.mmap` would keep a descriptor open for every array."""
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), f"cannot map {size} bytes of shared memory")
     memory = (ctypes.c_ubyte * size).from_address(address)

@@ -1,0 +1,321 @@
+"""Versioned weights: written once by who trains, seen by who acts only when published, and never half-changed.
+
+Where a reader is decides how it gets at a version:
+
+    same process      "shared": the live tensors themselves, if training and acting take turns and nothing is sharded
+    same machine      "snapshot": one copy in shared memory, mapped and used in place by all readers
+    another machine   "buckets": pieces through a channel into memory of its own
+
+So besides the live tensors there is at most one snapshot and what is in flight. The snapshot is memory without a name
+(memfd): readers open it through the process that owns it, and the kernel frees it with its last user.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from embodied.errors import EmbodiedError, StaleWeights
+from embodied.runtime.blobs import Blob, Spec, checksum, place
+from embodied.runtime.channel import Channel, put_all
+from embodied.runtime.payload import map_private, map_shared
+
+IN_FLIGHT_BYTES = 64 << 20  # of buckets: one that was put and one being put
+BUCKET_BYTES = IN_FLIGHT_BYTES // 2
+HEAD_BYTES = 64  # of a snapshot: 16 bytes that name its store, then the version it holds (int64)
+NONE = -1  # no version: nothing was published, or it is just being written
+
+stores_here: weakref.WeakValueDictionary[str, WeightStore] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One published version: what it consists of and where to find it. Short; the bytes are elsewhere."""
+
+    version: int
+    follows: int  # the version before; readers of that one need only what has changed
+    store: str  # names it
+    pid: int
+    fd: int  # of the snapshot there; -1: none
+    specs: dict[str, Spec]
+    checksums: dict[str, int]  # of the snapshot
+    changed: tuple[str, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.specs[name].size_bytes for name in self.changed)
+
+
+class WeightStore:
+    """The side of who trains. One thread updates and publishes; `send` and readers may come at any time."""
+
+    def __init__(self, specs: Mapping[str, Spec], snapshot: bool = True, live: Mapping[str, Any] | None = None) -> None:
+        """`live` tensors are shared with readers in this process; without a snapshot all readers must be there."""
+        self.name = secrets.token_hex(8)
+        self.specs = dict(specs)
+        self.live = live
+        self.version = NONE  # last published
+        self.visible = NONE  # what the live tensors are
+        self._updating = False
+        self._acting = 0  # readers that use the live tensors right now
+        self._turn = threading.Lock()
+        self._writing = threading.Lock()  # nobody sends what is being overwritten
+        self._current: Publication | None = None
+        self._checksums: dict[str, int] = {}
+        self._fd, self._memory = -1, None
+        if snapshot:
+            self._make_snapshot()
+        stores_here[self.name] = self
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Weights may change inside. Readers of the live tensors see no version until the next `publish`."""
+        with self._turn:
+            if self._updating:
+                raise EmbodiedError("an update of these weights is open already")
+            if self._acting:
+                raise EmbodiedError(
+                    f"{self._acting} policy workers act with the live weights while an update begins; "
+                    "acting and updating must take turns where they share storage"
+                )
+            self._updating, self.visible = True, NONE
+        try:
+            yield
+        finally:
+            self._updating = False
+
+    def publish(self, version: int, blobs: Iterable[tuple[str, Blob]]) -> Publication:
+        """Make this version the current one. `blobs` are the tensors that changed since the last; the first time all.
+        They are looked at one by one, and only if there is a snapshot to write them to."""
+        if self._updating:
+            raise EmbodiedError(f"version {version} cannot be published while an update is open")
+        if version <= self.version:
+            raise EmbodiedError(f"version {version} cannot follow version {self.version}: versions only grow")
+        changed = tuple(self.specs) if self._memory is None else self._write(version, blobs)
+        self._current = Publication(
+            version, self.version, self.name, os.getpid(), self._fd, self.specs, dict(self._checksums), changed
+        )
+        self.version = self.visible = version
+        return self._current
+
+    def current(self) -> Publication:
+        """The last published version, for a reader that has none (it takes all of it, not only what changed)."""
+        if self._current is None:
+            raise StaleWeights("no weights have been published yet")
+        return self._current
+
+    def send(self, channels: tuple[Channel, ...], whole: bool = False) -> None:
+        """Put the current version into these channels in buckets: what changed, or all of it."""
+        with self._writing:
+            publication = self.current()
+            for bucket in self._buckets(publication, self.specs if whole else publication.changed):
+                put_all(channels, bucket)
+
+    def close(self) -> None:
+        """Readers that have mapped the snapshot keep it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @contextmanager
+    def acting(self, version: int) -> Iterator[None]:
+        """A reader uses the live tensors inside."""
+        with self._turn:
+            if self._updating or self.visible != version:
+                state = "are being updated" if self._updating else f"are version {self.visible}"
+                raise StaleWeights(f"this worker acts with version {version}, but the weights it shares {state}")
+            self._acting += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._acting -= 1
+
+    # Inside
+
+    def _make_snapshot(self) -> None:
+        self._offsets, size = place(self.specs, HEAD_BYTES)
+        self._fd = os.memfd_create("embodied-weights", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, size)
+        self._memory = np.frombuffer(map_shared(self._fd, size), np.uint8)
+        self._memory[:16] = np.frombuffer(self.name.encode(), np.uint8)
+        self._head = self._memory[16:24].view(np.int64)
+        self._head[0] = NONE
+
+    def _part(self, name: str) -> np.ndarray:
+        start = self._offsets[name]
+        return self._memory[start : start + self.specs[name].size_bytes]
+
+    def _write(self, version: int, blobs: Iterable[tuple[str, Blob]]) -> tuple[str, ...]:
+        with self._writing:
+            self._head[0] = NONE
+            changed = []
+            for name, blob in blobs:
+                if blob.spec != self.specs[name]:
+                    raise EmbodiedError(f"weight {name} is {blob.spec} but was announced as {self.specs[name]}")
+                self._part(name)[:] = blob.data
+                self._checksums[name] = checksum(self._part(name))
+                changed.append(name)
+            if missing := self.specs.keys() - self._checksums.keys():
+                raise EmbodiedError(f"the first published version lacks {', '.join(sorted(missing)[:4])}")
+            self._head[0] = version
+        return tuple(changed)
+
+    def _buckets(self, publication: Publication, names: Iterable[str]) -> Iterator[Bucket]:
+        parts: list[tuple[str, int, np.ndarray]] = []
+        size = number = 0
+        for name in names:
+            whole, start = self._part(name), 0
+            while start < len(whole):
+                part = whole[start : start + BUCKET_BYTES - size]
+                parts.append((name, start, part))
+                start, size = start + len(part), size + len(part)
+                if size == BUCKET_BYTES:
+                    yield Bucket(publication.version, number, tuple(parts), sums_of(parts), last=False)
+                    parts, size, number = [], 0, number + 1
+        yield Bucket(publication.version, number, tuple(parts), sums_of(parts), last=True)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    version: int
+    number: int
+    parts: tuple[tuple[str, int, np.ndarray], ...]  # (tensor, offset in it, bytes)
+    checksums: tuple[int, ...]
+    last: bool
+
+
+def sums_of(parts: Iterable[tuple[str, int, np.ndarray]]) -> tuple[int, ...]:
+    return tuple(checksum(data) for _, _, data in parts)
+
+
+class WeightReader:
+    """The side of who acts. It has no version, and so must not act, until it has loaded one whole."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self._route = self._owner = ""
+        self._store: WeightStore | None = None
+        self._memory: np.ndarray | None = None
+        self._offsets: dict[str, int] = {}
+
+    def route(self, publication: Publication) -> str:
+        """How this process gets at a store's weights: "shared", "snapshot" or "buckets"."""
+        store = stores_here.get(publication.store)
+        if store is not None and store.live is not None:
+            return "shared"
+        with suppress(OSError):
+            fd = open_snapshot(publication)
+            os.close(fd)
+            return "snapshot"
+        return "buckets"
+
+    def load(self, publication: Publication, route: str, channel: Channel | None = None) -> dict[str, Any]:
+        """Take a version. -> what must be looked at again: live tensors by name, or `Blob`s in memory that stays the
+        same from version to version. Buckets come through the channel, sent by `WeightStore.send`."""
+        first = self._route != route or self._owner != publication.store
+        names = publication.changed if not first and self.version == publication.follows else publication.specs
+        self.version, self._route, self._owner = None, route, publication.store
+        if route == "shared":
+            self._store = stores_here[publication.store]
+            found = {name: self._store.live[name] for name in names}
+        else:
+            if first:
+                self._memory, self._offsets = memory_for(publication, route)
+            blobs = {name: Blob(publication.specs[name], self._part(publication, name)) for name in names}
+            if route == "buckets":
+                self._receive(publication, channel, names)
+            else:
+                self._check(publication, blobs)
+            found = blobs
+        self.version = publication.version
+        return found
+
+    @contextmanager
+    def acting(self, version: int) -> Iterator[None]:
+        """Inside, the weights are whole and of this version, the current one; otherwise raises StaleWeights."""
+        if self.version != version:
+            has = "has no weights yet" if self.version is None else f"has version {self.version}"
+            raise StaleWeights(f"this policy worker {has}, but version {version} is current, so it answers nothing")
+        if self._route == "shared":
+            with self._store.acting(version):
+                yield
+            return
+        self._check_snapshot()
+        yield
+        self._check_snapshot()
+
+    # Inside
+
+    def _part(self, publication: Publication, name: str) -> np.ndarray:
+        start = self._offsets[name]
+        return self._memory[start : start + publication.specs[name].size_bytes]
+
+    def _check_snapshot(self) -> None:
+        """Whoever owns it may not overwrite it while it is used."""
+        if self._route == "snapshot" and (now := int(self._head[0])) != self.version:
+            what = "is being overwritten" if now == NONE else f"holds version {now} by now"
+            raise StaleWeights(f"this policy worker acts with version {self.version}, but its snapshot {what}")
+
+    @property
+    def _head(self) -> np.ndarray:
+        return self._memory[16:24].view(np.int64)
+
+    def _check(self, publication: Publication, blobs: dict[str, Blob]) -> None:
+        held = int(self._head[0])
+        if held != publication.version:
+            raise StaleWeights(f"the snapshot holds version {held}, not {publication.version}")
+        for name, blob in blobs.items():
+            check(name, blob.data, publication.checksums[name], publication.version)
+
+    def _receive(self, publication: Publication, channel: Channel, names: Iterable[str]) -> None:
+        missing = {name: publication.specs[name].size_bytes for name in names}
+        number, last = 0, False
+        while not last:
+            bucket: Bucket = channel.get()
+            if bucket.version != publication.version or (bucket.number and bucket.number != number):
+                continue  # of an earlier version, which nobody waits for any more
+            if bucket.number == 0:
+                missing = {name: publication.specs[name].size_bytes for name in names}
+            for (name, start, data), expected in zip(bucket.parts, bucket.checksums, strict=True):
+                check(name, data, expected, publication.version)
+                self._part(publication, name)[start : start + len(data)] = data
+                missing[name] -= len(data)
+            number, last = bucket.number + 1, bucket.last
+        if short := [name for name, left in missing.items() if left]:
+            raise EmbodiedError(f"version {publication.version} arrived without parts of {', '.join(short[:4])}")
+
+
+def check(name: str, data: np.ndarray, expected: int, version: int) -> None:
+    if checksum(data) != expected:
+        raise EmbodiedError(f"weight {name} of version {version} was damaged on its way: its checksum differs")
+
+
+def memory_for(publication: Publication, route: str) -> tuple[np.ndarray, dict[str, int]]:
+    offsets, size = place(publication.specs, HEAD_BYTES)
+    if route == "buckets":
+        return np.zeros(size, np.uint8), offsets
+    fd = open_snapshot(publication)
+    try:
+        return np.frombuffer(map_private(fd, size), np.uint8), offsets
+    finally:
+        os.close(fd)
+
+
+def open_snapshot(publication: Publication) -> int:
+    """A descriptor of the snapshot; OSError if this process cannot reach it."""
+    if publication.fd < 0:
+        raise FileNotFoundError("this store has no snapshot")
+    fd = os.open(f"/proc/{publication.pid}/fd/{publication.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    if os.pread(fd, 16, 0) != publication.store.encode():
+        os.close(fd)
+        raise FileNotFoundError("another machine's or another user's file")
+    return fd
