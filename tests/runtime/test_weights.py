@@ -112,7 +112,7 @@ def test_publishing_while_an_update_is_open_raises_and_versions_only_grow(store)
 
 def test_a_reader_without_weights_serves_nothing_and_takes_the_whole_current_version(store):
     reader = WeightReader()
-    with pytest.raises(StaleWeights, match="nothing|no weights have been published"):
+    with pytest.raises(StaleWeights, match="no weights have been published"):
         store.current()
     store.publish(0, blobs(1.0))
     store.publish(1, blobs(2.0, ["trained"]))
