@@ -115,7 +115,7 @@ def replace_text(path: Path, text: str) -> None:
     """Replace a small file in one step, so that a reader sees the old or the new text."""
     draft = path.with_name(f".{path.name}.writing")
     try:
-        draft.write_text(text)
+        draft.write_text(text, encoding="utf-8")
         flush(draft)
         os.replace(draft, path)
     except BaseException:

@@ -16,6 +16,7 @@ from embodied.config import RunConfig
 from embodied.envs import env_class
 from embodied.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.placement import PlacementError, PlacementPlan, make_plan
+from embodied.reporting.report import report_or_say_why
 from embodied.run_folder import RunFolder
 from embodied.runtime import Cluster, HostPlan, describe_backend
 
@@ -119,6 +120,7 @@ def record_end(folder: RunFolder, state: str, cause: str) -> None:
         folder.note(f"{state}: {cause}" if cause else state)
     except OSError as err:  # a full disk must not hide the first cause
         print(f"run.json could not be written: {err}", file=sys.stderr)
+    report_or_say_why(folder.path)
 
 
 def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:

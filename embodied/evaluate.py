@@ -16,6 +16,7 @@ from embodied.config import RunConfig, load
 from embodied.data import EnvSpec, Weights
 from embodied.errors import ConfigError
 from embodied.reporting.console import describe_results
+from embodied.reporting.report import report_or_say_why
 from embodied.reporting.results import write_results
 from embodied.reporting.stats import summarize
 from embodied.run_folder import provenance
@@ -46,6 +47,7 @@ def start(argv: list[str]) -> int:
         results = evaluate(config, cluster, target, out)
     print(describe_results(results))
     print(f"  results     {out / 'results.json'}")
+    print(f"  report      {out / 'report.html'}")
     for video in sorted((out / "videos").glob("*.mp4"))[:3]:
         print(f"  video       {video}")
     return 0
@@ -117,6 +119,7 @@ def play_and_write(loop: EmbodiedLoop, config: RunConfig, spec: EnvSpec, out: Pa
     }
     results = {"policy_version": loop.version, "protocol": protocol, **summarize(episodes), "provenance": provenance()}
     write_results(out, results, episodes)
+    report_or_say_why(out)
     return results
 
 

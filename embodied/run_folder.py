@@ -59,6 +59,10 @@ class RunFolder:
     def info(self) -> dict:
         return read_json(self.path / "run.json")
 
+    def record(self, **facts: object) -> None:
+        """Add facts to run.json."""
+        self._write({**self.info(), **facts})
+
     def keep_metrics(self, iteration: int) -> None:
         """Drop the metrics of iterations after `iteration`: a resumed run makes them again."""
         path = self.path / "metrics.jsonl"

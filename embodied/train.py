@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from embodied import commands
@@ -16,6 +17,7 @@ from embodied.errors import ConfigError
 from embodied.evaluate import play_and_write
 from embodied.learners.meeting import meeting_point
 from embodied.reporting.console import Console
+from embodied.reporting.report import report_or_say_why
 from embodied.reporting.timeline import Timeline
 from embodied.run_folder import RunFolder
 from embodied.workflows.embodied import EmbodiedLoop
@@ -38,6 +40,7 @@ def start(argv: list[str]) -> int:
         folder, checkpoint = open_folder(loaded)
         with commands.closing(folder, interruption):
             console = Console(folder.path, folder.note)
+            folder.record(placement=asdict(plan))
             console.say(commands.describe(config, plan, folder.path))
             train(config, plan, folder, checkpoint, console, interruption)
     return interruption.exit_code
@@ -69,6 +72,7 @@ def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, c
             if not interruption.requested and (last or due(state["iteration"], config.run.eval_every)):
                 out = folder.path / "eval" / name_of(loop.version)
                 console.evaluated(loop.version, play_and_write(loop, config, spec, out))
+                report_or_say_why(folder.path)
             timeline.collect(state["iteration"])
         if interruption.requested:
             console.saved(save(loop, state, folder))

@@ -48,7 +48,7 @@ def dated(command, folder):
     """`runs/NAME-DATE` as the newest such run."""
     if "-DATE" not in command:
         return command
-    name = re.search(r"(\S+?)=(runs/.*)-DATE", command).group(2)
+    name = re.search(r"(runs/\S*)-DATE", command)[1]
     if not list(folder.glob(f"{name}-*")):
         run(f"python -m embodied.train recipe={Path(name).name}", folder, *SHORT)
     newest = max(folder.glob(f"{name}-*"), key=lambda path: path.stat().st_mtime)

@@ -48,6 +48,7 @@ class Console:
             "train_s": round(state["train_s"], 3),
             "steps_per_s": round(steps / elapsed_s, 1),
             "episodes": len(finished),
+            "recent_episodes": len(self.recent),
             **self._recent_means(),
             **{name: value for name, value in numbers.items() if name != "env_steps"},
         }
@@ -88,6 +89,7 @@ class Console:
         self.say(f"{verb} after {state['env_steps']:,} env steps in {state['train_s']:.1f} s of training")
         self.say(f"  time        {spent}")
         self.say(f"  results     {self.folder}")
+        self.say(f"  report      {self.folder / 'report.html'}")
         videos = sorted(self.folder.glob("eval/*/videos/*.mp4"))
         if videos:
             self.say(f"  video       {videos[-1]}")

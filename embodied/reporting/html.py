@@ -1,0 +1,89 @@
+"""Markup that is safe by construction: text is escaped on its way in, only what `tag` made is taken as it is.
+
+A page holds its own style and script and loads nothing; the browser is told to refuse anything from elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from html import escape
+from pathlib import Path
+
+from embodied import assets
+
+ASSETS = Path(assets.__file__).resolve().parent
+VOID = {"meta", "br", "hr", "img", "source"}
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Html:
+    """`tag("a", "x < y", href="...")`. Children that are None are left out; `class_` and `stroke_width` are spelt
+    `class` and `stroke-width`; attributes that are None or False are left out, True ones have no value.
+    """
+    pairs = [(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items()]
+    written = "".join(
+        f" {key}" if value is True else f' {key}="{escape(str(value))}"'
+        for key, value in pairs
+        if value is not None and value is not False
+    )
+    if name in VOID:
+        return Html(f"<{name}{written}>")
+    return Html(f"<{name}{written}>{join(*children)}</{name}>")
+
+
+def join(*children: object) -> Html:
+    """Children one after the other, text escaped."""
+    return Html(
+        "".join(
+            child if isinstance(child, Html) else escape(str(child), quote=False)
+            for child in children
+            if child is not None
+        )
+    )
+
+
+def table(head: list[object], rows: list[list[object]], numeric: bool = True) -> Html:
+    """A table that scrolls sideways on a narrow screen; all columns but the first hold numbers."""
+    kind = "numbers" if numeric else None
+    return tag(
+        "div",
+        tag(
+            "table",
+            tag("thead", tag("tr", *[tag("th", cell) for cell in head])),
+            tag("tbody", *[tag("tr", *[tag("td", cell) for cell in row]) for row in rows]),
+            class_=kind,
+        ),
+        class_="scroll",
+    )
+
+
+def section(title: str, *children: object, note: str = "") -> Html:
+    return tag("section", tag("h2", title), tag("p", note, class_="note") if note else None, *children)
+
+
+def page(title: str, *body: object) -> str:
+    """A whole document. The policy lets only our own script run and nothing be loaded but files beside the page."""
+    style = (ASSETS / "report.css").read_text(encoding="utf-8")
+    script = (ASSETS / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+        "media-src data: 'self' file:"
+    )
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", title),
+        tag("style", Html(style)),
+    )
+    whole = tag("html", head, tag("body", tag("main", *body), tag("script", Html(script))), lang="en")
+    return f"<!doctype html>\n{whole}\n"

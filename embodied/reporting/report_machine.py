@@ -1,0 +1,221 @@
+"""Where a run's time went, who ran on which devices, and what produced the result."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from embodied.reporting.html import Html, join, tag
+from embodied.reporting.runs import Run
+from embodied.reporting.svg import Series, figure, legend, line_chart, short
+from embodied.reporting.timeline import Span, innermost, read_trace
+
+TRACE = "trace.json"
+MOST_TRACE_BYTES = 30_000_000  # a larger one is left to a trace viewer
+MOST_ROWS = 48  # workers or hosts drawn one under the other
+BINS = 800  # of the timeline's width; a bin shows what took most of it
+SHOWN_ITERATIONS = 2
+IDLE = "idle"
+# A colour for every word a timeline knows; new words take the ones that are left over.
+COLORS = {
+    "step": 0, "update": 1, "publish": 2, "act": 3, "waiting for actions": 3, "sync": 4, "reset": 5, "serve": 6,
+    "collect": 7, "rollout": 8, "load_weights": 9, "save": 10, "evaluate": 11,
+}  # fmt: skip
+
+
+def time_spent(run: Run) -> list[Html]:
+    """Over the whole run: seconds per iteration, and what the mean sim worker did with them."""
+    rows = [row for row in run.metrics if row.get("time/rollout_s") is not None]
+    if not rows:
+        return []
+    whole = iteration_seconds(rows)
+    rollout = [row["time/rollout_s"] for row in rows]
+    publish = [row["time/publish_s"] for row in rows]
+    rest = [all_s - a - b for all_s, a, b in zip(whole, rollout, publish)]
+    steps = [row["env_steps"] for row in rows]
+    series = [
+        Series("whole iteration", steps, whole, color=7),
+        Series("rollout", steps, rollout, color=0),
+        Series("update, after the rollout", steps, rest, color=1),
+    ]
+    parts = {
+        "step": sum(row["time/step_s"] for row in rows),
+        "reset": sum(row["time/reset_s"] for row in rows),
+        "waiting for actions": sum(row["time/act_s"] for row in rows),
+        "update": sum(rest),
+        "publish": sum(publish),
+    }
+    bar = figure("All iterations, mean sim worker", shares_legend(parts), bar_of(parts, sum(whole)))
+    return [tag("div", line_chart("Seconds per iteration", series), bar, class_="charts")]
+
+
+def iteration_seconds(rows: list[dict[str, Any]]) -> list[float]:
+    before = [0.0, *[row["train_s"] for row in rows]]
+    return [max(row["train_s"] - earlier, 0.0) for row, earlier in zip(rows, before)]
+
+
+def timeline_picture(run: Run) -> list[Html]:
+    """What every worker did, from trace.json: its share of the time, and piece by piece in the last iterations kept."""
+    path = run.folder / TRACE
+    if not path.is_file():
+        return []
+    if path.stat().st_size > MOST_TRACE_BYTES:
+        return [tag("p", f"{TRACE} is too large to be drawn here; open it in a trace viewer.", class_="note")]
+    spans = innermost(read_trace(path))
+    if not spans:
+        return []
+    last = max(span.iteration for span in spans)
+    first = max(last - SHOWN_ITERATIONS + 1, 1)
+    shown = [span for span in spans if first <= span.iteration <= last]
+    return [
+        per_worker(spans),
+        worker_rows(shown, f"Iterations {first} to {last}, piece by piece"),
+    ]
+
+
+def per_worker(spans: list[Span]) -> Html:
+    """A bar per worker: shares of the time that was traced."""
+    whole = max(span.end_s for span in spans) - min(span.start_s for span in spans)
+    rows = []
+    for worker, own in by_worker(spans):
+        parts: dict[str, float] = defaultdict(float)
+        for span in own:
+            if span.name != "wait":
+                parts[span.name] += span.end_s - span.start_s
+        rows.append(strip(worker, bar_of(dict(parts), whole), own[0].host))
+    iterations = len({span.iteration for span in spans})
+    names = sorted({span.name for span in spans if span.name != "wait"})
+    return figure(f"Share of the time per worker, first {iterations} iterations", shares_legend(names), *rows)
+
+
+def worker_rows(spans: list[Span], title: str) -> Html:
+    start, end = min(span.start_s for span in spans), max(span.end_s for span in spans)
+    names = sorted({span.name for span in spans if span.name != "wait"})
+    rows = [strip(worker, pieces(own, start, end), own[0].host) for worker, own in by_worker(spans)]
+    axis = tag("div", tag("span", "0 s"), tag("span", f"{end - start:.3g} s"), class_="ends")
+    return figure(title, shares_legend(names), *rows, strip("", axis))
+
+
+def by_worker(spans: list[Span]) -> list[tuple[str, list[Span]]]:
+    found: dict[str, list[Span]] = {}
+    for span in spans:
+        found.setdefault(span.worker, []).append(span)
+    return list(found.items())[:MOST_ROWS]
+
+
+def pieces(spans: list[Span], start: float, end: float) -> Html:
+    """One worker's row: neighbouring bins of one kind are one rectangle."""
+    width = (end - start) / BINS or 1.0
+    bins: list[dict[str, float]] = [defaultdict(float) for _ in range(BINS)]
+    for span in spans:
+        first, last = int((span.start_s - start) / width), int((span.end_s - start) / width)
+        for i in range(first, min(last, BINS - 1) + 1):
+            left = start + i * width
+            bins[i][span.name] += min(span.end_s, left + width) - max(span.start_s, left)
+    kinds = [most(one, width) for one in bins]
+    shapes, at = [], 0
+    while at < BINS:
+        until = next((i for i in range(at, BINS) if kinds[i] != kinds[at]), BINS)
+        if kinds[at] != IDLE:
+            told = tag("title", f"{kinds[at]}, {(until - at) * width * 1e3:.3g} ms at {at * width:.4g} s")
+            shapes.append(
+                tag("rect", told, x=at, y=0, width=until - at, height=10, class_=f"bar {color_of(kinds[at])}")
+            )
+        at = until
+    return tag("svg", *shapes, viewBox=f"0 0 {BINS} 10", preserveAspectRatio="none", class_="pieces")
+
+
+def most(parts: dict[str, float], width: float) -> str:
+    """What took most of a bin; waiting is idle."""
+    busy = {name: seconds for name, seconds in parts.items() if name != "wait"}
+    idle = width - sum(busy.values())
+    name = max(busy, key=busy.__getitem__, default=IDLE)
+    return name if busy and busy[name] >= idle else IDLE
+
+
+def bar_of(parts: dict[str, float], whole: float) -> Html:
+    """Shares of a whole side by side; what is left stays empty."""
+    cells = []
+    for name, seconds in parts.items():
+        share = max(seconds, 0.0) / whole if whole > 0 else 0.0
+        told = f"{name} {share:.1%}"
+        cells.append(tag("i", title=told, class_=color_of(name), style=f"width:{100 * share:.2f}%"))
+    return tag("div", *cells, class_="shares")
+
+
+def shares_legend(parts: Iterable[str] | dict[str, float]) -> Html | None:
+    """Names with their colours, and with seconds where they are known."""
+    seconds = parts if isinstance(parts, dict) else {}
+    return legend(
+        [(f"{name} {short(seconds[name])} s" if name in seconds else name, color_of(name), "") for name in parts]
+    )
+
+
+def color_of(name: str) -> str:
+    return f"c{COLORS.get(name, sum(map(ord, name)) % 8)}"
+
+
+def strip(label: str, picture: Html, note: str = "") -> Html:
+    """A named row; the name stands above the picture on a narrow screen."""
+    small = tag("small", note) if note and note != label else None
+    return tag("div", tag("span", label, " ", small), picture, class_="strip")
+
+
+def placement_picture(plan: dict[str, Any]) -> list[Html]:
+    """A row per process, a column per core: processes in one column take turns or share it."""
+    hosts = plan["hosts"]
+    columns = list(dict.fromkeys(device for host in hosts for device in devices(host)))
+    columns += [f"cpu:{core}" for core in plan.get("idle", ()) if f"cpu:{core}" not in columns]
+    columns.sort(key=device_order)
+    roles = list(dict.fromkeys(role for host in hosts for role in host["roles"]))
+    rows = []
+    for host in hosts[:MOST_ROWS]:
+        own = set(devices(host))
+        colors = " ".join(f"c{roles.index(role) % 8}" for role in host["roles"][:1])
+        cells = [
+            tag(
+                "i",
+                title=f"{host['name']}: {column}" if column in own else column,
+                class_=colors if column in own else None,
+            )
+            for column in columns
+        ]
+        chips = [tag("b", role, class_=f"chip c{roles.index(role) % 8}") for role in host["roles"]]
+        label = join(tag("span", host["name"]), " ", *chips)
+        rows.append(tag("div", tag("span", label), tag("div", *cells, class_="cells"), class_="strip"))
+    names = tag("div", *[tag("span", column.removeprefix("cpu:")) for column in ends(columns)], class_="ends")
+    why = f"{plan['mode']}{': ' + plan['reason'] if plan.get('reason') else ''}"
+    note = f"{why}. {plan['num_envs']} envs. A row is a process, a column a core; a filled cell is one it may use."
+    left_out = len(hosts) - MOST_ROWS
+    more = tag("p", f"and {left_out} more processes", class_="note") if left_out > 0 else None
+    return [tag("p", note, class_="note"), tag("div", *rows, strip("", names), more, class_="card placement")]
+
+
+def devices(host: dict[str, Any]) -> list[str]:
+    return [f"cpu:{core}" for core in host.get("cores", ())]
+
+
+def device_order(device: str) -> tuple[str, int]:
+    kind, _, number = device.rpartition(":")
+    return kind, int(number)
+
+
+def ends(columns: list[str]) -> list[str]:
+    return columns if len(columns) <= 16 else [columns[0], columns[-1]]
+
+
+def provenance_table(run: Run, made_by: dict[str, Any]) -> Html:
+    packages = ", ".join(f"{name} {version}" for name, version in made_by.get("packages", {}).items())
+    facts = {
+        "folder": str(Path(run.folder).resolve()),
+        "command": " ".join(map(str, made_by.get("command", []))),
+        "commit": made_by.get("commit"),
+        "packages": packages,
+        "Python": made_by.get("python"),
+        "machine": f"{made_by.get('platform', '')}, {made_by.get('cores', '?')} cores",
+        "resumed": ", ".join(str(one.get("at")) for one in run.info.get("resumed", [])),
+    }
+    rows = [tag("tr", tag("th", name), tag("td", value)) for name, value in facts.items() if value]
+    return tag("div", tag("table", tag("tbody", *rows), class_="facts"), class_="scroll")

@@ -1,0 +1,116 @@
+"""Reads what is on disk of a run, or of one evaluation, for a report. What cannot be read is named, never guessed."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embodied.data import EpisodeResult
+from embodied.errors import EmbodiedError
+from embodied.reporting.results import RESULTS, read_results
+
+IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations of the run itself; others were asked for by hand
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    folder: Path
+    results: dict[str, Any]
+    episodes: list[EpisodeResult]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def version(self) -> int:
+        return int(self.results["policy_version"])
+
+    @property
+    def in_training(self) -> bool:
+        return bool(IN_TRAINING.fullmatch(self.name))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, or one evaluation's: that has neither metrics nor a state."""
+
+    folder: Path
+    info: dict[str, Any] = field(default_factory=dict)
+    config: str = ""  # config.yaml
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)  # by version; those asked for by hand come last
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def last(self) -> Evaluation | None:
+        """The newest evaluation of the run itself, or what there is."""
+        own = [one for one in self.evaluations if one.in_training]
+        return (own or self.evaluations or [None])[-1]
+
+    def env_steps(self, version: int) -> int | None:
+        """How many env steps had been trained on when this version was published."""
+        if version == 0:
+            return 0
+        return next((row["env_steps"] for row in self.metrics if row["policy_version"] == version), None)
+
+
+def read_run(folder: Path) -> Run:
+    """A run's folder or an evaluation's."""
+    if (folder / "run.json").is_file():
+        problems: list[str] = []
+        info = read_object(folder / "run.json", problems)
+        config = read_text(folder / "config.yaml", problems)
+        metrics = read_metrics(folder / "metrics.jsonl", problems)
+        return Run(folder, info, config, metrics, read_evaluations(folder, problems), problems)
+    if (folder / RESULTS).is_file():
+        return Run(folder, evaluations=[Evaluation(folder, *read_results(folder))])
+    raise EmbodiedError(
+        f"{folder} is neither a run's folder (with run.json) nor an evaluation's (with {RESULTS}); "
+        "for example: python -m embodied.report runs/NAME-DATE"
+    )
+
+
+def read_evaluations(run: Path, problems: list[str]) -> list[Evaluation]:
+    found = []
+    for path in sorted(run.glob(f"eval/*/{RESULTS}")):
+        try:
+            found.append(Evaluation(path.parent, *read_results(path.parent)))
+        except EmbodiedError as err:
+            problems.append(str(err))
+    return sorted(found, key=lambda one: (not one.in_training, one.version, one.name))
+
+
+def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; the line a killed run was writing is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        return [json.loads(line) for line in lines if line.endswith("}")]
+    except ValueError as err:
+        problems.append(f"{path} cannot be read: {err}")
+        return []
+
+
+def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        problems.append(f"{path} cannot be read: {err}")
+        return {}
+
+
+def read_text(path: Path, problems: list[str]) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as err:
+        problems.append(f"{path} cannot be read: {err}")
+        return ""

@@ -1,0 +1,266 @@
+"""Charts as inline SVG: lines with bands, points with whiskers, histograms. Colours come from the page's style.
+
+A chart is drawn 440 units wide, about what a phone shows, so that its text keeps its size; wider pages set charts side
+by side. Each line carries its numbers for the pointer: the page's script shows those nearest to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+from embodied.reporting.html import Html, tag
+
+WIDTH, HEIGHT = 440, 230
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 8, 26
+MOST_POINTS = 240  # of a line; of more, neighbours are drawn as their mean with a band from lowest to highest
+COLORS = 8  # the style names .c0 to .c7
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve. `low` and `high` bound each point: a band behind a line, a whisker on a point."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    points: bool = False  # measured now and then: dots instead of a line
+    color: int = 0
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps numbers to positions: from `low` at `start` to `high` at `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    y_range: tuple[float, float] | None = None,
+    show: Callable[[float], str] | None = None,
+    x_name: str = "env steps",
+) -> Html:
+    """A figure with its title, its legend where there is more than one series, and the chart."""
+    show = show or short
+    drawn = [thinned(one) for one in map(finite, series) if one.x]
+    if not drawn:
+        return figure(title, tag("p", "nothing yet", class_="empty"))
+    across = x_axis([x for one in drawn for x in one.x])
+    up = y_axis([y for one in drawn for ys in (one.y, one.low, one.high) for y in ys], y_range)
+    shapes = [*grid(across, up, show, x_name)]
+    for one in drawn:
+        shapes += dots(one, across, up, show) if one.points else line(one, across, up, show)
+    entries = [
+        (one.name, f"c{one.color % COLORS}", "dot" if one.points else "dash" if one.dashed else "") for one in drawn
+    ]
+    return figure(title, legend(entries), canvas(title, shapes, across, x_name))
+
+
+def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole: bool = False) -> Html:
+    """Stacked counts by group; `groups` maps a style class (success, failure, played) to values. `whole`: integers."""
+    values = [value for group in groups.values() for value in group if math.isfinite(value)]
+    if not values:
+        return figure(title, tag("p", "nothing yet", class_="empty"))
+    edges = bins(values, whole)
+    counts = {kind: count(group, edges) for kind, group in groups.items() if group}
+    totals = [sum(column) for column in zip(*counts.values())]
+    across = Axis(edges[0], edges[-1], LEFT, WIDTH - RIGHT)
+    up = Axis(0, max(totals), HEIGHT - BOTTOM, TOP)
+    shapes = grid(across, up, short, x_name, whole_y=True)
+    for i, (left, right) in enumerate(pairwise(edges)):
+        base = 0
+        for kind, column in counts.items():
+            if column[i]:
+                top = up.at(base + column[i])
+                x, width = across.at(left) + 0.5, max(across.at(right) - across.at(left) - 1, 1)
+                bar = {"x": x, "y": top, "width": round(width, 1), "height": round(up.at(base) - top, 1)}
+                told = f"{spell(left, right, whole)}: {column[i]} {kind}"
+                shapes.append(tag("rect", tag("title", told), class_=f"bar {kind}", **bar))
+                base += column[i]
+    return figure(title, legend([(kind, kind, "") for kind in counts]), canvas(title, shapes, across, x_name, False))
+
+
+def figure(title: str, *parts: object) -> Html:
+    return tag("figure", tag("figcaption", title), *parts)
+
+
+def legend(entries: list[tuple[str, str, str]]) -> Html | None:
+    """(name, style class, kind of mark) each; none where there is but one."""
+    if len(entries) < 2:
+        return None
+    return tag(
+        "ul",
+        *[tag("li", tag("i", class_=f"{style} {mark}".strip()), name) for name, style, mark in entries],
+        class_="legend",
+    )
+
+
+def canvas(title: str, shapes: Sequence[Html], across: Axis, x_name: str, read: bool = True) -> Html:
+    """The drawing; `read` lets the pointer read the numbers of its lines off."""
+    box = f"0 0 {WIDTH} {HEIGHT}"
+    return tag("svg", *shapes, viewBox=box, role="img", aria_label=title, data_x=x_name if read else None)
+
+
+def grid(across: Axis, up: Axis, show: Callable[[float], str], x_name: str, whole_y: bool = False) -> list[Html]:
+    shapes = []
+    for value in ticks(up.low, up.high, 5, whole_y):
+        y = up.at(value)
+        shapes.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+        shapes.append(tag("text", show(value), x=LEFT - 6, y=y + 4, class_="y"))
+    for value in ticks(across.low, across.high, 5):
+        shapes.append(tag("text", short(value), x=across.at(value), y=HEIGHT - BOTTOM + 17, class_="x"))
+    shapes.append(tag("line", class_="axis", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM))
+    return shapes
+
+
+def line(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> list[Html]:
+    color = f"c{one.color % COLORS}"
+    spots = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.y)]
+    shapes = []
+    if one.low:
+        there = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.high)]
+        back = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.low)]
+        shapes.append(tag("polygon", points=path([*there, *reversed(back)]), class_=f"band {color}"))
+    kind = f"line {color}{' dash' if one.dashed else ''}"
+    shapes.append(tag("polyline", points=path(spots), class_=kind, **numbers(one, show)))
+    if len(spots) == 1:
+        shapes.append(tag("circle", cx=spots[0][0], cy=spots[0][1], r=3, class_=f"dot {color}"))
+    return shapes
+
+
+def dots(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> list[Html]:
+    color = f"c{one.color % COLORS}"
+    spots = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.y)]
+    shapes = []
+    for (x, _), low, high in zip(spots, one.low, one.high):
+        shapes.append(tag("line", x1=x, x2=x, y1=up.at(low), y2=up.at(high), class_=f"whisker {color}"))
+    shapes += [tag("circle", cx=x, cy=y, r=3.5, class_=f"dot {color}") for x, y in spots]
+    # Never seen itself: what the pointer reads.
+    shapes.append(tag("polyline", points=path(spots), class_=f"unseen {color}", **numbers(one, show)))
+    return shapes
+
+
+def numbers(one: Series, show: Callable[[float], str]) -> dict[str, str]:
+    """What the pointer reads off this series: per point, where and how much."""
+    told = [show(y) for y in one.y]
+    if one.low:
+        told = [f"{text} [{show(low)}, {show(high)}]" for text, low, high in zip(told, one.low, one.high)]
+    return {"data_name": one.name, "data_at": "|".join(short(x) for x in one.x), "data_y": "|".join(told)}
+
+
+def path(spots: list[tuple[float, float]]) -> str:
+    return " ".join(f"{x:g},{y:g}" for x, y in spots)
+
+
+def finite(one: Series) -> Series:
+    """Without the points that have no finite number."""
+    keep = [i for i, y in enumerate(one.y) if y is not None and math.isfinite(y)]
+    picked = {
+        name: [values[i] for i in keep] if len(values := getattr(one, name)) else []
+        for name in ("x", "y", "low", "high")
+    }
+    return Series(one.name, **picked, points=one.points, color=one.color, dashed=one.dashed)
+
+
+def thinned(one: Series) -> Series:
+    """At most MOST_POINTS points: neighbours become their mean, the band spans them and their own bands."""
+    if one.points or len(one.x) <= MOST_POINTS:
+        return one
+    size = math.ceil(len(one.x) / MOST_POINTS)
+    parts = [slice(i, i + size) for i in range(0, len(one.x), size)]
+    return Series(
+        one.name,
+        [one.x[part][-1] for part in parts],
+        [fmean(one.y[part]) for part in parts],
+        [min(one.low[part] or one.y[part]) for part in parts],
+        [max(one.high[part] or one.y[part]) for part in parts],
+        color=one.color,
+        dashed=one.dashed,
+    )
+
+
+def x_axis(values: list[float]) -> Axis:
+    low, high = min(0.0, min(values)), max(values)
+    return Axis(low, high if high > low else low + 1, LEFT, WIDTH - RIGHT)
+
+
+def y_axis(values: list[float], fixed: tuple[float, float] | None) -> Axis:
+    low, high = fixed or (min(values), max(values))
+    if not fixed:
+        pad = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+        low, high = (0.0 if 0 <= low < 0.4 * high else low - pad), high + pad
+    return Axis(low, high, HEIGHT - BOTTOM, TOP)
+
+
+def ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`, about `most` of them."""
+    raw = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(step * power for step in (1, 2, 5, 10) if step * power >= raw * 0.999)
+    step = max(step, 1.0) if whole else step
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def bins(values: Sequence[float], whole: bool) -> list[float]:
+    """Edges of about 20 bins of a round width; of integers, bins of whole numbers around them."""
+    low, high = min(values), max(values)
+    if whole:
+        width = max(1, math.ceil((high - low + 1) / 24))
+        return [low - 0.5 + i * width for i in range(math.ceil((high - low + 1) / width) + 1)]
+    if high == low:
+        return [low - 0.5, low + 0.5]
+    marks = ticks(low, high, 20)
+    step = marks[1] - marks[0]
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [i * step for i in range(first, max(last, first + 1) + 1)]
+
+
+def count(values: Sequence[float], edges: list[float]) -> list[int]:
+    """How many values are in each bin; the last bin holds its upper edge."""
+    counts = [0] * (len(edges) - 1)
+    width = (edges[-1] - edges[0]) / len(counts)
+    for value in values:
+        if math.isfinite(value):
+            counts[min(int((value - edges[0]) / width), len(counts) - 1)] += 1
+    return counts
+
+
+def spell(left: float, right: float, whole: bool) -> str:
+    if not whole:
+        return f"{short(left)} to {short(right)}"
+    first, last = math.ceil(left), math.floor(right)
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def short(value: float) -> str:
+    """A number as an axis shows it: 1.5M, 20k, 0.25, 3e-4."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= unit:
+            return f"{value / (1e3 if name == 'k' else unit):.4g}{name}"
+    if size < 1e-3:
+        mantissa, _, exponent = f"{value:.3g}".partition("e")
+        return f"{mantissa}e{int(exponent)}" if exponent else f"{value:.3g}"
+    return f"{value:.4g}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.3g}%"

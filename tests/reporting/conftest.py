@@ -1,0 +1,117 @@
+"""A headless Chromium to look at pages with, where one is installed; driven over its debugging pipe."""
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DEADLINE_S = 60
+AS_3_AND_4 = """import fcntl, os, sys
+spare = [fcntl.fcntl(int(word), fcntl.F_DUPFD, 20) for word in sys.argv[1:3]]
+for fd, number in zip(spare, (3, 4)):
+    os.dup2(fd, number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+class Browser:
+    """One page. `call` sends a command of the DevTools protocol, `run` a script whose value comes back."""
+
+    def __init__(self, folder):
+        ours, theirs = os.pipe(), os.pipe()  # commands, answers
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe"]
+        command += [f"--user-data-dir={folder}", "--mute-audio", "--autoplay-policy=no-user-gesture-required"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", AS_3_AND_4, str(ours[0]), str(theirs[1]), *command],
+            pass_fds=(ours[0], theirs[1]),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(ours[0])
+        os.close(theirs[1])
+        self.commands, self.answers = ours[1], theirs[0]
+        self.buffer, self.number, self.events, self.session = b"", 0, [], None
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method, **params):
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self.commands, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._read()
+            if answer.get("id") == self.number:
+                assert "error" not in answer, (method, answer["error"])
+                return answer["result"]
+            self.events.append(answer)
+
+    def _read(self):
+        deadline = time.monotonic() + DEADLINE_S
+        while b"\0" not in self.buffer:
+            ready, _, _ = select.select([self.answers], [], [], max(deadline - time.monotonic(), 0))
+            assert ready, "Chromium did not answer"
+            part = os.read(self.answers, 1 << 20)
+            assert part, "Chromium ended"
+            self.buffer += part
+        text, _, self.buffer = self.buffer.partition(b"\0")
+        return json.loads(text)
+
+    def open(self, path, width, height, dark=False):
+        """Show a file as a phone or a desktop would; returns once it is loaded."""
+        self.events.clear()
+        phone = width < 600
+        size = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Page.navigate", url=path.resolve().as_uri())
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._read())
+
+    def run(self, script):
+        told = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in told, told["exceptionDetails"]
+        return told["result"].get("value")
+
+    def requests(self):
+        events = [event for event in self.events if event.get("method") == "Network.requestWillBeSent"]
+        return [event["params"]["request"]["url"] for event in events]
+
+    def complaints(self):
+        """What the console shows in red: refused loads, broken scripts."""
+        kinds = ("Log.entryAdded", "Runtime.exceptionThrown")
+        return [event["params"] for event in self.events if event.get("method") in kinds]
+
+    def screenshot(self, path, whole=False):
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def close(self):
+        os.close(self.commands)  # Chromium leaves when its commander is gone
+        os.close(self.answers)
+        try:
+            self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium (Debian: apt-get install chromium)")
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
