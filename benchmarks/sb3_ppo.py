@@ -48,10 +48,12 @@ def make_env(env: dict) -> gymnasium.Env:
 
 
 def make_envs(settings: dict):
-    from stable_baselines3.common.vec_env import SubprocVecEnv
+    from stable_baselines3.common.vec_env import SubprocVecEnv, VecNormalize
 
     build = functools.partial(make_env, settings["env"])
-    return SubprocVecEnv([build] * settings["n"], start_method="forkserver")
+    envs = SubprocVecEnv([build] * settings["n"], start_method="forkserver")
+    floor = settings["normalize_floor"]
+    return envs if floor is None else VecNormalize(envs, norm_reward=False, clip_obs=10.0, epsilon=floor**2)
 
 
 def timed_ppo(settings: dict):
@@ -119,6 +121,8 @@ def main(settings: dict) -> dict:
     model.policy.optimizer.register_step_post_hook(lambda *_: gradient_steps.append(1))
     evaluation = settings["evaluation"]
     eval_envs = make_envs(settings) if evaluation else None
+    if eval_envs is not None and (trained := model.get_vec_normalize_env()) is not None:
+        eval_envs.training, eval_envs.obs_rms = False, trained.obs_rms
 
     def evaluate() -> None:
         """Between iterations, outside both phases."""

@@ -8,7 +8,6 @@ SAME_ONLY_AT = {
     "policy.name": "mlp",
     "policy.chunk": 1,
     "policy.dtype": "float32",
-    "policy.normalize_observations": False,
     "algo.name": "ppo",
     "algo.value_lr": None,
     "algo.normalize_advantages": True,
@@ -45,6 +44,7 @@ def sb3_settings(config: dict, processes: int, seed: int, env_steps: int, evalua
         "hidden": list(config["policy"]["hidden"]),
         "activation": config["policy"]["activation"],
         "log_std": config["policy"]["initial_log_std"],
+        "normalize_floor": config["policy"]["normalize_floor"] if config["policy"]["normalize_observations"] else None,
         "adam_eps": algo["adam_eps"],
         "lr_schedule": algo["lr_schedule"],
         "ppo": {

@@ -19,6 +19,11 @@ class MLPConfig(Strict):
     normalize_observations: bool = Field(
         False, description="Track mean and variance of the state and normalise with them."
     )
+    normalize_floor: float = Field(
+        1e-3,
+        gt=0,
+        description="Deviation, in units of the state, below which normalising blows nothing up any further.",
+    )
     chunk: int = Field(1, gt=0, description="Actions per decision: one policy call plays this many env steps.")
     dtype: Literal["float32", "float64"] = Field("float32", description="Precision of weights and arithmetic.")
 

@@ -34,7 +34,9 @@ class MLPPolicy(Policy):
         self.shape = (config.chunk, spec.action.dim)
         self.actor = mlp(spec.state_dim, config.hidden, config.chunk * self.per_step, config.activation, self.dtype)
         self.critic = mlp(spec.state_dim, config.hidden, 1, config.activation, self.dtype)
-        self.normalizer = ObservationNormalizer(spec.state_dim) if config.normalize_observations else None
+        self.normalizer = None
+        if config.normalize_observations:
+            self.normalizer = ObservationNormalizer(spec.state_dim, config.normalize_floor)
         if not spec.action.discrete:
             self.log_std = nn.Parameter(torch.empty(spec.action.dim, dtype=self.dtype))
 

@@ -14,14 +14,15 @@ CLIP = 10.0
 
 
 class ObservationNormalizer(nn.Module):
-    """(x - mean) / std, clipped to +-10; the identity until something was counted."""
+    """(x - mean) / sqrt(variance + floor^2), clipped to +-10; the identity until something was counted."""
 
     count: Tensor
     mean: Tensor
     m2: Tensor
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, floor: float = 1e-3) -> None:
         super().__init__()
+        self.floor = floor
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(dim, dtype=torch.float64))
         self.register_buffer("m2", torch.zeros(dim, dtype=torch.float64))
@@ -29,7 +30,7 @@ class ObservationNormalizer(nn.Module):
     def forward(self, state: Tensor) -> Tensor:
         if self.count < 2:
             return state
-        std = (self.m2 / self.count).sqrt().clamp_min(1e-6)
+        std = (self.m2 / self.count + self.floor**2).sqrt()
         return ((state - self.mean.to(state.dtype)) / std.to(state.dtype)).clamp(-CLIP, CLIP)
 
     def merge(self, moments: np.ndarray) -> None:

@@ -93,7 +93,7 @@ def test_the_normaliser_equals_the_moments_of_everything_it_saw():
     from embodied.policies.normalizer import ObservationNormalizer, state_moments
 
     data = np.random.default_rng(0).normal(3, 2, size=(2, 7, 4, 5))  # two iterations of [T, N, D]
-    normalizer = ObservationNormalizer(5)
+    normalizer = ObservationNormalizer(5, floor=1e-9)
     for states in data:
         normalizer.merge(state_moments(states))
     flat = data.reshape(-1, 5)
@@ -101,6 +101,15 @@ def test_the_normaliser_equals_the_moments_of_everything_it_saw():
     np.testing.assert_allclose((normalizer.m2 / normalizer.count).numpy(), flat.var(axis=0), atol=1e-12)
     out = normalizer(torch.from_numpy(flat[:3])).numpy()
     np.testing.assert_allclose(out, (flat[:3] - flat.mean(axis=0)) / flat.std(axis=0), atol=1e-9)
+
+
+def test_a_number_that_hardly_moves_is_not_blown_up():
+    from embodied.policies.normalizer import ObservationNormalizer
+
+    normalizer = ObservationNormalizer(2, floor=0.3)
+    normalizer.merge(np.array([[100.0, 5.0, 5.0, 100 * 0.4**2, 0.0]]))  # means 5, deviations 0.4 and 0
+    out = normalizer(torch.tensor([[6.0, 5.03]], dtype=torch.float64))
+    np.testing.assert_allclose(out, [[1 / 0.5, 0.03 / 0.3]])  # 0.4^2 + 0.3^2 = 0.5^2
 
 
 def test_a_damaged_or_foreign_policy_folder_is_refused_with_the_reason(tmp_path):
