@@ -70,6 +70,11 @@ def timed_ppo(settings: dict):
             self.rollout_s.append(time.perf_counter() - started)
             return True
 
+        def _update_learning_rate(self, optimizers) -> None:
+            super()._update_learning_rate(optimizers)
+            for group in self.policy.optimizer.param_groups:
+                group["lr"] *= group["factor"]
+
         def train(self) -> None:
             started = time.perf_counter()
             super().train()
@@ -81,7 +86,6 @@ def timed_ppo(settings: dict):
         "net_arch": {"pi": settings["hidden"], "vf": settings["hidden"]},
         "activation_fn": activations[settings["activation"]],
         "log_std_init": settings["log_std"],
-        "optimizer_kwargs": {"eps": settings["adam_eps"]},
     }
     envs = make_envs(settings)
     ppo = dict(settings["ppo"])
@@ -90,6 +94,13 @@ def timed_ppo(settings: dict):
             settings["ppo"]["learning_rate"] * min(1.0, left + 1 / settings["iterations"])
         )
     model = TimedPPO("MlpPolicy", envs, policy_kwargs=network, seed=settings["seed"], device="cpu", **ppo)
+    value = {name: part for name, part in model.policy.named_parameters() if "value_net" in name}
+    others = [part for name, part in model.policy.named_parameters() if name not in value]
+    groups = [
+        {"params": others, "factor": 1.0},
+        {"params": list(value.values()), "factor": settings["value_lr_factor"]},
+    ]
+    model.policy.optimizer = torch.optim.Adam(groups, lr=settings["ppo"]["learning_rate"], eps=settings["adam_eps"])
     model.rollout_s, model.update_s, model.enough, model.after_iteration = [], [], False, lambda: None
     return model
 

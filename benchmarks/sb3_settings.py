@@ -9,7 +9,6 @@ SAME_ONLY_AT = {
     "policy.chunk": 1,
     "policy.dtype": "float32",
     "algo.name": "ppo",
-    "algo.value_lr": None,
     "algo.normalize_advantages": True,
     "algo.logprob_level": "chunk",
     "algo.dual_clip": None,
@@ -45,6 +44,7 @@ def sb3_settings(config: dict, processes: int, seed: int, env_steps: int, evalua
         "activation": config["policy"]["activation"],
         "log_std": config["policy"]["initial_log_std"],
         "normalize_floor": config["policy"]["normalize_floor"] if config["policy"]["normalize_observations"] else None,
+        "value_lr_factor": 1.0 if algo["value_lr"] is None else algo["value_lr"] / algo["lr"],
         "adam_eps": algo["adam_eps"],
         "lr_schedule": algo["lr_schedule"],
         "ppo": {
