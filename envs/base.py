@@ -116,15 +116,16 @@ class VectorEnv(GymnasiumVectorEnv):
         """Start episodes: `options={"reset_mask": bool [N], "episodes": list of N EpisodeSpec or None}`.
 
         Without a mask all rows are reset; without episodes they get ones drawn from `seed`. Rows outside the mask keep
-        everything. The observation is of all rows.
+        everything. The observation is of all rows. `"elapsed"`: int [N], how much of the step limit counts as used up.
         """
         super().reset(seed=seed)
         rows, episodes = self._wanted(options or {})
+        elapsed = (options or {}).get("elapsed")
         if len(rows):
             success = self._reset_rows(rows, episodes)
             self._success[rows] = False if success is None else success
             self._live[rows] = True
-            self._elapsed[rows] = 0
+            self._elapsed[rows] = 0 if elapsed is None else np.asarray(elapsed)[rows]
         obs = self._observe()
         self._check_finite(obs, self._live)
         return obs, self._info()
@@ -242,8 +243,8 @@ class VectorEnv(GymnasiumVectorEnv):
 
     def _wanted(self, options: dict[str, Any]) -> tuple[np.ndarray, list[EpisodeSpec]]:
         """Rows to reset and their episodes."""
-        if unknown := options.keys() - {"reset_mask", "episodes"}:
-            raise ValueError(f"reset options {sorted(unknown)} are unknown; there are reset_mask and episodes")
+        if unknown := options.keys() - {"reset_mask", "episodes", "elapsed"}:
+            raise ValueError(f"reset options {sorted(unknown)} are unknown; there are reset_mask, episodes, elapsed")
         mask = options.get("reset_mask")
         mask = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask)
         if mask.dtype != bool or mask.shape != (self.num_envs,):

@@ -24,6 +24,11 @@ class CommonEnvConfig(Strict):
         "truncate",
         description="A success ends the episode with bootstrapping, without it, or not at all.",
     )
+    stagger: bool = Field(
+        False,
+        description="Cut the first training episode of each env short, each at another step, so that a rollout "
+        "holds early and late parts of episodes from the start; evaluation is not affected.",
+    )
 
 
 class ManiSkillConfig(CommonEnvConfig):

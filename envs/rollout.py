@@ -43,9 +43,18 @@ class Stage:
             by_row[row] = spec
         mask = np.zeros(self.env.num_envs, bool)
         mask[rows] = True
-        self.obs, info = self.env.reset(options={"reset_mask": mask, "episodes": by_row})
+        options = {"reset_mask": mask, "episodes": by_row, "elapsed": self._head_start()}
+        self.obs, info = self.env.reset(options=options)
         self.rows.begin(rows, specs, info.get("success"))
         self.reset_s += self.timers.add("reset", started)
+
+    def _head_start(self) -> np.ndarray:
+        """How much of the step limit counts as used: with `env.stagger` a different part in every env's first episode.
+
+        Env e of E begins e/E through its limit, whoever simulates it.
+        """
+        first = (self.rows.started == 0) & self.env.config.stagger
+        return first * (self.env_ids * self.env.env_spec.max_episode_steps // self.num_envs_total)
 
     def ask(self, value_only: bool = False) -> None:
         self.requests.put(
