@@ -63,7 +63,7 @@ def encode(item: Any) -> Payload:
         return False
 
     writable: list[pickle.PickleBuffer] = []
-    if "torch" in sys.modules:
+    if hasattr(sys.modules.get("torch"), "Tensor"):  # not while another thread still imports it
         stream = io.BytesIO()
         _TorchPickler(stream, keep_inline, writable).dump(item)
         body = stream.getbuffer()

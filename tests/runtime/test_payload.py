@@ -1,5 +1,7 @@
 import gc
 import os
+import sys
+import types
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,3 +111,8 @@ def test_views_and_parameters_of_torch_arrive_equal():
     got = moved(parameter)
     assert isinstance(got, torch.nn.Parameter)
     assert got.requires_grad
+
+
+def test_a_payload_can_be_sent_while_another_thread_still_imports_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))  # as it looks halfway through its import
+    assert decode(encode({"rank": 3})) == {"rank": 3}
