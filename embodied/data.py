@@ -135,6 +135,7 @@ class Trajectory:
     versions: np.ndarray  # int [T, N], the policy version that acted
     episodes: np.ndarray  # int [T, N], EpisodeSpec.index
     replay: dict[str, np.ndarray] = field(default_factory=dict)  # [T, N, ...]
+    source: str = ""  # who played it in which round, as in `ActRequest`
 
     @property
     def num_steps(self) -> int:
@@ -146,11 +147,12 @@ class ActRequest:
     """A sim worker's question to a policy worker: what should these rows do next?
 
     `final_obs` holds the final observations of rows whose episode was truncated in the decision before; only their
-    value is wanted. With `value_only` the same holds for `obs` (the end of a rollout). `done` says that this source
-    asks no more.
+    value is wanted. With `value_only` the same holds for `obs` (the end of a rollout). `done` says that nobody asks
+    any more.
     """
 
-    source: str  # where the answer goes, e.g. "sim-0/1" (sim worker 0, stage 1)
+    source: str  # where the answer goes, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
+    number: int = 0  # of the question in its round; asked again, it keeps it
     obs: Observation | None = None
     episodes: np.ndarray | None = None  # int [N]
     decisions: np.ndarray | None = None  # int [N]
@@ -161,10 +163,28 @@ class ActRequest:
 
 @dataclass(frozen=True)
 class ActReply:
+    source: str
+    number: int  # of the question
     output: PolicyOutput | None  # None for value_only
     values: np.ndarray  # [N]
     final_values: np.ndarray | None
     version: int
+
+
+@dataclass(frozen=True)
+class AskAgain:
+    """In the place of a reply: another policy worker has taken over, which does not know the question."""
+
+    source: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a sim worker tells the driver as it happens, so that it is known should the worker die."""
+
+    source: str
+    begun: tuple[int, ...] = ()  # indices of the episodes that begin now
+    finished: tuple[EpisodeResult, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,7 +208,11 @@ class RolloutStats:
 
 @dataclass(frozen=True)
 class Route:
-    """The channels one sim worker uses: per stage, where to ask and where the answers come."""
+    """The channels one sim worker uses in one round: per stage, where to ask and where the answers come.
 
+    The names of the sources differ from round to round, so nothing of an earlier one is taken for an answer.
+    """
+
+    sources: tuple[str, ...]
     requests: tuple[Any, ...]  # Channel per stage
     replies: tuple[Any, ...]  # Channel per stage

@@ -34,10 +34,3 @@ def env_blocks(num_envs: int, ranks: int) -> list[range]:
     """Which global env ids each learner rank owns: contiguous, as equal as possible."""
     borders = [num_envs * rank // ranks for rank in range(ranks + 1)]
     return [range(a, b) for a, b in pairwise(borders)]
-
-
-def num_deliveries(num_envs: int, workers: int, stages: int, ranks: int) -> list[int]:
-    """How many trajectories each learner rank receives per rollout: one per sim stage that holds some of its envs."""
-    size = num_envs // (workers * stages)
-    pieces = [range(i * size, (i + 1) * size) for i in range(workers * stages)]
-    return [sum(p.start < b.stop and b.start < p.stop for p in pieces) for b in env_blocks(num_envs, ranks)]

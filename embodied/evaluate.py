@@ -97,7 +97,7 @@ def evaluate(config: RunConfig, cluster, target: Target, out: Path) -> dict:
     """Load the weights into fresh workers and play."""
     from embodied.workflows.embodied import EmbodiedLoop
 
-    loop = EmbodiedLoop(config, cluster, learn=False)
+    loop = EmbodiedLoop(config, cluster, learn=False, tell=lambda line: print(line, flush=True))
     spec = loop.start()
     if target.spec is not None and (target.spec.action, target.spec.state_dim) != (spec.action, spec.state_dim):
         raise ConfigError(

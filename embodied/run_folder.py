@@ -89,6 +89,11 @@ class RunFolder:
         with (self.logs / "driver.log").open("ab", buffering=0) as file:
             file.write(f"{now()} {text}\n".encode())
 
+    def count_restart(self) -> None:
+        """One more worker was started again."""
+        info = self.info()
+        self._write({**info, "restarts": info.get("restarts", 0) + 1})
+
     def finish(self, state: str, cause: str = "", **more: object) -> None:
         for file in (self._metrics, self._curves):
             if file is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from embodied import commands
@@ -59,7 +60,7 @@ def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, c
     with commands.cluster(config, plan, folder.logs) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         meeting = meeting_point(ranks, config.cluster.backend, folder.logs, timeout_s)
-        loop = EmbodiedLoop(config, cluster, meeting=meeting)
+        loop = EmbodiedLoop(config, cluster, meeting=meeting, tell=partial(restarted, folder, console))
         spec = loop.start()
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop)
         total = total_iterations(config)
@@ -107,6 +108,11 @@ def resume(loop: EmbodiedLoop, folder: RunFolder, checkpoint: Path, console: Con
     return state
 
 
+def restarted(folder: RunFolder, console: Console, line: str) -> None:
+    folder.count_restart()
+    console.say(line)
+
+
 def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, console: Console) -> None:
     started = time.perf_counter()
     finished, numbers = loop.iterate(state["iteration"], total)
@@ -114,6 +120,7 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
     state["iteration"] += 1
     state["version"] = loop.version
     state["env_steps"] += int(numbers["env_steps"])
+    state["abandoned_episodes"] += loop.crew.take_abandoned()
     state["train_s"] += elapsed
     folder.log(console.iteration(state, finished, numbers, elapsed, total))
 

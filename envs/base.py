@@ -18,13 +18,17 @@ from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 from gymnasium.vector.utils import batch_space
 
 from embodied.data import ChunkResult, EnvSpec, EpisodeSpec, Observation
-from embodied.errors import EmbodiedError
+from embodied.errors import Unusable
 
 TEXT = "".join(chr(code) for code in range(32, 127))
 
 
-class NotFinite(EmbodiedError):
+class NotFinite(Unusable):
     """A simulator returned NaN or infinity."""
+
+
+class WrongShape(Unusable):
+    """A simulator returned an array of another shape than it promised."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class VectorEnv(GymnasiumVectorEnv):
             self._live[rows] = True
             self._elapsed[rows] = 0 if elapsed is None else np.asarray(elapsed)[rows]
         obs = self._observe()
-        self._check_finite(obs, self._live)
+        self._check(obs, self._live)
         return obs, self._info()
 
     def step(self, actions: np.ndarray) -> tuple[Observation, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -171,7 +175,7 @@ class VectorEnv(GymnasiumVectorEnv):
         obs = self._observe()
         for rows, final in finals:
             obs = put_rows(obs, final, rows)
-        self._check_finite(obs, began_live)
+        self._check(obs, began_live)
         return ChunkResult(obs, rewards, terminated, truncated, mask, success)
 
     def render(self) -> tuple[np.ndarray, ...]:
@@ -198,6 +202,9 @@ class VectorEnv(GymnasiumVectorEnv):
     def _advance(self, actions, moved, rewards, terminated, truncated) -> np.ndarray:
         """One env step; fills the three columns and returns which rows finished (bool [N])."""
         step = self._step(actions[:, 0] if self.env_spec.action.discrete else actions, moved)
+        for name in ("rewards", "terminated", "success", "truncated"):
+            if (array := getattr(step, name)) is not None:
+                self._check_shape(name, array, ())
         np.copyto(rewards, step.rewards, where=moved, casting="same_kind")
         if not np.isfinite(rewards).all():
             raise NotFinite(self._where("reward", np.flatnonzero(~np.isfinite(rewards))))
@@ -263,12 +270,23 @@ class VectorEnv(GymnasiumVectorEnv):
     def _info(self) -> dict[str, Any]:
         return {"success": self._success.copy()} if self.env_spec.has_success else {}
 
-    def _check_finite(self, obs: Observation, rows: np.ndarray) -> None:
+    def _check(self, obs: Observation, rows: np.ndarray) -> None:
+        """What these rows see is what the spec promises, in shape, and finite."""
+        if self.env_spec.state_dim is not None:
+            self._check_shape("state", obs.get("state"), (self.env_spec.state_dim,))
+        for camera, size in self.env_spec.images.items():
+            self._check_shape(f"image {camera!r}", obs.get("images", {}).get(camera), size)
         state = obs.get("state")
         if state is not None and not np.isfinite(state).all():
             wrong = np.flatnonzero(~np.isfinite(state).all(axis=1) & rows)
             if len(wrong):
                 raise NotFinite(self._where("state", wrong))
+
+    def _check_shape(self, what: str, array: Any, row: tuple[int, ...]) -> None:
+        wanted = [self.num_envs, *row]
+        if array is None or list(array.shape) != wanted:
+            found = "missing" if array is None else f"of shape {list(array.shape)}"
+            raise WrongShape(f"{self.config.name} {self.config.task}: {what} is {found}, it must be {wanted}")
 
     def _where(self, what: str, rows: np.ndarray) -> str:
         steps = self._elapsed[rows[:8]].tolist()

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from embodied.data import EpisodeSpec, Observation
-from embodied.envs.base import NotFinite, VectorEnv, action_space, observation_space
+from embodied.envs.base import NotFinite, VectorEnv, WrongShape, action_space, observation_space
 from embodied.envs.played import Played, copied, cut, cut_steps, far, flat, rows_of
 from embodied.errors import EmbodiedError
 
@@ -40,6 +40,8 @@ def check_vector_env(env: VectorEnv, atol: float = 0.0) -> None:
         Checker(env, atol).run()
     except NotFinite as err:
         raise ContractViolation("finite", str(err)) from err
+    except WrongShape as err:
+        raise ContractViolation("observation", str(err)) from err
 
 
 class Checker:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied.data import ActReply, ActRequest, EpisodeResult, EpisodeSpec
+from embodied.data import EpisodeResult, EpisodeSpec, Note
 from embodied.envs.base import VectorEnv
 from embodied.envs.film import Films
+from embodied.envs.line import Line
 from embodied.envs.rows import Rows
 from embodied.runtime import Channel, Timers
 
@@ -21,23 +22,44 @@ from embodied.runtime import Channel, Timers
 def play_episodes(
     env: VectorEnv,
     episodes: list[EpisodeSpec],
-    source: str,
-    requests: Channel,
-    replies: Channel,
+    line: Line,
     film: frozenset[int],
     folder: Path | None,
+    notes: Channel,
+    alone: frozenset[int],
     timers: Timers,
 ) -> list[EpisodeResult]:
+    """`alone` are the last of the episodes; each is played with no other beside it."""
     waiting = deque(episodes)
     rows = Rows(env.num_envs, env.env_spec.has_success)
     playing = np.zeros(env.num_envs, bool)
     results: list[EpisodeResult] = []
+
+    def refill(free: np.ndarray):
+        """Start waiting episodes on free rows; None if there were none."""
+        free = free[: num_startable(waiting, playing, alone)]
+        if not len(free):
+            return None
+        specs = [waiting.popleft() for _ in free]
+        notes.put(Note(line.source, begun=tuple(spec.index for spec in specs)))
+        by_row: list = [None] * env.num_envs
+        mask = np.zeros(env.num_envs, bool)
+        mask[free] = True
+        for row, spec in zip(free, specs, strict=True):
+            by_row[row] = spec
+        with timers.measure("reset"):
+            obs, info = env.reset(options={"reset_mask": mask, "episodes": by_row})
+        rows.begin(free, specs, info.get("success"))
+        playing[free] = True
+        films.begin(free, specs)
+        return obs
+
     with Films(env, rows, film, folder) as films:
-        obs = refill(env, rows, playing, np.arange(env.num_envs), waiting, films)
+        obs = refill(np.arange(env.num_envs))
         while playing.any():
-            requests.put(ActRequest(source, obs, rows.episode.copy(), rows.decision.copy()))
+            line.ask(obs=obs, episodes=rows.episode.copy(), decisions=rows.decision.copy())
             with timers.measure("wait"):
-                reply: ActReply = replies.get()
+                reply = line.answer()
             with timers.measure("step"):
                 result = env.step_chunk(reply.output.actions, on_frame=films.on_frame)
             rows.record(result)
@@ -47,26 +69,15 @@ def play_episodes(
                 outcomes = rows.results(done)
                 results += outcomes
                 films.finish(done, outcomes)
+                notes.put(Note(line.source, finished=tuple(outcomes)))
                 playing[done] = False
-                with timers.measure("reset"):
-                    fresh = refill(env, rows, playing, done, waiting, films)
+                fresh = refill(np.flatnonzero(~playing) if waiting and waiting[0].index in alone else done)
                 obs = obs if fresh is None else fresh
     return results
 
 
-def refill(env, rows: Rows, playing: np.ndarray, free: np.ndarray, waiting: deque, films: Films):
-    """Start waiting episodes on free rows; None if there were none."""
-    free = free[: len(waiting)]
-    if not len(free):
-        return None
-    specs = [waiting.popleft() for _ in free]
-    by_row: list = [None] * env.num_envs
-    mask = np.zeros(env.num_envs, bool)
-    mask[free] = True
-    for row, spec in zip(free, specs, strict=True):
-        by_row[row] = spec
-    obs, info = env.reset(options={"reset_mask": mask, "episodes": by_row})
-    rows.begin(free, specs, info.get("success"))
-    playing[free] = True
-    films.begin(free, specs)
-    return obs
+def num_startable(waiting: deque[EpisodeSpec], playing: np.ndarray, alone: frozenset[int]) -> int:
+    """How many of the waiting episodes may begin now."""
+    if waiting and waiting[0].index in alone:
+        return int(not playing.any())
+    return sum(spec.index not in alone for spec in waiting)

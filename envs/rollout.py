@@ -11,33 +11,44 @@ from time import perf_counter
 
 import numpy as np
 
-from embodied.data import ActReply, ActRequest, EpisodeResult, Observation, Trajectory
+from embodied.data import ActReply, EpisodeResult, Note, Observation, Trajectory
 from embodied.envs.base import VectorEnv
+from embodied.envs.line import Line
 from embodied.envs.rows import Rows
 from embodied.episodes import EpisodeList
 from embodied.runtime import Channel, Timers
 
 
 class Stage:
-    def __init__(self, env: VectorEnv, name: str, env_ids: np.ndarray, num_envs_total: int, timers: Timers) -> None:
+    def __init__(
+        self,
+        env: VectorEnv,
+        name: str,
+        env_ids: np.ndarray,
+        num_envs_total: int,
+        timers: Timers,
+        journal: Channel | None,
+    ) -> None:
         self.env = env
         self.name = name
         self.env_ids = env_ids
         self.num_envs_total = num_envs_total
         self.timers = timers
+        self.journal = journal
         self.rows = Rows(env.num_envs, env.env_spec.has_success)
         self.obs: Observation | None = None
         self.final_obs: Observation | None = None
         self.final_rows = np.empty(0, np.int64)
-        self.requests: Channel | None = None
-        self.replies: Channel | None = None
+        self.line: Line | None = None
         self.step_s = self.reset_s = self.wait_s = 0.0
 
     def reset(self, rows: np.ndarray, episodes: EpisodeList) -> None:
         """Begin the next episode of these rows: env e plays episodes e, e + E, e + 2E, ..."""
         started = perf_counter()
-        next_index = self.env_ids[rows] + self.rows.started[rows] * self.num_envs_total
-        specs = [episodes[int(index)] for index in next_index]
+        next_index = (self.env_ids[rows] + self.rows.started[rows] * self.num_envs_total).tolist()
+        if self.journal is not None:
+            self.journal.put(Note(self.name, begun=tuple(next_index)))
+        specs = [episodes[index] for index in next_index]
         by_row: list = [None] * self.env.num_envs
         for row, spec in zip(rows, specs, strict=True):
             by_row[row] = spec
@@ -57,20 +68,17 @@ class Stage:
         return first * (self.env_ids * self.env.env_spec.max_episode_steps // self.num_envs_total)
 
     def ask(self, value_only: bool = False) -> None:
-        self.requests.put(
-            ActRequest(
-                source=self.name,
-                obs=self.obs,
-                episodes=self.rows.episode.copy(),
-                decisions=self.rows.decision.copy(),
-                final_obs=self.final_obs,
-                value_only=value_only,
-            )
+        self.line.ask(
+            obs=self.obs,
+            episodes=self.rows.episode.copy(),
+            decisions=self.rows.decision.copy(),
+            final_obs=self.final_obs,
+            value_only=value_only,
         )
 
     def receive(self) -> ActReply:
         started = perf_counter()
-        reply: ActReply = self.replies.get()
+        reply = self.line.answer()
         self.wait_s += self.timers.add("wait", started)
         return reply
 
@@ -103,7 +111,8 @@ class Stage:
 class Record:
     """The arrays of one trajectory, filled decision by decision (allocated when the first shows its shapes)."""
 
-    def __init__(self, horizon: int, env_ids: np.ndarray) -> None:
+    def __init__(self, source: str, horizon: int, env_ids: np.ndarray) -> None:
+        self.source = source
         self.horizon = horizon
         self.env_ids = env_ids
         self.finished: list[EpisodeResult] = []
@@ -151,6 +160,7 @@ class Record:
             values=self.values[:, columns],
             final_values=self.final_values[:, columns],
             replay={name: array[:, columns] for name, array in self.replay.items()},
+            source=self.source,
             **cut,
         )
 

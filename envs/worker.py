@@ -10,17 +10,20 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied.data import ActRequest, EnvSpec, EpisodeResult, EpisodeSpec, RolloutStats, Route
+from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, RolloutStats, Route
 from embodied.envs import make_env
 from embodied.envs.evaluation import play_episodes
+from embodied.envs.line import Line
 from embodied.envs.rollout import Record, Stage
 from embodied.episodes import EpisodeList, env_blocks
 from embodied.runtime import Channel, Worker
 
 
 class SimWorker(Worker):
-    def __init__(self, config, stages: int = 1) -> None:
+    def __init__(self, config, stages: int = 1, journal: Channel | None = None) -> None:
+        """Every training episode is noted in `journal` before it begins."""
         self.config = config
+        self.journal = journal
         self.num_stages = stages
         self.stages: list[Stage] = []
         self.eval_env = None
@@ -34,14 +37,16 @@ class SimWorker(Worker):
                 first = self.rank * per_worker + stage * per_stage
                 ids = np.arange(first, first + per_stage)
                 env = make_env(self.config, per_stage)
-                self.stages.append(Stage(env, f"sim-{self.rank}/{stage}", ids, self.config.num_envs, self.timers))
+                self.stages.append(
+                    Stage(env, f"sim-{self.rank}/{stage}", ids, self.config.num_envs, self.timers, self.journal)
+                )
         return self.stages[0].env.env_spec
 
     def collect(self, episodes: EpisodeList, horizon: int, route: Route, out: tuple[Channel, ...]) -> RolloutStats:
         """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows."""
-        records = [Record(horizon, stage.env_ids) for stage in self.stages]
-        for stage, requests, replies in zip(self.stages, route.requests, route.replies, strict=True):
-            stage.requests, stage.replies = requests, replies
+        records = [Record(source, horizon, s.env_ids) for source, s in zip(route.sources, self.stages, strict=True)]
+        for stage, *channels in zip(self.stages, route.sources, route.requests, route.replies, strict=True):
+            stage.line = Line(*channels)
             stage.step_s = stage.reset_s = stage.wait_s = 0.0
             if stage.obs is None:
                 stage.reset(np.arange(stage.env.num_envs), episodes)
@@ -52,7 +57,6 @@ class SimWorker(Worker):
                 stage.ask(value_only=t == horizon - 1)
         for stage, record in zip(self.stages, records, strict=True):
             stage.close(record)
-            stage.requests.put(ActRequest(stage.name, done=True))
             self._deliver(record, out)
         return RolloutStats(
             env_steps=sum(int(record.arrays["mask"].sum()) for record in records),
@@ -62,24 +66,31 @@ class SimWorker(Worker):
             wait_s=sum(stage.wait_s for stage in self.stages),
         )
 
+    def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
+        """Take over from a worker that died, whose env rows had begun so many episodes: begin their next ones."""
+        for stage, begun in zip(self.stages, np.split(started, len(self.stages)), strict=True):
+            stage.rows.started[:] = begun
+            stage.reset(np.arange(stage.env.num_envs), episodes)
+
     def evaluate(
-        self, episodes: list[EpisodeSpec], num_envs: int, route: Route, film: frozenset[int], folder: Path | None
+        self,
+        episodes: list[EpisodeSpec],
+        num_rows: int,
+        route: Route,
+        film: frozenset[int],
+        folder: Path | None,
+        notes: Channel,
+        alone: frozenset[int],
     ) -> list[EpisodeResult]:
-        """Play this worker's share of a fixed episode list to the end in separate envs, filming some of them."""
-        mine = episodes[self.rank :: self.world_size]
-        requests, replies = route.requests[0], route.replies[0]
-        rows = -(-num_envs // self.world_size)
-        if self.eval_env is not None and self.eval_env.num_envs != rows:
+        """Play these episodes to the end in separate envs, filming some of them and playing some with no other beside
+        them. `notes` hears of every beginning and end."""
+        if self.eval_env is not None and self.eval_env.num_envs != num_rows:
             self.eval_env.close()
             self.eval_env = None
-        if mine and self.eval_env is None:
-            self.eval_env = make_env(self.config, rows)
-        source = f"sim-{self.rank}/0"
-        results = []
-        if mine:
-            results = play_episodes(self.eval_env, mine, source, requests, replies, film, folder, self.timers)
-        requests.put(ActRequest(source, done=True))
-        return results
+        if self.eval_env is None:
+            self.eval_env = make_env(self.config, num_rows)
+        line = Line(route.sources[0], route.requests[0], route.replies[0])
+        return play_episodes(self.eval_env, episodes, line, film, folder, notes, alone, self.timers)
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from embodied import rng
-from embodied.data import ActReply, ActRequest, EnvSpec, PolicyOutput, Weights
-from embodied.errors import EmbodiedError
+from embodied.data import ActReply, ActRequest, EnvSpec, Weights
+from embodied.errors import EmbodiedError, Unusable
 from embodied.policies import make_policy
 from embodied.policies.base import Policy
 from embodied.runtime import Channel, Worker
@@ -26,38 +26,49 @@ class PolicyWorker(Worker):
         self.policy = make_policy(self.config, spec).eval()
         self.noise = self.policy.noise_spec()
 
-    def load_weights(self, channel: Channel) -> int:
-        """Take the next published version."""
+    def load_weights(self, channel: Channel, version: int) -> None:
+        """Take this published version; earlier ones may still wait before it."""
         with self.timers.measure("wait"):
             weights: Weights = channel.get()
+            while weights.version != version:
+                weights = channel.get()
         self.policy.load_weights(weights.tensors)
         self.version = weights.version
-        return weights.version
 
     def serve(self, requests: Channel, replies: dict[str, Channel], greedy: bool = False, stream: str = "train") -> int:
-        """Answer until every source has said that it is done. Returns the number of decisions."""
+        """Answer these sources until one says that nobody asks any more; others are of an earlier round. Returns the
+        number of decisions."""
         if self.version is None:
             raise EmbodiedError("this policy worker has no weights yet; publish a version before the rollout")
-        asking, decisions = len(replies), 0
-        while asking:
-            with self.timers.measure("wait"):
-                request: ActRequest = requests.get()
-            if request.done:
-                asking -= 1
-                continue
-            with self.timers.measure("act"):
-                reply = self._answer(request, greedy, stream)
-            if reply.output is not None:
-                decisions += len(reply.values)
-            replies[request.source].put(reply)
+        decisions = 0
+        while not (request := self._next(requests)).done:
+            if request.source in replies:
+                with self.timers.measure("act"):
+                    reply = self._answer(request, greedy, stream)
+                decisions += 0 if reply.output is None else len(reply.values)
+                replies[request.source].put(reply)
         return decisions
+
+    def _next(self, requests: Channel) -> ActRequest:
+        with self.timers.measure("wait"):
+            return requests.get()
 
     def _answer(self, request: ActRequest, greedy: bool, stream: str) -> ActReply:
         final_values = None if request.final_obs is None else self.policy.value(request.final_obs)
         if request.value_only:
-            return ActReply(None, self.policy.value(request.obs), final_values, self.version)
-        output: PolicyOutput = self.policy.act(request.obs, self._noise(request, stream), greedy)
-        return ActReply(output, output.values, final_values, self.version)
+            output, values = None, self.policy.value(request.obs)
+        else:
+            output = self.policy.act(request.obs, self._noise(request, stream), greedy)
+            values = output.values
+            self._check_finite("actions", output.actions)
+            self._check_finite("log-probs", output.logprobs)
+        self._check_finite("values", values)
+        return ActReply(request.source, request.number, output, values, final_values, self.version)
+
+    def _check_finite(self, what: str, numbers: np.ndarray) -> None:
+        if not np.isfinite(numbers).all():
+            rows = np.flatnonzero(~np.isfinite(numbers.reshape(len(numbers), -1)).all(axis=1))
+            raise Unusable(f"the policy's {what} are NaN or infinite for rows {rows[:8].tolist()}")
 
     def _noise(self, request: ActRequest, stream: str) -> np.ndarray:
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform

@@ -1,6 +1,7 @@
 """Which items make up a gradient step: one permutation per epoch, of which each learner rank does its share.
 
-Global item ids are env * T + t, so the order knows nothing of arrival or placement.
+Global item ids are env * T + t (envs counted without those whose slice was lost), so the order knows nothing of arrival
+or placement.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One learner rank's share of an iteration, as flat items in a fixed order.
 
-An item is one decision of one env. Its global id is env * T + t, so the order never depends on which worker delivered
-first.
+An item is one decision of one env. Its global id is e * T + t for the e-th env of the batch (env e, unless a slice was
+lost), so the order never depends on which worker delivered first.
 """
 
 from __future__ import annotations
@@ -61,11 +61,10 @@ def merge_obs(parts: list[Observation]) -> Observation:
     return merged
 
 
-def flatten(trajectory: Trajectory) -> Batch:
-    """[T, N, ...] to items in env order."""
-    horizon = len(trajectory.rewards)
+def flatten(trajectory: Trajectory, first: int) -> Batch:
+    """[T, N, ...] to items in env order; `first` is the global id of the first."""
     return Batch(
-        first=int(trajectory.env_ids[0]) * horizon,
+        first=first,
         obs=flatten_obs(trajectory.obs),
         actions=items_of(trajectory.actions),
         logprobs=items_of(trajectory.logprobs),

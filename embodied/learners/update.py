@@ -44,8 +44,8 @@ class Share:
     num_items: int  # over all ranks
 
 
-def prepare(trajectory: Trajectory, config: PPOConfig, collective: Collective, num_envs: int, dtype) -> Share:
-    """Advantages of this rank's rows, normalised over all ranks."""
+def prepare(trajectory: Trajectory, config: PPOConfig, collective: Collective, env_ids: np.ndarray, dtype) -> Share:
+    """Advantages of this rank's rows, normalised over all ranks, which together have the rows `env_ids` (sorted)."""
     fields = (trajectory.rewards, trajectory.terminated, trajectory.truncated, trajectory.mask)
     advantages, returns = gae(
         *fields, trajectory.values, trajectory.final_values, config.gamma, config.gae_lambda, config.advantage_level
@@ -55,7 +55,9 @@ def prepare(trajectory: Trajectory, config: PPOConfig, collective: Collective, n
         rows = np.concatenate(collective.gather(np.array(per_env)))  # env order, however many ranks
         advantages = normalize(advantages, merge_moments(rows))
     items = (items_of(advantages).to(dtype), items_of(returns).to(dtype))
-    return Share(flatten(trajectory), *items, num_items=num_envs * len(trajectory.rewards))
+    horizon = len(trajectory.rewards)
+    first = int(np.searchsorted(env_ids, trajectory.env_ids[0])) * horizon
+    return Share(flatten(trajectory, first), *items, num_items=len(env_ids) * horizon)
 
 
 def update_policy(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.data import EnvSpec, Weights
+from embodied.data import EnvSpec, Trajectory, Weights
 from embodied.errors import CheckpointError
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Collective, join
@@ -30,20 +30,21 @@ class LearnerWorker(Worker):
         self.meeting = meeting
         self.collective: Collective = Alone()
 
-    def build(self, spec: EnvSpec, num_envs: int) -> None:
+    def build(self, spec: EnvSpec) -> None:
         """The policy with its initial weights (the same on every rank) and a fresh optimizer."""
-        self.num_envs = num_envs
         self.policy = make_policy(self.policy_config, spec, self.seed).eval()
         self.optimizer = Optimizer(self.policy, self.algo)
         self.collective = join(self.meeting, self.rank, self.world_size, self.timers)
 
-    def update(self, trajectories: Channel, num_trajectories: int, iteration: int, total: int) -> dict[str, float]:
-        """Receive this rank's trajectories of one rollout and do one PPO update with all ranks."""
+    def update(
+        self, trajectories: Channel, sources: tuple[str, ...], env_ids: np.ndarray, iteration: int, total: int
+    ) -> dict[str, float]:
+        """Receive this rank's trajectories of one rollout, those of `sources`, and do one PPO update with all ranks,
+        which together have the env rows `env_ids`."""
         with self.timers.measure("wait"):
-            parts = [trajectories.get() for _ in range(num_trajectories)]
-        whole = merge(parts)
+            whole = merge(receive(trajectories, sources))
         dtype = next(self.policy.parameters()).dtype
-        share = prepare(whole, self.algo, self.collective, self.num_envs, dtype)
+        share = prepare(whole, self.algo, self.collective, env_ids, dtype)
         numbers = update_policy(
             self.policy, self.optimizer, self.collective, self.algo, share, self.seed, iteration, total
         )
@@ -73,3 +74,14 @@ class LearnerWorker(Worker):
     def load(self, checkpoint: Path) -> None:
         self.policy.load_weights(read_weights(checkpoint / "policy"))
         self.optimizer.load(checkpoint / "learner")
+
+
+def receive(trajectories: Channel, sources: tuple[str, ...]) -> list[Trajectory]:
+    """One trajectory of each source; others are what sims that died have left."""
+    missing, parts = set(sources), []
+    while missing:
+        part: Trajectory = trajectories.get()
+        if part.source in missing:
+            missing.remove(part.source)
+            parts.append(part)
+    return parts

@@ -53,14 +53,14 @@ class Timeline:
         self.groups = groups
         self.timers = timers
         self.left = iterations
-        self.before = [group.timings().wait() for group in groups]
+        self.before = [group.timings().survivors() for group in groups]
         self.writer = None
         if iterations:
             places = [(w, h) for group in groups for w, h in zip(group.workers, group.hosts, strict=True)]
             self.writer = TraceWriter(path, [(DRIVER, DRIVER), *places])
             self.late_s = {worker: late for group in groups for worker, late in clock_differences(group).items()}
             for group in groups:
-                group.record(True).wait()
+                group.record(True).survivors()
             timers.record(True)
         self.began = perf_counter()
 
@@ -72,7 +72,7 @@ class Timeline:
         on = self.left > 0
         self._write(DRIVER, self.timers.record(on), iteration, 0.0)
         for group in self.groups:
-            for worker, recording in zip(group.workers, group.record(on).wait(), strict=True):
+            for worker, recording in group.record(on).survivors().items():
                 self._write(worker, recording, iteration, self.late_s[worker])
         if not on:
             self._close()
@@ -82,7 +82,7 @@ class Timeline:
         self._close()
         wall = perf_counter() - self.began
         pairs = zip(self.groups, self.before, strict=True)
-        return describe(phases(group.role, before, group.timings().wait(), wall) for group, before in pairs)
+        return describe(phases(group.role, before, group.timings().survivors(), wall) for group, before in pairs)
 
     def _close(self) -> None:
         if self.writer is not None:
@@ -96,13 +96,16 @@ class Timeline:
             self.writer.note(worker, f"{recording.lost} more pieces were not kept", iteration)
 
 
-def phases(role: str, before: list[dict], after: list[dict], wall_s: float) -> Phases:
-    """From the totals of a group's workers at two times."""
+def phases(role: str, before: dict[str, dict], after: dict[str, dict], wall_s: float) -> Phases:
+    """From the totals of a group's workers at two times. One that was replaced meanwhile counts from its new life."""
     own: dict[str, float] = defaultdict(float)
-    for old, new in zip(before, after, strict=True):
+    for worker, new in after.items():
+        old = before.get(worker, {})
+        if any(name not in new or new[name].count < total.count for name, total in old.items()):
+            old = {}
         for name, total in new.items():
             own[name] += total.own_s - (old[name].own_s if name in old else 0.0)
-    whole = wall_s * len(after)
+    whole = wall_s * max(len(after), 1)
     shares = {name: seconds / whole for name, seconds in own.items() if name != "wait"}
     shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
     return Phases(role, shares, max(0.0, 1.0 - sum(shares.values())))

@@ -131,11 +131,12 @@ class Cluster:
             self._send(handle, worker, host, ("call", worker, method, urgent), packed, arguments)
         return handle
 
-    def wait_for(self, handle: Handle, timeout_s: float | None) -> None:
+    def wait_for(self, handle: Handle, timeout_s: float | None, without_losses: bool = False) -> None:
         started = time.monotonic()
         with self._changed:
             while True:
-                if (failure := self._failure_for(handle)) is not None:
+                failure = self._failure_for(handle)
+                if failure is not None and not (without_losses and failure.mendable):
                     raise failure.error()
                 if not handle.running():
                     return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from embodied.config_base import Strict
 
@@ -18,4 +18,22 @@ class ClusterConfig(Strict):
 
 
 class FaultsConfig(Strict):
-    timeout_s: float = Field(600.0, gt=0, description="seconds that any wait may last before the run fails")
+    timeout_s: float = Field(
+        600.0, gt=0, description="Seconds without a sign of life from those waited for, after which the run fails."
+    )
+    max_restarts: int = Field(
+        5, ge=0, description="How often a process of sim or policy workers is started again within faults.window_s."
+    )
+    window_s: float = Field(1800.0, gt=0, description="Seconds over which these restarts are counted.")
+    hang_s: float = Field(
+        180.0, gt=0, description="Seconds of silence after which a sim or policy worker at work is killed as hung."
+    )
+
+    @model_validator(mode="after")
+    def _hangs_are_found_in_time(self) -> FaultsConfig:
+        if self.hang_s > self.timeout_s:
+            raise ValueError(
+                f"faults.hang_s={self.hang_s:g} is longer than faults.timeout_s={self.timeout_s:g}, after which the "
+                f"run has failed already; try faults.hang_s={self.timeout_s / 2:g}"
+            )
+        return self

@@ -30,6 +30,11 @@ class Handle:
         self._cluster.wait_for(self, timeout_s)
         return [self._cluster.unpack(self._results[worker]) for worker in self.workers]
 
+    def survivors(self) -> dict[str, Any]:
+        """Like `wait`, but of those whose host did not die and wait to be replaced: worker -> result."""
+        self._cluster.wait_for(self, None, without_losses=True)
+        return {worker: self._cluster.unpack(result) for worker, result in self._results.items()}
+
     def done(self) -> bool:
         """Nothing is running any more; `wait` returns or raises at once."""
         return not self.running()

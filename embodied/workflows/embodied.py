@@ -1,19 +1,23 @@
 """The cyclic loop of embodied RL: simulate, act, learn, publish.
 
-This is the macro program. It launches the three groups, lays the channels between them and says who does what in an
-iteration; where each worker runs is the plan's business.
+This is the macro program. It launches the three groups and says who does what in an iteration; where each worker runs
+is the plan's business, and what happens when one dies is told in `crew.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.data import EnvSpec, EpisodeResult, Route, Weights
-from embodied.episodes import EpisodeList, num_deliveries
-from embodied.runtime import Cluster, Timers, WorkerGroup
+from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, RolloutStats, Route, Weights
+from embodied.episodes import EpisodeList, env_blocks
+from embodied.runtime import Budget, Cluster, Handle, Timers, WorkerGroup
+from embodied.workflows.crew import Crew
+from embodied.workflows.evaluation import play_fixed
 
 if TYPE_CHECKING:
     from embodied.config import RunConfig
@@ -24,17 +28,50 @@ POLICY = "embodied.policies.worker:PolicyWorker"
 LEARNER = "embodied.learners.worker:LearnerWorker"
 
 
+@dataclass
+class Batch:
+    """What the sims have collected in an iteration: who gave which env rows, and where the time went."""
+
+    stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
+    sources: dict[str, range] = field(default_factory=dict)  # source -> its env rows
+    seconds: float = 0.0
+
+    @property
+    def env_ids(self) -> np.ndarray:
+        return np.sort(np.concatenate([np.array(rows) for rows in self.sources.values()]))
+
+    def sources_of(self, block: range) -> tuple[str, ...]:
+        """Those that give rows to the learner rank that owns this block."""
+        return tuple(s for s, rows in self.sources.items() if rows.start < block.stop and block.start < rows.stop)
+
+    def mean(self, what: Callable[[RolloutStats], float]) -> float:
+        return float(np.mean([what(part) for part in self.stats.values()]))
+
+
 class EmbodiedLoop:
-    def __init__(self, config: RunConfig, cluster: Cluster, learn: bool = True, meeting=None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        cluster: Cluster,
+        learn: bool = True,
+        meeting=None,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`tell` hears of every restart of a worker."""
         self.config = config
         self.cluster = cluster
         self.version = -1
         self.timers = Timers()
         self.train_episodes = EpisodeList(config.seed, "train", config.env.task)
         self.eval_episodes = EpisodeList(config.eval.seed, "eval", config.env.task)
-        self.sims = cluster.launch(SIM, "sim", config.env, config.pipeline.stages)
+        stages = config.pipeline.stages
+        journal = cluster.channel("journal", capacity=None)
+        self.notes = cluster.channel("evaluation notes", capacity=None)
+        self.sims = cluster.launch(SIM, "sim", config.env, stages, journal)
         self.policies = cluster.launch(POLICY, "policy", config.policy, config.seed)
+        self.crew = Crew(cluster, self.sims, self.policies, stages, journal, config.env.num_envs, tell)
         self.learners = None
+        self.adopted: Weights | None = None
         if learn:
             self.learners = cluster.launch(LEARNER, "learner", config.policy, config.algo, config.seed, meeting)
 
@@ -44,112 +81,126 @@ class EmbodiedLoop:
 
     def start(self) -> EnvSpec:
         """Wait for the simulators, build policy and learner for what they offer, lay the channels."""
-        self.spec = self.sims.spec().wait()[0]
-        builds = [self.policies.build(self.spec)]
+        spec = self.sims.spec().wait()[0]
+        builds = [self.policies.build(spec)]
         if self.learners:
-            builds.append(self.learners.build(self.spec, self.config.env.num_envs))
+            builds.append(self.learners.build(spec))
         for build in builds:
             build.wait()
-        self._lay_channels()
-        return self.spec
+        channel, faults = self.cluster.channel, self.config.faults
+        self.weights = [channel(f"weights-{p}", home=self.policies[p]) for p in range(len(self.policies))]
+        ranks = range(len(self.learners)) if self.learners else range(0)
+        self.trajectories = [channel(f"trajectories-{r}", home=self.learners[r]) for r in ranks]
+        budget = Budget(faults.max_restarts, faults.window_s, faults.hang_s)
+        self.crew.start(spec, self.train_episodes if self.learners else None, self._load, budget)
+        return spec
 
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
         """Collect a batch, update, publish. Returns the finished episodes and the numbers of the iteration."""
-        horizon = self.config.algo.rollout_decisions
-        rollout = self.sims.collect.each(
-            [(self.train_episodes, horizon, route, tuple(self.trajectories)) for route in self.routes]
-        )
-        serving = self._serve(self.routes, greedy=False, stream="train")
-        expected = num_deliveries(
-            self.config.env.num_envs, len(self.sims), self.config.pipeline.stages, len(self.learners)
-        )
-        updating = self.learners.update.each(
-            [(channel, count, iteration, total) for channel, count in zip(self.trajectories, expected, strict=True)]
-        )
+        restarts = self.crew.restarts
         with self.timers.measure("rollout"):
-            stats = rollout.wait()
-            serving.wait()
+            batch = self.collect()
+        blocks = env_blocks(self.config.env.num_envs, len(self.learners))
+        shares = [(channel, batch.sources_of(block)) for channel, block in zip(self.trajectories, blocks, strict=True)]
         with self.timers.measure("update"):
+            updating = self.learners.update.each([(*share, batch.env_ids, iteration, total) for share in shares])
             losses = updating.wait()[0]
         publish_s = self.publish(self.version + 1)
+        missing = self.config.env.num_envs - len(batch.env_ids)
         numbers = {
-            "env_steps": sum(part.env_steps for part in stats),
-            "time/rollout_s": rollout.seconds("max"),
-            "time/step_s": float(np.mean([part.step_s for part in stats])),
-            "time/reset_s": float(np.mean([part.reset_s for part in stats])),
-            "time/act_s": float(np.mean([part.wait_s for part in stats])),
+            "env_steps": sum(part.env_steps for part in batch.stats.values()),
+            "time/rollout_s": batch.seconds,
+            "time/step_s": batch.mean(lambda part: part.step_s),
+            "time/reset_s": batch.mean(lambda part: part.reset_s),
+            "time/act_s": batch.mean(lambda part: part.wait_s),
             "time/publish_s": publish_s,
+            "faults/restarts": self.crew.restarts - restarts,
+            "faults/lost_decisions": missing * self.config.algo.rollout_decisions,
         }
-        return [result for part in stats for result in part.finished], numbers | losses
+        finished = [result for _, part in sorted(batch.stats.items()) for result in part.finished]
+        return finished, numbers | losses
+
+    def collect(self) -> Batch:
+        """A rollout of all sims. Of those that die, the part is played again where half or more is missing, or all that
+        a learner rank would get; otherwise it is left out."""
+        batch, missing = Batch(), list(range(len(self.sims)))
+        while missing:
+            calls, routes = self.crew.play(missing, self._collect, self.config.pipeline.stages, False, "train")
+            for sim, call in calls.items():
+                if call.succeeded():
+                    batch.stats[sim] = call.wait()[0]
+                    batch.sources |= self._parts(sim, routes[sim])
+            batch.seconds += max((call.seconds() for call in calls.values() if call.succeeded()), default=0.0)
+            missing = [sim for sim in missing if sim not in batch.stats]
+            if not self._too_little(batch, missing):
+                break
+        self.crew.read_journal()
+        self.crew.ledger.finish(result for part in batch.stats.values() for result in part.finished)
+        return batch
 
     def publish(self, version: int) -> float:
         """Make the learner's weights the ones that act, as this version."""
+        self.version = version
         with self.timers.measure("publish"):
             sent = self.learners[0].publish(version, tuple(self.weights))
-            self._load_weights(version)
-            sent.wait()
+            loading = self.policies.load_weights.each([(channel, version) for channel in self.weights])
+            self.crew.settle(sent, loading)
         return sent.seconds("max")
 
     def adopt(self, weights: Weights | None) -> None:
         """Act with weights that come from a checkpoint instead of a learner; None: the policy needs none."""
-        weights = weights or Weights(0, {})
-        for channel in self.weights:
-            channel.put(weights)
-        self._load_weights(weights.version)
+        self.adopted = weights or Weights(0, {})
+        self.version = self.adopted.version
+        self.crew.settle(*self._load(range(len(self.policies))))
 
     def evaluate(self, folder: Path, num_films: int) -> list[EpisodeResult]:
-        """Play the fixed evaluation episodes greedily with the current version; results in episode order."""
+        """Play the fixed evaluation episodes with the current version; results in episode order."""
         episodes = self.eval_episodes.first(self.config.eval.episodes)
-        film = frozenset(range(num_films))
-        num_envs = self.config.eval.num_envs or self.config.env.num_envs
-        routes = [Route(route.requests[:1], route.replies[:1]) for route in self.routes]
-        playing = self.sims.evaluate.each(
-            [(episodes, min(num_envs, len(episodes)), route, film, folder) for route in routes]
-        )
-        serving = self._serve(routes, greedy=self.config.eval.greedy, stream="eval")
+        num_envs = min(self.config.eval.num_envs or self.config.env.num_envs, len(episodes))
+        num_rows, film = -(-num_envs // len(self.sims)), frozenset(range(num_films))
+
+        def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
+            return self.sims[sim].evaluate(share, num_rows, route, film, folder, self.notes, alone)
+
         with self.timers.measure("evaluate"):
-            parts = playing.wait()
-            serving.wait()
-        return sorted((result for part in parts for result in part), key=lambda result: result.index)
+            return play_fixed(self.crew, episodes, begin, self.notes, self.config.eval.greedy)
 
     def save_sims(self) -> dict[str, np.ndarray]:
         """The state of all env rows, one array row per env id."""
-        parts = [part for part in self.sims.get_state().wait() if part]
+        parts = [part for part in self.crew.ask(self.sims.get_state) if part]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
     def restore(self, checkpoint: Path, sims: dict[str, np.ndarray], version: int) -> int:
         """Continue from a checkpoint; returns the number of open episodes that had to be abandoned."""
         self.learners.load(checkpoint).wait()
         self.publish(version)
-        return sum(self.sims.set_state(sims, self.train_episodes).wait()) if sims else 0
+        if not sims:
+            return 0
+        self.crew.ledger.restore(sims)
+        return sum(self.crew.ask(lambda: self.sims.set_state(sims, self.train_episodes)))
 
-    def _load_weights(self, version: int) -> None:
-        self.policies.load_weights.each([(channel,) for channel in self.weights]).wait()
-        self.version = version
+    def _collect(self, sim: int, route: Route) -> Handle:
+        horizon = self.config.algo.rollout_decisions
+        return self.sims[sim].collect(self.train_episodes, horizon, route, tuple(self.trajectories))
 
-    def _serve(self, routes: list[Route], greedy: bool, stream: str):
-        """Every policy worker answers the sim stages that ask it."""
-        calls = []
-        for requests in self.requests:
-            replies = {
-                reply.name.removeprefix("replies-"): reply
-                for route in routes
-                for request, reply in zip(route.requests, route.replies, strict=True)
-                if request is requests
-            }
-            calls.append((requests, replies, greedy, stream))
-        return self.policies.serve.each(calls)
+    def _parts(self, sim: int, route: Route) -> dict[str, range]:
+        """Which env rows each stage of a sim plays."""
+        rows, stages = self.crew.rows(sim), len(route.sources)
+        size = len(rows) // stages
+        return {source: rows[i * size : (i + 1) * size] for i, source in enumerate(route.sources)}
 
-    def _lay_channels(self) -> None:
-        """Requests and weights live with the policy, replies with the sim, trajectories with the learner."""
-        stages, num_sims, num_policies = self.config.pipeline.stages, len(self.sims), len(self.policies)
-        channel = self.cluster.channel
-        self.requests = [channel(f"requests-{p}", home=self.policies[p]) for p in range(num_policies)]
-        self.weights = [channel(f"weights-{p}", home=self.policies[p]) for p in range(num_policies)]
-        ranks = range(len(self.learners)) if self.learners else range(0)
-        self.trajectories = [channel(f"trajectories-{r}", home=self.learners[r]) for r in ranks]
-        self.routes = []
-        for sim in range(num_sims):
-            asked = [(sim * stages + s) * num_policies // (num_sims * stages) for s in range(stages)]
-            replies = [channel(f"replies-sim-{sim}/{s}", home=self.sims[sim]) for s in range(stages)]
-            self.routes.append(Route(tuple(self.requests[p] for p in asked), tuple(replies)))
+    def _too_little(self, batch: Batch, missing: list[int]) -> bool:
+        blocks = env_blocks(self.config.env.num_envs, len(self.learners))
+        return 2 * len(missing) >= len(self.sims) or not all(batch.sources_of(block) for block in blocks)
+
+    def _load(self, ranks) -> list[Handle]:
+        """Give policy workers the weights of the current version."""
+        channels = tuple(self.weights[rank] for rank in ranks)
+        if self.version < 0 or not channels:
+            return []
+        if self.learners:
+            self.learners[0].publish(self.version, channels)
+        else:
+            for channel in channels:
+                channel.put(self.adopted)
+        return [self.policies[rank].load_weights(self.weights[rank], self.version) for rank in ranks]

@@ -66,7 +66,7 @@ def rollout(policy, seed) -> Trajectory:
 
 def ours(policy, optimizer, trajectory, config, iteration, collective=None):
     collective = collective or Alone()
-    share = prepare(trajectory, config, collective, N, torch.float64)
+    share = prepare(trajectory, config, collective, np.arange(N), torch.float64)
     return update_policy(policy, optimizer, collective, config, share, 0, iteration, 10)
 
 

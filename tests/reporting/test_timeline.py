@@ -99,8 +99,11 @@ def test_inner_pieces_replace_the_parts_of_outer_ones_they_cover():
 
 
 def test_shares_are_of_all_workers_time_and_waiting_is_idle():
-    before = [{"step": Total(1, 5.0, 5.0)}, {}]
-    after = [{"step": Total(2, 9.0, 9.0), "wait": Total(1, 6.0, 6.0)}, {"step": Total(1, 2.0, 2.0)}]
+    before = {"sim-0": {"step": Total(1, 5.0, 5.0)}, "sim-1": {"step": Total(3, 8.0, 8.0)}}
+    after = {
+        "sim-0": {"step": Total(2, 9.0, 9.0), "wait": Total(1, 6.0, 6.0)},
+        "sim-1": {"step": Total(1, 2.0, 2.0)},  # replaced meanwhile
+    }
     # two workers, 10 s: 4 + 2 of 20 s in step; waiting and the rest are idle
     assert phases("sim", before, after, 10.0) == Phases("sim", {"step": 0.3}, 0.7)
     told = describe([Phases("sim", {"step": 0.3, "reset": 0.004}, 0.7), Phases("learner", {"update": 0.99}, 0.005)])

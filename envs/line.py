@@ -1,0 +1,34 @@
+"""A sim stage's line to its policy worker: it asks, and takes the answer to its last question, whoever gives it.
+
+A policy worker may die between question and answer. Its successor knows of no question, so the stage is told to ask
+again; the answer is the same, since policy workers have no memory, and should both answer, the second is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embodied.data import ActReply, ActRequest, AskAgain
+from embodied.runtime import Channel
+
+
+class Line:
+    def __init__(self, source: str, requests: Channel, replies: Channel) -> None:
+        self.source = source
+        self.requests = requests
+        self.replies = replies
+        self.question = ActRequest(source)
+
+    def ask(self, **what: Any) -> None:
+        self.question = ActRequest(self.source, self.question.number + 1, **what)
+        self.requests.put(self.question)
+
+    def answer(self) -> ActReply:
+        while True:
+            reply: ActReply | AskAgain = self.replies.get()
+            if reply.source != self.source:
+                continue
+            if isinstance(reply, AskAgain):
+                self.requests.put(self.question)
+            elif reply.number == self.question.number:
+                return reply
