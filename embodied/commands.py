@@ -14,7 +14,7 @@ from pathlib import Path
 
 from embodied.config import RunConfig
 from embodied.envs import env_class
-from embodied.errors import CheckpointError, ConfigError, EmbodiedError
+from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, WorkerFailed
 from embodied.placement import PlacementError, PlacementPlan, make_plan
 from embodied.reporting.report import report_or_say_why
 from embodied.run_folder import RunFolder
@@ -101,7 +101,7 @@ class Interruption:
 
 @contextmanager
 def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
-    """Write into run.json how the run ended, whatever happens."""
+    """Write into run.json how the run ended, whatever happens; say how to go on after a failure that came late."""
     try:
         yield
     except KeyboardInterrupt:
@@ -109,6 +109,9 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
         raise
     except BaseException as err:
         record_end(folder, "failed", f"{type(err).__name__}: {err}")
+        if isinstance(err, (WorkerFailed, DeadlineExceeded)) and any(folder.checkpoints.glob("v[0-9]*")):
+            resume = f"continue from its last checkpoint: python -m embodied.train resume={folder.path}"
+            raise EmbodiedError(f"{err}\n{resume}") from err
         raise
     else:
         record_end(folder, "stopped" if interruption.requested else "finished", "")

@@ -122,6 +122,8 @@ def describe_results(results: dict) -> str:
             parts.append(
                 f"{name} {measure['rate']:.1%} [{low:.1%}, {high:.1%}] ({measure['count']}/{overall['episodes']})"
             )
+    if overall["errors"]:
+        parts.append(f"{overall['errors']} error episodes")
     if overall["return"] is not None:
         parts.append(f"return {overall['return']:.2f}")
     return ", ".join(parts) or "no episode was played to its end"

@@ -1,0 +1,14 @@
+"""Short runs of the embodied loop in which something goes wrong on purpose."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def faulty_env(monkeypatch):
+    """`faulty_env:FaultyEnv` can be named, here and in the hosts."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    yield
+    sys.modules.pop("faulty_env", None)

@@ -1,0 +1,176 @@
+"""Workers that die in the middle of a run are replaced, and nothing is counted twice or lost silently."""
+
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from embodied import commands
+from embodied.config import load
+from embodied.errors import WorkerFailed
+from embodied.placement import make_plan
+from embodied.policies.folder import read_weights
+from embodied.workflows.embodied import EmbodiedLoop
+
+ITERATIONS = 3
+ENVS, DECISIONS = 8, 16
+ARGUMENTS = [
+    "recipe=pointmass_ppo",
+    "env.max_episode_steps=10",
+    "policy.dtype=float64",
+    "policy.hidden=[16,16]",
+    "policy.normalize_observations=true",
+    "algo.minibatch_size=32",
+    "algo.epochs=2",
+    "eval.episodes=6",
+    "faults.timeout_s=60",
+    "faults.hang_s=20",
+    f"env.num_envs={ENVS}",
+    f"algo.rollout_decisions={DECISIONS}",
+    f"run.iterations={ITERATIONS}",
+]
+ONE_SIM = {"sim": "cpu:0", "policy,learner": "cpu:0"}
+TWO_SIMS = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
+FOUR_SIMS = {"sim": "cpu:0-3*4", "policy,learner": "cpu:0"}
+CORES = (0, 1, 2, 3)
+
+
+class Run:
+    """A loop that was started, and what it said of restarts."""
+
+    def __init__(self, folder, placement, *arguments, backend="local"):
+        given = ARGUMENTS if "env.task=reach" in arguments else [*ARGUMENTS, "env.dtype=float64"]
+        self.config = load([*given, *arguments, f"cluster.backend={backend}"]).config
+        plan = make_plan(placement, CORES, self.config.env.num_envs, self.config.pipeline.stages)
+        self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
+        self.folder, self.told = folder, []
+
+    def __enter__(self):
+        self.cluster = commands.cluster(self.config, self.plan, self.folder)
+        self.loop = EmbodiedLoop(self.config, self.cluster, tell=self.told.append)
+        self.loop.start()
+        self.loop.publish(0)
+        return self
+
+    def __exit__(self, *args):
+        self.cluster.__exit__(*args)
+
+    def iterate(self, number):
+        return self.loop.iterate(number, ITERATIONS)
+
+    def pid(self, worker):
+        """Of the process that runs this worker now."""
+        return int(self.cluster._backend.where(self.cluster._host_of(worker)).split(",")[0].removeprefix("pid "))
+
+    def weights(self):
+        self.loop.learners[0].save(self.folder / "saved").wait()
+        return read_weights(self.folder / "saved" / "policy")
+
+    def begun(self):
+        self.loop.crew.read_journal()
+        return self.loop.crew.ledger.begun
+
+
+def faulty(fault, place, folder, worker="sim-0", once=True, **more):
+    plan = {"fault": fault, "place": place, "worker": worker, "dtype": "float64", **more}
+    if once:
+        plan["once"] = folder / "struck"
+    text = ", ".join(f"{key}: {value}" for key, value in plan.items())
+    return ["env.name=faulty_env:FaultyEnv", "env.task=reach", f"env.kwargs={{{text}}}"]
+
+
+def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_path):
+    with Run(tmp_path, TWO_SIMS, *faulty("sigkill", "rollout", tmp_path, worker="sim-1")) as run:
+        finished, numbers = run.iterate(0)
+        assert numbers["env_steps"] == ENVS * DECISIONS
+        assert (numbers["faults/restarts"], numbers["faults/lost_decisions"]) == (1, 0)
+        (line,) = run.told
+        assert line.startswith(
+            "sim-1 is started again (restart 1, at most 5 in 1800 s): its process was killed by SIGKILL"
+        )
+        assert "sim-1.log" in line and line.endswith("4 open episodes were abandoned")
+        assert run.loop.crew.take_abandoned() == 4
+        more, numbers = run.iterate(1)
+        assert (numbers["faults/restarts"], numbers["faults/lost_decisions"]) == (0, 0)
+        played = [episode.index for episode in finished + more]
+        assert len(set(played)) == len(played), "no episode is played twice"
+        lost = set(range(4, 8))
+        open_now = {env + ENVS * (run.begun()[env] - 1) for env in range(ENVS)}
+        listed = {env + ENVS * k for env in range(ENVS) for k in range(run.begun()[env])}
+        assert set(played) | lost | open_now == listed, "and none is skipped silently"
+
+
+def test_a_smaller_slice_is_left_out_and_the_counts_follow(tmp_path):
+    with Run(tmp_path, FOUR_SIMS, *faulty("exception", "rollout", tmp_path, worker="sim-2")) as run:
+        _, numbers = run.iterate(0)
+        assert numbers["env_steps"] == 6 * DECISIONS
+        assert (numbers["faults/restarts"], numbers["faults/lost_decisions"]) == (1, 2 * DECISIONS)
+        assert "collect failed: RuntimeError: the gripper fell off (faulty_env.py:" in run.told[0]
+        _, numbers = run.iterate(1)
+        assert numbers["env_steps"] == ENVS * DECISIONS
+        assert numbers["faults/lost_decisions"] == 0
+
+
+def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path):
+    """Sims ask its successor again, and it has the same weights: the run goes on bit for bit."""
+    with Run(tmp_path / "whole", TWO_SIMS) as run:
+        whole = [run.iterate(number) for number in range(2)], run.weights()
+    with Run(tmp_path / "broken", TWO_SIMS) as run:
+        killed = []
+
+        def kill_once(sim, route, collect=run.loop._collect):
+            call = collect(sim, route)
+            if not killed and sim == 1:
+                killed.append(run.pid("policy-0"))
+                os.kill(killed[0], signal.SIGKILL)
+            return call
+
+        run.loop._collect = kill_once
+        broken = [run.iterate(number) for number in range(2)], run.weights()
+        assert len(run.told) == 1 and "policy-0 is started again" in run.told[0]
+        assert run.pid("policy-0") != killed[0]
+    for (episodes, numbers), (others, other_numbers) in zip(whole[0], broken[0]):
+        assert sorted(episodes, key=lambda e: e.index) == sorted(others, key=lambda e: e.index)
+        assert numbers["env_steps"] == other_numbers["env_steps"] and other_numbers["faults/lost_decisions"] == 0
+    assert all(np.array_equal(whole[1][name], broken[1][name]) for name in whole[1])
+
+
+@pytest.mark.parametrize("worker", ["sim-0", "policy-0"])
+def test_who_dies_between_rollouts_is_replaced_without_loss(tmp_path, worker):
+    with Run(tmp_path, TWO_SIMS) as run:
+        run.iterate(0)
+        os.kill(run.pid(worker), signal.SIGKILL)
+        state = run.loop.save_sims()
+        assert state["env_ids"].tolist() == list(range(ENVS)) and (state["rows.started"] == run.begun()).all()
+        _, numbers = run.iterate(1)
+        assert numbers["env_steps"] == ENVS * DECISIONS and numbers["faults/lost_decisions"] == 0
+        assert len(run.told) == 1
+
+
+def test_an_evaluation_goes_on_where_a_dead_worker_left_it(tmp_path):
+    with Run(tmp_path / "whole", TWO_SIMS, "eval.num_envs=4") as run:
+        whole = run.loop.evaluate(tmp_path / "videos", 0)
+    with Run(tmp_path, TWO_SIMS, "eval.num_envs=4", *faulty("sigkill", "evaluation", tmp_path)) as run:
+        assert run.loop.evaluate(tmp_path / "videos", 0) == whole
+        assert len(run.told) == 1
+
+
+def test_an_episode_that_kills_twice_is_an_error_and_costs_no_other(tmp_path):
+    with Run(tmp_path, ONE_SIM, "eval.num_envs=4", "faults.max_restarts=20") as run:
+        whole = run.loop.evaluate(tmp_path / "videos", 0)
+    poisoned = run.loop.eval_episodes[2].seed
+    env = faulty("os_exit", "evaluation", tmp_path, once=False, seed=poisoned)
+    with Run(tmp_path, ONE_SIM, "eval.num_envs=4", *env) as run:
+        results = run.loop.evaluate(tmp_path / "videos", 0)
+        assert len(run.told) == 2
+    assert [result.index for result in results] == list(range(6))
+    assert results[2].success_once is None and "exited with code 0 during sim.evaluate" in results[2].error
+    assert results[:2] + results[3:] == whole[:2] + whole[3:]
+
+
+def test_inline_has_no_second_life(tmp_path):
+    with pytest.raises(WorkerFailed, match="sim-0: collect failed: RuntimeError: the gripper fell off"):
+        with Run(tmp_path, ONE_SIM, *faulty("exception", "rollout", tmp_path), backend="inline") as run:
+            run.iterate(0)
