@@ -1,8 +1,8 @@
 """An env that goes wrong on purpose: `env.name=faulty_env:FaultyEnv env.kwargs={fault: hang, place: step, ...}`.
 
-It is the point mass, with one fault planted in one sim worker: at its construction, at the first env step, in the middle
-of a rollout, at a reset in mid-run or in an evaluation. `once` faults leave a file behind and never come again, others
-come in every life of the worker; with `seed`, whenever the episode of that seed is played.
+It is the point mass, with one fault planted in one sim worker: at its construction, at the first env step, in the
+middle of a rollout, at a reset in mid-run or in an evaluation. `once` faults leave a file behind and never come again,
+others come in every life of the worker; with `seed`, whenever the episode of that seed is played.
 """
 
 import ctypes

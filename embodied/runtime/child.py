@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -19,6 +20,7 @@ from embodied.runtime.progress import PROGRESS_BYTES, Progress
 from embodied.runtime.wire import Loop, Wire
 
 _PR_SET_PDEATHSIG = 1
+_DELIVERY_S = 5.0  # how long a call that ended may wait until its puts have left
 
 
 def main(boot: dict[str, Any]) -> None:
@@ -43,6 +45,9 @@ def _serve(boot: dict[str, Any]) -> None:
     def report(message: tuple, packed: Payload | None = None) -> None:
         if message[0] == "failed":
             print(message[3], file=sys.stderr, flush=True)
+        until = time.monotonic() + _DELIVERY_S
+        while any(wire.backed_up() for wire in list(peers.values())) and time.monotonic() < until:
+            time.sleep(0.001)  # a call is done when what it has put has left: should this process die, it is not lost
         driver.post(message, packed)
 
     progress = Progress(mmap.mmap(boot["progress_fd"], PROGRESS_BYTES))

@@ -187,7 +187,7 @@ def pids(cluster, host):
 def test_what_a_host_has_put_before_it_died_arrives(cluster):
     a, b, _ = launch(cluster)
     to_driver, to_b = cluster.channel("to the driver", capacity=None), cluster.channel("to b", home=b)
-    items = [b"x" * 50_000] * 50
+    items = [b"x" * 10_000] * 50  # what a socket holds without being read
     dying = a.put_and_die(to_driver, *items)
     host, _ = lose(cluster, dying)
     assert to_driver.qsize() == 50, "all was here before the death was told"
