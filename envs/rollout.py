@@ -27,7 +27,7 @@ class Stage:
         env_ids: np.ndarray,
         num_envs_total: int,
         timers: Timers,
-        journal: Channel | None,
+        journal: Channel | None = None,
     ) -> None:
         self.env = env
         self.name = name
