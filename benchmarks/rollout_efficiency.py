@@ -68,7 +68,7 @@ def step_randomly(recipe: str, iterations: int, seed: int, rank: int, shares: li
     os.sched_setaffinity(0, shares[rank])
     from embodied.config import load
     from embodied.envs import make_env
-    from embodied.episodes import EpisodeList
+    from embodied.episodes import EpisodeList, head_start
 
     config = load([f"recipe={recipe}"]).config
     num_envs = config.env.num_envs // len(shares)
@@ -78,12 +78,14 @@ def step_randomly(recipe: str, iterations: int, seed: int, rank: int, shares: li
     played = np.zeros(num_envs, int)
     horizon = config.algo.rollout_decisions
     first, total = rank * num_envs, config.env.num_envs
+    start = head_start(first + np.arange(num_envs), total, env.env_spec.max_episode_steps)
 
     def begin(rows: np.ndarray) -> None:
         """The next episodes of these rows, as a sim worker takes them."""
         specs = [episodes[int(first + row + played[row] * total)] if rows[row] else None for row in range(num_envs)]
         played[rows] += 1
-        env.reset(options={"reset_mask": rows, "episodes": specs})
+        elapsed = start * (played == 1) if config.env.stagger else 0 * start
+        env.reset(options={"reset_mask": rows, "episodes": specs, "elapsed": elapsed})
 
     begin(np.ones(num_envs, bool))
     steps, started = 0, time.perf_counter()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from embodied.data import EpisodeSpec
 from embodied.rng import generator
 
@@ -28,6 +30,11 @@ class EpisodeList:
 
     def first(self, count: int) -> list[EpisodeSpec]:
         return [self[index] for index in range(count)]
+
+
+def head_start(env_ids: np.ndarray, num_envs: int, max_episode_steps: int) -> np.ndarray:
+    """How much of its step limit env e of E has used up when a staggered run begins: e/E, whoever simulates it."""
+    return env_ids * max_episode_steps // num_envs
 
 
 def env_blocks(num_envs: int, ranks: int) -> list[range]:

@@ -15,7 +15,7 @@ from embodied.data import ActReply, EpisodeResult, Note, Observation, Trajectory
 from embodied.envs.base import VectorEnv
 from embodied.envs.line import Line
 from embodied.envs.rows import Rows
-from embodied.episodes import EpisodeList
+from embodied.episodes import EpisodeList, head_start
 from embodied.runtime import Channel, Timers
 
 
@@ -60,12 +60,9 @@ class Stage:
         self.reset_s += self.timers.add("reset", started)
 
     def _head_start(self) -> np.ndarray:
-        """How much of the step limit counts as used: with `env.stagger` a different part in every env's first episode.
-
-        Env e of E begins e/E through its limit, whoever simulates it.
-        """
+        """How much of the step limit counts as used: with `env.stagger` a part of every env's first episode."""
         first = (self.rows.started == 0) & self.env.config.stagger
-        return first * (self.env_ids * self.env.env_spec.max_episode_steps // self.num_envs_total)
+        return first * head_start(self.env_ids, self.num_envs_total, self.env.env_spec.max_episode_steps)
 
     def ask(self, value_only: bool = False) -> None:
         self.line.ask(
