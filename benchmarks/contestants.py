@@ -49,11 +49,13 @@ def sb3_run(settings: dict, env: dict) -> tuple[dict, Cost]:
 
 
 def num_parameters(run: Path) -> int:
+    """What is learned: the normaliser's moments are only counted."""
     from safetensors import safe_open
 
     newest = max(run.glob("checkpoints/v*/policy/model.safetensors"))
     with safe_open(newest, "np") as tensors:
-        return sum(tensors.get_tensor(name).size for name in tensors.keys())  # noqa: SIM118
+        learned = [name for name in tensors.keys() if not name.startswith("normalizer.")]  # noqa: SIM118
+        return sum(tensors.get_tensor(name).size for name in learned)
 
 
 def our_speed(rows: list[dict], parameters: int, cost: Cost) -> Speed:
