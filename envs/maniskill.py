@@ -192,19 +192,26 @@ def check_task(task: str) -> None:
     if task not in REGISTERED_ENVS:
         near = ", ".join(difflib.get_close_matches(task, REGISTERED_ENVS, 3, 0.5))
         raise ConfigError(f"env.task={task!r} is no ManiSkill task{f'; near: {near}' if near else ''}")
-    spec = REGISTERED_ENVS[task]
-    groups = [
-        assets.expand_data_group_into_individual_data_source_ids(name) if name in assets.DATA_GROUPS else [name]
-        for name in spec.asset_download_ids or []
-    ]
-    missing = [name for group in groups for name in group if not assets.is_data_source_downloaded(name)]
+    missing = missing_assets(task)
     if missing:
         source = assets.DATA_SOURCES[missing[0]]
         raise MissingAsset(
             f"env.task={task} needs the asset {', '.join(missing[:3])}, which is not in "
             f"{Path(source.output_dir) / source.target_path}. Get it: python -m mani_skill.utils.download_asset "
-            f"{' '.join(missing[:3])}; or set MS_ASSET_DIR to the folder that holds data/"
+            f"{missing[0]}; or set MS_ASSET_DIR to the folder that holds data/"
         )
+
+
+def missing_assets(task: str) -> list[str]:
+    """The downloads a registered task needs and this machine lacks."""
+    from mani_skill.utils import assets
+    from mani_skill.utils.registration import REGISTERED_ENVS
+
+    groups = [
+        assets.expand_data_group_into_individual_data_source_ids(name) if name in assets.DATA_GROUPS else [name]
+        for name in REGISTERED_ENVS[task].asset_download_ids or []
+    ]
+    return [name for group in groups for name in group if not assets.is_data_source_downloaded(name)]
 
 
 @contextlib.contextmanager

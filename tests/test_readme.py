@@ -66,7 +66,14 @@ def short(command):
     return ["run.iterations=3", "eval.episodes=4"] if "resume=" in command else []
 
 
-@pytest.mark.parametrize("command", [line for line in PYTHON if "benchmarks" not in line])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(line, marks=[pytest.mark.slow] if "doctor" in line else [])
+        for line in PYTHON
+        if "benchmarks" not in line
+    ],
+)
 def test_a_command_does_what_it_says(folder, command):
     whole = dated(command, folder)
     words = [word for word in whole.split() if not (short(command) and word.startswith("run.iterations"))]
