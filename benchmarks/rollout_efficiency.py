@@ -78,7 +78,7 @@ def step_randomly(recipe: str, iterations: int, seed: int, rank: int, shares: li
     played = np.zeros(num_envs, int)
     horizon = config.algo.rollout_decisions
     first, total = rank * num_envs, config.env.num_envs
-    start = head_start(first + np.arange(num_envs), total, env.env_spec.max_episode_steps)
+    start = head_start(first + np.arange(num_envs), env.env_spec.max_episode_steps)
 
     def begin(rows: np.ndarray) -> None:
         """The next episodes of these rows, as a sim worker takes them."""

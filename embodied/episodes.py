@@ -16,6 +16,9 @@ from embodied.data import EpisodeSpec
 from embodied.rng import generator
 
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+
+
 @dataclass(frozen=True)
 class EpisodeList:
     """An endless list of episodes of one task; `stream` separates training from evaluation."""
@@ -32,9 +35,12 @@ class EpisodeList:
         return [self[index] for index in range(count)]
 
 
-def head_start(env_ids: np.ndarray, num_envs: int, max_episode_steps: int) -> np.ndarray:
-    """How much of its step limit env e of E has used up when a staggered run begins: e/E, whoever simulates it."""
-    return env_ids * max_episode_steps // num_envs
+def head_start(env_ids: np.ndarray, max_episode_steps: int) -> np.ndarray:
+    """How much of its step limit an env has used up when a staggered run begins.
+
+    Multiples of the golden ratio spread evenly over the envs of each sim worker, however many there are.
+    """
+    return (env_ids * GOLDEN_RATIO % 1 * max_episode_steps).astype(np.int64)
 
 
 def env_blocks(num_envs: int, ranks: int) -> list[range]:

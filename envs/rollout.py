@@ -62,7 +62,7 @@ class Stage:
     def _head_start(self) -> np.ndarray:
         """How much of the step limit counts as used: with `env.stagger` a part of every env's first episode."""
         first = (self.rows.started == 0) & self.env.config.stagger
-        return first * head_start(self.env_ids, self.num_envs_total, self.env.env_spec.max_episode_steps)
+        return first * head_start(self.env_ids, self.env.env_spec.max_episode_steps)
 
     def ask(self, value_only: bool = False) -> None:
         self.line.ask(

@@ -5,7 +5,7 @@ import numpy as np
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
 from embodied.envs.rollout import Stage
-from embodied.episodes import EpisodeList
+from embodied.episodes import EpisodeList, head_start
 from embodied.runtime.timers import Timers
 
 
@@ -30,6 +30,13 @@ def lengths_of_episodes(stagger, episodes=2):
 
 
 def test_staggered_envs_cut_their_first_episode_at_different_steps_and_play_the_next_whole():
-    # env 2 of 4 begins 2/4 through its 8 steps, env 3 begins 3/4 through
-    assert lengths_of_episodes(stagger=True) == [[4, 8], [2, 8]]
+    # 2 * 0.618 = 1.236: env 2 begins 0.236 * 8 = 1.9 steps on, so 1; 3 * 0.618 = 1.854: env 3 begins 6.8, so 6 steps on
+    assert lengths_of_episodes(stagger=True) == [[7, 8], [2, 8]]
     assert lengths_of_episodes(stagger=False) == [[8, 8], [8, 8]]
+
+
+def test_head_starts_spread_evenly_over_any_block_of_envs():
+    starts = head_start(np.arange(64), 50)
+    for block in np.split(starts, 4):
+        gaps = np.diff(np.sort(block), prepend=0, append=50)
+        assert gaps.max() <= 2 * 50 / 16  # sixteen envs, at most twice the even distance apart
