@@ -15,7 +15,6 @@ import numpy as np
 from embodied.data import EpisodeSpec
 from embodied.rng import generator
 
-
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
