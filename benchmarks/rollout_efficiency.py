@@ -73,7 +73,7 @@ def step_randomly(recipe: str, iterations: int, seed: int, rank: int, shares: li
     config = load([f"recipe={recipe}"]).config
     num_envs = config.env.num_envs // len(shares)
     env = make_env(config.env, num_envs)
-    episodes = EpisodeList(seed, "train", config.env.task)
+    episodes = EpisodeList(seed, "train", (config.env.task,))
     rng = np.random.default_rng([seed, rank])
     played = np.zeros(num_envs, int)
     horizon = config.algo.rollout_decisions

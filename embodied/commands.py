@@ -14,6 +14,7 @@ from pathlib import Path
 
 from embodied.config import RunConfig
 from embodied.envs import env_class
+from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, WorkerFailed
 from embodied.placement import PlacementError, PlacementPlan, make_plan
 from embodied.reporting.report import report_or_say_why
@@ -40,8 +41,11 @@ def run(body: Callable[[], int]) -> int:
 def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, PlacementPlan]:
     """The config with everything "auto" in the env decided, and who runs where. Refuses what cannot run here."""
     kind = env_class(config.env)
+    if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
+        raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
     kind.check(config.env)
     config = config.model_copy(update={"env": kind.resolve(config.env)})
+    choose_protocol(kind, config.env, config.eval.protocol)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     try:
         plan = make_plan(config.placement, cores, config.env.num_envs, config.pipeline.stages)

@@ -65,6 +65,9 @@ class EvalSection(Strict):
     seed: int = Field(
         1, ge=0, lt=2**63, description="Names the list of episodes; apart from training's whatever the seed."
     )
+    protocol: str | None = Field(
+        None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
+    )
     videos: int = Field(4, ge=0, description="How many of the first episodes are filmed.")
     greedy: bool = Field(True, description="Take the policy's best action instead of a random one.")
 

@@ -20,15 +20,20 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class EpisodeList:
-    """An endless list of episodes of one task; `stream` separates training from evaluation."""
+    """An endless list of episodes, whose tasks take turns; `stream` separates training from evaluation.
+
+    The k-th episode of a task has the same seed, and the same stored initial state, whatever the other tasks are.
+    """
 
     seed: int
     stream: str  # "train" or "eval"
-    task: str
+    tasks: tuple[str, ...]
+    stored_states: int = 0  # stored initial states of every task, taken in order; 0: none are used
 
     def __getitem__(self, index: int) -> EpisodeSpec:
-        seed = int(generator(self.seed, "episode", self.stream, index).integers(2**31 - 1))
-        return EpisodeSpec(self.task, -1, seed, index)
+        turn, task = divmod(index, len(self.tasks))
+        seed = int(generator(self.seed, "episode", self.stream, turn).integers(2**31 - 1))
+        return EpisodeSpec(self.tasks[task], turn % self.stored_states if self.stored_states else -1, seed, index)
 
     def first(self, count: int) -> list[EpisodeSpec]:
         return [self[index] for index in range(count)]

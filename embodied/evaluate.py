@@ -112,7 +112,9 @@ def play_and_write(loop: EmbodiedLoop, config: RunConfig, spec: EnvSpec, out: Pa
     """The evaluation of the version that acts now: results.json, episodes.csv and videos in `out`."""
     episodes = loop.evaluate(out / "videos", config.eval.videos)
     protocol = {
-        "env": config.env.model_dump(mode="json"),
+        "name": loop.protocol.name,
+        "rules": loop.protocol.rules,
+        "env": loop.eval_env.model_dump(mode="json"),
         "eval": config.eval.model_dump(mode="json"),
         "backend": spec.backend,
         "max_episode_steps": spec.max_episode_steps,

@@ -114,6 +114,7 @@ def provenance() -> dict:
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": commit(),
+        "host": platform.node(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),

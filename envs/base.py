@@ -18,6 +18,7 @@ from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 from gymnasium.vector.utils import batch_space
 
 from embodied.data import ChunkResult, EnvSpec, EpisodeSpec, Observation
+from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.errors import Unusable
 
 TEXT = "".join(chr(code) for code in range(32, 127))
@@ -48,6 +49,7 @@ class StepResult:
 class VectorEnv(GymnasiumVectorEnv):
     """Base of every env plug-in, constructed as `MyEnv(config, num_envs)`."""
 
+    mixes_tasks = False  # whether rows of one env may play different tasks at the same time
     metadata = {"autoreset_mode": AutoresetMode.DISABLED, "render_modes": ["rgb_array"]}  # noqa: RUF012
     render_mode = "rgb_array"
 
@@ -111,6 +113,16 @@ class VectorEnv(GymnasiumVectorEnv):
     def resolve(cls, config: Any) -> Any:
         """The config with every "auto" decided. Called before placement."""
         return config
+
+    @classmethod
+    def tasks(cls, config: Any) -> tuple[str, ...]:
+        """The tasks `env.task` means, each of which an `EpisodeSpec` may name; episodes take turns among them."""
+        return (config.task,) if isinstance(config.task, str) else tuple(config.task)
+
+    @classmethod
+    def protocols(cls, config: Any) -> tuple[Protocol, ...]:
+        """How evaluation episodes may be played; the first is taken unless `eval.protocol` names another."""
+        return (AS_TRAINED,)
 
     # What the outside uses.
 

@@ -7,12 +7,22 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from embodied.config_base import Strict
 
 EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 OnSuccess = Literal["truncate", "terminate", "continue"]
+
+
+def a_name_or_names(value: Any) -> Any:
+    names = value if isinstance(value, list | tuple) else [value]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError("should be the name of a task, or a list of names")
+    return value
+
+
+Tasks = Annotated[str | tuple[str, ...], BeforeValidator(a_name_or_names)]
 
 
 class CommonEnvConfig(Strict):
@@ -35,7 +45,10 @@ class ManiSkillConfig(CommonEnvConfig):
     name: Literal["maniskill"] = Field(
         "maniskill", description="Which env: maniskill, pointmass, gym:<id> or my_pkg.my_module:MyEnv."
     )
-    task: str = Field("PushCube-v1", description="Any registered ManiSkill task.")
+    task: Tasks = Field("PushCube-v1", description="Any registered ManiSkill task; an evaluation takes a list as well.")
+    on_failure: Literal["terminate", "continue"] = Field(
+        "terminate", description="A failure that the task tells of ends the episode, or does not."
+    )
     control_mode: str = Field("pd_joint_delta_pos", description="How actions move the robot: a control mode it has.")
     reward_mode: Literal["normalized_dense", "dense", "sparse"] = Field(
         "normalized_dense", description="Reward per env step, as the task defines it."
@@ -78,7 +91,9 @@ class GymConfig(CommonEnvConfig):
 
 class ExternalEnvConfig(CommonEnvConfig):
     name: str = Field(description="Your own env class, my_pkg.my_module:MyEnv, importable in every worker.")
-    task: str = Field(description="Handed to your env with every episode; unset: the name of its class.")
+    task: Tasks = Field(
+        description="Handed to your env with every episode, one of them if it is a list; unset: the name of its class."
+    )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Free options, for your class to read.")
 
     @model_validator(mode="before")

@@ -18,9 +18,17 @@ from embodied.data import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import import_class
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ExternalEnvConfig, GymConfig, nearest
+from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.errors import ConfigError, EmbodiedError
 
 SUCCESS_KEYS = ("success", "is_success")
+
+
+PROTOCOL = Protocol(
+    "gym-v1",
+    "an episode ends where the env ends it, at its first success where it tells of any, or at the step limit",
+    {"on_success": "terminate"},
+)
 
 
 class GymEnv(VectorEnv):
@@ -47,6 +55,10 @@ class GymEnv(VectorEnv):
     @classmethod
     def check(cls, config: Any) -> None:
         cls(config, 1).close()
+
+    @classmethod
+    def protocols(cls, config: Any) -> tuple[Protocol, ...]:
+        return PROTOCOL, AS_TRAINED
 
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray:
         success = np.zeros(len(rows), bool)

@@ -21,6 +21,7 @@ import numpy as np
 from embodied.data import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.errors import ConfigError, MissingAsset
 from embodied.vulkan import ensure_vulkan
 
@@ -38,7 +39,15 @@ BATCHED_TASKS = (
 BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_pos", "pd_joint_target_delta_pos")
 
 
+RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"
+PROTOCOL = Protocol("maniskill-v1", RULES, {"on_success": "continue", "on_failure": "continue"})
+
+
 class ManiSkillEnv(VectorEnv):
+    @classmethod
+    def protocols(cls, config: ManiSkillConfig) -> tuple[Protocol, ...]:
+        return PROTOCOL, AS_TRAINED
+
     @classmethod
     def resolve(cls, config: ManiSkillConfig) -> ManiSkillConfig:
         backend = config.backend
@@ -98,6 +107,8 @@ class ManiSkillEnv(VectorEnv):
         success = np.zeros(len(rows), bool)
         for i, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
             obs, info = self.envs[row].reset(seed=episode.seed)
+            if info["reconfigure"]:
+                self._cameras.pop(row, None)  # it looked into the scene that is gone
             self._state[row] = to_numpy(obs)[0]
             success[i] = bool(info.get("success", False))
         return success
@@ -112,7 +123,7 @@ class ManiSkillEnv(VectorEnv):
             self._state[row] = to_numpy(obs)[0]
             rewards[row] = float(reward)
             failed[row], success[row] = bool(info.get("fail", False)), bool(info.get("success", False))
-        return StepResult(rewards, failed, success if self.env_spec.has_success else None)
+        return StepResult(rewards, self._ends(failed), success if self.env_spec.has_success else None)
 
     def _step_batch(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """ManiSkill's own step without the observation, which is wanted only at the end of a chunk."""
@@ -128,7 +139,11 @@ class ManiSkillEnv(VectorEnv):
             reward = env.get_reward(obs=None, action=taken, info=info)
         self._info_now = info
         failed = to_numpy(info["fail"]) if "fail" in info else np.zeros(self.num_envs, bool)
-        return StepResult(to_numpy(reward), failed, to_numpy(info["success"]) if "success" in info else None)
+        success = to_numpy(info["success"]) if "success" in info else None
+        return StepResult(to_numpy(reward), self._ends(failed), success)
+
+    def _ends(self, failed: np.ndarray) -> np.ndarray:
+        return failed if self.config.on_failure == "terminate" else np.zeros_like(failed)
 
     def _observe(self) -> Observation:
         if self._info_now is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from embodied.data import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import PointMassConfig
+from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.rng import generator
 
 STEPS = 50
@@ -22,7 +23,16 @@ VIDEO_SIZE = 192
 WHITE, GREEN, RED = (245, 245, 245), (60, 180, 75), (220, 40, 40)
 
 
+PROTOCOL = Protocol(
+    "pointmass-v1", "an episode ends at its first success or at the step limit", {"on_success": "truncate"}
+)
+
+
 class PointMassEnv(VectorEnv):
+    @classmethod
+    def protocols(cls, config: PointMassConfig) -> tuple[Protocol, ...]:
+        return PROTOCOL, AS_TRAINED
+
     def __init__(self, config: PointMassConfig, num_envs: int) -> None:
         side = config.image_size
         spec = EnvSpec(

@@ -20,9 +20,11 @@ from embodied.runtime import Channel, Worker
 
 
 class SimWorker(Worker):
-    def __init__(self, config, stages: int = 1, journal: Channel | None = None) -> None:
-        """Every training episode is noted in `journal` before it begins."""
+    def __init__(self, config, stages: int = 1, journal: Channel | None = None, eval_config=None) -> None:
+        """Every training episode is noted in `journal` before it begins. `eval_config` is that of the separate envs an
+        evaluation is played in."""
         self.config = config
+        self.eval_config = eval_config or config
         self.journal = journal
         self.num_stages = stages
         self.stages: list[Stage] = []
@@ -88,7 +90,7 @@ class SimWorker(Worker):
             self.eval_env.close()
             self.eval_env = None
         if self.eval_env is None:
-            self.eval_env = make_env(self.config, num_rows)
+            self.eval_env = make_env(self.eval_config, num_rows)
         line = Line(route.sources[0], route.requests[0], route.replies[0])
         return play_episodes(self.eval_env, episodes, line, film, folder, notes, alone, self.timers)
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, RolloutStats, Route, Weights
+from embodied.envs import env_class
+from embodied.envs.protocols import choose_protocol
 from embodied.episodes import EpisodeList, env_blocks
 from embodied.runtime import Budget, Cluster, Handle, Timers, WorkerGroup
 from embodied.workflows.crew import Crew
@@ -62,12 +64,16 @@ class EmbodiedLoop:
         self.cluster = cluster
         self.version = -1
         self.timers = Timers()
-        self.train_episodes = EpisodeList(config.seed, "train", config.env.task)
-        self.eval_episodes = EpisodeList(config.eval.seed, "eval", config.env.task)
+        kind = env_class(config.env)
+        tasks = kind.tasks(config.env)
+        self.protocol = choose_protocol(kind, config.env, config.eval.protocol)
+        self.eval_env = self.protocol.apply(config.env)
+        self.train_episodes = EpisodeList(config.seed, "train", tasks)
+        self.eval_episodes = EpisodeList(config.eval.seed, "eval", tasks, self.protocol.stored_states)
         stages = config.pipeline.stages
         journal = cluster.channel("journal", capacity=None)
         self.notes = cluster.channel("evaluation notes", capacity=None)
-        self.sims = cluster.launch(SIM, "sim", config.env, stages, journal)
+        self.sims = cluster.launch(SIM, "sim", config.env, stages, journal, self.eval_env)
         self.policies = cluster.launch(POLICY, "policy", config.policy, config.seed)
         self.crew = Crew(cluster, self.sims, self.policies, stages, journal, config.env.num_envs, tell)
         self.learners = None

@@ -13,7 +13,7 @@ def lengths_of_episodes(stagger, episodes=2):
     """[episode of the env, env]: how long the episodes of envs 2 and 3 of 4 are when the limit is 8 env steps."""
     config = PointMassConfig(name="pointmass", max_episode_steps=8, on_success="continue", stagger=stagger)
     stage = Stage(make_env(config, 2), "sim-1/0", np.array([2, 3]), num_envs_total=4, timers=Timers())
-    specs = EpisodeList(0, "train", "reach")
+    specs = EpisodeList(0, "train", ("reach",))
     stage.reset(np.arange(2), specs)
     lengths = [[], []]
     steps = np.zeros(2, int)

@@ -1,0 +1,67 @@
+"""Named protocols: which there are, what they fix, and that the fixed episodes are those of the list."""
+
+import pytest
+
+from embodied import commands
+from embodied.config import load
+from embodied.envs import env_class
+from embodied.envs.config import ExternalEnvConfig, GymConfig, ManiSkillConfig, PointMassConfig
+from embodied.envs.protocols import choose_protocol
+from embodied.episodes import EpisodeList
+from embodied.errors import ConfigError
+
+
+def chosen(config, name=None):
+    return choose_protocol(env_class(config), config, name)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "fixes"),
+    [
+        (ManiSkillConfig(), "maniskill-v1", {"on_success": "continue", "on_failure": "continue"}),
+        (PointMassConfig(name="pointmass"), "pointmass-v1", {"on_success": "truncate"}),
+        (GymConfig(name="gym:CartPole-v1"), "gym-v1", {"on_success": "terminate"}),
+        (ExternalEnvConfig(name="gymnasium.envs.classic_control:CartPoleEnv"), "gym-v1", {"on_success": "terminate"}),
+    ],
+)
+def test_every_env_has_a_protocol_of_its_own(config, name, fixes):
+    pytest.importorskip("mani_skill")
+    protocol = chosen(config)
+    assert (protocol.name, protocol.options) == (name, fixes)
+    assert protocol.rules
+    applied = protocol.apply(config)
+    assert applied.model_dump() == config.model_dump() | fixes
+
+
+def test_another_protocol_is_taken_by_name():
+    config = PointMassConfig(name="pointmass", on_success="continue")
+    assert chosen(config, "as-trained-v1").apply(config) == config
+    with pytest.raises(ConfigError, match=r"'pointmass-v2': pointmass reach has pointmass-v1, as-trained-v1"):
+        chosen(config, "pointmass-v2")
+
+
+def test_an_unknown_protocol_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"eval\.protocol='nope'"):
+        commands.planned(load(["recipe=pointmass_ppo", "eval.protocol=nope"]).config)
+
+
+def test_tasks_take_turns_and_their_episodes_do_not_depend_on_the_company():
+    alone, three = EpisodeList(5, "eval", ("b",)), EpisodeList(5, "eval", ("a", "b", "c"))
+    assert [spec.task for spec in three.first(4)] == ["a", "b", "c", "a"]
+    assert [spec.index for spec in three.first(4)] == [0, 1, 2, 3]
+    assert [spec.seed for spec in three.first(9) if spec.task == "b"] == [spec.seed for spec in alone.first(3)]
+
+
+def test_stored_initial_states_are_taken_in_order():
+    specs = EpisodeList(5, "eval", ("a", "b"), stored_states=2).first(6)
+    assert [(spec.task, spec.init_state_id) for spec in specs] == [
+        ("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 0), ("b", 0)
+    ]  # fmt: skip
+    assert {spec.init_state_id for spec in EpisodeList(5, "eval", ("a",)).first(3)} == {-1}
+
+
+def test_training_refuses_several_tasks_where_rows_cannot_differ():
+    pytest.importorskip("mani_skill")
+    config = load(["recipe=maniskill_ppo", "env.task=[PushCube-v1,PickCube-v1]"]).config
+    with pytest.raises(ConfigError, match="trains one task at a time"):
+        commands.planned(config)
