@@ -32,6 +32,9 @@ def run(body: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("stopped at once; what came after the last checkpoint is lost", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # who reads what we print, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as err:
         where = f" ({err.filename})" if err.filename else ""
         print(f"error: {err.strerror or err}{where}; free some space or choose another run.dir", file=sys.stderr)

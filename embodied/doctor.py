@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from embodied import commands
+from embodied.errors import ConfigError
 from embodied.health import CHECKS, FAILED, WARNING, Finding
 from embodied.machine import Machine
 
@@ -21,13 +23,15 @@ disk. States: ok; warning (works, but not well); absent (optional, not here); fa
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+
+
+def start(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0
     if unknown := [word for word in argv if word != "--json"]:
-        print(f"error: {unknown[0]}: there is only --json; see python -m embodied.doctor --help", file=sys.stderr)
-        return 2
+        raise ConfigError(f"{unknown[0]}: there is only --json; see python -m embodied.doctor --help")
     return examine(Machine(), "--json" in argv)
 
 

@@ -180,7 +180,7 @@ def check_ray(machine: Machine) -> list[Finding]:
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     done = machine.probe("ray", env=quiet)
     if done.problem:
-        fix = "look into /tmp/ray/session_latest/logs; or stay on one machine: cluster.backend=local"
+        fix = "python -W ignore -m embodied.probes ray shows all it says; one machine needs none: cluster.backend=local"
         return [Finding("Ray", WARNING, done.problem, fix)]
     return [Finding("Ray", OK, done.answer["version"])]
 
@@ -244,7 +244,7 @@ def check_assets(machine: Machine) -> list[Finding]:
     if done.problem:
         return [Finding("ManiSkill tasks", FAILED, done.problem, install(ENVS["maniskill"], machine))]
     tasks = done.answer
-    lacking = Counter(group_of(asset) for task in tasks.values() for asset in {group_of(a) for a in task["missing"]})
+    lacking = Counter(asset for task in tasks.values() for asset in task["missing"])
     ready = sum(not task["missing"] for task in tasks.values())
     findings = [Finding("ManiSkill tasks", OK, f"{ready} of {len(tasks)} need no further download")]
     if lacking:
@@ -252,11 +252,6 @@ def check_assets(machine: Machine) -> list[Finding]:
         fix = f"python -m mani_skill.utils.download_asset {min(lacking)}, and so on; or MS_ASSET_DIR=folder with data/"
         findings.append(Finding("ManiSkill assets", ABSENT, told, fix))
     return findings
-
-
-def group_of(asset: str) -> str:
-    """ManiSkill fetches its hundreds of PartNet-Mobility models as one."""
-    return "partnet_mobility" if asset.startswith("partnet_mobility") else asset
 
 
 CHECKS: tuple[Callable[[Machine], list[Finding]], ...] = (

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -133,8 +134,10 @@ class Machine:
         return Done(process.returncode, out, err)
 
     def probe(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> Done:
-        """Try something out in a process of its own: what it crashes or hangs is not ours."""
-        return self.run([sys.executable, "-W", "ignore", "-m", "embodied.probes", name, *arguments], PROBE_S, env)
+        """Try something out in a process of its own, so that a crash or a hang is no harm; its files are removed."""
+        command = [sys.executable, "-W", "ignore", "-m", "embodied.probes", name, *arguments]
+        with tempfile.TemporaryDirectory(prefix="probe-", ignore_cleanup_errors=True) as folder:
+            return self.run(command, PROBE_S, {**(env or {}), "TMPDIR": folder})
 
 
 def normal(name: str) -> str:

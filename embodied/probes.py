@@ -34,15 +34,15 @@ def frame(kind: str) -> dict[str, Any]:
     import numpy as np
     from pydantic import TypeAdapter
 
-    from embodied.data import EpisodeSpec
     from embodied.envs import make_env
     from embodied.envs.config import EnvConfig
+    from embodied.episodes import EpisodeList
 
     config = TypeAdapter(EnvConfig).validate_python({"name": kind, "num_envs": 1})
     env = make_env(config, 1)
     if problem := env.film_problem():
         raise SystemExit(problem)
-    env.reset(options={"reset_mask": np.array([True]), "episodes": [EpisodeSpec(config.task, -1, 0, 0)]})
+    env.reset(options={"reset_mask": np.array([True]), "episodes": EpisodeList(0, "eval", config.task).first(1)})
     picture = env.render_rows(np.array([0]))[0]
     env.close()
     if picture.std() < FLAT:
@@ -82,12 +82,11 @@ def ray() -> dict[str, Any]:
     """Start Ray on this machine and let a process of it answer."""
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # a short path: sockets lie in it
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
-        try:
-            answer = ray.get(ray.remote(process_id).remote(), timeout=120)
-        finally:
-            ray.shutdown()
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=tempfile.gettempdir())
+    try:
+        answer = ray.get(ray.remote(process_id).remote(), timeout=120)
+    finally:
+        ray.shutdown()
     if answer == os.getpid():
         raise SystemExit("Ray ran the task in the calling process")
     return {"version": ray.__version__}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from embodied.errors import ConfigError, EmbodiedError
+from embodied import commands
+from embodied.errors import ConfigError
+from embodied.reporting.report import write_report
 
 USAGE = """Write report.html of a run or an evaluation: curves, tables, clips, where the time went, what produced it.
 
@@ -17,25 +19,18 @@ One page per folder, written into it. It needs no network and no server: open it
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+
+
+def start(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0
-    try:
-        write(argv)
-    except EmbodiedError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return err.exit_code
-    return 0
-
-
-def write(argv: list[str]) -> None:
-    from embodied.reporting.report import write_report
-
     if not argv or any(word.startswith("-") for word in argv):
         raise ConfigError("which run? python -m embodied.report runs/NAME-DATE")
     for name in argv:
         print(write_report(Path(name).expanduser()))
+    return 0
 
 
 if __name__ == "__main__":

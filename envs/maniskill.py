@@ -209,7 +209,7 @@ def check_task(task: str) -> None:
         raise ConfigError(f"env.task={task!r} is no ManiSkill task{f'; near: {near}' if near else ''}")
     missing = missing_assets(task)
     if missing:
-        source = assets.DATA_SOURCES[missing[0]]
+        source = assets.DATA_SOURCES[lacking(missing[0])[0]]
         raise MissingAsset(
             f"env.task={task} needs the asset {', '.join(missing[:3])}, which is not in "
             f"{Path(source.output_dir) / source.target_path}. Get it: python -m mani_skill.utils.download_asset "
@@ -218,15 +218,19 @@ def check_task(task: str) -> None:
 
 
 def missing_assets(task: str) -> list[str]:
-    """The downloads a registered task needs and this machine lacks."""
-    from mani_skill.utils import assets
+    """The downloads a registered task asks for and this machine lacks, wholly or in part."""
     from mani_skill.utils.registration import REGISTERED_ENVS
 
-    groups = [
-        assets.expand_data_group_into_individual_data_source_ids(name) if name in assets.DATA_GROUPS else [name]
-        for name in REGISTERED_ENVS[task].asset_download_ids or []
-    ]
-    return [name for group in groups for name in group if not assets.is_data_source_downloaded(name)]
+    return [name for name in REGISTERED_ENVS[task].asset_download_ids or [] if lacking(name)]
+
+
+def lacking(asset: str) -> list[str]:
+    """The parts of a download that are not here."""
+    from mani_skill.utils import assets
+
+    grouped = asset in assets.DATA_GROUPS
+    parts = assets.expand_data_group_into_individual_data_source_ids(asset) if grouped else [asset]
+    return sorted(part for part in parts if not assets.is_data_source_downloaded(part))
 
 
 @contextlib.contextmanager

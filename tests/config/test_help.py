@@ -19,7 +19,7 @@ print(json.dumps({{"code": code, "modules": sorted(sys.modules), "cpu_s": used.r
 """
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "report", "doctor"])
+@pytest.mark.parametrize("command", ["train", "evaluate", "report", "doctor", "list"])
 def test_help_answers_at_once_without_torch_ray_or_a_simulator(command):
     told = subprocess.run(
         [sys.executable, "-c", PROBE.format(command=command)], capture_output=True, text=True, check=True

@@ -152,7 +152,7 @@ SMI = Done(0, "NVIDIA H200, 140000 MiB, 143771 MiB, 570.1\n")
         ),
         ({"probes": {"film": Done(1, err="no exe")}}, "ffmpeg", "failed", "no exe", "pip install --force-reinstall"),
         ({"probes": {"ray": Done(None, err="no answer within 180 s")}}, "Ray", "warning", "180 s", "backend=local"),
-        ({"packages": {"ray": None}}, "Ray", "absent", "not installed", "embodied-loop[ray]"),
+        ({"packages": {"ray": None}}, "Ray", "absent", "not installed", "[ray]"),
         ({"free": {"/tmp": 2 * GIB}}, "disk for temporary files", "warning", "2.0 GiB free in /tmp", "run.dir="),
         ({"free": {os.getcwd(): GIB // 2}}, "disk", "failed", "at least 1 GiB", "run.dir="),
         ({"free": {"/dev/shm": 64 << 20}}, "shared memory", "failed", "0.1 GiB free", "docker run --shm-size=8g"),

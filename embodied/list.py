@@ -1,0 +1,151 @@
+"""Say what there is, what it needs and whether it runs here: python -m embodied.list [recipes|envs|tasks|policies]"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from embodied import commands
+from embodied.config import load
+from embodied.envs import PLUGINS
+from embodied.envs.config import ENV_CONFIGS
+from embodied.errors import ConfigError
+from embodied.layers import RECIPES, recipe_names
+from embodied.machine import Machine
+from embodied.needs import ENVS, POLICIES, Need, why_not
+from embodied.policies import FAMILIES
+
+USAGE = """Say what there is, what it needs, and whether it runs here.
+
+usage: python -m embodied.list [recipes|envs|tasks|policies] [--help]
+
+  recipes                       recipe=NAME: what a run trains
+  envs                          env.name=NAME: simulators
+  tasks                         env.task=NAME, by simulator (takes some seconds: simulators are asked for theirs)
+  policies                      policy.name=NAME: families of robot policies
+
+Without a word: recipes, envs and policies."""
+NOTHING = Need()
+
+
+@dataclass(frozen=True)
+class Item:
+    name: str
+    told: str
+    problem: str  # why it does not run here; empty where it does
+
+
+def main(argv: list[str] | None = None) -> int:
+    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+
+
+def start(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(USAGE)
+        return 0
+    if unknown := [word for word in argv if word not in LISTS]:
+        raise ConfigError(f"{unknown[0]}: there are {', '.join(LISTS)}; see python -m embodied.list --help")
+    machine = Machine()
+    for name in argv or ["recipes", "envs", "policies"]:
+        show(name, list(LISTS[name](machine)))
+    return 0
+
+
+def show(title: str, items: list[Item]) -> None:
+    width = max(len(title), *(len(item.name) + 2 for item in items))
+    print(f"{title:<{width}}  here")
+    for item in items:
+        problem = f" ({item.problem})" if item.problem else ""
+        here = "no" if item.problem else "yes"
+        print(f"  {item.name:<{width - 2}}  {here:<4}  {item.told}{problem}")
+    print()
+
+
+def recipes(machine: Machine) -> Iterable[Item]:
+    for name in recipe_names():
+        config = load([f"recipe={name}"]).config
+        problem = problem_of_env(config.env.name, machine) or problem_of_policy(config.policy.name, machine)
+        yield Item(name, first_comment(name), problem)
+
+
+def envs(machine: Machine) -> Iterable[Item]:
+    for name, where in PLUGINS.items():
+        need = ENVS.get(name, NOTHING)
+        yield Item(name, f"{purpose(where)} Needs {need}.", why_not(need, machine))
+
+
+def policies(machine: Machine) -> Iterable[Item]:
+    for name, where in FAMILIES.items():
+        need = POLICIES.get(name, NOTHING)
+        yield Item(name, f"{purpose(where)} Needs {need}.", why_not(need, machine))
+
+
+def tasks(machine: Machine) -> Iterable[Item]:
+    for env in PLUGINS:
+        problem = why_not(ENVS.get(env, NOTHING), machine)
+        if env == "maniskill" and not problem:
+            yield from maniskill_tasks(machine)
+        elif env == "gym":
+            yield Item("gym", GYM, problem)
+        else:
+            yield from (Item(f"{env} {task}".strip(), told, problem) for task, told in tasks_of_options(env))
+
+
+GYM = 'env.name=gym:ID for any ID of: python -c "import gymnasium; gymnasium.pprint_registry()"'
+
+
+def maniskill_tasks(machine: Machine) -> Iterable[Item]:
+    done = machine.probe("tasks")
+    if done.problem:
+        yield Item("maniskill", "its tasks cannot be listed", done.problem)
+        return
+    for task, facts in done.answer.items():
+        missing = facts["missing"]
+        limit = f"{facts['steps']} steps" if facts["steps"] else "no step limit"
+        problem = "; ".join(f"python -m mani_skill.utils.download_asset {asset}" for asset in missing)
+        yield Item(f"maniskill {task}", limit, problem)
+
+
+def tasks_of_options(env: str) -> list[tuple[str, str]]:
+    """The names `env.task` can have where they are fixed; else what it takes."""
+    field = ENV_CONFIGS[env].model_fields["task"]
+    if get_origin(field.annotation) is Literal:
+        return [(name, field.description) for name in get_args(field.annotation)]
+    return [("", field.description)]
+
+
+def problem_of_env(name: str, machine: Machine) -> str:
+    return why_not(ENVS.get(name, NOTHING), machine)
+
+
+def problem_of_policy(name: str, machine: Machine) -> str:
+    return why_not(POLICIES.get(name, NOTHING), machine)
+
+
+def first_comment(recipe: str) -> str:
+    first = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def purpose(where: str) -> str:
+    """The first sentence of a plug-in's module, read without importing it."""
+    spec = importlib.util.find_spec(where.partition(":")[0])
+    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".:") + "."
+
+
+LISTS: dict[str, Callable[[Machine], Iterable[Item]]] = {
+    "recipes": recipes,
+    "envs": envs,
+    "tasks": tasks,
+    "policies": policies,
+}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

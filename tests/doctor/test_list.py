@@ -1,0 +1,109 @@
+"""List: everything by name, and why something does not run here."""
+
+import subprocess
+import sys
+
+import pytest
+
+from embodied import list as listing
+from embodied.envs import PLUGINS
+from embodied.layers import recipe_names
+from embodied.list import LISTS, main, show
+from embodied.machine import ROOT, Done, Machine
+from embodied.needs import ENVS, POLICIES, Need, install, why_not
+from embodied.policies import FAMILIES
+
+
+class Bare(Machine):
+    """Nothing is installed but what a test says."""
+
+    def __init__(self, *packages, vulkan=""):
+        self.packages, self.vulkan = packages, vulkan
+
+    def version(self, package):
+        return "1.0" if package in self.packages else None
+
+    def vulkan_problem(self):
+        return self.vulkan
+
+    def probe(self, name, *arguments, env=None):
+        answer = '{"PushCube-v1": {"steps": 50, "missing": []}, "Pick-v1": {"steps": null, "missing": ["ycb", "kits"]}}'
+        return Done(0, answer)
+
+
+def named(kind, machine):
+    return {item.name: item for item in LISTS[kind](machine)}
+
+
+def test_every_recipe_env_and_policy_is_listed_and_says_what_it_is():
+    assert list(named("recipes", Bare())) == recipe_names()
+    assert list(named("envs", Bare())) == list(PLUGINS)
+    assert list(named("policies", Bare())) == list(FAMILIES)
+    for kind in ("recipes", "envs", "policies"):
+        assert all(len(item.told) > 20 for item in LISTS[kind](Bare()))
+
+
+def test_what_lacks_a_package_or_a_driver_says_so():
+    assert named("recipes", Bare("sapien"))["maniskill_ppo"].problem == "not installed: mani-skill"
+    assert named("envs", Bare())["maniskill"].problem == "not installed: mani-skill, sapien"
+    whole = Bare("mani-skill", "sapien", vulkan="none")
+    assert named("envs", whole)["maniskill"].problem == "no Vulkan driver"
+    assert named("recipes", Bare())["pointmass_ppo"].problem == ""
+    assert "Needs mani-skill, sapien, a Vulkan driver." in named("envs", whole)["maniskill"].told
+
+
+def test_tasks_come_from_the_simulators_and_name_what_they_lack():
+    tasks = named("tasks", Bare("mani-skill", "sapien"))
+    assert tasks["maniskill PushCube-v1"].told == "50 steps" and not tasks["maniskill PushCube-v1"].problem
+    assert tasks["maniskill Pick-v1"].told == "no step limit"
+    assert "download_asset ycb; python -m mani_skill.utils.download_asset kits" in tasks["maniskill Pick-v1"].problem
+    assert "pointmass reach" in tasks and "pprint_registry" in tasks["gym"].told
+    assert named("tasks", Bare())["maniskill"].problem == "not installed: mani-skill, sapien"
+
+
+def test_tasks_that_cannot_be_listed_are_one_line():
+    machine = Bare("mani-skill", "sapien")
+    machine.probe = lambda name: Done(1, err="ImportError: broken")
+    assert named("tasks", machine)["maniskill"].problem == "ImportError: broken"
+
+
+def test_needs_are_of_envs_and_policies_there_are_or_will_be():
+    assert set(ENVS) <= {*PLUGINS, "libero"} and set(POLICIES) <= set(FAMILIES)
+    assert str(Need()) == "nothing more"
+    assert why_not(Need(("no-such-package",)), Machine()) == "not installed: no-such-package"
+
+
+def test_what_is_missing_is_installed_from_the_checkout_or_as_a_wheel():
+    machine = Bare()
+    machine.exists = lambda path: True
+    assert install(ENVS["maniskill"], machine).endswith(f"constraints.txt -e '{ROOT}[maniskill]'")
+    machine.exists = lambda path: False
+    assert install(ENVS["maniskill"], machine) == "python -m pip install 'embodied-loop[maniskill]'"
+
+
+def test_a_line_has_name_state_what_and_why(capsys):
+    show("envs", [listing.Item("a", "does x.", ""), listing.Item("bcd", "does y.", "no card")])
+    assert capsys.readouterr().out.splitlines() == [
+        "envs   here",
+        "  a    yes   does x.",
+        "  bcd  no    does y. (no card)",
+        "",
+    ]
+
+
+def test_an_unknown_word_is_refused_with_what_there_is(capsys):
+    assert main(["receipts"]) == 2
+    assert "recipes, envs, tasks, policies" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", ["recipes", "policies"])
+def test_the_command_prints_one_list(argument, capsys):
+    assert main([argument]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(argument) and out.count("\n\n") == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = ["sh", "-c", '"$0" -m embodied.list | head -1', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.stdout.startswith("recipes") and done.stderr == ""
