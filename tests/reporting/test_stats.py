@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from embodied.data import EpisodeResult
 from embodied.errors import EmbodiedError
 from embodied.reporting.results import COLUMNS, episodes_csv, read_results, write_results
-from embodied.reporting.stats import summarize, wilson
+from embodied.reporting.stats import compare, paired_difference, summarize, wilson
 
 
 def episode(index, once=True, end=True, task="reach", **kwargs):
@@ -112,3 +112,47 @@ def test_a_damaged_results_folder_is_an_error_that_names_it(tmp_path):
     (tmp_path / "episodes.csv").write_text("index,task\n1\n")
     with pytest.raises(EmbodiedError, match="no readable results"):
         read_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "published"),
+    [
+        ((36, 12, 2, 0), (0.2000, 0.0569, 0.3404)),  # Newcombe 1998
+        ((20, 12, 2, 16), (0.2000, 0.0562, 0.3292)),  # Newcombe 1998
+        ((14, 5, 0, 22), (0.1220, 0.0115, 0.2265)),  # Altman et al. 2000, table 6.2
+        ((1, 1, 7, 12), (-0.2857, -0.5069, -0.0256)),  # Bentur et al. 2009, in Fagerland et al. 2017
+    ],
+)
+def test_paired_differences_equal_published_ones(table, published):
+    assert paired_difference(*table) == pytest.approx(published, abs=6e-5)
+
+
+@given(st.tuples(*[st.integers(0, 40)] * 4).filter(sum))
+def test_a_paired_difference_lies_in_its_interval_and_turns_round(table):
+    both, one, other, neither = table
+    difference, low, high = paired_difference(*table)
+    assert -1 - 1e-9 <= low <= difference <= high <= 1 + 1e-9
+    assert paired_difference(both, other, one, neither) == pytest.approx((-difference, -high, -low), abs=1e-12)
+
+
+def test_policies_are_compared_on_the_episodes_both_played():
+    def played(seed, once, reward, error="", end=None):
+        return EpisodeResult(seed, "a", -1, seed, 1, reward, once, once if end is None else end, False, error)
+
+    first = [played(1, False, 0.0), played(2, True, 1.0), played(3, True, 2.0), played(4, True, 9.0, "broke")]
+    second = [
+        played(3, True, 4.0),
+        played(2, True, 2.0, end=False),
+        played(1, True, 3.0),
+        played(9, False, 0.0),
+        played(4, True, 1.0),
+    ]
+    told = compare(first, second)
+    assert told["episodes"] == 3
+    assert told["success_once"]["difference"] == pytest.approx(1 / 3)
+    assert [told["success_once"][k] for k in ("both", "only_first", "only_second", "neither")] == [2, 0, 1, 0]
+    assert [told["success_at_end"][k] for k in ("both", "only_first", "only_second", "neither")] == [1, 1, 1, 0]
+    # differences 3, 1, 2: mean 2, deviation 1, half 1.96 / sqrt(3)
+    assert told["return"]["difference"] == 2.0
+    assert told["return"]["interval"] == pytest.approx([2 - 1.1316, 2 + 1.1316], abs=1e-4)
+    assert compare(first, [])["success_once"] is None and compare([], second)["return"] is None
