@@ -29,10 +29,8 @@ HANG_S = 8.0
 ITERATIONS, ENVS, DECISIONS, EPISODES = 3, 8, 16, 6
 ARGUMENTS = {
     "recipe": "pointmass_ppo",
-    "env.name": "faulty_env:FaultyEnv",
     "env.num_envs": ENVS,
     "env.max_episode_steps": 10,
-    "policy.hidden": "[16,16]",
     "algo.rollout_decisions": DECISIONS,
     "algo.minibatch_size": 32,
     "algo.epochs": 2,
@@ -46,13 +44,28 @@ ARGUMENTS = {
     "placement": "{sim: 'cpu:0-1*2', policy: 'cpu:0', learner: 'cpu:1'}",
 }
 
+FAULTY = {"sim": ("env", "faulty_env:FaultyEnv"), "policy": ("policy", "faulty_policy:FaultyPolicy")}
+
 
 @dataclass(frozen=True)
 class Case:
+    """A fault in a worker: of its env, or of its policy."""
+
     fault: str
     place: str
     backend: str
     always: bool = False
+    worker: str = "sim-0"
+
+    def arguments(self, folder: Path) -> dict:
+        """Of the run."""
+        plan = {"fault": self.fault, "place": self.place, "worker": self.worker}
+        if not self.always:
+            plan["once"] = folder / "struck"
+        kwargs = ", ".join(f"{key}: {value}" for key, value in plan.items())
+        what, name = FAULTY[self.worker.partition("-")[0]]
+        mine = {f"{what}.name": name, f"{what}.kwargs": f"{{{kwargs}}}", "cluster.backend": self.backend}
+        return {**ARGUMENTS, **mine}
 
 
 @dataclass(frozen=True)
@@ -76,12 +89,8 @@ def cases(faults: list[str], places: list[str], backends: list[str], always: boo
 
 def play(case: Case, folder: Path) -> Outcome:
     """One run with this fault, and what came of it."""
-    plan = {"fault": case.fault, "place": case.place, "worker": "sim-0"}
-    if not case.always:
-        plan["once"] = str(folder / "struck")
-    kwargs = ", ".join(f"{key}: {value}" for key, value in plan.items())
-    arguments = {**ARGUMENTS, "env.kwargs": f"{{{kwargs}}}", "cluster.backend": case.backend}
-    command = [sys.executable, "-m", "embodied.train", *(f"{key}={value}" for key, value in arguments.items())]
+    arguments = (f"{key}={value}" for key, value in case.arguments(folder).items())
+    command = [sys.executable, "-m", "embodied.train", *arguments]
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -106,7 +115,7 @@ def play(case: Case, folder: Path) -> Outcome:
         said = next((line for line in output.splitlines() if " is started again " in line), "")
         return Outcome(case, problems(run, restarts) or "recovered", restarts, seconds, said)
     said = next((line for line in output.splitlines() if line.startswith("error: ")), output[-300:])
-    clear = process.returncode == 1 and "sim-0" in said and ".log" in said and "Traceback" not in output
+    clear = process.returncode == 1 and case.worker in said and ".log" in said and "Traceback" not in output
     ended = "message" if clear and info["state"] == "failed" else "unclear end"
     return Outcome(case, ended, restarts, seconds, said)
 

@@ -46,10 +46,18 @@ def test_a_fault_that_always_comes_back_ends_the_run_within_its_budget(fault, pl
     assert "after 2 restarts within 1800 s (faults.max_restarts=2)" in outcome.said
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", ["rollout", "evaluation"])
+@pytest.mark.parametrize("fault", ["exception", "os_exit", "nan_observation", "sigsegv", "hang"])
+def test_a_run_survives_a_fault_of_its_policy(fault, place, backend, tmp_path):
+    outcome = play(Case(fault, place, backend, worker="policy-0"), tmp_path)
+    assert outcome.ended == "recovered", outcome
+
+
 @pytest.fixture
 def long_run(tmp_path):
     """A run of many iterations of the toy env, at work."""
-    changes = {"env.name": "pointmass", "run.iterations": 200, "run.save_every": 50, "faults.hang_s": 3}
+    changes = {"run.iterations": 200, "run.save_every": 50, "faults.hang_s": 3}
     arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, **changes}.items())
     process = subprocess.Popen(
         [sys.executable, "-m", "embodied.train", *arguments],
@@ -99,7 +107,7 @@ def test_a_run_goes_on_when_a_host_is_killed_or_stopped(long_run, tmp_path, host
 
 
 def test_a_dead_learner_ends_the_run_with_its_cause_and_how_to_resume(tmp_path):
-    changes = {"env.name": "pointmass", "run.iterations": 5000, "run.save_every": 1}
+    changes = {"run.iterations": 5000, "run.save_every": 1}
     arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, **changes}.items())
     process = subprocess.Popen(
         [sys.executable, "-m", "embodied.train", *arguments],
