@@ -54,7 +54,13 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
         plan = make_plan(config.placement, cores, config.env.num_envs, config.pipeline.stages)
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
-    return config, plan if learn else plan.without("learner")
+    if not learn:
+        return config, plan.without("learner")
+    try:
+        config.learner.check_ranks(plan.count("learner"), config.cluster.backend)
+    except ValueError as err:
+        raise ConfigError(str(err)) from None
+    return config, plan
 
 
 def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None) -> str:

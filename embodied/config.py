@@ -18,6 +18,7 @@ from embodied.config_base import LocalPath, Strict
 from embodied.envs.config import EnvConfig
 from embodied.explain import config_error, explain, missing_recipe
 from embodied.layers import COMMAND_LINE, Source, Tree, flatten, lay, put, recipe_names, recipe_sources
+from embodied.learners.config import LearnerConfig
 from embodied.overrides import parse
 from embodied.placement.config import PlacementConfig
 from embodied.policies.config import MLPConfig, PolicyConfig
@@ -86,6 +87,7 @@ class RunConfig(Strict):
     env: EnvConfig = Field(description="The simulator and its task.")
     policy: PolicyConfig = Field(MLPConfig(), description="The robot policy.")
     algo: AlgoConfig = Field(PPOConfig(), description="How the policy learns.")
+    learner: LearnerConfig = Field(LearnerConfig(), description="How the learners compute.")
     placement: PlacementConfig = Field(
         "auto", description="Who runs where: auto, collocated, disaggregated, hybrid, or a map from roles to devices."
     )
@@ -100,7 +102,7 @@ class RunConfig(Strict):
     @model_validator(mode="after")
     def _sections_fit(self, info: ValidationInfo) -> RunConfig:
         unused = (info.context or {}).get("unused", ())
-        checks = [self._stages_share_envs]
+        checks = [self._stages_share_envs, self._precisions_fit]
         if "algo" not in unused:
             checks.append(lambda: self.algo.check_num_envs(self.env.num_envs))
         if problems := [str(err) for err in map(failure, checks) if err]:
@@ -113,6 +115,12 @@ class RunConfig(Strict):
             fit = max(envs // stages, 1) * stages
             raise ValueError(
                 f"env.num_envs={envs} is not a multiple of pipeline.stages={stages}; try env.num_envs={fit}"
+            )
+
+    def _precisions_fit(self) -> None:
+        if self.learner.precision == "bf16" and getattr(self.policy, "dtype", "") == "float64":
+            raise ValueError(
+                "learner.precision=bf16 lowers float32 products, but policy.dtype=float64; try policy.dtype=float32"
             )
 
 

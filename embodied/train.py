@@ -127,7 +127,7 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
 
 def save(loop: EmbodiedLoop, state: dict, folder: RunFolder) -> Path:
     content = {**state, "num_envs": loop.config.env.num_envs}
-    write = loop.learners[0].save
+    write = loop.learners.save
     with loop.timers.measure("save"):
         return write_checkpoint(
             folder.checkpoints, state["version"], lambda draft: write(draft).wait(), content, loop.save_sims()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.errors import CheckpointError
 from embodied.policies.folder import CONFIG, WEIGHTS
+from embodied.runtime.blobs import blob_of, spec_of, write_safetensors
 
 
 @dataclass(frozen=True)
@@ -67,26 +69,49 @@ class Policy(nn.Module):
     def merge_observation_moments(self, rows: np.ndarray) -> None:
         """Merge the moments of all ranks, in env order, after an update."""
 
-    def save_pretrained(self, folder: Path | str) -> None:
-        from safetensors.torch import save_file
+    def blocks(self) -> list[nn.Module]:
+        """The large parts that run one after the other (transformer blocks, say), for learners that shard, compile or
+        recompute them one by one."""
+        return []
 
+    def save_pretrained(self, folder: Path | str, tensors: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """`tensors` are the whole weights, one by one, where this process holds only shards of them."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({k: v.detach().contiguous() for k, v in self.state_dict().items()}, folder / WEIGHTS)
+        own = self.state_dict()
+        specs = {name: spec_of(tensor) for name, tensor in own.items()}
+        whole = own.items() if tensors is None else tensors
+        write_safetensors(folder / WEIGHTS, specs, ((name, blob_of(tensor)) for name, tensor in whole))
         description = {"policy": self.config.model_dump(mode="json"), "env_spec": dataclasses.asdict(self.spec)}
         (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
 
+    def check_names(self, names: Iterable[str]) -> None:
+        """Refuse weights of another policy."""
+        if odd := sorted(self.state_dict().keys() ^ set(names)):
+            raise CheckpointError(f"the weights do not belong to this policy: {', '.join(odd[:4])} differ")
+
+    def use_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Adopt weights that somebody else keeps up to date: the very tensors where dtype and device are this policy's,
+        copies elsewhere."""
+        own = self.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, new in tensors.items():
+                check_shape(name, new, own[name])
+                if own[name].dtype == new.dtype and own[name].device == new.device:
+                    own[name].data = new
+                else:
+                    own[name].copy_(new)
+
     def load_weights(self, tensors: dict[str, Any]) -> None:
         """Replace all weights; names and shapes must match."""
+        self.check_names(tensors)
         with torch.no_grad():
-            own = self.state_dict(keep_vars=True)
-            if own.keys() != tensors.keys():
-                odd = sorted(own.keys() ^ tensors.keys())
-                raise CheckpointError(f"the weights do not belong to this policy: {', '.join(odd[:4])} differ")
-            for name, mine in own.items():
+            for name, mine in self.state_dict(keep_vars=True).items():
                 new = torch.tensor(np.asarray(tensors[name]))  # a copy: arrays of other processes are read-only
-                if mine.shape != new.shape:
-                    raise CheckpointError(
-                        f"weight {name} is {tuple(new.shape)} but this policy has {tuple(mine.shape)}"
-                    )
+                check_shape(name, new, mine)
                 mine.copy_(new)
+
+
+def check_shape(name: str, new: Tensor, mine: Tensor) -> None:
+    if mine.shape != new.shape:
+        raise CheckpointError(f"weight {name} is {tuple(new.shape)} but this policy has {tuple(mine.shape)}")

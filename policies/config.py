@@ -25,7 +25,10 @@ class MLPConfig(Strict):
         description="Deviation, in units of the state, below which normalising blows nothing up any further.",
     )
     chunk: int = Field(1, gt=0, description="Actions per decision: one policy call plays this many env steps.")
-    dtype: Literal["float32", "float64"] = Field("float32", description="Precision of weights and arithmetic.")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field(
+        "float32",
+        description="Precision of weights and matrix products; bfloat16 weights are trained through a float32 copy.",
+    )
 
 
 class ExternalPolicyConfig(Strict):

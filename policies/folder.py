@@ -9,6 +9,7 @@ import numpy as np
 
 from embodied.data import ActionSpec, EnvSpec
 from embodied.errors import CheckpointError
+from embodied.runtime.blobs import Blob, array_of, read_safetensors
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -29,14 +30,14 @@ def read_description(folder: Path) -> tuple[dict, EnvSpec]:
         raise CheckpointError(f"{path} cannot be read as a policy description: {err}") from None
 
 
-def read_weights(folder: Path) -> dict[str, np.ndarray]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
+def read_blobs(folder: Path) -> dict[str, Blob]:
+    """The weights as bytes, which are read when they are used."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {WEIGHTS}")
-    try:
-        return load_file(path)
-    except SafetensorError as err:
-        raise CheckpointError(f"{path} is damaged: {err}") from None
+    return read_safetensors(path)
+
+
+def read_weights(folder: Path) -> dict[str, np.ndarray]:
+    """The weights as arrays; bfloat16 as the same numbers in float32."""
+    return {name: array_of(blob) for name, blob in read_blobs(folder).items()}

@@ -80,6 +80,25 @@ class Gloo:
         return [part[: int(count)].numpy() for part, count in zip(parts, counts, strict=True)]
 
 
+class Nccl:
+    """GPU tensors are summed by NCCL, arrays gathered by gloo."""
+
+    def __init__(self, file: MeetingFile, rank: int, world_size: int) -> None:
+        import torch.distributed as dist
+
+        self.gloo = Gloo(file, rank, world_size)
+        self.group = dist.ProcessGroupNCCL(dist.FileStore(file.path + "-nccl", world_size), rank, world_size)
+
+    def sum(self, values: Tensor) -> Tensor:
+        if not values.is_cuda:
+            return self.gloo.sum(values)
+        self.group.allreduce([values]).wait()
+        return values
+
+    def gather(self, rows: np.ndarray) -> list[np.ndarray]:
+        return self.gloo.gather(rows)
+
+
 class SharedMemory:
     """Gloo for everything, but sums of processes on one machine go through a mapped file, several times faster.
 
@@ -147,7 +166,7 @@ class SharedMemory:
 class Measured:
     """Another collective; the time in it, waiting for the slowest rank included, is measured as "sync"."""
 
-    def __init__(self, ranks: Threads | Gloo | SharedMemory, timers: Timers) -> None:
+    def __init__(self, ranks: Threads | Gloo | Nccl | SharedMemory, timers: Timers) -> None:
         self.ranks, self.timers = ranks, timers
 
     def sum(self, values: Tensor) -> Tensor:
@@ -159,13 +178,22 @@ class Measured:
             return self.ranks.gather(rows)
 
 
-Collective = Alone | Threads | Gloo | SharedMemory | Measured
+Collective = Alone | Threads | Gloo | Nccl | SharedMemory | Measured
 
 
-def join(meeting: MeetingFile | MeetingRoom | None, rank: int, world_size: int, timers: Timers) -> Collective:
+def join(
+    meeting: MeetingFile | MeetingRoom | None, rank: int, world_size: int, device: str, timers: Timers
+) -> Collective:
+    """Meet the other ranks; the file is gone when all have met. `device` is where gradients are."""
     if world_size == 1:
         return Alone()
     if isinstance(meeting, MeetingRoom):
         return Measured(Threads(meeting, rank), timers)
-    between_processes = SharedMemory if platform.machine() == "x86_64" else Gloo
-    return Measured(between_processes(meeting, rank, world_size), timers)
+    if device == "cuda":
+        ranks = Nccl(meeting, rank, world_size)
+    else:
+        ranks = (SharedMemory if platform.machine() == "x86_64" else Gloo)(meeting, rank, world_size)
+    ranks.gather(np.zeros(1))
+    if rank == 0:
+        meeting.remove()
+    return Measured(ranks, timers)

@@ -15,6 +15,12 @@ class MeetingFile:
     path: str
     timeout_s: float
 
+    def remove(self) -> None:
+        """What was needed to meet: the file itself, and others beside it."""
+        whole = Path(self.path)
+        for file in whole.parent.glob(f"{whole.name}*"):
+            file.unlink(missing_ok=True)
+
 
 class MeetingRoom:
     """Ranks in one process meet here; one instance per group, handed to every rank."""

@@ -1,73 +1,149 @@
-"""Adam over the policy's parameter groups, with gradients exchanged and clipped as one flat vector."""
+"""Adam over the policy's trainable parameters, the gradient summed over all learner ranks and clipped as a whole.
+
+Ranks that hold all weights exchange their gradients as one flat vector; ranks that hold shards have them summed by
+FSDP already and exchange only numbers. Weights of half precision are trained through a float32 copy, the master.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from embodied.errors import CheckpointError, Diverged
+from embodied.errors import CheckpointError
+from embodied.learners.collective import Collective
+from embodied.learners.sharding import is_sharded, local, part_of
+from embodied.runtime.blobs import Blob, Spec, blob_of, read_safetensors, spec_of, tensor_of, write_safetensors
 
 FILE = "optimizer.safetensors"
+MASTER = "master"
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class Optimizer:
-    def __init__(self, policy, algo) -> None:
+    def __init__(self, policy, algo, collective: Collective) -> None:
         rates = {"policy": algo.lr, "value": algo.lr if algo.value_lr is None else algo.value_lr}
-        groups = policy.parameter_groups()
-        self.named = {id(p): name for name, p in policy.named_parameters()}
+        groups = {name: [p for p in group if p.requires_grad] for name, group in policy.parameter_groups().items()}
+        names = {id(p): name for name, p in policy.named_parameters()}
+        self.collective = collective
         self.params = [p for group in groups.values() for p in group]
+        self.names = [names[id(p)] for p in self.params]
+        self.masters = [master_of(p) for p in self.params]
+        self.sharded = any(map(is_sharded, self.params))
         self.base_lrs = [rates[name] for name in groups]
+        of = {id(p): master for p, master in zip(self.params, self.masters, strict=True)}
         self.adam = torch.optim.Adam(
-            [{"params": group, "lr": rates[name]} for name, group in groups.items()], eps=algo.adam_eps, fused=True
+            [{"params": [of[id(p)] for p in group], "lr": rates[name]} for name, group in groups.items()],
+            eps=algo.adam_eps,
+            fused=True,
         )
         self.max_grad_norm = algo.max_grad_norm
 
-    def flat_gradient(self, extra: Tensor) -> Tensor:
-        """All gradients behind each other, then `extra` numbers that travel along; clears the gradients."""
-        parts = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.view(-1) for p in self.params]
-        return torch.cat([*parts, extra.to(parts[0].dtype)])
+    def exchange(self, stats: Tensor) -> tuple[Tensor, float]:
+        """Sum the gradients and these numbers over all ranks, and clear the gradients; -> the sums of the numbers and
+        the norm of the whole gradient."""
+        parts = [self._gradient(p, m).view(-1) for p, m in zip(self.params, self.masters, strict=True)]
+        if self.sharded:
+            self.flat = torch.cat(parts)
+            squares = self.flat.square().sum().view(1)
+            totals = self.collective.sum(torch.cat([stats.to(squares.dtype), squares]))
+            return totals[:-1], math.sqrt(totals[-1])
+        flat = self.collective.sum(torch.cat([*parts, stats.to(parts[0].dtype)]))
+        self.flat = flat[: -len(stats)]
+        return flat[-len(stats) :], float(torch.linalg.vector_norm(self.flat))
 
-    def step(self, flat: Tensor, lr_factor: float) -> float:
-        """Apply a summed gradient; returns its norm before clipping. Refuses one that is not finite."""
-        norm = float(torch.linalg.vector_norm(flat))
-        if not math.isfinite(norm):
-            raise Diverged(
-                f"the gradient norm is {norm}, and the step was not taken; try a lower algo.lr or "
-                "algo.max_grad_norm=0.5, and see which of the train/ numbers in metrics.jsonl grew"
-            )
+    def step(self, norm: float, lr_factor: float) -> None:
+        """Apply the gradient of the last `exchange`, scaled down where its norm is too large."""
         scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         at = 0
-        for p in self.params:
-            part = flat[at : at + p.numel()].view_as(p)
-            p.grad = part if scale == 1.0 else part * scale
-            at += p.numel()
+        for master in self.masters:
+            part = self.flat[at : at + master.numel()].view_as(master)
+            master.grad = part if scale == 1.0 else part * scale
+            at += master.numel()
         for group, lr in zip(self.adam.param_groups, self.base_lrs, strict=True):
             group["lr"] = lr * lr_factor
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
-        return norm
+        with torch.no_grad():
+            for p, master in zip(self.params, self.masters, strict=True):
+                if p.dtype in HALVES:
+                    local(p).copy_(master)
 
-    def save(self, folder: Path) -> None:
-        from safetensors.torch import save_file
+    def finite(self) -> bool:
+        """Whether this rank's weights are."""
+        return all(bool(torch.isfinite(master).all()) for master in self.masters)
 
-        tensors = {
-            f"{self.named[id(p)]}/{key}": value.contiguous()
-            for p, state in self.adam.state.items()
-            for key, value in state.items()
-        }
+    def save(self, folder: Path, write: bool = True) -> None:
+        """All ranks take part where they hold shards; `write` on one of them."""
+        if not write:
+            if self.sharded:
+                for _ in self._whole():
+                    pass
+            return
+        specs = {f"{name}/{key}": spec for name, p in self._named() for key, spec in self._specs(p).items()}
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / FILE)
+        write_safetensors(folder / FILE, specs, self._whole())
 
     def load(self, folder: Path) -> None:
-        from safetensors.torch import load_file
-
-        tensors = load_file(folder / FILE)
-        by_name = {name: p for p in self.params for name in [self.named[id(p)]]}
-        for key, value in tensors.items():
+        where = dict(self._named())
+        for key, blob in read_safetensors(folder / FILE).items():
             name, _, entry = key.rpartition("/")
-            if name not in by_name:
+            if name not in where:
                 raise CheckpointError(f"{folder / FILE} holds {name}, which this policy does not have")
-            self.adam.state[by_name[name]][entry] = value
+            p, value = where[name], tensor_of(blob)
+            value = value if entry == "step" else part_of(value, p)
+            master = self._master(p)
+            if entry == MASTER:
+                master.copy_(value)
+            else:
+                self.adam.state[master][entry] = value.clone()
+
+    # Inside
+
+    def _gradient(self, p: Tensor, master: Tensor) -> Tensor:
+        grad = master.grad if master.grad is not None else None if p.grad is None else local(p.grad)
+        p.grad = None
+        return torch.zeros_like(master) if grad is None else grad.to(master.dtype)
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        return zip(self.names, self.params, strict=True)
+
+    def _master(self, p: Tensor) -> Tensor:
+        return next(master for q, master in zip(self.params, self.masters, strict=True) if q is p)
+
+    def _state(self, p: Tensor) -> dict[str, Tensor]:
+        master = self._master(p)
+        return self.adam.state[master] | ({MASTER: master} if p.dtype in HALVES else {})
+
+    def _specs(self, p: Tensor) -> dict[str, Spec]:
+        return {
+            key: Spec(spec_of(value).dtype, () if key == "step" else tuple(p.shape))
+            for key, value in self._state(p).items()
+        }
+
+    def _whole(self) -> Iterator[tuple[str, Blob]]:
+        for name, p in self._named():
+            for key, value in self._state(p).items():
+                if self.sharded and key != "step":
+                    value = torch.cat([torch.from_numpy(rows) for rows in self.collective.gather(value.cpu().numpy())])
+                yield f"{name}/{key}", blob_of(value)
+
+
+def master_of(p: Tensor) -> Tensor:
+    """What Adam changes: the parameter's own memory, or a float32 copy that collects its gradients too."""
+    own = local(p).detach()
+    if p.dtype not in HALVES:
+        return own
+    master = own.float()
+
+    def collect(p: Tensor) -> None:
+        grad = p.grad.float()
+        master.grad = grad if master.grad is None else master.grad + grad
+        p.grad = None
+
+    if not is_sharded(p):
+        p.register_post_accumulate_grad_hook(collect)
+    return master

@@ -21,6 +21,7 @@ from embodied.data import Trajectory
 from embodied.errors import Diverged
 from embodied.learners.batch import Batch, flatten, items_of
 from embodied.learners.collective import Collective
+from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 
 SUMS = (
@@ -61,17 +62,11 @@ def prepare(trajectory: Trajectory, config: PPOConfig, collective: Collective, e
 
 
 def update_policy(
-    policy,
-    optimizer: Optimizer,
-    collective: Collective,
-    config: PPOConfig,
-    share: Share,
-    seed: int,
-    iteration: int,
-    total: int,
+    model: Model, optimizer: Optimizer, config: PPOConfig, share: Share, seed: int, iteration: int, total: int
 ) -> dict[str, float]:
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     factor = lr_factor(config.lr_schedule, iteration / total)
+    blocks = item_blocks(optimizer, share)
     history: list[dict[str, float]] = []
     gap = None
     for epoch in range(config.epochs):
@@ -79,17 +74,19 @@ def update_policy(
         kl_sum = 0.0
         for minibatch in minibatches(order, config.minibatch_size):
             mine = torch.from_numpy(owned(minibatch, share.batch.first, len(share.batch)))
-            stats, worst_gap = gradient(policy, optimizer, config, share, mine, len(minibatch))
-            flat = collective.sum(optimizer.flat_gradient(stats))
-            totals, grads = flat[-len(stats) :], flat[: -len(stats)]
+            passes = max((model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
+            stats, worst_gap = gradient(model, config, share, mine, len(minibatch), passes)
+            totals, norm = optimizer.exchange(stats)
             numbers = {name: float(value) / len(minibatch) for name, value in zip(SUMS, totals, strict=True)}
+            numbers["grad_norm"] = norm
             check_finite(numbers, iteration, epoch)
-            numbers["grad_norm"] = optimizer.step(grads, factor)
+            optimizer.step(norm, factor)
             kl_sum += numbers["approx_kl"] * len(minibatch)
             gap = worst_gap if gap is None else gap
             history.append(numbers)
         if skip_remaining_epochs(kl_sum / share.num_items, config.target_kl):
             break
+    check_weights(optimizer, iteration)
     means = {f"train/{name}": float(np.mean([row[name] for row in history])) for name in history[0]}
     return means | {
         "train/logprob_gap": gap,
@@ -99,27 +96,38 @@ def update_policy(
     }
 
 
+def item_blocks(optimizer: Optimizer, share: Share) -> list[tuple[int, int]]:
+    """(first item, number of items) of every rank where all must run the network equally often: it is sharded."""
+    if not optimizer.sharded:
+        return []
+    mine = np.array([[share.batch.first, len(share.batch)]])
+    return [(int(row[0, 0]), int(row[0, 1])) for row in optimizer.collective.gather(mine)]
+
+
 def gradient(
-    policy, optimizer: Optimizer, config: PPOConfig, share: Share, mine: Tensor, count: int
+    model: Model, config: PPOConfig, share: Share, mine: Tensor, count: int, passes: int
 ) -> tuple[Tensor, float]:
     """Leave the gradient of this rank's part of a minibatch in the parameters; return the sums of its statistics."""
-    if not len(mine):
-        return torch.zeros(len(SUMS), dtype=share.advantages.dtype), 0.0
-    batch = share.batch
-    scores = policy(batch.inputs(mine))
-    items = PPOItems(
-        logprobs=batch.logprobs[mine],
-        values=batch.values[mine],
-        advantages=share.advantages[mine],
-        returns=share.returns[mine],
-        mask=batch.mask[mine],
-        weights=torch.ones(len(mine), dtype=share.advantages.dtype),
-    )
-    loss, stats = ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
-    (loss / count).backward()
-    played = items.mask[:, :, None]
-    gap = torch.where(played, scores.logprobs.detach() - items.logprobs, 0.0).abs().max()
-    return torch.stack([stats[name] for name in SUMS]), float(gap)
+    batch, dtype = share.batch, share.advantages.dtype
+    sums, gap = torch.zeros(len(SUMS), dtype=dtype), 0.0
+    for part, counts in model.micro_batches(mine, passes):
+        scores = model.score(batch.inputs(part))
+        items = PPOItems(
+            logprobs=batch.logprobs[part],
+            values=batch.values[part],
+            advantages=share.advantages[part],
+            returns=share.returns[part],
+            mask=batch.mask[part],
+            weights=torch.full((len(part),), float(counts), dtype=dtype),
+        )
+        loss, stats = ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
+        (loss / count).backward()
+        sums += torch.stack([stats[name] for name in SUMS])
+        if counts:
+            played = items.mask[:, :, None]
+            gaps = torch.where(played, scores.logprobs.detach() - items.logprobs, 0.0).abs()
+            gap = max(gap, float(gaps.max()))
+    return sums, gap
 
 
 def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
@@ -129,6 +137,13 @@ def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
             f"{', '.join(odd)} in iteration {iteration + 1}, epoch {epoch + 1}; try a lower algo.lr, and look for "
             "very large rewards or observations (policy.normalize_observations=true scales the latter)"
         )
+
+
+def check_weights(optimizer: Optimizer, iteration: int) -> None:
+    """A step may be finite and still too large: what is published or saved must be usable."""
+    broken = torch.tensor([0.0 if optimizer.finite() else 1.0], dtype=torch.float64)
+    if float(optimizer.collective.sum(broken)):
+        raise Diverged(f"weights are NaN or infinite after iteration {iteration + 1}; try a lower algo.lr")
 
 
 def explained_variance(share: Share) -> float:

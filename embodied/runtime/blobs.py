@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,30 @@ def read_safetensors(path: Path) -> dict[str, Blob]:
         return blobs
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         raise CheckpointError(f"{path} is damaged: {err}") from None
+
+
+def write_safetensors(path: Path, specs: Mapping[str, Spec], blobs: Iterable[tuple[str, Blob]]) -> None:
+    """A file of these tensors, written one by one as they come, in any order."""
+    names = {ours: theirs for theirs, ours in SAFETENSORS.items()}
+    entries, end = {}, 0
+    for name, spec in specs.items():
+        entries[name] = {
+            "dtype": names[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.size_bytes],
+        }
+        end += spec.size_bytes
+    head = json.dumps(entries).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb", buffering=0) as file:
+        start = file.write(len(head).to_bytes(8, "little")) + file.write(head)
+        os.posix_fallocate(file.fileno(), 0, start + end)  # a full disk says so now
+        missing = set(specs)
+        for name, blob in blobs:
+            assert blob.spec == specs[name], (name, blob.spec, specs[name])
+            at = start + entries[name]["data_offsets"][0]
+            done = 0
+            while done < len(blob.data):  # the kernel writes at most 2 GiB at a time
+                done += os.pwrite(file.fileno(), blob.data[done:], at + done)
+            missing.remove(name)
+        assert not missing, missing

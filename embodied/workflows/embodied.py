@@ -79,7 +79,8 @@ class EmbodiedLoop:
         self.learners = None
         self.adopted: Weights | None = None
         if learn:
-            self.learners = cluster.launch(LEARNER, "learner", config.policy, config.algo, config.seed, meeting)
+            options = (config.policy, config.algo, config.learner)
+            self.learners = cluster.launch(LEARNER, "learner", *options, config.seed, meeting)
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -148,7 +149,7 @@ class EmbodiedLoop:
         """Make the learner's weights the ones that act, as this version."""
         self.version = version
         with self.timers.measure("publish"):
-            sent = self.learners[0].publish(version, tuple(self.weights))
+            sent = self.learners.publish(version, tuple(self.weights))
             loading = self.policies.load_weights.each([(channel, version) for channel in self.weights])
             self.crew.settle(sent, loading)
         return sent.seconds("max")

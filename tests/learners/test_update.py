@@ -11,63 +11,33 @@ import torch
 
 from embodied.algorithms.config import PPOConfig
 from embodied.algorithms.items import permutation
-from embodied.data import ActionSpec, EnvSpec, Trajectory
 from embodied.episodes import env_blocks
 from embodied.errors import Diverged
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Threads
+from embodied.learners.config import LearnerConfig
 from embodied.learners.meeting import MeetingRoom
+from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.update import prepare, update_policy
-from embodied.policies import make_policy
-from embodied.policies.config import MLPConfig
-
-_spec = importlib.util.spec_from_file_location(
-    "reference_ppo", Path(__file__).parent.parent / "algorithms" / "reference_ppo.py"
-)
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
-
-ENV = EnvSpec(ActionSpec(3), state_dim=5)
-T, N, C = 6, 4, 2
 
 
-def make(seed=0):
-    return make_policy(MLPConfig(hidden=(12, 12), chunk=C, dtype="float64"), ENV, seed)
+def beside(path):
+    """A module that is no test, by its path from here."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parent / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def rollout(policy, seed) -> Trajectory:
-    """Random data with episode ends of both kinds, some inside a chunk; log-probs and values are the policy's own."""
-    r = np.random.default_rng(seed)
-    terminated = r.random((T, N, C)) < 0.1
-    truncated = (r.random((T, N, C)) < 0.1) & ~terminated
-    mask = np.ones((T, N, C), bool)
-    mask[:, :, 1] = ~(terminated | truncated)[:, :, 0]
-    terminated &= mask
-    truncated &= mask
-    states = r.normal(size=(T, N, 5))
-    outs = [policy.act({"state": s}, r.normal(size=(N, C * 3))) for s in states]
-    values = np.stack([*(o.values for o in outs), policy.value({"state": r.normal(size=(N, 5))})])
-    return Trajectory(
-        env_ids=np.arange(N),
-        obs={"state": states},
-        actions=np.stack([o.actions for o in outs]),
-        logprobs=np.stack([o.logprobs for o in outs]),
-        values=values,
-        final_values=np.where(truncated.any(axis=2), r.normal(size=(T, N)), 0.0),
-        rewards=r.normal(size=(T, N, C)) * mask,
-        terminated=terminated,
-        truncated=truncated,
-        mask=mask,
-        versions=np.zeros((T, N), np.int64),
-        episodes=np.zeros((T, N), np.int64),
-    )
+reference, toy = beside("../algorithms/reference_ppo.py"), beside("toy.py")
+T, N, C, make, rollout, columns = toy.T, toy.N, toy.C, toy.make, toy.rollout, toy.columns
 
 
-def ours(policy, optimizer, trajectory, config, iteration, collective=None):
-    collective = collective or Alone()
-    share = prepare(trajectory, config, collective, np.arange(N), torch.float64)
-    return update_policy(policy, optimizer, collective, config, share, 0, iteration, 10)
+def ours(policy, optimizer, trajectory, config, iteration):
+    model = policy if isinstance(policy, Model) else Model(policy, LearnerConfig())
+    share = prepare(trajectory, config, optimizer.collective, np.arange(N), torch.float64)
+    return update_policy(model, optimizer, config, share, 0, iteration, 10)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +54,7 @@ def test_five_updates_equal_the_single_file_reference(options):
         **{"rollout_decisions": T, "epochs": 3, "minibatch_size": 7, "lr": 1e-2, "max_grad_norm": 0.3} | options
     )
     mine, theirs = make(), make()
-    optimizer = Optimizer(mine, config)
+    optimizer = Optimizer(mine, config, Alone())
     their_adam = torch.optim.Adam(theirs.parameters(), lr=config.lr, eps=config.adam_eps)
 
     def scored(obs):
@@ -111,7 +81,7 @@ def test_five_updates_equal_the_single_file_reference(options):
 def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks):
     config = PPOConfig(rollout_decisions=T, epochs=2, minibatch_size=5, lr=1e-2, lr_schedule="linear")
     alone = make()
-    optimizer = Optimizer(alone, config)
+    optimizer = Optimizer(alone, config, Alone())
     data = rollout(alone, seed=1)
     for iteration in range(3):
         ours(alone, optimizer, data, config, iteration)
@@ -119,11 +89,11 @@ def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks):
     room, policies = MeetingRoom(ranks, 30.0), [make() for _ in range(ranks)]
 
     def work(rank):
-        own = Optimizer(policies[rank], config)
+        own = Optimizer(policies[rank], config, Threads(room, rank))
         block = env_blocks(N, ranks)[rank]
         part = columns(data, slice(block.start, block.stop))
         for iteration in range(3):
-            ours(policies[rank], own, part, config, iteration, Threads(room, rank))
+            ours(policies[rank], own, part, config, iteration)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -144,16 +114,10 @@ def test_deliveries_in_any_order_make_the_same_batch():
     assert np.array_equal(merged.obs["state"], data.obs["state"])
 
 
-def columns(data: Trajectory, cut: slice) -> Trajectory:
-    fields = "actions logprobs values final_values rewards terminated truncated mask versions episodes".split()
-    cuts = {name: getattr(data, name)[:, cut] for name in fields}
-    return replace(data, env_ids=data.env_ids[cut], obs={"state": data.obs["state"][:, cut]}, **cuts)
-
-
 def test_the_optimizer_comes_back_from_its_folder_and_takes_the_same_step(tmp_path):
     config = PPOConfig(rollout_decisions=T, epochs=1, minibatch_size=8, lr=1e-2)
     policy = make()
-    optimizer = Optimizer(policy, config)
+    optimizer = Optimizer(policy, config, Alone())
     ours(policy, optimizer, rollout(policy, 0), config, 0)
     optimizer.save(tmp_path)
     policy.save_pretrained(tmp_path)
@@ -161,7 +125,7 @@ def test_the_optimizer_comes_back_from_its_folder_and_takes_the_same_step(tmp_pa
     from embodied.policies.folder import read_weights
 
     twin.load_weights(read_weights(tmp_path))
-    restored = Optimizer(twin, config)
+    restored = Optimizer(twin, config, Alone())
     restored.load(tmp_path)
     data = rollout(policy, 1)
     ours(policy, optimizer, data, config, 1)
@@ -173,7 +137,7 @@ def test_a_linear_schedule_lowers_the_rate_and_value_lr_is_its_own():
     config = PPOConfig(rollout_decisions=T, epochs=1, minibatch_size=24, lr=1e-2, value_lr=0.0, lr_schedule="linear")
     policy = make()
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    numbers = ours(policy, Optimizer(policy, config), rollout(policy, 0), config, 5)
+    numbers = ours(policy, Optimizer(policy, config, Alone()), rollout(policy, 0), config, 5)
     assert numbers["train/lr"] == pytest.approx(5e-3)
     changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
     assert changed and not any(name.startswith("critic") for name in changed)
@@ -189,12 +153,19 @@ def test_numbers_that_are_not_finite_are_refused_before_they_become_weights(fiel
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     config = PPOConfig(rollout_decisions=T, minibatch_size=T * N, epochs=1)
     with pytest.raises(Diverged, match=r"nan.*algo\.lr"):
-        ours(policy, Optimizer(policy, config), spoilt, config, 0)
+        ours(policy, Optimizer(policy, config, Alone()), spoilt, config, 0)
     assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
 
 
-def test_a_gradient_that_is_not_finite_is_refused():
-    policy = make()
-    optimizer = Optimizer(policy, PPOConfig())
-    with pytest.raises(Diverged, match="gradient norm is inf"):
-        optimizer.step(torch.full((sum(p.numel() for p in policy.parameters()),), torch.inf, dtype=torch.float64), 1.0)
+def test_a_gradient_that_is_not_finite_is_refused(monkeypatch):
+    policy, config = make(), PPOConfig(rollout_decisions=T, minibatch_size=T * N, epochs=1)
+    optimizer = Optimizer(policy, config, Alone())
+    monkeypatch.setattr(Optimizer, "exchange", lambda self, stats: (stats, float("inf")))
+    with pytest.raises(Diverged, match=r"grad_norm is inf in iteration 3, epoch 1; try a lower algo\.lr"):
+        ours(policy, optimizer, rollout(policy, 1), config, 2)
+
+
+def test_weights_that_a_step_made_infinite_are_refused():
+    policy, config = make(), PPOConfig(rollout_decisions=T, minibatch_size=T * N, epochs=1, lr=1e308)
+    with pytest.raises(Diverged, match="weights are NaN or infinite after iteration 1"):
+        ours(policy, Optimizer(policy, config, Alone()), rollout(policy, 1), config, 0)

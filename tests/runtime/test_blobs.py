@@ -5,10 +5,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from embodied.errors import CheckpointError
-from embodied.runtime.blobs import ITEM_BYTES, array_of, blob_of, checksum, read_safetensors, tensor_of
+from embodied.runtime.blobs import (
+    ITEM_BYTES,
+    array_of,
+    blob_of,
+    checksum,
+    read_safetensors,
+    tensor_of,
+    write_safetensors,
+)
 
 SOME = {
     "half": torch.arange(6, dtype=torch.bfloat16).view(2, 3) / 7,
@@ -40,6 +48,15 @@ def test_a_safetensors_file_is_read_without_torch_and_bfloat16_keeps_its_numbers
         assert torch.equal(tensor_of(blobs[name]), tensor)
         expected = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         assert np.array_equal(array_of(blobs[name]), expected.numpy())
+
+
+def test_what_is_written_tensor_by_tensor_is_a_safetensors_file(tmp_path):
+    blobs = {name: blob_of(tensor) for name, tensor in SOME.items()}
+    specs = {name: blob.spec for name, blob in blobs.items()}
+    write_safetensors(tmp_path / "model.safetensors", specs, reversed(blobs.items()))
+    again = load_file(tmp_path / "model.safetensors")
+    assert again.keys() == SOME.keys()
+    assert all(again[n].dtype == t.dtype and torch.equal(again[n], t) for n, t in SOME.items())
 
 
 @pytest.mark.parametrize("keep", [4, 60, -3])

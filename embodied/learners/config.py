@@ -1,0 +1,42 @@
+"""Options of the learner that change how fast and in how much memory it learns, not what. Free of torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from embodied.config_base import Strict
+
+
+class LearnerConfig(Strict):
+    micro_batch_size: int | None = Field(
+        None,
+        gt=0,
+        description="Items a learner passes through the network at once; gradients add up to those of the whole "
+        "minibatch. null: all it owns of a minibatch.",
+    )
+    precision: Literal["full", "bf16"] = Field(
+        "full", description="bf16: matrix products in bfloat16 (autocast), in acting too; weights keep policy.dtype."
+    )
+    compile: bool = Field(False, description="Compile the network (torch.compile); the first iteration takes longer.")
+    checkpoint_activations: bool = Field(
+        False, description="Compute activations again in the backward pass instead of keeping them, block by block."
+    )
+    shard: bool = Field(
+        False,
+        description="Split weights, gradients and optimizer state over the learners (FSDP2) instead of repeating them.",
+    )
+
+    def check_ranks(self, ranks: int, backend: str) -> None:
+        """Raise ValueError when the plan's learners cannot do this."""
+        if self.shard and ranks == 1:
+            raise ValueError(
+                "learner.shard=true splits the weights over several learners, but this placement has 1; "
+                "try learner.shard=false, or a placement with more learners"
+            )
+        if self.shard and backend == "inline":
+            raise ValueError(
+                "learner.shard=true needs learners in processes of their own, but cluster.backend=inline has one; "
+                "try cluster.backend=local"
+            )

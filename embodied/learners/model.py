@@ -1,0 +1,62 @@
+"""The policy as the learner runs it: in which precision, compiled or not, with activations kept or computed again."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from embodied.errors import ConfigError
+from embodied.learners.config import LearnerConfig
+from embodied.policies.base import Policy, Scores
+
+
+class Model:
+    def __init__(self, policy: Policy, config: LearnerConfig) -> None:
+        self.policy = policy
+        self.config = config
+        first = next(policy.parameters())
+        self.device = first.device.type
+        self.dtype = torch.promote_types(first.dtype, torch.float32)  # of losses, and of gradients on their way
+        if config.checkpoint_activations:
+            recompute(policy)
+        if config.compile:
+            compile_blocks(policy)
+
+    def score(self, inputs: dict) -> Scores:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            scores = self.policy(inputs)
+        return Scores(*(part.to(self.dtype) for part in (scores.logprobs, scores.entropy, scores.values)))
+
+    def passes(self, count: int) -> int:
+        """How often the network runs for so many items."""
+        return -(-count // (self.config.micro_batch_size or max(count, 1)))
+
+    def micro_batches(self, items: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
+        """Parts of the items, and whether they count: padding, which does not, makes up for missing passes."""
+        size = self.config.micro_batch_size or max(len(items), 1)
+        parts = [(part, True) for part in items.split(size) if len(part)]
+        return parts + [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(parts))
+
+
+def recompute(policy: Policy) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    if not policy.blocks():
+        raise ConfigError(
+            f"learner.checkpoint_activations=true, but {type(policy).__name__} names no blocks to compute again; "
+            "leave it out, or give the policy a method `blocks`"
+        )
+    for block in policy.blocks():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def compile_blocks(policy: Policy) -> None:
+    """Its blocks where it names some, which a compiler swallows more easily than a whole policy."""
+    if next(policy.parameters()).device.type == "cpu" and not shutil.which("g++"):
+        raise ConfigError("learner.compile=true needs a C++ compiler; install g++ or leave it out")
+    torch._inductor.config.compile_threads = 1  # no pool of processes beside the workers
+    for part in policy.blocks() or [policy]:
+        part.compile(dynamic=True)

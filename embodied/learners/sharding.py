@@ -1,0 +1,82 @@
+"""Weights split over the learner ranks by FSDP2: every rank holds some rows of every tensor and of its optimizer state.
+
+A block's whole weights exist only while it computes. What leaves the learner (checkpoints, published weights) is put
+together tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from embodied.learners.meeting import MeetingFile
+
+
+def shard(policy: nn.Module, file: MeetingFile, rank: int, world_size: int) -> None:
+    """Keep this rank's part of every parameter. Gradients are sums over ranks, not means."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = next(policy.parameters()).device.type
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=dist.FileStore(file.path + "-shards", world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=file.timeout_s),
+    )
+    warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody changes what a policy returns
+    mesh = init_device_mesh(device, (world_size,))
+    for part in [*policy.blocks(), policy]:
+        fully_shard(part, mesh=mesh)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows; for a tensor that is not sharded the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows of a whole tensor that this rank holds of `like`."""
+    if not isinstance(like, DTensor):
+        return whole
+    rank, size = like.device_mesh.get_local_rank(), like.device_mesh.size()
+    rows = torch.chunk(whole, size)
+    return rows[rank] if rank < len(rows) else whole[:0]
+
+
+def whole_tensors(policy: nn.Module, names: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The weights and buffers, one whole tensor at a time; where they are sharded, all ranks must take part."""
+    for name, tensor in policy.state_dict().items():
+        if names is None or name in names:
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def load_whole(policy, tensors: dict[str, Tensor]) -> None:
+    """Replace all weights by this rank's parts of whole tensors, which may be read only when they are used."""
+    policy.check_names(tensors)
+    with torch.no_grad():
+        for name, mine in policy.state_dict(keep_vars=True).items():
+            local(mine).copy_(part_of(tensors[name], mine))

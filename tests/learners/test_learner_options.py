@@ -1,0 +1,224 @@
+"""Options that change how the learner computes, not what it learns."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.algorithms.config import PPOConfig
+from embodied.errors import ConfigError
+from embodied.learners.collective import Alone
+from embodied.learners.config import LearnerConfig
+from embodied.learners.model import Model
+from embodied.learners.optimizer import Optimizer
+from embodied.learners.update import prepare, update_policy
+from embodied.policies.folder import read_weights
+from embodied.policies.simple import RandomPolicy
+
+HERE = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("toy", HERE / "toy.py")
+toy = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(toy)
+PPO = PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=9, lr=1e-2)
+
+
+def trained(dtype="float64", iterations=2, algo=PPO, before=lambda policy: None, **options):
+    """A policy after some updates, its optimizer, and the numbers of the last one. The data is always the same."""
+    actor, policy = toy.make(), toy.make(dtype=dtype)
+    policy.load_weights({name: tensor.numpy() for name, tensor in actor.state_dict().items()})
+    before(policy)
+    model = Model(policy, LearnerConfig(**options))
+    optimizer = Optimizer(policy, algo, Alone())
+    for iteration in range(iterations):
+        share = prepare(toy.rollout(actor, iteration), algo, Alone(), np.arange(toy.N), model.dtype)
+        numbers = update_policy(model, optimizer, algo, share, 0, iteration, iterations)
+    return policy, optimizer, numbers
+
+
+@torch.no_grad()
+def largest_difference(ours, theirs):
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(ours.parameters(), theirs.parameters()))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return trained()
+
+
+@pytest.mark.parametrize("size", [1, 4, 9, 1000])
+def test_gradients_of_micro_batches_add_up_to_that_of_the_minibatch(plain, size):
+    policy, _, numbers = trained(micro_batch_size=size)
+    assert largest_difference(policy, plain[0]) < 1e-9
+    assert numbers == pytest.approx(plain[2], abs=1e-9)
+
+
+def test_computing_activations_again_changes_nothing(plain):
+    policy, _, numbers = trained(checkpoint_activations=True)
+    assert largest_difference(policy, plain[0]) == 0 and numbers == plain[2]
+
+
+def test_activations_are_really_computed_again():
+    calls = []
+    policy = toy.make()
+    policy.actor[0].register_forward_hook(lambda *_: calls.append(1))
+    Model(policy, LearnerConfig(checkpoint_activations=True))
+    inputs = {"obs": {"state": torch.zeros(2, 5, dtype=torch.float64)}, "actions": torch.zeros(2, toy.C, 3)}
+    policy(inputs).logprobs.sum().backward()
+    assert len(calls) == 2
+
+
+def test_a_policy_that_names_no_blocks_cannot_compute_them_again():
+    policy = RandomPolicy(None, toy.ENV)
+    policy.weight = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ConfigError, match="RandomPolicy names no blocks"):
+        Model(policy, LearnerConfig(checkpoint_activations=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize("again", [False, True])
+def test_a_compiled_policy_learns_the_same(plain, again):
+    policy, _, numbers = trained(compile=True, checkpoint_activations=again, micro_batch_size=4)
+    assert largest_difference(policy, plain[0]) < 1e-9
+    assert numbers == pytest.approx(plain[2], abs=1e-9)
+
+
+def test_bf16_products_learn_nearly_the_same_with_full_weights():
+    full, _, exact = trained("float32", iterations=1)
+    policy, _, numbers = trained("float32", iterations=1, precision="bf16")
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    assert exact["train/logprob_gap"] < 1e-4 < numbers["train/logprob_gap"] < 0.1  # the data was made in float64
+    assert 0 < largest_difference(policy, full) < 0.1
+    assert numbers["train/value_loss"] == pytest.approx(exact["train/value_loss"], rel=0.05)
+
+
+def test_bfloat16_weights_collect_steps_that_are_too_small_for_them():
+    """A weight of 1 in bfloat16 does not see a step of 1e-4; its float32 copy adds them up."""
+    algo = PPO.model_copy(update={"lr": 1e-4, "epochs": 1, "minibatch_size": toy.T * toy.N})
+
+    def ones(policy):
+        with torch.no_grad():
+            for p in policy.critic.parameters():
+                p.fill_(1.0)
+
+    policy, optimizer, _ = trained("bfloat16", 60, algo, ones, micro_batch_size=5)
+    assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
+    assert {master.dtype for master in optimizer.masters} == {torch.float32}
+    moved = sum(int((p != 1).sum()) for p in policy.critic.parameters())
+    assert moved > 100
+    for p, master in zip(optimizer.params, optimizer.masters, strict=True):
+        assert torch.equal(p, master.bfloat16())
+
+
+def test_an_optimizer_of_bfloat16_weights_comes_back_with_its_float32_copies(tmp_path):
+    policy, optimizer, _ = trained("bfloat16")
+    optimizer.save(tmp_path)
+    policy.save_pretrained(tmp_path)
+    twin = toy.make(seed=9, dtype="bfloat16")
+    twin.load_weights(read_weights(tmp_path))
+    assert largest_difference(policy, twin) == 0
+    restored = Optimizer(twin, PPO, Alone())
+    restored.load(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(optimizer.masters, restored.masters, strict=True))
+    assert not all(torch.equal(m, m.bfloat16().float()) for m in restored.masters)
+
+
+def test_frozen_weights_stay_and_cost_no_optimizer_state():
+    def freeze(policy):
+        policy.actor.requires_grad_(False)
+
+    policy, optimizer, _ = trained(before=freeze)
+    start = toy.make()
+    assert all(torch.equal(a, b) for a, b in zip(policy.actor.parameters(), start.actor.parameters(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(policy.critic.parameters(), start.critic.parameters()))
+    assert not any(name.startswith("actor") for name in optimizer.names)
+
+
+SHARDED = """
+import os, sys
+import numpy as np
+from pathlib import Path
+here, out, rank, size = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+sys.path.insert(0, str(here))
+import toy
+from embodied.algorithms.config import PPOConfig
+from embodied.data import EnvSpec
+from embodied.episodes import env_blocks
+from embodied.learners.config import LearnerConfig
+from embodied.learners.meeting import MeetingFile
+from embodied.learners.update import prepare, update_policy
+from embodied.learners.worker import LearnerWorker
+from embodied.policies.config import MLPConfig
+from embodied.runtime import Timers
+
+def learner(seed):
+    worker = LearnerWorker(
+        toy.make().config, PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=3, lr=1e-2),
+        LearnerConfig(shard=True, micro_batch_size=2, checkpoint_activations=True), seed,
+        MeetingFile(str(out / "meet"), 60.0),
+    )
+    worker.rank, worker.world_size, worker.timers = rank, size, Timers()
+    return worker
+
+worker, actor = learner(0), toy.make()
+worker.build(toy.ENV)
+block = env_blocks(toy.N, size)[rank]
+
+def train(iteration):
+    data = toy.columns(toy.rollout(actor, iteration), slice(block.start, block.stop))
+    share = prepare(data, worker.algo, worker.collective, np.arange(toy.N), worker.model.dtype)
+    return update_policy(worker.model, worker.optimizer, worker.algo, share, 0, iteration, 3)
+
+for iteration in range(2):
+    train(iteration)
+worker.save(out / "two")
+held = sum(p.to_local().numel() for p in worker.policy.parameters())
+assert held < 0.7 * sum(p.numel() for p in worker.policy.parameters()), held
+train(2)
+worker.save(out / "three")
+worker.load(out / "two")
+train(2)
+worker.save(out / "again")
+print("done", flush=True)
+worker.close()
+os._exit(0)
+"""
+
+
+def test_two_learners_that_hold_half_of_everything_learn_the_same(tmp_path):
+    """With minibatches of three items, so that a learner sometimes has none of them; saved and loaded again."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARDED, str(HERE), str(tmp_path), str(rank), "2"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    algo = PPO.model_copy(update={"minibatch_size": 3})
+    whole = {}
+    actor, policy = toy.make(), toy.make()
+    optimizer = Optimizer(policy, algo, Alone())
+    for iteration in range(3):
+        share = prepare(toy.rollout(actor, iteration), algo, Alone(), np.arange(toy.N), torch.float64)
+        update_policy(Model(policy, LearnerConfig()), optimizer, algo, share, 0, iteration, 3)
+        whole[iteration + 1] = {name: tensor.numpy().copy() for name, tensor in policy.state_dict().items()}
+    optimizer.save(tmp_path / "alone")
+    for process in started:
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0 and "done" in output, output
+    for name, iterations in (("two", 2), ("three", 3), ("again", 3)):
+        ours = read_weights(tmp_path / name / "policy")
+        assert ours.keys() == whole[iterations].keys()
+        assert max(np.abs(ours[key] - whole[iterations][key]).max() for key in ours) < 1e-9
+    from safetensors.numpy import load_file
+
+    ours, theirs = (load_file(tmp_path / folder / "optimizer.safetensors") for folder in ("three/learner", "alone"))
+    assert ours.keys() == theirs.keys()
+    assert max(np.abs(ours[key] - theirs[key]).max() for key in ours) < 1e-9
+    assert not list(tmp_path.glob("meet*"))
