@@ -1,4 +1,4 @@
-"""An env that goes wrong on purpose: `env.name=faulty_env:FaultyEnv env.kwargs={fault: hang, place: step, ...}`.
+"""An env that goes wrong on purpose: `env.name=faulty_env:FaultyEnv env.kwargs={fault: hang, place: rollout, ...}`.
 
 It is the point mass, with one fault planted in one sim worker: at its construction, at the first env step, in the
 middle of a rollout, at a reset in mid-run or in an evaluation. `once` faults leave a file behind and never come again,
@@ -27,60 +27,25 @@ PLACES = ("constructor", "first_step", "rollout", "reset", "evaluation")
 MIDDLE = 5  # env steps (or resets) before a fault in the middle
 
 
-class FaultyEnv(PointMassEnv):
-    def __init__(self, config, num_envs: int) -> None:
-        plan = config.kwargs
-        self.fault, self.place, self.worker = plan["fault"], plan["place"], plan.get("worker", "sim-0")
-        self.once = Path(plan["once"]) if "once" in plan else None  # a file that does not exist yet
-        self.seed = plan.get("seed")
-        self.seeds = np.full(num_envs, -1)
-        assert self.fault in FAULTS and self.place in PLACES, plan
-        self.count, self.broken = 0, ""
-        if self.place == "constructor":
-            self._strike()
-        common = {name: getattr(config, name) for name in ("max_episode_steps", "on_success")}
-        dtype = plan.get("dtype", "float32")
-        super().__init__(PointMassConfig(name="pointmass", num_envs=config.num_envs, dtype=dtype, **common), num_envs)
+class Fault:
+    """What goes wrong, and when."""
 
-    def _reset_rows(self, rows: np.ndarray, episodes: list) -> np.ndarray:
-        if self.place == "reset":
-            self._strike(after=MIDDLE)
-        self.seeds[rows] = [episode.seed for episode in episodes]
-        return super()._reset_rows(rows, episodes)
+    def __init__(self, fault: str, place: str, worker: str, once: str | None = None) -> None:
+        """`once` is a file that does not exist yet."""
+        assert fault in FAULTS and place in PLACES, (fault, place)
+        self.fault, self.place, self.worker = fault, place, worker
+        self.once = Path(once) if once else None
+        self.count = 0
+        self.broken = ""  # the fault that is not an event but shows in what is returned
 
-    def step_chunk(self, actions: np.ndarray, on_frame=None):
-        if self.place == "evaluation" and on_frame is not None:  # only evaluations film
-            self._strike(after=MIDDLE)
-        return super().step_chunk(actions, on_frame)
-
-    def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        if self.place in ("first_step", "rollout"):
-            self._strike(after=0 if self.place == "first_step" else MIDDLE)
-        result = super()._step(actions, active)
-        if self.broken == "inf_reward":
-            result.rewards[:] = np.inf
-        return result
-
-    def _observe(self) -> dict:
-        obs = super()._observe()
-        if self.broken == "nan_observation":
-            obs["state"][:, 0] = np.nan
-        elif self.broken == "wrong_shape":
-            obs["state"] = obs["state"][:, :-1]
-        return obs
-
-    def _strike(self, after: int = 0) -> None:
-        """Do it now, if it is time and this is the worker."""
-        if threading.current_thread().name != self.worker:
-            return
-        if self.seed is not None and self.seed not in self.seeds[self._live]:
+    def strike(self, place: str, after: int = 0) -> None:
+        """Do it now, if this is the place, the time and the worker."""
+        if place != self.place or threading.current_thread().name != self.worker:
             return
         self.count += 1
-        if self.count <= after:
+        if self.count <= after or (self.once is not None and self.once.exists()):
             return
         if self.once is not None:
-            if self.once.exists():
-                return
             self.once.write_text(str(os.getpid()))
         self._break()
 
@@ -102,3 +67,44 @@ class FaultyEnv(PointMassEnv):
             ctypes.PyDLL(None).sleep(3600)
         else:
             self.broken = self.fault
+
+
+class FaultyEnv(PointMassEnv):
+    def __init__(self, config, num_envs: int) -> None:
+        plan = dict(config.kwargs)
+        dtype, self.seed = plan.pop("dtype", "float32"), plan.pop("seed", None)
+        self.seeds = np.full(num_envs, -1)
+        self.fault = Fault(**plan)
+        self.fault.strike("constructor")
+        common = {name: getattr(config, name) for name in ("num_envs", "max_episode_steps", "on_success")}
+        super().__init__(PointMassConfig(name="pointmass", dtype=dtype, **common), num_envs)
+
+    def _reset_rows(self, rows: np.ndarray, episodes: list) -> np.ndarray:
+        self.fault.strike("reset", MIDDLE)
+        self.seeds[rows] = [episode.seed for episode in episodes]
+        return super()._reset_rows(rows, episodes)
+
+    def step_chunk(self, actions: np.ndarray, on_frame=None):
+        if on_frame is not None:  # only evaluations film
+            self._strike("evaluation", MIDDLE)
+        return super().step_chunk(actions, on_frame)
+
+    def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        self._strike("first_step")
+        self._strike("rollout", MIDDLE)
+        result = super()._step(actions, active)
+        if self.fault.broken == "inf_reward":
+            result.rewards[:] = np.inf
+        return result
+
+    def _observe(self) -> dict:
+        obs = super()._observe()
+        if self.fault.broken == "nan_observation":
+            obs["state"][:, 0] = np.nan
+        elif self.fault.broken == "wrong_shape":
+            obs["state"] = obs["state"][:, :-1]
+        return obs
+
+    def _strike(self, place: str, after: int = 0) -> None:
+        if self.seed is None or self.seed in self.seeds[self._live]:
+            self.fault.strike(place, after)

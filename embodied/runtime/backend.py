@@ -32,7 +32,7 @@ class Backend(Protocol):
         """
 
     def call(self, host: str, message: tuple, packed: Any = None) -> None:
-        """Delivers a control message, in order, without waiting."""
+        """Delivers a control message without waiting, in order also with what the driver puts into channels there."""
 
     def pack(self, item: Any) -> Any:
         """Makes an object ready to be sent, once for any number of receivers."""

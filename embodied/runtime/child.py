@@ -45,7 +45,7 @@ def _serve(boot: dict[str, Any]) -> None:
     def report(message: tuple, packed: Payload | None = None) -> None:
         if message[0] == "failed":
             print(message[3], file=sys.stderr, flush=True)
-        until = time.monotonic() + _DELIVERY_S
+        until = time.monotonic() + (_DELIVERY_S if threading.current_thread() is not threading.main_thread() else 0)
         while any(wire.backed_up() for wire in list(peers.values())) and time.monotonic() < until:
             time.sleep(0.001)  # a call is done when what it has put has left: should this process die, it is not lost
         driver.post(message, packed)
@@ -61,17 +61,17 @@ def _serve(boot: dict[str, Any]) -> None:
         # The end of a peer needs no action here: the driver says who died, and of what.
         channels.add(wire, lambda message, payload, _: host.serve_channel(name, message, payload), lambda: None)
 
-    def reconnect(name: str, fd: int) -> None:
-        channels.drain(peers[name])  # what the last life sent comes before anything of the next
-        connect(name, fd)
+    def forget(name: str) -> None:
+        """What the last life of a peer has sent comes before anything of the next."""
+        drained = threading.Event()
+        channels.submit(lambda: (channels.drain(peers[name]), drained.set()))
+        drained.wait()
 
     def on_control(message: tuple, payload: Payload | None, fd: int) -> None:
-        if message[0] == "peer" and message[1] in peers:
-            channels.submit(lambda: reconnect(message[1], fd))
-        elif message[0] == "peer":
+        if message[0] == "peer":
+            if message[1] in peers:
+                forget(message[1])
             connect(message[1], fd)
-        elif message[0] == "revived":  # not before its wire is there
-            channels.submit(lambda: host.control(message))
         elif message[0] == "stop":
             host.stop(message[1])
             driver.flush()

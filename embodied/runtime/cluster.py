@@ -179,7 +179,9 @@ class Cluster:
         with self._changed:
             del self._dead_hosts[host]
         for plan in self.hosts:
-            if plan.name != host and plan.name not in self._dead_hosts:
+            if (failure := self._dead_hosts.get(plan.name)) is not None:
+                self._backend.call(host, ("died", plan.name, failure.worker, failure.cause, failure.mendable))
+            elif plan.name != host:
                 self._backend.call(plan.name, ("revived", host))
         self._backend.host.control(("revived", host))
         handles = []

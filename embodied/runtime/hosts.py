@@ -103,6 +103,8 @@ class Host:
         elif kind == "call":
             worker, method, urgent, call_id = rest
             self._workers[worker].submit(call_id, method, packed, urgent)
+        elif kind == "channel":
+            self.serve_channel(DRIVER, rest[0], packed)
         elif kind == "died":
             self._host_died(*rest)
         elif kind == "revived":
@@ -178,7 +180,7 @@ class Host:
     def _host_revived(self, host: str) -> None:
         """A host that died was started again: the channels at home there begin anew, empty."""
         with self._lock:
-            del self._dead[host]
+            self._dead.pop(host, None)
             ends = [end for end in self._ends.values() if isinstance(end, Remote) and end.home == host]
         for end in ends:
             end.open()

@@ -88,7 +88,8 @@ class Keeper:
 
     def _silence(self, host: str, calls: list[Call], now: float) -> tuple[float, Call | None]:
         """The longest silence of the process or of one of its workers that is at work, and whose it is."""
-        longest, whose = self._backend.pulse(host).ago_s, next(iter(calls), None)
+        pulse = self._backend.pulse(host).ago_s
+        longest, whose = pulse if pulse < float("inf") else 0.0, next(iter(calls), None)  # it may still be starting
         for call in calls:
             sign = self._backend.progress(host, call.slot)
             seconds = min(sign.ago_s, now - call.sent_at)  # an idle worker is silent without being hung

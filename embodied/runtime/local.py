@@ -207,7 +207,7 @@ class LocalBackend:
         return wire
 
     def _post(self, host: str, message: tuple, payload: Payload | None = None) -> None:
-        self._processes[host].channels.post(message, payload)
+        self._processes[host].control.post(("channel", message), payload)  # in order with calls and news of deaths
 
     def _died(self, process: _Process) -> None:
         _kill_session(process.popen)  # what it started; as long as it is not waited for, its number is not reused

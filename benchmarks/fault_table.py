@@ -1,0 +1,176 @@
+"""What becomes of a run whose simulator goes wrong: every fault, at every place, on every backend.
+
+    python -m benchmarks.fault_table [--backends local] [--faults hang,sigkill] [--places rollout] [--always]
+
+Each case is a short training run of the toy env with one fault planted in one of two sim workers (tests/faulty_env.py).
+It must end within its deadline, either recovered (all env steps, all episodes, one restart) or in a message that names
+the worker, the cause and its log. Faults strike once; with --always they strike in every life of the worker as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+from benchmarks.common import RESULTS, ROOT, code_commit, machine, markdown, write_json
+
+sys.path.append(str(ROOT / "tests"))
+
+DEADLINE_S = 150.0
+HANG_S = 8.0
+ITERATIONS, ENVS, DECISIONS, EPISODES = 3, 8, 16, 6
+ARGUMENTS = {
+    "recipe": "pointmass_ppo",
+    "env.num_envs": ENVS,
+    "env.max_episode_steps": 10,
+    "algo.rollout_decisions": DECISIONS,
+    "algo.minibatch_size": 32,
+    "algo.epochs": 2,
+    "run.iterations": ITERATIONS,
+    "run.save_every": 1,
+    "eval.episodes": EPISODES,
+    "eval.videos": 0,
+    "faults.hang_s": HANG_S,
+    "faults.timeout_s": 60,
+    "faults.max_restarts": 2,
+    "placement": "{sim: 'cpu:0-1*2', policy: 'cpu:0', learner: 'cpu:1'}",
+}
+
+FAULTY = {"sim": ("env", "faulty_env:FaultyEnv"), "policy": ("policy", "faulty_policy:FaultyPolicy")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault in a worker: of its env, or of its policy."""
+
+    fault: str
+    place: str
+    backend: str
+    always: bool = False
+    worker: str = "sim-0"
+
+    def arguments(self, folder: Path) -> dict:
+        """Of the run."""
+        plan = {"fault": self.fault, "place": self.place, "worker": self.worker}
+        if not self.always:
+            plan["once"] = folder / "struck"
+        kwargs = ", ".join(f"{key}: {value}" for key, value in plan.items())
+        what, name = FAULTY[self.worker.partition("-")[0]]
+        mine = {f"{what}.name": name, f"{what}.kwargs": f"{{{kwargs}}}", "cluster.backend": self.backend}
+        return {**ARGUMENTS, **mine}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`ended`: recovered, message, or what is wrong with it."""
+
+    case: Case
+    ended: str
+    restarts: int
+    seconds: float
+    said: str  # the line about the restart or the end
+
+
+def cases(faults: list[str], places: list[str], backends: list[str], always: bool) -> list[Case]:
+    """A constructor needs no second life to fail for good."""
+    found = [Case(*what) for what in product(faults, places, backends)]
+    if always:
+        found += [Case(*what, True) for what in product(faults, places, backends) if what[1] != "constructor"]
+    return found
+
+
+def play(case: Case, folder: Path) -> Outcome:
+    """One run with this fault, and what came of it."""
+    arguments = (f"{key}={value}" for key, value in case.arguments(folder).items())
+    command = [sys.executable, "-m", "embodied.train", *arguments]
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        return Outcome(case, f"hung for {DEADLINE_S:g} s", 0, DEADLINE_S, output[-300:])
+    seconds = time.perf_counter() - started
+    (run,) = (folder / "runs").iterdir()
+    info = json.loads((run / "run.json").read_text())
+    restarts = info.get("restarts", 0)
+    if process.returncode == 0:
+        said = next((line for line in output.splitlines() if " is started again " in line), "")
+        return Outcome(case, problems(run, restarts) or "recovered", restarts, seconds, said)
+    said = next((line for line in output.splitlines() if line.startswith("error: ")), output[-300:])
+    clear = process.returncode == 1 and case.worker in said and ".log" in said and "Traceback" not in output
+    ended = "message" if clear and info["state"] == "failed" else "unclear end"
+    return Outcome(case, ended, restarts, seconds, said)
+
+
+def problems(run: Path, restarts: int) -> str:
+    """What is wrong with a run that ended well; empty if nothing is."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    results = json.loads(next((run / "eval").glob("v*/results.json")).read_text())["overall"]
+    if restarts != 1:
+        return f"{restarts} restarts"
+    if rows[-1]["env_steps"] != ITERATIONS * ENVS * DECISIONS or any(row["faults/lost_decisions"] for row in rows):
+        return f"{rows[-1]['env_steps']} env steps"
+    if (results["episodes"], results["errors"]) != (EPISODES, 0):
+        return f"{results['episodes']} episodes and {results['errors']} errors"
+    return ""
+
+
+def table(outcomes: list[Outcome]) -> str:
+    head = ["fault", "strikes", "place", "backend", "outcome", "restarts", "seconds"]
+    rows = [
+        [
+            outcome.case.fault,
+            "always" if outcome.case.always else "once",
+            outcome.case.place,
+            outcome.case.backend,
+            outcome.ended,
+            str(outcome.restarts),
+            f"{outcome.seconds:.1f}",
+        ]
+        for outcome in outcomes
+    ]
+    return markdown(head, rows)
+
+
+def main() -> None:
+    from faulty_env import FAULTS, PLACES
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backends", default="local")
+    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--places", default=",".join(PLACES))
+    parser.add_argument("--always", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS / "fault_table.json")
+    chosen = parser.parse_args()
+    outcomes = []
+    for case in cases(*(getattr(chosen, key).split(",") for key in ("faults", "places", "backends")), chosen.always):
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes.append(play(case, Path(folder)))
+        print(f"{table(outcomes[-1:]).splitlines()[-1]} {outcomes[-1].said}", flush=True)
+    print(f"\n{table(outcomes)}")
+    about = {"machine": machine(), "commit": code_commit(), "deadline_s": DEADLINE_S, "hang_s": HANG_S}
+    write_json(chosen.out, {**about, "outcomes": [asdict(outcome) for outcome in outcomes]})
+    if bad := [outcome for outcome in outcomes if outcome.ended not in ("recovered", "message")]:
+        raise SystemExit(f"{len(bad)} of {len(outcomes)} cases ended badly")
+
+
+if __name__ == "__main__":
+    main()

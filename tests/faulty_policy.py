@@ -1,0 +1,26 @@
+"""A policy that goes wrong on purpose: the MLP, with a fault of `faulty_env` planted where it acts.
+
+`policy.name=faulty_policy:FaultyPolicy policy.kwargs={fault: hang, place: rollout, worker: policy-0, ...}`
+"""
+
+import dataclasses
+
+import numpy as np
+from faulty_env import MIDDLE, Fault
+
+from embodied.data import Observation, PolicyOutput
+from embodied.policies.config import MLPConfig
+from embodied.policies.mlp import MLPPolicy
+
+
+class FaultyPolicy(MLPPolicy):
+    def __init__(self, config, spec) -> None:
+        super().__init__(MLPConfig(hidden=(16, 16), dtype="float64"), spec)
+        self.fault = Fault(**config.kwargs)
+
+    def act(self, obs: Observation, noise: np.ndarray, greedy: bool = False) -> PolicyOutput:
+        self.fault.strike("evaluation" if greedy else "rollout", MIDDLE)
+        output = super().act(obs, noise, greedy)
+        if self.fault.broken:
+            return dataclasses.replace(output, actions=output.actions * np.nan)
+        return output

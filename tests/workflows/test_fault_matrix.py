@@ -1,0 +1,125 @@
+"""Every fault at every place on every backend: a run recovers, or ends in a message; it never hangs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fault_table import ARGUMENTS, DEADLINE_S, Case, play
+
+BACKENDS = ("local",)
+FAULTS = (
+    *("exception", "exit", "os_exit", "nan_observation", "inf_reward", "wrong_shape"),
+    *("memory_error", "sigkill", "sigsegv", "hang", "hang_with_gil"),
+)
+PLACES = ("first_step", "rollout", "reset", "evaluation")
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2 * DEADLINE_S)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_survives_a_fault(fault, place, backend, tmp_path):
+    outcome = play(Case(fault, place, backend), tmp_path)
+    assert outcome.ended == "recovered", outcome
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fault", ["exception", "os_exit", "nan_observation", "sigkill"])
+def test_a_fault_in_the_constructor_ends_the_run_with_its_cause(fault, backend, tmp_path):
+    place = "constructor" if fault != "nan_observation" else "reset"
+    outcome = play(Case(fault, place, backend, always=True), tmp_path)
+    assert outcome.ended == "message", outcome
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", ["exception", "sigsegv", "hang"])
+def test_a_fault_that_always_comes_back_ends_the_run_within_its_budget(fault, place, backend, tmp_path):
+    outcome = play(Case(fault, place, backend, always=True), tmp_path)
+    assert outcome.ended == "message" and outcome.restarts == 2, outcome
+    assert "after 2 restarts within 1800 s (faults.max_restarts=2)" in outcome.said
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", ["rollout", "evaluation"])
+@pytest.mark.parametrize("fault", ["exception", "os_exit", "nan_observation", "sigsegv", "hang"])
+def test_a_run_survives_a_fault_of_its_policy(fault, place, backend, tmp_path):
+    outcome = play(Case(fault, place, backend, worker="policy-0"), tmp_path)
+    assert outcome.ended == "recovered", outcome
+
+
+@pytest.fixture
+def long_run(tmp_path):
+    """A run of many iterations of the toy env, at work."""
+    changes = {"run.iterations": 200, "run.save_every": 50, "faults.hang_s": 3}
+    arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, **changes}.items())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "embodied.train", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    process.said = []
+    process.until = lambda text: next(line for line in heard(process) if text in line)
+    process.until("iteration 5/200")
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def heard(process):
+    for line in process.stdout:
+        process.said.append(line)
+        yield line
+
+
+def host_of(process, name: str) -> int:
+    """The pid of a host of this run, by the name in its boot arguments."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (pid,) = (pid for pid in children if f'"name": "{name}"' in Path(f"/proc/{pid}/cmdline").read_text())
+    return int(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("host", ["sim-0", "policy-0"])
+def test_a_run_goes_on_when_a_host_is_killed_or_stopped(long_run, tmp_path, host, number):
+    os.kill(host_of(long_run, host), number)
+    told = long_run.until("is started again")
+    assert told.startswith(f"{host} is started again (restart 1,")
+    for _ in heard(long_run):
+        pass
+    assert long_run.wait(10) == 0, "".join(long_run.said)
+    (run,) = (tmp_path / "runs").iterdir()
+    info = json.loads((run / "run.json").read_text())
+    assert (info["state"], info["restarts"]) == ("finished", 1)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, 201))
+    assert rows[-1]["env_steps"] == 200 * 8 * 16 and sum(row["faults/restarts"] for row in rows) == 1
+    assert sum(line.count("is started again") for line in long_run.said) == 1
+
+
+def test_a_dead_learner_ends_the_run_with_its_cause_and_how_to_resume(tmp_path):
+    changes = {"run.iterations": 5000, "run.save_every": 1}
+    arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, **changes}.items())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "embodied.train", *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    next(line for line in process.stdout if "iteration 3/" in line)
+    os.kill(host_of(process, "learner-0"), signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (run,) = (tmp_path / "runs").iterdir()
+    assert "error: learner-0: its process was killed by SIGKILL" in output and "Traceback" not in output
+    assert f"python -m embodied.train resume={run.relative_to(tmp_path)}" in output
