@@ -24,7 +24,7 @@ from benchmarks.common import RESULTS, ROOT, code_commit, machine, markdown, wri
 
 sys.path.append(str(ROOT / "tests"))
 
-DEADLINE_S = 150.0
+DEADLINE_S = 240.0
 HANG_S = 8.0
 ITERATIONS, ENVS, DECISIONS, EPISODES = 3, 8, 16, 6
 ARGUMENTS = {
@@ -39,7 +39,7 @@ ARGUMENTS = {
     "eval.episodes": EPISODES,
     "eval.videos": 0,
     "faults.hang_s": HANG_S,
-    "faults.timeout_s": 60,
+    "faults.timeout_s": 120,
     "faults.max_restarts": 2,
     "placement": "{sim: 'cpu:0-1*2', policy: 'cpu:0', learner: 'cpu:1'}",
 }

@@ -80,7 +80,7 @@ class FaultyEnv(PointMassEnv):
         super().__init__(PointMassConfig(name="pointmass", dtype=dtype, **common), num_envs)
 
     def _reset_rows(self, rows: np.ndarray, episodes: list) -> np.ndarray:
-        self.fault.strike("reset", MIDDLE)
+        self.fault.strike("reset", 2)
         self.seeds[rows] = [episode.seed for episode in episodes]
         return super()._reset_rows(rows, episodes)
 
