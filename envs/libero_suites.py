@@ -1,0 +1,58 @@
+"""LIBERO's five suites: how many tasks each has, how long an episode may last, and what `env.task` may say.
+
+A task is called `libero_spatial/3`: suite and number, in the order of the benchmark. Free of heavy imports, so that a
+recipe is checked before anything starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Suite:
+    num_tasks: int
+    max_steps: int  # env steps of an episode, as published evaluations use them
+
+
+SUITES = {
+    "libero_spatial": Suite(10, 220),
+    "libero_object": Suite(10, 280),
+    "libero_goal": Suite(10, 300),
+    "libero_10": Suite(10, 520),
+    "libero_90": Suite(90, 400),
+}
+SETTLING_STEPS = 10  # played with an open gripper before an episode begins, so that objects come to rest
+
+
+def tasks_of(selection: str | Sequence[str]) -> tuple[str, ...]:
+    """Task names that `env.task` means: a task, a suite, or a list of these. ValueError says what is wrong."""
+    names = [selection] if isinstance(selection, str) else list(selection)
+    if not names:
+        raise ValueError("env.task is empty; try env.task=libero_spatial")
+    found: list[str] = []
+    for name in names:
+        suite, _, number = name.partition("/")
+        if suite not in SUITES:
+            near = difflib.get_close_matches(suite, SUITES, 1, 0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"env.task={name!r}: the suites are {', '.join(SUITES)}{hint}")
+        count = SUITES[suite].num_tasks
+        if "/" not in name:
+            found += [f"{suite}/{index}" for index in range(count)]
+        elif re.fullmatch(r"\d+", number) and int(number) < count:
+            found.append(f"{suite}/{int(number)}")
+        else:
+            raise ValueError(f"env.task={name!r}: {suite} has the tasks {suite}/0 to {suite}/{count - 1}")
+    if len(set(found)) < len(found):
+        twice = next(name for name in found if found.count(name) > 1)
+        raise ValueError(f"env.task names {twice} twice")
+    return tuple(found)
+
+
+def max_steps(tasks: Sequence[str]) -> int:
+    """The longest limit of these tasks' suites; each episode ends at that of its own."""
+    return max(SUITES[task.partition("/")[0]].max_steps for task in tasks)
