@@ -90,6 +90,10 @@ class VectorEnv(GymnasiumVectorEnv):
         """What all rows see now."""
         raise NotImplementedError
 
+    def _observe_rows(self, rows: np.ndarray) -> Observation:
+        """What these rows see now, in arrays of all rows. For simulators whose observation is dear, e.g. rendered."""
+        return self._observe()
+
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         """uint8 [len(rows), H, W, 3]: a frame of each of these rows for a video."""
         raise NotImplementedError
@@ -179,7 +183,7 @@ class VectorEnv(GymnasiumVectorEnv):
             if on_frame is not None:
                 on_frame(moved)
             if done.any() and c + 1 < shape[1] and self._live.any():
-                finals.append((np.flatnonzero(done), self._observe()))
+                finals.append((np.flatnonzero(done), self._observe_rows(np.flatnonzero(done))))
         else:
             c = shape[1]
         if success is not None:

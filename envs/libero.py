@@ -36,20 +36,24 @@ class LiberoEnv(VectorEnv):
         if config.cameras:
             images.opengl()
 
+    @classmethod
+    def tasks(cls, config: LiberoConfig) -> tuple[str, ...]:
+        return tasks_of(config.task)
+
     def __init__(self, config: LiberoConfig, num_envs: int) -> None:
-        self.tasks = tasks_of(config.task)
+        self.all_tasks = tasks_of(config.task)
         self._stored: dict[str, np.ndarray] = {}
         self._scenes: dict[str, Scene] = {}  # by task, the most recently begun last
         self._readers: dict[str, StateReader] = {}
         self._painters: dict[str, images.Painter] = {}
-        self._layout = state_layout([task_files(task) for task in self.tasks])
+        self._layout = state_layout([task_files(task) for task in self.all_tasks])
         side = config.image_size
         spec = EnvSpec(
             action=ActionSpec(7),
             state_dim=PROPRIO if config.state == "proprio" else self._layout.size,
             images=dict.fromkeys(config.cameras, (side, side, 3)),
             instruction=True,
-            max_episode_steps=config.max_episode_steps or max_steps(self.tasks),
+            max_episode_steps=config.max_episode_steps or max_steps(self.all_tasks),
             has_success=True,
             control_hz=CONTROL_HZ,
             backend=f"mujoco {version('mujoco')}, robosuite {version('robosuite')}",
@@ -87,9 +91,12 @@ class LiberoEnv(VectorEnv):
         return StepResult(success.astype(np.float32), np.zeros(self.num_envs, bool), success, truncated=late)
 
     def _observe(self) -> Observation:
-        for row in np.flatnonzero(self._stale):
+        return self._observe_rows(np.flatnonzero(self._stale))
+
+    def _observe_rows(self, rows: np.ndarray) -> Observation:
+        for row in rows:
             self._look(row)
-        self._stale[:] = False
+        self._stale[rows] = False
         obs: Observation = {"state": self._state.copy()}
         if self._frames:
             obs["images"] = {camera: frames.copy() for camera, frames in self._frames.items()}
@@ -116,7 +123,7 @@ class LiberoEnv(VectorEnv):
     def task_of(self, episode: EpisodeSpec) -> str:
         """The one task an episode plays; where it names a suite or a list, they take turns."""
         tasks = tasks_of(episode.task)
-        if unknown := [task for task in tasks if task not in self.tasks]:
+        if unknown := [task for task in tasks if task not in self.all_tasks]:
             raise ValueError(f"episode {episode.index} plays {unknown[0]}, which is not in env.task={self.config.task}")
         return tasks[episode.index % len(tasks)]
 
@@ -151,7 +158,7 @@ class LiberoEnv(VectorEnv):
             shown = SHOWN + (images.SHOWN if self._frames else ())
             self._scenes[task] = scene = Scene(task_files(task), shown)
             self._readers[task] = StateReader(scene, self._layout)
-            if len(self._scenes) == len(self.tasks):
+            if len(self._scenes) == len(self.all_tasks):
                 forget_files()
         return self._scenes[task]
 
