@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 
 from embodied.config import RunConfig
 from embodied.envs import env_class
@@ -20,6 +21,8 @@ from embodied.placement import PlacementError, PlacementPlan, make_plan
 from embodied.reporting.report import report_or_say_why
 from embodied.run_folder import RunFolder
 from embodied.runtime import Cluster, HostPlan, describe_backend
+
+WIDTH = 118
 
 
 def run(body: Callable[[], int]) -> int:
@@ -48,7 +51,7 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
     kind.check(config.env)
     config = config.model_copy(update={"env": kind.resolve(config.env)})
-    choose_protocol(kind, config.env, config.eval.protocol)
+    choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     cores = tuple(sorted(os.sched_getaffinity(0)))
     try:
         plan = make_plan(config.placement, cores, config.env.num_envs, config.pipeline.stages)
@@ -67,8 +70,11 @@ def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None)
     """The first screen: what will run, where, and where the results go."""
     env, backend = config.env, getattr(config.env, "backend", "")
     first, *rest = plan.describe()
+    tasks = env.task if isinstance(env.task, str) else ", ".join(env.task)
+    protocol = choose_protocol(env_class(env), env, config.eval.protocol)
     lines = [
-        f"task        {env.name} {env.task}{f', physics {backend}' if backend else ''}",
+        f"task        {env.name} {tasks}{f', physics {backend}' if backend else ''}",
+        *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}",
         f"placement   {first}",
         *[f"            {line}" for line in rest],

@@ -75,11 +75,16 @@ class PointMassConfig(CommonEnvConfig):
 
 class LiberoConfig(CommonEnvConfig):
     name: Literal["libero"] = Field(description="The LIBERO benchmark: 130 tasks of one arm on a table or floor.")
-    task: str | tuple[str, ...] = Field(
+    task: Tasks = Field(
         "libero_object/0", description="A task (libero_object/3), a suite (libero_object), or a list of these."
     )
     num_envs: int = Field(8, gt=0, description="As for all envs; rows of one task share its memory.")
     on_success: OnSuccess = Field("terminate", description="As for all envs; the reward is 1 where the task is solved.")
+    initial_states: Literal["drawn", "stored"] = Field(
+        "drawn",
+        description="Where training episodes begin: objects placed at random as the task says, or in the benchmark's "
+        "own stored states, which libero-v1 evaluates on.",
+    )
     state: Literal["full", "proprio"] = Field(
         "full", description="Observed numbers: everything's place, or only what the arm feels (8 numbers)."
     )

