@@ -14,6 +14,7 @@ from embodied import commands
 from embodied.config import load
 from embodied.envs import PLUGINS
 from embodied.envs.config import ENV_CONFIGS
+from embodied.envs.libero_suites import SUITES
 from embodied.errors import ConfigError
 from embodied.layers import RECIPES, recipe_names
 from embodied.machine import Machine
@@ -90,6 +91,8 @@ def tasks(machine: Machine) -> Iterable[Item]:
         problem = why_not(ENVS.get(env, NOTHING), machine)
         if env == "maniskill" and not problem:
             yield from maniskill_tasks(machine)
+        elif env == "libero":
+            yield from (Item(f"libero {name}", str(suite), problem) for name, suite in SUITES.items())
         elif env == "gym":
             yield Item("gym", GYM, problem)
         else:

@@ -42,7 +42,7 @@ def frame(kind: str) -> dict[str, Any]:
     env = make_env(config, 1)
     if problem := env.film_problem():
         raise SystemExit(problem)
-    env.reset(options={"reset_mask": np.array([True]), "episodes": EpisodeList(0, "eval", config.task).first(1)})
+    env.reset(options={"reset_mask": np.array([True]), "episodes": EpisodeList(0, "eval", env.tasks(config)).first(1)})
     picture = env.render_rows(np.array([0]))[0]
     env.close()
     if picture.std() < FLAT:

@@ -17,6 +17,9 @@ class Suite:
     num_tasks: int
     max_steps: int  # env steps of an episode, as published evaluations use them
 
+    def __str__(self) -> str:
+        return f"tasks 0 to {self.num_tasks - 1}, {self.max_steps} steps"
+
 
 SUITES = {
     "libero_spatial": Suite(10, 220),
@@ -31,8 +34,6 @@ SETTLING_STEPS = 10  # played with an open gripper before an episode begins, so 
 def tasks_of(selection: str | Sequence[str]) -> tuple[str, ...]:
     """Task names that `env.task` means: a task, a suite, or a list of these. ValueError says what is wrong."""
     names = [selection] if isinstance(selection, str) else list(selection)
-    if not names:
-        raise ValueError("env.task is empty; try env.task=libero_spatial")
     found: list[str] = []
     for name in names:
         suite, _, number = name.partition("/")

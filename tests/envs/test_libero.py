@@ -48,7 +48,7 @@ def test_a_task_a_suite_or_a_list_of_them():
         ("libero_spacial", "did you mean 'libero_spatial'"),
         ("libero_spatial/10", "has the tasks libero_spatial/0 to libero_spatial/9"),
         ("libero_spatial/x", "has the tasks"),
-        ([], "env.task is empty"),
+        ([], "should be the name of a task, or a list of names"),
         (["libero_goal", "libero_goal/2"], "names libero_goal/2 twice"),
     ],
 )

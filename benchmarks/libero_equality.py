@@ -1,0 +1,131 @@
+"""Is our LIBERO the LIBERO? States, observations and pixels against the env that LIBERO ships.
+
+    python -m benchmarks.libero_equality [--tasks libero_spatial/0 ...] [--chunks 6]
+
+LIBERO's own env plays stored states after its hard reset, in a process of its own, rendering every step. Ours plays the
+same episodes with the same random actions in chunks of 8, with another episode interleaved in a second row. "Soft" is
+LIBERO's own env reset without building the model anew: what its users do to save time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import RESULTS, code_commit, environment, machine, markdown, packages, write_json
+
+TASKS = [f"libero_{suite}/0" for suite in ("spatial", "object", "goal", "10", "90")]
+CHUNK, SIDE, SETTLING, STATES, TIMEOUT_S = 8, 64, 10, (0, 17), 900.0
+CAMERAS = {"agentview": "agentview_image", "wrist": "robot0_eye_in_hand_image"}
+NO_OP = [0.0, 0, 0, 0, 0, 0, -1]
+
+
+def random_actions(chunks: int) -> np.ndarray:
+    return np.random.default_rng(5).uniform(-1, 1, (len(STATES), chunks * CHUNK, 7)).astype(np.float32)
+
+
+def theirs(task: str, chunks: int, out: Path) -> None:
+    """LIBERO's own env: hard reset and soft reset of every episode, observed where chunks end."""
+    from libero.libero.envs import OffScreenRenderEnv
+
+    from embodied.envs.libero_scene import own_draws
+    from embodied.envs.libero_tasks import task_files
+
+    files = task_files(task)
+    states = files.initial_states()
+    env = OffScreenRenderEnv(bddl_file_name=str(files.bddl), camera_heights=SIDE, camera_widths=SIDE)
+    kept: dict[str, list] = {"hard": [], "soft": [], **{name: [] for name in (*CAMERAS, "hand", "fingers")}}
+    for kind in ("hard", "soft"):
+        env.env.hard_reset = kind == "hard"
+        for at, state in enumerate(STATES):
+            with own_draws(at):
+                env.reset()
+            env.set_init_state(states[state])
+            for step, action in enumerate([*[NO_OP] * SETTLING, *random_actions(chunks)[at]]):
+                obs, *_ = env.step(np.asarray(action, np.float64))
+                kept[kind].append(env.get_sim_state())
+                if kind == "hard" and step >= SETTLING and (step - SETTLING) % CHUNK == CHUNK - 1:
+                    for name, key in CAMERAS.items():
+                        kept[name].append(obs[key][::-1])
+                    kept["hand"].append(obs["robot0_eef_pos"])
+                    kept["fingers"].append(obs["robot0_gripper_qpos"])
+    np.savez(out, **{name: np.array(rows) for name, rows in kept.items()})
+    env.close()
+
+
+def ours(task: str, chunks: int) -> dict[str, np.ndarray]:
+    from embodied.data import EpisodeSpec
+    from embodied.envs import make_env
+    from embodied.envs.config import LiberoConfig
+
+    options = {"cameras": tuple(CAMERAS), "image_size": SIDE, "state": "proprio", "on_success": "continue"}
+    env = make_env(LiberoConfig(name="libero", task=task, **options), len(STATES))
+    kept: dict[str, list] = {"states": [[] for _ in STATES], **{name: [] for name in (*CAMERAS, "state")}}
+    scene = env._scene(task)
+    step = scene.step
+
+    def remembering(row, action):
+        success = step(row, action)
+        data = row.data._data
+        kept["states"][env._rows.index(row)].append(np.concatenate([[data.time], data.qpos, data.qvel]))
+        return success
+
+    scene.step = remembering
+    env.reset(options={"episodes": [EpisodeSpec(task, state, at, at) for at, state in enumerate(STATES)]})
+    for chunk in np.split(random_actions(chunks), chunks, axis=1):
+        obs = env.step_chunk(chunk).obs
+        for name in CAMERAS:
+            kept[name].append(obs["images"][name])
+        kept["state"].append(obs["state"])
+    env.close()
+    return {
+        "states": np.concatenate(kept["states"]),
+        **{name: np.concatenate(np.swapaxes(kept[name], 0, 1)) for name in (*CAMERAS, "state")},
+    }
+
+
+def compare(task: str, chunks: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "theirs.npz"
+        command = [sys.executable, "-m", "benchmarks.libero_equality", "--theirs", task, str(out)]
+        subprocess.run([*command, "--chunks", str(chunks)], env=environment(), check=True, timeout=TIMEOUT_S)
+        with np.load(out) as stored:
+            reference = dict(stored)
+    mine = ours(task, chunks)
+    seen = np.concatenate([reference["hand"], reference["fingers"]], axis=1).astype(np.float32)
+    return {
+        "states": float(np.abs(mine["states"] - reference["hard"]).max()),
+        "observed": float(np.abs(mine["state"][:, [0, 1, 2, 6, 7]] - seen).max()),
+        **{name: int(np.abs(mine[name].astype(int) - reference[name]).max()) for name in CAMERAS},
+        "frames": 2 * len(reference["agentview"]),
+        "soft": float(np.abs(reference["soft"] - reference["hard"]).max()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tasks", nargs="+", default=TASKS)
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--theirs", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.theirs:
+        theirs(arguments.theirs[0], arguments.chunks, Path(arguments.theirs[1]))
+        return
+    rows = {task: compare(task, arguments.chunks) for task in arguments.tasks}
+    write_json(
+        RESULTS / "libero_equality.json",
+        {"commit": code_commit(), "machine": machine(), "packages": packages(), "tasks": rows},
+    )
+    head = ["task", "states", "observed numbers", "agentview", "wrist", "frames", "LIBERO's soft against hard reset"]
+    print(markdown(head, [[task, *(f"{value:.3g}" for value in row.values())] for task, row in rows.items()]))
+    print(json.dumps({"equal": all(not sum(list(row.values())[:4]) for row in rows.values())}))
+
+
+if __name__ == "__main__":
+    main()
