@@ -1,0 +1,49 @@
+"""Training commands of the pages in docs/ run, and keys, modules and links they name exist."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from embodied.config import RunConfig
+from embodied.schema import leaves, root
+
+ROOT = Path(__file__).parents[1]
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+TRAIN = sorted(
+    {line for text in PAGES.values() for line in re.findall(r"^python -m embodied.train recipe=.*", text, re.M)}
+)
+SHORT = ["run.iterations=1", "eval.episodes=2", "eval.videos=0", "cluster.backend=inline"]
+
+
+@pytest.mark.parametrize("command", [line for line in TRAIN if "address=" not in line])
+def test_a_documented_training_command_runs(command, tmp_path):
+    done = subprocess.run(
+        [sys.executable, *command.split()[1:], *SHORT],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_keys_in_the_page_on_faults_are_all_there_are():
+    named = set(re.findall(r"`(faults\.\w+)`", PAGES["faults.md"]))
+    assert named == {key for key, _, _ in leaves(root(RunConfig)) if key.startswith("faults.")}
+
+
+@pytest.mark.parametrize(
+    "module", sorted({m for text in PAGES.values() for m in re.findall(r"-m (benchmarks\.\w+)", text)})
+)
+def test_a_benchmark_that_is_named_is_there(module):
+    assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+
+
+def test_links_lead_somewhere():
+    links = {link for link in re.findall(r"\]\(([^)#]+)\)", ALL) if not link.startswith("https://")}
+    assert not [link for link in links if not (ROOT / "docs" / link).is_file()]
