@@ -13,9 +13,8 @@ from embodied.schema import leaves, root
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-TRAIN = sorted(
-    {line for text in PAGES.values() for line in re.findall(r"^python -m embodied.train recipe=.*", text, re.M)}
-)
+ALL = "\n".join(PAGES.values())
+TRAIN = sorted(set(re.findall(r"^python -m embodied.train recipe=.*", ALL, re.M)))
 SHORT = ["run.iterations=1", "eval.episodes=2", "eval.videos=0", "cluster.backend=inline"]
 
 
@@ -37,9 +36,7 @@ def test_the_keys_in_the_page_on_faults_are_all_there_are():
     assert named == {key for key, _, _ in leaves(root(RunConfig)) if key.startswith("faults.")}
 
 
-@pytest.mark.parametrize(
-    "module", sorted({m for text in PAGES.values() for m in re.findall(r"-m (benchmarks\.\w+)", text)})
-)
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"-m (benchmarks\.\w+)", ALL))))
 def test_a_benchmark_that_is_named_is_there(module):
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
 
