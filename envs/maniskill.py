@@ -132,7 +132,7 @@ class ManiSkillEnv(VectorEnv):
         env = self.envs[0]
         with torch.no_grad():
             if self.config.backend == "cpu_batched":
-                env.scene.px.active = np.flatnonzero(active).tolist()
+                env.scene.px.advance_only(np.flatnonzero(active).tolist())
             taken = env._step_action(torch.from_numpy(actions).to(env.device))
             env._elapsed_steps += 1
             info = env.get_info()

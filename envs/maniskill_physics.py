@@ -71,7 +71,6 @@ class BatchedCpuPhysics:
     def __init__(self, scenes: list[sapien.Scene]) -> None:
         self.scenes = scenes
         self.systems = [scene.physx_system for scene in scenes]
-        self.active = list(range(len(scenes)))  # envs that `step` advances
 
     @property
     def timestep(self) -> float:
@@ -122,7 +121,22 @@ class BatchedCpuPhysics:
         self.posed = self.moving = self.all_rows = list(range(len(self.bodies)))
         self.unread = np.zeros_like(data, bool)
         self._contacts: dict[int, list] = {}
+        self._advance_all()
         self.refresh(range(len(self.systems)))
+
+    def advance_only(self, envs: list[int]) -> None:
+        """From now on `step` advances these envs alone; the others stand still, so nothing of theirs is fetched."""
+        if envs == self.active:
+            return
+        self.active, chosen = envs, set(envs)
+        self._posed_now, self._moving_now = (
+            [row for row in rows if self.env_of[row] in chosen] for rows in (self.posed, self.moving)
+        )
+        self._articulations_now = [row for row, env in enumerate(self.articulation_env) if env in chosen]
+
+    def _advance_all(self) -> None:
+        self.active: list[int] = []
+        self.advance_only(list(range(len(self.systems))))
 
     def watch(self) -> None:
         """Begin to note what is read."""
@@ -142,15 +156,18 @@ class BatchedCpuPhysics:
         self.unread[sorted(posed), POSE] = False
         self.unread[sorted(moving | still), TWIST] = False
         self.posed, self.moving = sorted(posed - still), sorted(moving - still)
+        self._advance_all()
         self._hide(self.all_rows)
 
     def refresh(self, envs: Iterable[int]) -> None:
         """Fetch everything of these envs, also what a step leaves out: before and after they are written to."""
-        rows = [row for env in envs for row in self.rows_of[env]]
-        self._fetch_poses(rows)
+        chosen = set(envs)
+        rows = [row for env in chosen for row in self.rows_of[env]]
+        self._fetch_poses(rows, chosen)
         self._fetch_velocities(rows)
-        self.gpu_fetch_articulation_qpos()
-        self.gpu_fetch_articulation_qvel()
+        articulations = [row for row, env in enumerate(self.articulation_env) if env in chosen]
+        self._fetch_joints("qpos", articulations)
+        self._fetch_joints("qvel", articulations)
 
     def hide_unread(self, envs: Iterable[int]) -> None:
         """Put NaN back where a step would leave yesterday's values."""
@@ -164,8 +181,8 @@ class BatchedCpuPhysics:
 
     def gpu_fetch_rigid_dynamic_data(self) -> None:
         """Of all bodies, links as well."""
-        self._fetch_poses(self.posed)
-        self._fetch_velocities(self.moving)
+        self._fetch_poses(self._posed_now, self.active)
+        self._fetch_velocities(self._moving_now)
 
     def gpu_fetch_articulation_link_pose(self) -> None:
         """Comes with the bodies, which every ManiSkill scene has (its ground or table)."""
@@ -177,16 +194,10 @@ class BatchedCpuPhysics:
         """The CPU's articulations follow their joints at once."""
 
     def gpu_fetch_articulation_qpos(self) -> None:
-        buffer = self.cuda_articulation_qpos
-        for row, articulation in enumerate(self.articulations):
-            buffer.np[row, : self.dof[row]] = articulation.qpos
-        buffer.applied[:] = buffer.np
+        self._fetch_joints("qpos", self._articulations_now)
 
     def gpu_fetch_articulation_qvel(self) -> None:
-        buffer = self.cuda_articulation_qvel
-        for row, articulation in enumerate(self.articulations):
-            buffer.np[row, : self.dof[row]] = articulation.qvel
-        buffer.applied[:] = buffer.np
+        self._fetch_joints("qvel", self._articulations_now)
 
     def gpu_fetch_articulation_qacc(self) -> None:
         """Nothing in the allowed tasks reads accelerations."""
@@ -197,14 +208,21 @@ class BatchedCpuPhysics:
     def gpu_fetch_articulation_target_qvel(self) -> None:
         """Targets are only written by us."""
 
-    def _fetch_poses(self, rows: list[int]) -> None:
+    def _fetch_joints(self, name: str, rows: list[int]) -> None:
+        buffer = self._buffer(name)
+        for row in rows:
+            buffer.np[row, : self.dof[row]] = getattr(self.articulations[row], name)
+        buffer.applied[rows] = buffer.np[rows]
+
+    def _fetch_poses(self, rows: list[int], envs: Iterable[int]) -> None:
         entities, places = self.entities, self.places
         for row in rows:
             pose, place = entities[row].pose, places[row]
             place[0][:] = pose.p
             place[1][:] = pose.q
         self.cuda_rigid_body_data.applied[rows, POSE] = self.cuda_rigid_body_data.np[rows, POSE]
-        self._contacts.clear()
+        for env in envs:
+            self._contacts.pop(env, None)
 
     def _fetch_velocities(self, rows: list[int]) -> None:
         bodies, places = self.bodies, self.places

@@ -70,6 +70,25 @@ def test_a_reset_leaves_the_other_rows_alone(batched):
     np.testing.assert_array_equal(np.delete(after, 1, 0), np.delete(before, 1, 0))
 
 
+def test_frozen_rows_stand_still_and_the_others_go_on_bitwise_as_in_full_company(batched):
+    """Row 0 alone runs on while the others are over; then they begin again."""
+    rng = np.random.default_rng(3)
+    actions = rng.uniform(-1, 1, (4, 20, 8)).astype(np.float32)
+    reset(batched, range(4), [21, 22, 23, 24])
+    together = [batched.step_chunk(actions[:, t : t + 1]) for t in range(20)]
+    reset(batched, range(4), [21, 22, 23, 24])
+    batched.step_chunk(actions[:, :1])
+    batched._live[1:] = False
+    stood = batched.step_chunk(actions[:, 1:2]).obs["state"]
+    alone = [batched.step_chunk(actions[:, t : t + 1]) for t in range(2, 20)]
+    for one, other in zip(alone, together[2:], strict=True):
+        np.testing.assert_array_equal(one.obs["state"][0], other.obs["state"][0])
+        assert one.rewards[0, 0] == other.rewards[0, 0]
+        np.testing.assert_array_equal(one.obs["state"][1:], stood[1:])
+    np.testing.assert_array_equal(reset(batched, [2], [9])[2], reset(batched, [1], [9])[1])
+    assert len(batched.envs[0].scene.px.active) == 1
+
+
 def test_the_contract_holds(batched):
     check_vector_env(batched, atol=2e-5)
 
