@@ -71,7 +71,8 @@ def find(checkpoint: str, config: RunConfig) -> Target:
 
     if checkpoint in BUILT_IN or (":" in checkpoint and not Path(checkpoint).exists()):
         name = BUILT_IN.get(checkpoint, checkpoint)
-        return Target(ExternalPolicyConfig(name=name), None, None, config.run.dir / f"evaluate-{name.split(':')[1]}")
+        label = checkpoint if checkpoint in BUILT_IN else name.partition(":")[2]
+        return Target(ExternalPolicyConfig(name=name), None, None, config.run.dir / f"evaluate-{label}")
     policy, folder, run = locate(checkpoint)
     raw, spec = read_description(policy)
     version = read_json(folder / "manifest.json")["version"] if folder else 0
@@ -105,10 +106,10 @@ def evaluate(config: RunConfig, cluster, target: Target, out: Path) -> dict:
             f"{config.env.name} {config.env.task} has {spec.state_dim} and {spec.action}"
         )
     loop.adopt(target.weights)
-    return play_and_write(loop, config, spec, out)
+    return play_and_write(loop, config, out)
 
 
-def play_and_write(loop: EmbodiedLoop, config: RunConfig, spec: EnvSpec, out: Path) -> dict:
+def play_and_write(loop: EmbodiedLoop, config: RunConfig, out: Path) -> dict:
     """The evaluation of the version that acts now: results.json, episodes.csv and videos in `out`."""
     episodes = loop.evaluate(out / "videos", config.eval.videos)
     protocol = {
@@ -116,8 +117,8 @@ def play_and_write(loop: EmbodiedLoop, config: RunConfig, spec: EnvSpec, out: Pa
         "rules": loop.protocol.rules,
         "env": loop.eval_env.model_dump(mode="json"),
         "eval": config.eval.model_dump(mode="json"),
-        "backend": spec.backend,
-        "max_episode_steps": spec.max_episode_steps,
+        "backend": loop.eval_spec.backend,
+        "max_episode_steps": loop.eval_spec.max_episode_steps,
     }
     results = {"policy_version": loop.version, "protocol": protocol, **summarize(episodes), "provenance": provenance()}
     write_results(out, results, episodes)

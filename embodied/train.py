@@ -61,7 +61,7 @@ def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, c
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         meeting = meeting_point(ranks, config.cluster.backend, folder.logs, timeout_s)
         loop = EmbodiedLoop(config, cluster, meeting=meeting, tell=partial(restarted, folder, console))
-        spec = loop.start()
+        loop.start()
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop)
         total = total_iterations(config)
         timeline = Timeline(loop.groups, loop.timers, folder.new_trace(), config.run.trace)
@@ -72,7 +72,7 @@ def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, c
                 console.saved(save(loop, state, folder))
             if not interruption.requested and (last or due(state["iteration"], config.run.eval_every)):
                 out = folder.path / "eval" / name_of(loop.version)
-                console.evaluated(loop.version, play_and_write(loop, config, spec, out))
+                console.evaluated(loop.version, play_and_write(loop, config, out))
                 report_or_say_why(folder.path)
             timeline.collect(state["iteration"])
         if interruption.requested:

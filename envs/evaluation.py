@@ -1,7 +1,7 @@
 """Playing a fixed list of episodes to the end.
 
-Every row takes the next episode of the list when its own is over; rows without one stay frozen. Which episodes are
-played, and what happens in each, does not depend on how many rows there are.
+Every row takes the next episode of the list when its own is over; rows without one stay frozen and are shown to no
+policy. Which episodes are played, and what happens in each, does not depend on how many rows there are.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from embodied.data import EpisodeResult, EpisodeSpec, Note
 from embodied.envs.base import VectorEnv
 from embodied.envs.film import Films
 from embodied.envs.line import Line
+from embodied.envs.rollout import take_rows
 from embodied.envs.rows import Rows
 from embodied.runtime import Channel, Timers
 
@@ -57,11 +58,12 @@ def play_episodes(
     with Films(env, rows, film, folder) as films:
         obs = refill(np.arange(env.num_envs))
         while playing.any():
-            line.ask(obs=obs, episodes=rows.episode.copy(), decisions=rows.decision.copy())
+            at = np.flatnonzero(playing)
+            line.ask(obs=take_rows(obs, at), episodes=rows.episode[at], decisions=rows.decision[at])
             with timers.measure("wait"):
-                reply = line.answer()
+                actions = spread(line.answer().output.actions, at, env.num_envs)
             with timers.measure("step"):
-                result = env.step_chunk(reply.output.actions, on_frame=films.on_frame)
+                result = env.step_chunk(actions, on_frame=films.on_frame)
             rows.record(result)
             obs = result.obs
             done = np.flatnonzero(result.done & playing)
@@ -74,6 +76,13 @@ def play_episodes(
                 fresh = refill(np.flatnonzero(~playing) if waiting and waiting[0].index in alone else done)
                 obs = obs if fresh is None else fresh
     return results
+
+
+def spread(actions: np.ndarray, at: np.ndarray, num_rows: int) -> np.ndarray:
+    """These rows' actions among those of all rows; the others stand still."""
+    everywhere = np.zeros((num_rows, *actions.shape[1:]), actions.dtype)
+    everywhere[at] = actions
+    return everywhere
 
 
 def num_startable(waiting: deque[EpisodeSpec], playing: np.ndarray, alone: frozenset[int]) -> int:

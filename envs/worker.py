@@ -20,18 +20,22 @@ from embodied.runtime import Channel, Worker
 
 
 class SimWorker(Worker):
-    def __init__(self, config, stages: int = 1, journal: Channel | None = None, eval_config=None) -> None:
-        """Every training episode is noted in `journal` before it begins. `eval_config` is that of the separate envs an
-        evaluation is played in."""
+    def __init__(
+        self, config, stages: int = 1, journal: Channel | None = None, eval_config=None, eval_rows: int = 1
+    ) -> None:
+        """Every training episode is noted in `journal` before it begins. Evaluations are played in `eval_rows` separate
+        envs of `eval_config`; without stages there are no others."""
         self.config = config
-        self.eval_config = eval_config or config
+        self.eval_config, self.eval_rows = eval_config or config, eval_rows
         self.journal = journal
         self.num_stages = stages
         self.stages: list[Stage] = []
         self.eval_env = None
 
     def spec(self) -> EnvSpec:
-        """Build the training envs (the first call takes seconds with a real simulator) and say what they offer."""
+        """Build the envs (the first call takes seconds with a real simulator) and say what they offer."""
+        if not self.num_stages:
+            return self.eval_spec()
         if not self.stages:
             per_worker = self.config.num_envs // self.world_size
             per_stage = per_worker // self.num_stages
@@ -43,6 +47,12 @@ class SimWorker(Worker):
                     Stage(env, f"sim-{self.rank}/{stage}", ids, self.config.num_envs, self.timers, self.journal)
                 )
         return self.stages[0].env.env_spec
+
+    def eval_spec(self) -> EnvSpec:
+        """The same of the envs for evaluations."""
+        if self.eval_env is None:
+            self.eval_env = make_env(self.eval_config, self.eval_rows)
+        return self.eval_env.env_spec
 
     def collect(self, episodes: EpisodeList, horizon: int, route: Route, out: tuple[Channel, ...]) -> RolloutStats:
         """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows."""
@@ -77,7 +87,6 @@ class SimWorker(Worker):
     def evaluate(
         self,
         episodes: list[EpisodeSpec],
-        num_rows: int,
         route: Route,
         film: frozenset[int],
         folder: Path | None,
@@ -86,11 +95,7 @@ class SimWorker(Worker):
     ) -> list[EpisodeResult]:
         """Play these episodes to the end in separate envs, filming some of them and playing some with no other beside
         them. `notes` hears of every beginning and end."""
-        if self.eval_env is not None and self.eval_env.num_envs != num_rows:
-            self.eval_env.close()
-            self.eval_env = None
-        if self.eval_env is None:
-            self.eval_env = make_env(self.eval_config, num_rows)
+        self.eval_spec()
         line = Line(route.sources[0], route.requests[0], route.replies[0])
         return play_episodes(self.eval_env, episodes, line, film, folder, notes, alone, self.timers)
 

@@ -70,12 +70,13 @@ class EmbodiedLoop:
         self.eval_env = self.protocol.apply(config.env)
         self.train_episodes = EpisodeList(config.seed, "train", tasks)
         self.eval_episodes = EpisodeList(config.eval.seed, "eval", tasks, self.protocol.stored_states)
-        stages = config.pipeline.stages
+        stages = config.pipeline.stages if learn else 0
         journal = cluster.channel("journal", capacity=None)
         self.notes = cluster.channel("evaluation notes", capacity=None)
-        self.sims = cluster.launch(SIM, "sim", config.env, stages, journal, self.eval_env)
+        rows = eval_rows(config, sum(host.roles.count("sim") for host in cluster.hosts))
+        self.sims = cluster.launch(SIM, "sim", config.env, stages, journal, self.eval_env, rows)
         self.policies = cluster.launch(POLICY, "policy", config.policy, config.seed)
-        self.crew = Crew(cluster, self.sims, self.policies, stages, journal, config.env.num_envs, tell)
+        self.crew = Crew(cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell)
         self.learners = None
         self.adopted: Weights | None = None
         if learn:
@@ -163,13 +164,13 @@ class EmbodiedLoop:
     def evaluate(self, folder: Path, num_films: int) -> list[EpisodeResult]:
         """Play the fixed evaluation episodes with the current version; results in episode order."""
         episodes = self.eval_episodes.first(self.config.eval.episodes)
-        num_envs = min(self.config.eval.num_envs or self.config.env.num_envs, len(episodes))
-        num_rows, film = -(-num_envs // len(self.sims)), frozenset(range(num_films))
+        film = frozenset(range(num_films))
 
         def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
-            return self.sims[sim].evaluate(share, num_rows, route, film, folder, self.notes, alone)
+            return self.sims[sim].evaluate(share, route, film, folder, self.notes, alone)
 
         with self.timers.measure("evaluate"):
+            self.eval_spec = self.crew.ask(self.sims.eval_spec)[0]
             return play_fixed(self.crew, episodes, begin, self.notes, self.config.eval.greedy)
 
     def save_sims(self) -> dict[str, np.ndarray]:
@@ -211,3 +212,12 @@ class EmbodiedLoop:
             for channel in channels:
                 channel.put(self.adopted)
         return [self.policies[rank].load_weights(self.weights[rank], self.version) for rank in ranks]
+
+
+def eval_rows(config: RunConfig, num_sims: int) -> int:
+    """Env rows of each sim worker that play evaluation episodes: no more than it takes to get through them in as many
+    turns, 50 instead of 64 for 200 episodes."""
+    share = -(-config.eval.episodes // num_sims)
+    most = min(-(-(config.eval.num_envs or config.env.num_envs) // num_sims), share)
+    turns = -(-share // most)
+    return -(-share // turns)

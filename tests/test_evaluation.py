@@ -1,0 +1,78 @@
+"""What an evaluation counts, with policies whose outcome is known beforehand."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from embodied import evaluate
+from embodied.reporting.results import read_results
+from embodied.reporting.stats import wilson
+
+INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
+SWITCH = [*INLINE, "env.name=scripted:Switch", "env.on_success=continue", "env.num_envs=4", "eval.videos=0"]
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch, tmp_path):
+    """`scripted:Switch` and its policies can be named; results go to a folder of the test's own."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("scripted", None)
+
+
+def run(*arguments, code=0):
+    assert evaluate.main(list(arguments)) == code
+
+
+def results(folder):
+    return read_results(folder)
+
+
+@pytest.mark.parametrize(
+    ("policy", "once", "at_end"), [("Succeeds", 1, 1), ("Fails", 0, 0), ("SucceedsThenDrops", 1, 0)]
+)
+def test_success_once_and_at_the_end_of_scripted_policies(policy, once, at_end, tmp_path):
+    run(f"checkpoint=scripted:{policy}", *SWITCH, "eval.episodes=10")
+    found, episodes = results(tmp_path / f"runs/evaluate-{policy}")
+    overall = found["overall"]
+    assert (overall["success_once"]["rate"], overall["success_at_end"]["rate"]) == (once, at_end)
+    assert overall["success_once"]["interval"] == list(wilson(10 * once, 10))
+    assert overall["success_at_reset"]["count"] == 0
+    assert [episode.index for episode in episodes] == list(range(10))
+    assert {episode.length for episode in episodes} == {6}
+    assert found["protocol"]["name"] == "as-trained-v1" and found["protocol"]["max_episode_steps"] == 6
+
+
+def test_success_at_reset_is_flagged(tmp_path):
+    run("checkpoint=scripted:Fails", *SWITCH, "eval.episodes=3", "env.kwargs={at_reset: true}")
+    overall = results(tmp_path / "runs/evaluate-Fails")[0]["overall"]
+    assert overall["success_at_reset"]["count"] == 3
+    assert overall["success_once"]["rate"] == 1.0 and overall["success_at_end"]["rate"] == 0.0
+
+
+def test_finished_rows_are_neither_stepped_nor_shown_to_the_policy(tmp_path):
+    """Five episodes of six steps on four rows: three rows take one more turn to spread them evenly."""
+    run("checkpoint=scripted:Fails", *SWITCH, "eval.episodes=5")
+    from scripted import Fails
+
+    assert Fails.asked == [3] * 6 + [2] * 6
+    Fails.asked.clear()
+
+
+def test_the_same_call_gives_the_same_episodes_to_the_byte(tmp_path):
+    for _ in range(2):
+        run("checkpoint=random", *INLINE, "eval.episodes=12", "eval.videos=0")
+    first, again = tmp_path / "runs/evaluate-random", tmp_path / "runs/evaluate-random-2"
+    assert (first / "episodes.csv").read_bytes() == (again / "episodes.csv").read_bytes()
+    assert json.loads((first / "results.json").read_text())["provenance"]["host"]
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 8])
+def test_the_number_of_envs_changes_no_episode(tmp_path, num_envs):
+    for envs in (num_envs, 5):
+        run("checkpoint=random", *INLINE, "eval.episodes=11", "eval.videos=0", f"eval.num_envs={envs}")
+    first, again = tmp_path / "runs/evaluate-random", tmp_path / "runs/evaluate-random-2"
+    assert (first / "episodes.csv").read_bytes() == (again / "episodes.csv").read_bytes()
