@@ -6,16 +6,25 @@ import sys
 from pathlib import Path
 
 from embodied import commands
+from embodied.checkpoints import replace_text
 from embodied.errors import ConfigError
-from embodied.reporting.report import write_report
+from embodied.reporting.comparison import comparison
+from embodied.reporting.report import REPORT, report
+from embodied.reporting.runs import read_run
 
 USAGE = """Write report.html of a run or an evaluation: curves, tables, clips, where the time went, what produced it.
+Of several: one page that compares them.
 
-usage: python -m embodied.report RUN [RUN ...] [--help]
+usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--help]
 
   RUN                           a run's folder (runs/NAME-DATE) or an evaluation's (runs/NAME-DATE/eval/v000100)
+  out=FILE                      where the page goes; else report.html in the folder of the one RUN, or
+                                comparison.html beside the first of several
 
-One page per folder, written into it. It needs no network and no server: open it from disk in any browser."""
+The page needs no network and no server: open it from disk in any browser."""
+
+
+COMPARISON = "comparison.html"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,11 +35,26 @@ def start(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0
-    if not argv or any(word.startswith("-") for word in argv):
-        raise ConfigError("which run? python -m embodied.report runs/NAME-DATE")
-    for name in argv:
-        print(write_report(Path(name).expanduser()))
+    options = [word.removeprefix("out=") for word in argv if word.startswith("out=")]
+    runs = [Path(word).expanduser() for word in argv if not word.startswith("out=")]
+    if not runs or len(options) > 1 or any(word.startswith("-") for word in argv):
+        raise ConfigError("which run? python -m embodied.report runs/NAME-DATE [runs/NAME-DATE ...] [out=FILE]")
+    print(write(runs, Path(options[0]).expanduser() if options else None))
     return 0
+
+
+def write(folders: list[Path], out: Path | None) -> Path:
+    """The page of one run, or of several compared."""
+    runs = [read_run(folder) for folder in folders]
+    if len(runs) == 1:
+        out = out or folders[0] / REPORT
+        text = report(runs[0], out.parent)
+    else:
+        out = out or folders[0].resolve().parent / COMPARISON
+        text = comparison(runs, out.parent)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(out, text)
+    return out
 
 
 if __name__ == "__main__":

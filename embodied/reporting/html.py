@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from embodied import assets
 
@@ -61,6 +63,11 @@ def table(head: list[object], rows: list[list[object]], numeric: bool = True) ->
         ),
         class_="scroll",
     )
+
+
+def relative(path: Path, beside: Path) -> str:
+    """A link to a file from a page in the folder `beside`."""
+    return quote(os.path.relpath(path.resolve(), beside.resolve()))
 
 
 def section(title: str, *children: object, note: str = "") -> Html:

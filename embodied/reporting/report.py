@@ -116,7 +116,14 @@ def tiles(run: Run) -> Html:
         found.append(("env steps", f"{row['env_steps']:,}", f"{row['iteration']} iterations"))
         found.append(("training time", duration(row["train_s"]), "without start and evaluations"))
         found.append(("env steps per second", f"{row['env_steps'] / max(row['train_s'], 1e-9):,.0f}", "on average"))
+        restarts, lost = (int(total(run, f"faults/{name}")) for name in ("restarts", "lost_decisions"))
+        if restarts or lost:
+            found.append(("workers restarted", f"{restarts:,}", f"{lost:,} decisions lost"))
     return tag("ul", *[tag("li", tag("span", a), tag("b", b), tag("span", c)) for a, b, c in found], class_="tiles")
+
+
+def total(run: Run, key: str) -> float:
+    return sum(row.get(key, 0) for row in run.metrics)
 
 
 def duration(seconds: float) -> str:

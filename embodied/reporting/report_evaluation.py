@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import base64
-import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from embodied.data import EpisodeResult
-from embodied.reporting.html import Html, join, table, tag
+from embodied.reporting.html import Html, join, relative, table, tag
 from embodied.reporting.runs import Evaluation
 from embodied.reporting.svg import histogram, percent, short
 
 CLIPS = 4  # of each outcome
 CLIP_BYTES = 3_000_000  # a larger clip is linked, not put into the page
 PAGE_BYTES = 12_000_000  # of all clips in the page
-VIDEO = re.compile(r"episode-(\d+)_([a-z]+)_")
+VIDEO = re.compile(r"episode-(\d+)_")
 OUTCOMES = ("failure", "success", "played", "error")  # in the order clips are shown
 
 
@@ -54,7 +51,7 @@ def measure_cell(measure: dict[str, Any] | None) -> object:
     if not measure:
         return "-"
     rate, rest = describe_measure(measure)
-    return join(rate, " ", tag("small", rest))
+    return join(rate, " ", tag("small", *[join(tag("span", word), " ") for word in rest.rsplit(" ", 1)]))
 
 
 def describe_measure(measure: dict[str, Any]) -> tuple[str, str]:
@@ -75,54 +72,40 @@ def histograms(evaluation: Evaluation) -> list[Html]:
     ]
 
 
-@dataclass(frozen=True)
-class Clip:
-    path: Path
-    kind: str
-    told: str
-
-
 def clips(evaluation: Evaluation, beside: Path) -> Html | None:
-    """Some failures and successes to look at; inside the page while they are small."""
-    chosen = choose(evaluation)
-    if not chosen:
-        return None
-    left, figures = PAGE_BYTES, []
-    for clip in chosen:
-        size = clip.path.stat().st_size
-        inside = size <= min(CLIP_BYTES, left)
-        left -= size if inside else 0
-        link = quote(os.path.relpath(clip.path, beside))
-        source = embed(clip.path) if inside else link
-        video = tag("video", src=source, controls=True, loop=True, muted=True, playsinline=True, preload="metadata")
-        words = [
-            tag("span", clip.kind, class_=f"outcome {clip.kind}"),
-            " ",
-            clip.told,
-            " ",
-            tag("a", "file", href=link),
-        ]
-        figures.append(tag("figure", video, tag("figcaption", *words)))
-    return tag("div", *figures, class_="clips")
-
-
-def choose(evaluation: Evaluation) -> list[Clip]:
     """The first CLIPS of each outcome, failures first."""
     episodes = {episode.index: episode for episode in evaluation.episodes}
-    found: dict[str, list[Clip]] = {}
-    for path in sorted((evaluation.folder / "videos").glob("*.mp4")):
-        named = VIDEO.match(path.name)
-        kind = named[2] if named else "other"
-        found.setdefault(kind, []).append(Clip(path, kind, about(episodes.get(int(named[1])) if named else None, path)))
-    order = [kind for kind in (*OUTCOMES, *found) if kind in found]
-    return [clip for kind in dict.fromkeys(order) for clip in found[kind][:CLIPS]]
+    found: dict[str, list[int]] = {}
+    films = filmed(evaluation)
+    for index in sorted(films.keys() & episodes.keys()):
+        found.setdefault(outcome(episodes[index]), []).append(index)
+    chosen = [index for kind in OUTCOMES for index in found.get(kind, [])[:CLIPS]]
+    room = Clips(beside)
+    return tag("div", *[room.show(films[i], episodes[i]) for i in chosen], class_="clips") if chosen else None
 
 
-def about(episode: EpisodeResult | None, path: Path) -> str:
-    if episode is None:
-        return path.name
-    return f"{episode.task}, episode {episode.index}, {episode.length} steps, return {short(episode.total_reward)}"
+def filmed(evaluation: Evaluation) -> dict[int, Path]:
+    """The film of every episode that has one, by the episode's index."""
+    paths = sorted((evaluation.folder / "videos").glob("*.mp4"))
+    return {int(named[1]): path for path in paths if (named := VIDEO.match(path.name))}
 
 
-def embed(path: Path) -> str:
-    return "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
+class Clips:
+    """Puts films into the page while they are small and there is room, and links the others."""
+
+    def __init__(self, beside: Path) -> None:
+        self.beside = beside
+        self.left = PAGE_BYTES
+
+    def show(self, path: Path, episode: EpisodeResult, label: str = "") -> Html:
+        size = path.stat().st_size
+        link = relative(path, self.beside)
+        source = link
+        if size <= min(CLIP_BYTES, self.left):
+            self.left -= size
+            source = "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
+        video = tag("video", src=source, controls=True, loop=True, muted=True, playsinline=True, preload="metadata")
+        kind = outcome(episode)
+        told = f"{episode.task}, episode {episode.index}, {episode.length} steps, return {short(episode.total_reward)}"
+        words = [f"{label}: " if label else None, tag("span", kind, class_=f"outcome {kind}"), " ", told, " "]
+        return tag("figure", video, tag("figcaption", *words, tag("a", "file", href=link)))

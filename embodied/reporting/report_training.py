@@ -23,7 +23,7 @@ def result_charts(run: Run) -> list[Html]:
     for name in ("return", "length"):
         series = [curve(run, name, "training"), mean_in_evaluations(run, name)]
         charts.append(line_chart(f"episode {name}", [one for one in series if one.x]))
-    charts.append(line_chart("env steps per second", [curve(run, "steps_per_s", "rollout and update")]))
+    charts.append(line_chart("env steps per second", [curve(run, "steps_per_s", "rollout and update")], from_zero=True))
     return charts
 
 
@@ -40,37 +40,37 @@ def learning_charts(run: Run) -> list[Html]:
     ]
 
 
-def curve(run: Run, key: str, name: str, color: int = 0) -> Series:
+def curve(run: Run, key: str, name: str, color: int = 0, x: str = "env_steps") -> Series:
     rows = [row for row in run.metrics if row.get(key) is not None]
-    return Series(name, [row["env_steps"] for row in rows], [row[key] for row in rows], color=color)
+    return Series(name, [row[x] for row in rows], [row[key] for row in rows], color=color)
 
 
-def success_in_training(run: Run, measure: str) -> list[Series]:
+def success_in_training(run: Run, measure: str, name: str = "training", color: int = 0) -> list[Series]:
     """The running rate over the last episodes, with the interval that so many episodes leave."""
     rows = [row for row in run.metrics if row.get(measure) is not None]
     bounds = [interval(row[measure], row.get("recent_episodes", 0)) for row in rows]
     known = all(bounds)
     low, high = ([bound[side] for bound in bounds] if known else () for side in (0, 1))
     steps, rates = [row["env_steps"] for row in rows], [row[measure] for row in rows]
-    return [Series("training", steps, rates, low, high)] if rows else []
+    return [Series(name, steps, rates, low, high, color=color)] if rows else []
 
 
 def interval(rate: float, episodes: int) -> tuple[float, float] | None:
     return wilson(round(rate * episodes), episodes) if episodes else None
 
 
-def success_in_evaluations(run: Run, measure: str) -> list[Series]:
+def success_in_evaluations(run: Run, measure: str, name: str = "evaluation", color: int = 1) -> list[Series]:
     found = [(steps, overall[measure]) for steps, overall in evaluated(run) if overall[measure]]
     if not found:
         return []
     steps, measures = zip(*found)
     low, high = ([one["interval"][side] for one in measures] for side in (0, 1))
-    return [Series("evaluation", steps, [one["rate"] for one in measures], low, high, points=True, color=1)]
+    return [Series(name, steps, [one["rate"] for one in measures], low, high, points=True, color=color)]
 
 
-def mean_in_evaluations(run: Run, name: str) -> Series:
-    found = [(steps, overall[name]) for steps, overall in evaluated(run) if overall[name] is not None]
-    return Series("evaluation", [steps for steps, _ in found], [mean for _, mean in found], points=True, color=1)
+def mean_in_evaluations(run: Run, key: str, name: str = "evaluation", color: int = 1) -> Series:
+    found = [(steps, overall[key]) for steps, overall in evaluated(run) if overall[key] is not None]
+    return Series(name, [steps for steps, _ in found], [mean for _, mean in found], points=True, color=color)
 
 
 def evaluated(run: Run) -> list[tuple[int, dict[str, Any]]]:

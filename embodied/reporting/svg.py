@@ -54,6 +54,7 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     show: Callable[[float], str] | None = None,
     x_name: str = "env steps",
+    from_zero: bool = False,
 ) -> Html:
     """A figure with its title, its legend where there is more than one series, and the chart."""
     show = show or short
@@ -61,13 +62,15 @@ def line_chart(
     if not drawn:
         return figure(title, tag("p", "nothing yet", class_="empty"))
     across = x_axis([x for one in drawn for x in one.x])
-    up = y_axis([y for one in drawn for ys in (one.y, one.low, one.high) for y in ys], y_range)
+    up = y_axis([y for one in drawn for ys in (one.y, one.low, one.high) for y in ys], y_range, from_zero)
     shapes = [*grid(across, up, show, x_name)]
     for one in drawn:
         shapes += dots(one, across, up, show) if one.points else line(one, across, up, show)
-    entries = [
-        (one.name, f"c{one.color % COLORS}", "dot" if one.points else "dash" if one.dashed else "") for one in drawn
-    ]
+    marks = {}  # by colour: evaluations of a run that has a line need no entry of their own
+    for one in drawn:
+        mark = "dot" if one.points else "dash" if one.dashed else ""
+        marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", mark))
+    entries = list(marks.values())
     return figure(title, legend(entries), canvas(title, shapes, across, x_name))
 
 
@@ -199,11 +202,11 @@ def x_axis(values: list[float]) -> Axis:
     return Axis(low, high if high > low else low + 1, LEFT, WIDTH - RIGHT)
 
 
-def y_axis(values: list[float], fixed: tuple[float, float] | None) -> Axis:
+def y_axis(values: list[float], fixed: tuple[float, float] | None, from_zero: bool) -> Axis:
     low, high = fixed or (min(values), max(values))
     if not fixed:
         pad = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
-        low, high = (0.0 if 0 <= low < 0.4 * high else low - pad), high + pad
+        low, high = (0.0 if from_zero or 0 <= low < 0.4 * high else low - pad), high + pad
     return Axis(low, high, HEIGHT - BOTTOM, TOP)
 
 

@@ -1,15 +1,20 @@
-"""A headless Chromium to look at pages with, where one is installed; driven over its debugging pipe."""
+"""Reading pages: parsed and checked, or shown by a headless Chromium where there is one, over its debugging pipe."""
 
 import base64
+import hashlib
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
 import sys
 import time
+from html.parser import HTMLParser
 
 import pytest
+
+from embodied.reporting.html import VOID
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DEADLINE_S = 60
@@ -115,3 +120,44 @@ def browser(tmp_path_factory):
     browser = Browser(tmp_path_factory.mktemp("chromium"))
     yield browser
     browser.close()
+
+
+class Checker(HTMLParser):
+    """Fails on tags that are not closed in order; keeps attributes and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.attributes, self.text = [], [], ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, name, attributes):
+        self.attributes += [(name, key, value) for key, value in attributes]
+        if name not in VOID:
+            self.open.append(name)
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+    def handle_data(self, data):
+        self.text += data if self.open[-1:] not in (["style"], ["script"]) else ""
+
+
+def self_contained(text):
+    """The page, parsed; it asks for nothing from elsewhere and runs only its own script."""
+    page = Checker(text)
+    assert "http://" not in text and "https://" not in text
+    assert not re.search(r"@import|url\(", text)
+    sources = [value for _, key, value in page.attributes if key in ("src", "href")]
+    assert not [source for source in sources if re.match(r"//|\w+:(?!video/mp4)", source)]
+    scripts = re.findall(r"<script[^>]*>(.*?)</script>", text, re.S)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert len(digests) == 1 and f"script-src &#x27;sha256-{digests[0]}" in text
+    assert not [key for _, key, _ in page.attributes if key.startswith("on")]
+    return page
+
+
+@pytest.fixture(scope="session")
+def page_checker():
+    return self_contained
