@@ -144,6 +144,13 @@ class LiberoEnv(VectorEnv):
             raise ValueError(f"episode {episode.index} plays {unknown[0]}, which is not in env.task={self.config.task}")
         return tasks[episode.index % len(tasks)]
 
+    def scene_of(self, row: int) -> Scene:
+        """The simulation a row plays in, and `row` what the row owns of it: for experts."""
+        return self._scenes[self._task[row]]
+
+    def row(self, row: int) -> Row:
+        return self._rows[row]
+
     def _initial_state(self, episode: EpisodeSpec) -> np.ndarray | None:
         """The stored state an episode starts from; None: a placement of its own."""
         number = episode.init_state_id
