@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import importlib.util
 from importlib.metadata import version
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from embodied.data import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import libero_images as images
+from embodied.envs import libero_shelf as shelf
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import LiberoConfig
-from embodied.envs.libero_scene import Row, Scene, forget_files
+from embodied.envs.libero_scene import Row, Scene
 from embodied.envs.libero_state import PROPRIO, SHOWN, StateReader, state_layout
 from embodied.envs.libero_suites import SETTLING_STEPS, SUITES, max_steps, tasks_of
 from embodied.envs.libero_tasks import task_files
@@ -60,9 +62,7 @@ class LiberoEnv(VectorEnv):
     def __init__(self, config: LiberoConfig, num_envs: int) -> None:
         self.all_tasks = tasks_of(config.task)
         self._stored: dict[str, np.ndarray] = {}
-        self._scenes: dict[str, Scene] = {}  # by task, the most recently begun last
-        self._readers: dict[str, StateReader] = {}
-        self._painters: dict[str, images.Painter] = {}
+        self._readers: WeakKeyDictionary[Scene, StateReader] = WeakKeyDictionary()
         self._layout = state_layout([task_files(task) for task in self.all_tasks])
         side = config.image_size
         spec = EnvSpec(
@@ -102,7 +102,8 @@ class LiberoEnv(VectorEnv):
     def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         success = np.zeros(self.num_envs, bool)
         for row in np.flatnonzero(active):
-            success[row] = self._scenes[self._task[row]].step(self._rows[row], np.asarray(actions[row], np.float64))
+            mine = self._rows[row]
+            success[row] = mine.scene.step(mine, np.asarray(actions[row], np.float64))
         self._stale |= active
         late = self._elapsed + 1 >= self._limit
         return StepResult(success.astype(np.float32), np.zeros(self.num_envs, bool), success, truncated=late)
@@ -122,7 +123,8 @@ class LiberoEnv(VectorEnv):
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         side = self.config.video_size
-        return np.stack([self._painter(self._task[row]).paint_now(self._rows[row], "agentview", side) for row in rows])
+        chosen = [self._rows[row] for row in rows]
+        return np.stack([self._painter(row).paint_now(row, "agentview", side) for row in chosen])
 
     def film_problem(self) -> str:
         try:
@@ -132,8 +134,8 @@ class LiberoEnv(VectorEnv):
         return ""
 
     def close_extras(self, **_: object) -> None:
-        for task in list(self._scenes):
-            self._drop(task)
+        self._rows = [None] * self.num_envs
+        shelf.drop_idle()
 
     # How it is done.
 
@@ -144,11 +146,8 @@ class LiberoEnv(VectorEnv):
             raise ValueError(f"episode {episode.index} plays {unknown[0]}, which is not in env.task={self.config.task}")
         return tasks[episode.index % len(tasks)]
 
-    def scene_of(self, row: int) -> Scene:
-        """The simulation a row plays in, and `row` what the row owns of it: for experts."""
-        return self._scenes[self._task[row]]
-
     def row(self, row: int) -> Row:
+        """What a row has of its own of a simulation: for experts."""
         return self._rows[row]
 
     def _initial_state(self, episode: EpisodeSpec) -> np.ndarray | None:
@@ -166,33 +165,20 @@ class LiberoEnv(VectorEnv):
 
     def _look(self, row: int) -> None:
         """Refresh what a row observes."""
-        task, shown = self._task[row], self._rows[row]
-        reader = self._readers[task]
-        self._state[row] = reader.proprio(shown) if self.config.state == "proprio" else reader.full(shown)
+        mine = self._rows[row]
+        if mine.scene not in self._readers:
+            self._readers[mine.scene] = StateReader(mine.scene, self._layout)
+        reader = self._readers[mine.scene]
+        self._state[row] = reader.proprio(mine) if self.config.state == "proprio" else reader.full(mine)
         for camera, frames in self._frames.items():
-            frame = self._painter(task).paint(shown, camera, self.config.image_size)
+            frame = self._painter(mine).paint(mine, camera, self.config.image_size)
             frames[row] = frame[:, ::-1] if self.config.mirrored else frame
 
     def _scene(self, task: str) -> Scene:
-        if task not in self._scenes:
-            for old in [old for old in self._scenes if old not in self._task]:
-                if len(self._scenes) >= self.config.tasks_in_memory:
-                    self._drop(old)
-            shown = SHOWN + (images.SHOWN if self._frames else ())
-            self._scenes[task] = scene = Scene(task_files(task), shown)
-            self._readers[task] = StateReader(scene, self._layout)
-            if len(self._scenes) == len(self.all_tasks):
-                forget_files()
-        return self._scenes[task]
+        shown = SHOWN + (images.SHOWN if self._frames else ())
+        most = min(self.config.tasks_in_memory, len(self.all_tasks))
+        return shelf.scene(task, shown, self.config.fast_images, most)
 
-    def _painter(self, task: str) -> images.Painter:
-        if task not in self._painters:
-            largest = max(self.config.image_size, self.config.video_size)
-            self._painters[task] = images.Painter(self._scenes[task], largest, self.config.fast_images)
-        return self._painters[task]
-
-    def _drop(self, task: str) -> None:
-        if task in self._painters:
-            self._painters.pop(task).close()
-        del self._readers[task]
-        self._scenes.pop(task).close()
+    def _painter(self, row: Row) -> images.Painter:
+        largest = max(self.config.image_size, self.config.video_size)
+        return shelf.painter(row.scene, largest, self.config.fast_images)

@@ -42,9 +42,9 @@ class LiberoExpert:
     def begin(self, rows: np.ndarray) -> None:
         """These rows were just reset."""
         for row in rows:
-            scene = self._env.scene_of(row)
-            what, where, inside = goal_of(scene.env.parsed_problem["goal_state"], scene.files.name)
-            self._plans[row] = pick_and_place(Geometry(scene, self._env.row(row)), what, where, inside)
+            mine = self._env.row(row)
+            what, where, inside = goal_of(mine.scene.env.parsed_problem["goal_state"], mine.scene.files.name)
+            self._plans[row] = pick_and_place(Geometry(mine), what, where, inside)
 
     def act(self) -> np.ndarray:
         """float32 [N, 7]: the next action of every row; rows whose plan is over stand still."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embodied.envs.libero_scene import Row, Scene
+from embodied.envs.libero_scene import Row
 
 COLLISION = 0  # MuJoCo's group of collision shapes
 CORNERS = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)], float)
@@ -16,7 +16,8 @@ CORNERS = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)
 class Geometry:
     """One row of a scene."""
 
-    def __init__(self, scene: Scene, row: Row) -> None:
+    def __init__(self, row: Row) -> None:
+        scene = row.scene
         self._model, self._data = scene.model, row.data._data
         self._env = scene.env
         self._hand = scene.robot.eef_site_id
@@ -56,8 +57,9 @@ class Geometry:
         others = np.concatenate([geoms for name, geoms in self._geoms.items() if name != without])
         turned = self._data.geom_xmat[others].reshape(-1, 3, 3)
         away = np.asarray(points)[:, None] - self._data.geom_xpos[others][None]
-        local = np.abs(np.einsum("gji,ngj->ngi", turned, away) - self._centres[others][None]) - self._sizes[others][None]
-        return float(np.linalg.norm(np.maximum(local, 0), axis=2).min())
+        local = np.einsum("gji,ngj->ngi", turned, away) - self._centres[others]
+        outside = np.maximum(np.abs(local) - self._sizes[others], 0)
+        return float(np.linalg.norm(outside, axis=2).min())
 
     def top_between(self, start: np.ndarray, end: np.ndarray, width: float, without: str) -> float:
         """The height of the highest thing within `width` of the way from start to end, seen from above."""

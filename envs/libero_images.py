@@ -73,6 +73,7 @@ class Painter:
         model = scene.model
         if fast:
             model.vis.quality.offsamples = 0
+        self.largest = largest
         self._scene = scene
         self._data = mujoco.MjData(model)
         self._drawn = mujoco.MjvScene(model, maxgeom=MAX_GEOMS)

@@ -9,14 +9,15 @@ velocities are evaluated once per physics step instead of three times, and obser
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import io
 import logging
 import os
 import sys
+import threading
 import types
 import warnings
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -38,6 +39,8 @@ class Row:
     """What one env row has of its own in a scene."""
 
     def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        scene.rows.add(self)
         self.data = scene.new_data()
         self.robot = dict(scene.robot.__dict__)
         self.gripper = np.zeros(scene.robot.gripper.dof)
@@ -57,7 +60,8 @@ class Scene:
         self.sim, self.robot = self.env.sim, self.env.robots[0]
         self.model = self.sim.model._model
         self.pristine = self.sim.pristine
-        self._attached: Row | None = None
+        self.rows: weakref.WeakSet[Row] = weakref.WeakSet()
+        self._attached: weakref.ref[Row] | None = None
 
     def new_data(self) -> Any:
         from robosuite.utils.binding_utils import MjData
@@ -66,7 +70,7 @@ class Scene:
 
     def attach(self, row: Row) -> None:
         """Make robosuite's objects those of this row."""
-        before = self._attached
+        before = self._attached() if self._attached else None
         if before is row:
             return
         if before is not None:
@@ -78,7 +82,7 @@ class Scene:
         self.robot.gripper.current_action = row.gripper
         for name, array in row.model.items():
             getattr(self.model, name)[:] = array
-        self._attached = row
+        self._attached = weakref.ref(row)
 
     def begin(self, row: Row, seed: int, state: np.ndarray | None) -> bool:
         """Start an episode from a stored state, or from a placement drawn from `seed`; returns whether it is a success.
@@ -154,24 +158,19 @@ class Scene:
         row.shown = {name: np.array(getattr(model if name == "site_rgba" else data, name)) for name in self.shown}
 
 
-def forget_files() -> None:
-    """MuJoCo keeps meshes and textures it read (a quarter of a gigabyte) for models to come; drop them."""
-    import mujoco
-
-    mujoco.mj_clearCache(mujoco.mj_getCache())
-    with contextlib.suppress(OSError, AttributeError):  # not glibc: the memory stays with this process
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+_drawing = threading.Lock()
 
 
 @contextlib.contextmanager
 def own_draws(seed: int) -> Iterator[None]:
     """robosuite draws placements from numpy's global generator; for a while it is one of the episode's own."""
-    before = np.random.get_state()
-    np.random.set_state(np.random.RandomState(seed).get_state())
-    try:
-        yield
-    finally:
-        np.random.set_state(before)
+    with _drawing:
+        before = np.random.get_state()
+        np.random.set_state(np.random.RandomState(seed).get_state())
+        try:
+            yield
+        finally:
+            np.random.set_state(before)
 
 
 @cache

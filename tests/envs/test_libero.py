@@ -20,7 +20,7 @@ OBJECT, SPATIAL = "libero_object/0", "libero_spatial/3"
 
 @pytest.fixture(scope="module")
 def env():
-    config = LiberoConfig(name="libero", task=(OBJECT, SPATIAL), max_episode_steps=5, num_envs=3)
+    config = LiberoConfig(name="libero", task=(OBJECT, SPATIAL), max_episode_steps=4, num_envs=3)
     env = make_env(config, 3)
     yield env
     env.close()
