@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,9 +15,11 @@ from embodied.policies.base import Policy, Scores
 
 
 class Model:
-    def __init__(self, policy: Policy, config: LearnerConfig) -> None:
+    def __init__(self, policy: Policy, config: LearnerConfig, tick: Callable[[], None] = lambda: None) -> None:
+        """`tick` says "still alive" before every pass."""
         self.policy = policy
         self.config = config
+        self.tick = tick
         first = next(policy.parameters())
         self.device = first.device.type
         self.dtype = torch.promote_types(first.dtype, torch.float32)  # of losses, and of gradients on their way
@@ -26,6 +29,7 @@ class Model:
             compile_blocks(policy)
 
     def score(self, inputs: dict) -> Scores:
+        self.tick()
         with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
             scores = self.policy(inputs)
         return Scores(*(part.to(self.dtype) for part in (scores.logprobs, scores.entropy, scores.values)))

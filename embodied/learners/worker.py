@@ -38,7 +38,7 @@ class LearnerWorker(Worker):
     def build(self, spec: EnvSpec) -> None:
         """The policy with its initial weights (the same on every rank) and a fresh optimizer."""
         self.policy = make_policy(self.policy_config, spec, self.seed).eval()
-        self.model = Model(self.policy, self.config)
+        self.model = Model(self.policy, self.config, self.tick)
         if self.config.shard:
             shard(self.policy, self.meeting, self.rank, self.world_size)
         self.collective = join(self.meeting, self.rank, self.world_size, self.model.device, self.timers)

@@ -240,8 +240,9 @@ class Cluster:
     def _wait(self, handles: Sequence[Handle], started: float, timeout_s: float | None) -> None:
         """Called with the lock: until something happens, or it is time to look for hung hosts."""
         allowed = self.timeout_s if timeout_s is None else timeout_s
-        since = started if timeout_s is not None else self._last_sign(handles, started)
-        left = since + allowed - time.monotonic()
+        left = started + allowed - time.monotonic()
+        if left <= 0 and timeout_s is None:
+            left = self._last_sign(handles) + allowed - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(self._late(next(handle for handle in handles if handle.running()), allowed))
         if self._keeper is None:
@@ -250,11 +251,11 @@ class Cluster:
             self._changed.wait(min(left, self._keeper.check_s))
             self._keeper.check(self._calls.values())
 
-    def _last_sign(self, handles: Sequence[Handle], started: float) -> float:
+    def _last_sign(self, handles: Sequence[Handle]) -> float:
         """When one of those who are waited for last did something."""
         waited = [worker for handle in handles for worker in handle.running()]
         signs = [self._backend.progress(self._host_of(worker), self._slot(worker)) for worker in waited]
-        return max([started, *(time.monotonic() - sign.ago_s for sign in signs)])
+        return time.monotonic() - min(sign.ago_s for sign in signs)
 
     def _failure_for(self, handle: Handle) -> Failure | None:
         """What this wait must report. Called with the lock."""

@@ -31,6 +31,7 @@ class Keeper:
         self.check_s = min(1.0, supervisor.budget.hang_s / 4)
         self._backend = backend
         self._clock = clock
+        self._next_check = 0.0
         self._condemned: dict[str, Failure] = {}  # host -> why it is being killed
         self._rebuilt_by: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}  # host -> (construction, weights)
 
@@ -46,9 +47,12 @@ class Keeper:
             self._backend.kill(host)
 
     def check(self, calls: Iterable[Call]) -> None:
-        """Kills the hosts that have been silent for too long."""
-        self._advance()
+        """Kills the hosts that have been silent for too long; looks every `check_s`."""
         now = self._clock()
+        if now < self._next_check:
+            return
+        self._next_check = now + self.check_s
+        self._advance()
         calls_of: dict[str, list[Call]] = {}
         for call in calls:
             calls_of.setdefault(call.host, []).append(call)

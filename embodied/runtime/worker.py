@@ -27,7 +27,8 @@ class Worker:
     rank: int
     world_size: int
     timers: Timers
-    tick: Callable[[], None]  # says "still alive" from inside long work; every call and channel operation ticks too
+    tick: Callable[[], None] = staticmethod(lambda: None)
+    """Says "still alive" from inside long work, to the host; every call and channel operation ticks too."""
 
     def onload(self) -> None:
         """Takes device memory."""

@@ -27,6 +27,12 @@ class Counter(Worker):
         with self.timers.measure("nap"):
             time.sleep(seconds)
 
+    def sleep_and_tick(self, seconds):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            self.tick()
+
     def pid(self):
         return os.getpid()
 
@@ -118,6 +124,15 @@ def test_a_call_may_still_be_running(counters):
     with pytest.raises(DeadlineExceeded, match=r"count.sleep did not finish within 0\.05 s on count-0(.|\n)*last sign"):
         handle.wait(timeout_s=0.05)
     handle.wait()
+
+
+def test_a_wait_lasts_as_long_as_there_are_signs_of_life(backend):
+    with Cluster(backend, [HostPlan("h0", ("count",))], timeout_s=0.8) as cluster:
+        counters = cluster.launch(Counter, "count")
+        counters.who().wait(20)
+        counters.sleep_and_tick(1.5).wait()
+        with pytest.raises(DeadlineExceeded, match=r"count.sleep did not finish within 0\.8 s on count-0"):
+            counters.sleep(1.5).wait()
 
 
 def test_an_exception_is_told_with_its_place_and_its_traceback(backend, tmp_path):
