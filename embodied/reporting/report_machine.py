@@ -13,7 +13,7 @@ from embodied.reporting.svg import Series, figure, legend, line_chart, short
 from embodied.reporting.timeline import Span, innermost, read_trace
 
 TRACE = "trace.json"
-MOST_TRACE_BYTES = 30_000_000  # a larger one is left to a trace viewer
+MOST_TRACE_BYTES = 10_000_000  # a larger one is left to a trace viewer
 MOST_ROWS = 48  # workers or hosts drawn one under the other
 BINS = 800  # of the timeline's width; a bin shows what took most of it
 SHOWN_ITERATIONS = 2
