@@ -188,14 +188,6 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """One published version of a policy's weights and buffers."""
-
-    version: int
-    tensors: dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
 class RolloutStats:
     """Where the time of one sim worker went in one rollout, and how much it did."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from embodied import commands
 from embodied.checkpoints import locate, name_of, read_json
 from embodied.config import RunConfig, load
-from embodied.data import EnvSpec, Weights
+from embodied.data import EnvSpec
 from embodied.errors import ConfigError
 from embodied.reporting.console import describe_results
 from embodied.reporting.report import report_or_say_why
@@ -22,6 +22,7 @@ from embodied.reporting.stats import summarize
 from embodied.run_folder import provenance
 
 if TYPE_CHECKING:
+    from embodied.workflows.delivery import Weights
     from embodied.workflows.embodied import EmbodiedLoop
 
 BUILT_IN = {"random": "embodied.policies.simple:RandomPolicy", "zero": "embodied.policies.simple:ZeroPolicy"}
@@ -67,7 +68,8 @@ def find(checkpoint: str, config: RunConfig) -> Target:
     from pydantic import TypeAdapter
 
     from embodied.policies.config import ExternalPolicyConfig, PolicyConfig
-    from embodied.policies.folder import read_description, read_weights
+    from embodied.policies.folder import read_blobs, read_description
+    from embodied.workflows.delivery import Weights
 
     if checkpoint in BUILT_IN or (":" in checkpoint and not Path(checkpoint).exists()):
         name = BUILT_IN.get(checkpoint, checkpoint)
@@ -79,7 +81,7 @@ def find(checkpoint: str, config: RunConfig) -> Target:
     parent = (run or policy.parent) / "eval"
     out = parent / f"{name_of(version)}-evaluate" if folder else parent / policy.name
     described = TypeAdapter(PolicyConfig).validate_python(raw)
-    return Target(described, spec, Weights(version, read_weights(policy)), out)
+    return Target(described, spec, Weights(version, read_blobs(policy)), out)
 
 
 def fresh_folder(path: Path) -> Path:

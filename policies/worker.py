@@ -6,44 +6,49 @@ It holds no state about envs. A worker that has no weights yet (or lost them) is
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from embodied import rng
-from embodied.data import ActReply, ActRequest, EnvSpec, Weights
-from embodied.errors import EmbodiedError, Unusable
+from embodied.data import ActReply, ActRequest, EnvSpec
+from embodied.errors import Unusable
 from embodied.policies import make_policy
-from embodied.policies.base import Policy
 from embodied.runtime import Channel, Worker
+from embodied.runtime.blobs import Blob, tensor_of
+from embodied.runtime.weights import Publication, WeightReader
 
 
 class PolicyWorker(Worker):
-    def __init__(self, config, seed: int) -> None:
+    def __init__(self, config, seed: int, precision: str = "full") -> None:
+        """`precision` is the learner's: log-probs must agree."""
         self.config = config
         self.seed = seed
-        self.policy: Policy | None = None
-        self.version: int | None = None
+        self.bf16 = precision == "bf16"
+        self.weights = WeightReader()
 
     def build(self, spec: EnvSpec) -> None:
         self.policy = make_policy(self.config, spec).eval()
         self.noise = self.policy.noise_spec()
+        self.device = next((p.device.type for p in self.policy.parameters()), "cpu")
 
-    def load_weights(self, channel: Channel, version: int) -> None:
-        """Take this published version; earlier ones may still wait before it."""
-        with self.timers.measure("wait"):
-            weights: Weights = channel.get()
-            while weights.version != version:
-                weights = channel.get()
-        self.policy.load_weights(weights.tensors)
-        self.version = weights.version
+    def route(self, publication: Publication) -> str:
+        """How this process gets at published weights."""
+        return self.weights.route(publication)
 
-    def serve(self, requests: Channel, replies: dict[str, Channel], greedy: bool = False, stream: str = "train") -> int:
-        """Answer these sources until one says that nobody asks any more; others are of an earlier round. Returns the
-        number of decisions."""
-        if self.version is None:
-            raise EmbodiedError("this policy worker has no weights yet; publish a version before the rollout")
+    def load_weights(self, publication: Publication, route: str, channel: Channel) -> None:
+        """Take a published version; buckets of it come through the channel."""
+        self.policy.check_names(publication.specs)
+        found = self.weights.load(publication, route, channel)
+        self.policy.use_weights({n: tensor_of(w) if isinstance(w, Blob) else w for n, w in found.items()})
+
+    def serve(
+        self, requests: Channel, replies: dict[str, Channel], version: int, greedy: bool = False, stream: str = "train"
+    ) -> int:
+        """Answer these sources with this version until one says that nobody asks any more; others are of an earlier
+        round. Returns the number of decisions."""
         decisions = 0
         while not (request := self._next(requests)).done:
             if request.source in replies:
-                with self.timers.measure("act"):
+                with self.timers.measure("act"), self.weights.acting(version):
                     reply = self._answer(request, greedy, stream)
                 decisions += 0 if reply.output is None else len(reply.values)
                 replies[request.source].put(reply)
@@ -54,16 +59,20 @@ class PolicyWorker(Worker):
             return requests.get()
 
     def _answer(self, request: ActRequest, greedy: bool, stream: str) -> ActReply:
-        final_values = None if request.final_obs is None else self.policy.value(request.final_obs)
-        if request.value_only:
-            output, values = None, self.policy.value(request.obs)
-        else:
-            output = self.policy.act(request.obs, self._noise(request, stream), greedy)
+        output, final_values = None, None
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
+            if request.final_obs is not None:
+                final_values = self.policy.value(request.final_obs)
+            if request.value_only:
+                values = self.policy.value(request.obs)
+            else:
+                output = self.policy.act(request.obs, self._noise(request, stream), greedy)
+        if output is not None:
             values = output.values
             self._check_finite("actions", output.actions)
             self._check_finite("log-probs", output.logprobs)
         self._check_finite("values", values)
-        return ActReply(request.source, request.number, output, values, final_values, self.version)
+        return ActReply(request.source, request.number, output, values, final_values, self.weights.version)
 
     def _check_finite(self, what: str, numbers: np.ndarray) -> None:
         if not np.isfinite(numbers).all():

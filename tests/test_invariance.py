@@ -35,12 +35,14 @@ FOUR = (0, 1, 2, 3)  # what modes are laid out on; a machine with fewer cores sh
 ONE_OF_EACH = {"sim": "cpu:0", "policy,learner": "cpu:1"}
 TWO_SIMS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:0"}
 TWO_LEARNERS = {"sim,policy": "cpu:0", "learner": "cpu:0-1*2"}
+THREE_LEARNERS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:0-2*3"}  # of 8 envs: 2, 3 and 3
+FOUR_LEARNERS = {"sim": "cpu:0", "policy,learner": "cpu:0-3*4"}
 ALL_APART = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
 
 
-def trained(folder, placement, backend="inline", stages=1):
+def trained(folder, placement, backend="inline", stages=1, options=(), route=None):
     """The weights after a few iterations under this plan, and the gradient norms on the way."""
-    config = load([*ARGUMENTS, f"pipeline.stages={stages}", f"cluster.backend={backend}"]).config
+    config = load([*ARGUMENTS, f"pipeline.stages={stages}", f"cluster.backend={backend}", *options]).config
     plan = make_plan(placement, FOUR, config.env.num_envs, stages)
     here = sorted(os.sched_getaffinity(0))
     hosts = [replace(host, cores=tuple({here[core % len(here)] for core in host.cores})) for host in plan.hosts]
@@ -48,9 +50,10 @@ def trained(folder, placement, backend="inline", stages=1):
     with commands.cluster(config, plan, folder) as cluster:
         loop = EmbodiedLoop(config, cluster, meeting=meeting_point(plan.count("learner"), backend, folder, 60))
         loop.start()
+        loop.delivery.routes = [route] * len(loop.policies) if route else []
         loop.publish(0)
         norms = [loop.iterate(i, ITERATIONS)[1]["train/grad_norm"] for i in range(ITERATIONS)]
-        loop.learners[0].save(folder / "saved").wait()
+        loop.learners.save(folder / "saved").wait()
     return read_weights(folder / "saved" / "policy"), norms
 
 
@@ -89,8 +92,8 @@ def test_the_reference_run_learns_and_stays_clear_of_every_threshold(tmp_path, m
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(
     "placement",
-    [ONE_OF_EACH, TWO_SIMS, TWO_LEARNERS, ALL_APART, "auto", "collocated", "disaggregated", "hybrid"],
-    ids=["one_of_each", "two_sims", "two_learners", "all_apart", "auto", "collocated", "disaggregated", "hybrid"],
+    [ONE_OF_EACH, TWO_SIMS, TWO_LEARNERS, THREE_LEARNERS, ALL_APART, "auto", "collocated", "disaggregated", "hybrid"],
+    ids="one_of_each two_sims two_learners three_learners all_apart auto collocated disaggregated hybrid".split(),
 )
 def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stages):
     check_same(trained(tmp_path, placement, stages=stages)[0], reference)
@@ -99,6 +102,24 @@ def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stage
 @pytest.mark.parametrize("placement", [ONE_OF_EACH, ALL_APART], ids=["one_of_each", "all_apart"])
 def test_processes_give_the_same_weights_as_threads(reference, tmp_path, placement):
     check_same(trained(tmp_path, placement, "local")[0], reference)
+
+
+def test_four_learners_that_each_act_with_their_own_weights_give_the_same(reference, tmp_path):
+    check_same(trained(tmp_path, FOUR_LEARNERS, stages=4)[0], reference)
+
+
+@pytest.mark.parametrize(
+    ("placement", "backend", "options", "route"),
+    [
+        (ONE_OF_EACH, "inline", ["learner.micro_batch_size=7"], None),
+        (TWO_LEARNERS, "inline", ["learner.micro_batch_size=16", "learner.checkpoint_activations=true"], None),
+        (TWO_LEARNERS, "local", ["learner.shard=true", "learner.micro_batch_size=16"], "buckets"),
+    ],
+    ids=["accumulated", "accumulated_by_two", "sharded_and_sent_in_buckets"],
+)
+def test_how_learners_compute_and_send_changes_nothing(reference, tmp_path, placement, backend, options, route):
+    check_same(trained(tmp_path, placement, backend, options=options, route=route)[0], reference)
+    assert not list(tmp_path.glob("learners-*"))
 
 
 @pytest.mark.parametrize("backend", ["inline", "local"])

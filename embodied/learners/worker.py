@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.data import EnvSpec, Trajectory, Weights
-from embodied.errors import CheckpointError
+from embodied.data import EnvSpec, Trajectory
+from embodied.errors import CheckpointError, EmbodiedError
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Collective, join
 from embodied.learners.config import LearnerConfig
@@ -22,8 +22,9 @@ from embodied.learners.sharding import leave, load_whole, shard, whole_tensors
 from embodied.learners.update import prepare, update_policy
 from embodied.policies import make_policy
 from embodied.policies.folder import read_blobs
-from embodied.runtime import Channel, Worker
-from embodied.runtime.blobs import tensor_of
+from embodied.runtime import Channel, Worker, served_while_busy
+from embodied.runtime.blobs import blob_of, spec_of, tensor_of
+from embodied.runtime.weights import Publication, WeightStore
 
 
 class LearnerWorker(Worker):
@@ -35,14 +36,23 @@ class LearnerWorker(Worker):
         self.meeting = meeting
         self.collective: Collective = Alone()
 
-    def build(self, spec: EnvSpec) -> None:
-        """The policy with its initial weights (the same on every rank) and a fresh optimizer."""
+    def build(self, spec: EnvSpec, store: str, snapshot: bool) -> None:
+        """The policy with its initial weights (the same on every rank) and a fresh optimizer. Published weights are
+        known under the name `store`; they need a snapshot if somebody outside the learners' processes acts."""
         self.policy = make_policy(self.policy_config, spec, self.seed).eval()
         self.model = Model(self.policy, self.config, self.tick)
         if self.config.shard:
             shard(self.policy, self.meeting, self.rank, self.world_size)
         self.collective = join(self.meeting, self.rank, self.world_size, self.model.device, self.timers)
         self.optimizer = Optimizer(self.policy, self.algo, self.collective)
+        weights = self.policy.state_dict()
+        frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
+        self.moving = weights.keys() - frozen  # what an update may change
+        self.loaded = False  # since the last publication
+        live = None if self.config.shard else weights
+        specs = {name: spec_of(tensor) for name, tensor in weights.items()}
+        snapshot = self.rank == 0 and (snapshot or live is None)
+        self.store = WeightStore(specs, snapshot, live, store)
 
     def update(
         self, trajectories: Channel, sources: tuple[str, ...], env_ids: np.ndarray, iteration: int, total: int
@@ -53,18 +63,39 @@ class LearnerWorker(Worker):
             parts = receive(trajectories, sources)
         whole = merge(parts)
         share = prepare(whole, self.algo, self.collective, env_ids, self.model.dtype)
-        numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, iteration, total)
-        rows = self.policy.observation_moments(whole.obs)
-        if rows is not None:
-            self.policy.merge_observation_moments(np.concatenate(self.collective.gather(rows)))
+        with self.store.updating():
+            numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, iteration, total)
+            rows = self.policy.observation_moments(whole.obs)
+            if rows is not None:
+                self.policy.merge_observation_moments(np.concatenate(self.collective.gather(rows)))
         return numbers
 
-    def publish(self, version: int, channels: tuple[Channel, ...]) -> None:
-        """Hand the current weights to every policy worker as this version."""
-        tensors = {name: tensor.detach().numpy().copy() for name, tensor in whole_tensors(self.policy)}
-        if self.rank == 0:
-            for channel in channels:
-                channel.put(Weights(version, tensors))
+    def publish(self, version: int) -> Publication | None:
+        """Make the current weights visible as this version. Rank 0 says where they are."""
+        self._check_live()
+        names = None if self.store.version < 0 or self.loaded else self.moving
+        tensors = whole_tensors(self.policy, names)
+        if self.rank and self.config.shard:
+            for _ in tensors:
+                pass
+        publication = self.store.publish(version, ((name, blob_of(tensor)) for name, tensor in tensors))
+        self.loaded = False
+        return None if self.rank else publication
+
+    def _check_live(self) -> None:
+        """Those who share the weights would not see a tensor that was replaced."""
+        now = self.policy.state_dict()
+        for name, tensor in (self.store.live or {}).items():
+            if now[name].data_ptr() != tensor.data_ptr():
+                raise EmbodiedError(
+                    f"{type(self.policy).__name__} replaced its weight {name} by another tensor in an update; "
+                    "change it in place, with copy_"
+                )
+
+    @served_while_busy
+    def send(self, channels: tuple[Channel, ...], whole: bool) -> None:
+        """Begin to put the published version into these channels; of no concern to an update in progress."""
+        self.store.send_aside(channels, whole)
 
     def save(self, folder: Path) -> None:
         """The policy folder and the optimizer, into a checkpoint that is being written; rank 0 writes."""
@@ -83,8 +114,10 @@ class LearnerWorker(Worker):
     def load(self, checkpoint: Path) -> None:
         load_whole(self.policy, {name: tensor_of(blob) for name, blob in read_blobs(checkpoint / "policy").items()})
         self.optimizer.load(checkpoint / "learner")
+        self.loaded = True
 
     def close(self) -> None:
+        self.store.close()
         if self.config.shard:
             leave()
 

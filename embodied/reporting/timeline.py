@@ -125,7 +125,7 @@ def describe(groups: Iterable[Phases]) -> str:
 def clock_differences(group: WorkerGroup) -> dict[str, float]:
     """Per worker, seconds to add to its clock to get the driver's."""
     here, differences = machine(), {}
-    for rank, (worker, (where, _)) in enumerate(zip(group.workers, group.clock().wait(), strict=True)):
+    for rank, (worker, (where, _)) in enumerate(zip(group.workers, group.process().wait(), strict=True)):
         differences[worker] = 0.0 if where == here else min(ping(group[rank]) for _ in range(PINGS))[1]
     return differences
 
@@ -133,7 +133,7 @@ def clock_differences(group: WorkerGroup) -> dict[str, float]:
 def ping(worker: WorkerGroup) -> tuple[float, float]:
     """(seconds of the round trip, the driver's clock minus the worker's)."""
     sent = perf_counter()
-    ((_, there),) = worker.clock().wait()
+    (there,) = worker.clock().wait()
     back = perf_counter()
     return back - sent, (sent + back) / 2 - there
 

@@ -54,12 +54,26 @@ class Publication:
         return sum(self.specs[name].size_bytes for name in self.changed)
 
 
+def new_name() -> str:
+    """For a store, or for those of all learners that hold the same weights."""
+    return secrets.token_hex(8)
+
+
 class WeightStore:
     """The side of who trains. One thread updates and publishes; `send` and readers may come at any time."""
 
-    def __init__(self, specs: Mapping[str, Spec], snapshot: bool = True, live: Mapping[str, Any] | None = None) -> None:
-        """`live` tensors are shared with readers in this process; without a snapshot all readers must be there."""
-        self.name = secrets.token_hex(8)
+    _fd = -1  # of the snapshot
+
+    def __init__(
+        self,
+        specs: Mapping[str, Spec],
+        snapshot: bool = True,
+        live: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        """`live` tensors are shared with readers in this process; without a snapshot all readers must be where a store
+        of this name is."""
+        self.name = name or new_name()
         self.specs = dict(specs)
         self.live = live
         self.version = NONE  # last published
@@ -70,10 +84,10 @@ class WeightStore:
         self._writing = threading.Lock()  # nobody sends what is being overwritten
         self._current: Publication | None = None
         self._checksums: dict[str, int] = {}
-        self._fd, self._memory = -1, None
+        self._memory: np.ndarray | None = None
         if snapshot:
             self._make_snapshot()
-        stores_here[self.name] = self
+        stores_here.setdefault(self.name, self)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -118,6 +132,21 @@ class WeightStore:
             publication = self.current()
             for bucket in self._buckets(publication, self.specs if whole else publication.changed):
                 put_all(channels, bucket)
+
+    def send_aside(self, channels: tuple[Channel, ...], whole: bool = False) -> None:
+        """The same in a thread of its own. Who waits at a channel hears of errors."""
+
+        def work() -> None:
+            try:
+                self.send(channels, whole)
+            except Exception as error:
+                for channel in channels:
+                    channel.close(f"sending weights failed: {type(error).__name__}: {error}")
+
+        threading.Thread(target=work, name="weights", daemon=True).start()
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Readers that have mapped the snapshot keep it."""

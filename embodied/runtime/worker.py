@@ -6,6 +6,7 @@ in that thread, one call after the other.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -50,9 +51,14 @@ class Worker:
         return self.timers.record(on)
 
     @served_while_busy
-    def clock(self) -> tuple[str, float]:
-        """The machine, and what `time.perf_counter` says there: one clock for all processes of a machine."""
-        return machine(), perf_counter()
+    def clock(self) -> float:
+        """`time.perf_counter` there: the same for all processes of a machine."""
+        return perf_counter()
+
+    @served_while_busy
+    def process(self) -> tuple[str, int]:
+        """The machine and the process it runs in."""
+        return machine(), os.getpid()
 
 
 def machine() -> str:

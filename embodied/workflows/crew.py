@@ -21,6 +21,7 @@ from embodied.data import ActRequest, AskAgain, EnvSpec, Route
 from embodied.episodes import EpisodeList
 from embodied.runtime import Budget, Channel, Cluster, Handle, WorkerGroup
 from embodied.runtime.failures import Failure
+from embodied.workflows.delivery import Delivery
 from embodied.workflows.ledger import Ledger
 
 
@@ -45,10 +46,10 @@ class Crew:
         self.restarts = 0
         self.abandoned_episodes = 0
 
-    def start(self, spec: EnvSpec, episodes: EpisodeList | None, load: Callable, budget: Budget) -> None:
+    def start(self, spec: EnvSpec, episodes: EpisodeList | None, delivery: Delivery, budget: Budget) -> None:
         """Lay the channels: requests live with the policy workers, replies with the sims. From now on who dies is
-        replaced. `load(ranks)` gives policy workers the current weights; `episodes` are those of training."""
-        self.spec, self.episodes, self.load = spec, episodes, load
+        replaced. `episodes` are those of training."""
+        self.spec, self.episodes, self.delivery = spec, episodes, delivery
         channel, stages = self.cluster.channel, range(self.num_stages)
         sims, policies = range(len(self.sims)), range(len(self.policies))
         self.requests = [channel(f"requests-{p}", home=self.policies[p]) for p in policies]
@@ -109,7 +110,7 @@ class Crew:
             built = self.cluster.replace(host)
             built += [self.sims[sim].spec() for sim in sims]
             built += [self.policies[policy].build(self.spec) for policy in policies]
-            self.cluster.rebuilt_by(host, built, self.load(policies))
+            self.cluster.rebuilt_by(host, built, self.delivery.reload(policies))
             abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
             self.restarts += 1
             self.abandoned_episodes += abandoned
@@ -163,4 +164,6 @@ class Crew:
         }
 
     def _serve(self, routes: dict[int, Route], policy: int, greedy: bool, stream: str) -> Handle:
-        return self.policies[policy].serve(self.requests[policy], self._served(policy, routes), greedy, stream)
+        return self.policies[policy].serve(
+            self.requests[policy], self._served(policy, routes), self.delivery.version, greedy, stream
+        )

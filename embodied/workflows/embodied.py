@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, RolloutStats, Route, Weights
+from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, RolloutStats, Route
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.episodes import EpisodeList, env_blocks
 from embodied.runtime import Budget, Cluster, Handle, Timers, WorkerGroup
+from embodied.runtime.weights import new_name
 from embodied.workflows.crew import Crew
+from embodied.workflows.delivery import Delivery, Weights
 from embodied.workflows.evaluation import play_fixed
 
 if TYPE_CHECKING:
@@ -62,7 +64,6 @@ class EmbodiedLoop:
         """`tell` hears of every restart of a worker."""
         self.config = config
         self.cluster = cluster
-        self.version = -1
         self.timers = Timers()
         kind = env_class(config.env)
         tasks = kind.tasks(config.env)
@@ -75,10 +76,9 @@ class EmbodiedLoop:
         self.notes = cluster.channel("evaluation notes", capacity=None)
         rows = eval_rows(config, sum(host.roles.count("sim") for host in cluster.hosts))
         self.sims = cluster.launch(SIM, "sim", config.env, stages, journal, self.eval_env, rows)
-        self.policies = cluster.launch(POLICY, "policy", config.policy, config.seed)
+        self.policies = cluster.launch(POLICY, "policy", config.policy, config.seed, config.learner.precision)
         self.crew = Crew(cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell)
         self.learners = None
-        self.adopted: Weights | None = None
         if learn:
             options = (config.policy, config.algo, config.learner)
             self.learners = cluster.launch(LEARNER, "learner", *options, config.seed, meeting)
@@ -92,15 +92,16 @@ class EmbodiedLoop:
         spec = self.sims.spec().wait()[0]
         builds = [self.policies.build(spec)]
         if self.learners:
-            builds.append(self.learners.build(spec))
+            others = {*self.policies.process().wait()} - {*self.learners.process().wait()}
+            builds.append(self.learners.build(spec, new_name(), snapshot=bool(others)))
         for build in builds:
             build.wait()
         channel, faults = self.cluster.channel, self.config.faults
-        self.weights = [channel(f"weights-{p}", home=self.policies[p]) for p in range(len(self.policies))]
+        self.delivery = Delivery(self.cluster, self.policies)
         ranks = range(len(self.learners)) if self.learners else range(0)
         self.trajectories = [channel(f"trajectories-{r}", home=self.learners[r]) for r in ranks]
         budget = Budget(faults.max_restarts, faults.window_s, faults.hang_s)
-        self.crew.start(spec, self.train_episodes if self.learners else None, self._load, budget)
+        self.crew.start(spec, self.train_episodes if self.learners else None, self.delivery, budget)
         return spec
 
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
@@ -146,20 +147,22 @@ class EmbodiedLoop:
         self.crew.ledger.finish(result for part in batch.stats.values() for result in part.finished)
         return batch
 
+    @property
+    def version(self) -> int:
+        """Of the weights that act."""
+        return self.delivery.version
+
     def publish(self, version: int) -> float:
         """Make the learner's weights the ones that act, as this version."""
-        self.version = version
         with self.timers.measure("publish"):
-            sent = self.learners.publish(version, tuple(self.weights))
-            loading = self.policies.load_weights.each([(channel, version) for channel in self.weights])
-            self.crew.settle(sent, loading)
-        return sent.seconds("max")
+            publishing = self.learners.publish(version)
+            self.crew.settle(publishing)
+            self.crew.settle(*self.delivery.deliver(publishing.wait()[0], self.learners[0].send))
+        return publishing.seconds("max")
 
     def adopt(self, weights: Weights | None) -> None:
         """Act with weights that come from a checkpoint instead of a learner; None: the policy needs none."""
-        self.adopted = weights or Weights(0, {})
-        self.version = self.adopted.version
-        self.crew.settle(*self._load(range(len(self.policies))))
+        self.crew.settle(*self.delivery.adopt(weights or Weights(0, {})))
 
     def evaluate(self, folder: Path, num_films: int) -> list[EpisodeResult]:
         """Play the fixed evaluation episodes with the current version; results in episode order."""
@@ -200,18 +203,6 @@ class EmbodiedLoop:
     def _too_little(self, batch: Batch, missing: list[int]) -> bool:
         blocks = env_blocks(self.config.env.num_envs, len(self.learners))
         return 2 * len(missing) >= len(self.sims) or not all(batch.sources_of(block) for block in blocks)
-
-    def _load(self, ranks) -> list[Handle]:
-        """Give policy workers the weights of the current version."""
-        channels = tuple(self.weights[rank] for rank in ranks)
-        if self.version < 0 or not channels:
-            return []
-        if self.learners:
-            self.learners[0].publish(self.version, channels)
-        else:
-            for channel in channels:
-                channel.put(self.adopted)
-        return [self.policies[rank].load_weights(self.weights[rank], self.version) for rank in ranks]
 
 
 def eval_rows(config: RunConfig, num_sims: int) -> int:
