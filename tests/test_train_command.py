@@ -227,6 +227,7 @@ def test_training_that_diverges_says_so(tmp_path):
     assert "algo.lr" in output and "Traceback" not in output
     state = json.loads((only_run(tmp_path) / "run.json").read_text())
     assert state["state"] == "failed" and "algo.lr" in state["cause"]
+    assert not list(only_run(tmp_path).glob("checkpoints/v*"))
 
 
 def test_a_full_disk_is_a_message_and_a_failed_run(tmp_path):

@@ -237,3 +237,53 @@ def test_processes_of_one_machine_take_the_same_snapshot_or_buckets(tmp_path, ro
         if route == "snapshot":
             with pytest.raises(WorkerFailed, match="snapshot holds version 2 by now"):
                 readers.act(1).wait()
+
+
+MIB = 1 << 20
+LARGE = {f"layer-{i}": Spec("uint8", (16 * MIB,)) for i in range(8)}
+
+
+class Large(Worker):
+    """Weights of 128 MiB, and how much more memory than now this process has had meanwhile."""
+
+    def __init__(self):
+        self.live = {name: np.ones(spec.shape, np.uint8) for name, spec in LARGE.items()}
+        self.reader = WeightReader()
+
+    def offer(self):
+        self.store = WeightStore(LARGE)
+        return self.store.publish(0, ((name, Blob(LARGE[name], array)) for name, array in self.live.items()))
+
+    def send(self, channel):
+        return grown(lambda: self.store.send((channel,)))
+
+    def load(self, publication, route, channel):
+        self.live.clear()
+        return grown(lambda: self.reader.load(publication, route, channel))
+
+
+def grown(work):
+    """MiB that the peak of this process's memory is above what it has now."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak starts from here
+    before = resident("VmRSS")
+    work()
+    return (resident("VmHWM") - before) / 1024
+
+
+def resident(what):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(what))
+
+
+@pytest.mark.parametrize(("route", "sender", "reader"), [("buckets", 80, 128 + 80), ("snapshot", 8, 128 + 8)])
+def test_memory_stays_within_one_snapshot_and_what_is_in_flight(tmp_path, route, sender, reader):
+    """A snapshot that is mapped counts in every process that maps it, so the reader may show those 128 MiB as well."""
+    with Cluster("local", [HostPlan("a", ("owner",)), HostPlan("b", ("reader",))], tmp_path, timeout_s=60) as cluster:
+        owner, actor = cluster.launch(Large, "owner"), cluster.launch(Large, "reader")
+        channel = cluster.channel("weights", home=actor, capacity=1)
+        (publication,) = owner.offer().wait()
+        sending = owner.send(channel) if route == "buckets" else None
+        assert actor.load(publication, route, channel).wait()[0] < reader
+        if sending:
+            assert sending.wait()[0] < sender
