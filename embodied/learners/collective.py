@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from embodied.errors import DeadlineExceeded
-from embodied.learners.meeting import MeetingFile, MeetingRoom
+from embodied.learners.meeting import Meeting, MeetingAddress, MeetingFile, MeetingRoom
 from embodied.runtime import Timers
 
 SPINS = 20_000  # looks at the counters before a waiting rank begins to sleep between looks
@@ -54,15 +54,15 @@ class Threads:
 
 
 class Gloo:
-    """Ranks in processes of their own; gloo listens on loopback only."""
+    """Ranks in processes of their own, on one machine or several."""
 
-    def __init__(self, file: MeetingFile, rank: int, world_size: int) -> None:
+    def __init__(self, meeting: MeetingFile | MeetingAddress, rank: int, world_size: int) -> None:
         import torch.distributed as dist
 
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(file.path, world_size)
+        os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
+        store = meeting.store("gloo", world_size)
         self.world_size = world_size
-        self.group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=file.timeout_s))
+        self.group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=meeting.timeout_s))
 
     def sum(self, values: Tensor) -> Tensor:
         self.group.allreduce([values]).wait()
@@ -83,11 +83,11 @@ class Gloo:
 class Nccl:
     """GPU tensors are summed by NCCL, arrays gathered by gloo."""
 
-    def __init__(self, file: MeetingFile, rank: int, world_size: int) -> None:
+    def __init__(self, meeting: MeetingFile | MeetingAddress, rank: int, world_size: int) -> None:
         import torch.distributed as dist
 
-        self.gloo = Gloo(file, rank, world_size)
-        self.group = dist.ProcessGroupNCCL(dist.FileStore(file.path + "-nccl", world_size), rank, world_size)
+        self.gloo = Gloo(meeting, rank, world_size)
+        self.group = dist.ProcessGroupNCCL(meeting.store("nccl", world_size), rank, world_size)
 
     def sum(self, values: Tensor) -> Tensor:
         if not values.is_cuda:
@@ -181,18 +181,18 @@ class Measured:
 Collective = Alone | Threads | Gloo | Nccl | SharedMemory | Measured
 
 
-def join(
-    meeting: MeetingFile | MeetingRoom | None, rank: int, world_size: int, device: str, timers: Timers
-) -> Collective:
-    """Meet the other ranks; the file is gone when all have met. `device` is where gradients are."""
+def join(meeting: Meeting | None, rank: int, world_size: int, device: str, timers: Timers) -> Collective:
+    """Meet the other ranks; a file is gone when all have met. `device` is where gradients are."""
     if world_size == 1:
         return Alone()
     if isinstance(meeting, MeetingRoom):
         return Measured(Threads(meeting, rank), timers)
     if device == "cuda":
         ranks = Nccl(meeting, rank, world_size)
+    elif isinstance(meeting, MeetingFile) and platform.machine() == "x86_64":
+        ranks = SharedMemory(meeting, rank, world_size)
     else:
-        ranks = (SharedMemory if platform.machine() == "x86_64" else Gloo)(meeting, rank, world_size)
+        ranks = Gloo(meeting, rank, world_size)
     ranks.gather(np.zeros(1))
     if rank == 0:
         meeting.remove()

@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from embodied.learners.meeting import MeetingFile
+from embodied.learners.meeting import MeetingAddress, MeetingFile
 
 
-def shard(policy: nn.Module, file: MeetingFile, rank: int, world_size: int) -> None:
+def shard(policy: nn.Module, meeting: MeetingFile | MeetingAddress, rank: int, world_size: int) -> None:
     """Keep this rank's part of every parameter. Gradients are sums over ranks, not means."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
     device = next(policy.parameters()).device.type
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        store=dist.FileStore(file.path + "-shards", world_size),
+        store=meeting.store("shards", world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=file.timeout_s),
+        timeout=timedelta(seconds=meeting.timeout_s),
     )
     warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody changes what a policy returns
     mesh = init_device_mesh(device, (world_size,))

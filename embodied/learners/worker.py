@@ -16,6 +16,7 @@ from embodied.errors import CheckpointError, EmbodiedError
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Collective, join
 from embodied.learners.config import LearnerConfig
+from embodied.learners.meeting import MeetingAddress, listen
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.sharding import leave, load_whole, shard, whole_tensors
@@ -35,6 +36,14 @@ class LearnerWorker(Worker):
         self.seed = seed
         self.meeting = meeting
         self.collective: Collective = Alone()
+
+    def listen(self, timeout_s: float) -> MeetingAddress:
+        """Rank 0: become the meeting point of ranks on several machines."""
+        self.server, self.meeting = listen(timeout_s)
+        return self.meeting
+
+    def meet_at(self, address: MeetingAddress) -> None:
+        self.meeting = address
 
     def build(self, spec: EnvSpec, store: str, snapshot: bool) -> None:
         """The policy with its initial weights (the same on every rank) and a fresh optimizer. Published weights are

@@ -92,7 +92,11 @@ class EmbodiedLoop:
         spec = self.sims.spec().wait()[0]
         builds = [self.policies.build(spec)]
         if self.learners:
-            others = {*self.policies.process().wait()} - {*self.learners.process().wait()}
+            learning = self.learners.process().wait()
+            if len({machine for machine, _ in learning}) > 1:
+                (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
+                self.learners.meet_at(address).wait()
+            others = {*self.policies.process().wait()} - {*learning}
             builds.append(self.learners.build(spec, new_name(), snapshot=bool(others)))
         for build in builds:
             build.wait()

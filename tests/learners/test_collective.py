@@ -5,12 +5,15 @@ import sys
 
 import pytest
 
+from embodied.learners.meeting import listen
+
 PROGRAM = """
 import sys, numpy as np, torch
 from embodied.learners import collective
-from embodied.learners.meeting import MeetingFile
-kind, path, rank, size = getattr(collective, sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-ranks = kind(MeetingFile(path, 30.0), rank, size)
+from embodied.learners.meeting import MeetingAddress, MeetingFile
+kind, where, rank, size = getattr(collective, sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+host, _, port = where.rpartition(":")
+ranks = kind(MeetingAddress(host, int(port), 30.0) if host else MeetingFile(where, 30.0), rank, size)
 for round in range(50):
     for dtype in (torch.float32, torch.float64):
         total = ranks.sum(torch.full((1000 + 100 * (round % 3),), float(rank + round), dtype=dtype))
@@ -23,10 +26,8 @@ os._exit(0)  # gloo aborts when its peers are gone first
 """
 
 
-@pytest.mark.parametrize("kind", ["Gloo", "SharedMemory"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_agree_and_leave_no_file(tmp_path, kind, ranks):
-    arguments = [sys.executable, "-c", PROGRAM, kind, str(tmp_path / "meet")]
+def agree(kind, where, ranks):
+    arguments = [sys.executable, "-c", PROGRAM, kind, where]
     started = [
         subprocess.Popen(
             [*arguments, str(rank), str(ranks)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -34,6 +35,18 @@ def test_ranks_agree_and_leave_no_file(tmp_path, kind, ranks):
         for rank in range(ranks)
     ]
     for process in started:
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=200)
         assert process.returncode == 0 and "agreed" in output, output
+
+
+@pytest.mark.parametrize("kind", ["Gloo", "SharedMemory"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_agree_and_leave_no_file(tmp_path, kind, ranks):
+    agree(kind, str(tmp_path / "meet"), ranks)
     assert not list(tmp_path.glob("*sums*"))
+
+
+def test_ranks_on_several_machines_agree_through_the_first():
+    server, address = listen(timeout_s=30)
+    agree("Gloo", f"{address.host}:{address.port}", 2)
+    del server

@@ -165,7 +165,7 @@ def learner(seed):
     return worker
 
 worker, actor = learner(0), toy.make()
-worker.build(toy.ENV)
+worker.build(toy.ENV, "0" * 16, snapshot=True)
 block = env_blocks(toy.N, size)[rank]
 
 def train(iteration):
