@@ -69,16 +69,8 @@ class EvalSection(Strict):
     protocol: str | None = Field(
         None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
     )
-    videos: int = Field(4, ge=0, description="How many of the first episodes are filmed.")
+    videos: int = Field(4, ge=0, description="How many of the first episodes are filmed, if there are so many.")
     greedy: bool = Field(True, description="Take the policy's best action instead of a random one.")
-
-    @model_validator(mode="after")
-    def _films_exist(self) -> EvalSection:
-        if self.videos > self.episodes:
-            raise ValueError(
-                f"eval.videos={self.videos} is more than eval.episodes={self.episodes}; try eval.videos={self.episodes}"
-            )
-        return self
 
 
 class RunConfig(Strict):
@@ -149,7 +141,7 @@ COMMANDS = {
         "Play a fixed list of episodes with a trained policy and report its success.",
         {
             "checkpoint": "A run's folder, one of its checkpoints, a policy folder, random, zero, "
-            "or my_pkg.my_module:MyPolicy."
+            "or my_pkg.my_module:MyPolicy; several as [A,B,random] play the same episodes and are compared."
         },
         unused=("policy", "algo", "resume"),
     ),
@@ -161,14 +153,14 @@ class Loaded:
     config: RunConfig
     sources: dict[str, str]  # dotted key -> where it was set; other keys have their default
     flags: frozenset[str]
-    own: dict[str, str]  # the command's own arguments
+    own: dict[str, tuple[str, ...]]  # the command's own arguments
 
     @property
     def name(self) -> str:
         return self.config.run.name or "run"
 
     @property
-    def checkpoint(self) -> str:
+    def checkpoints(self) -> tuple[str, ...]:
         return self.own["checkpoint"]
 
     @property
@@ -198,7 +190,7 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
 
 def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], command: Command) -> Loaded:
     schema, tree = root(RunConfig), Tree(problems=problems)
-    own = {key: _text(key, values.pop(key), problems) for key in command.own if key in values}
+    own = {key: _texts(key, values.pop(key), problems) for key in command.own if key in values}
     recipe = base_recipe(values, own, command, problems)
     sources = recipe_sources(recipe, schema, problems) if recipe else []
     incomplete = bool(problems)  # then a missing key says nothing
@@ -221,11 +213,13 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     return Loaded(config, tree.sources, flags, own)
 
 
-def base_recipe(values: dict[str, Any], own: dict[str, str], command: Command, problems: list[str]) -> str | None:
+def base_recipe(
+    values: dict[str, Any], own: dict[str, tuple[str, ...]], command: Command, problems: list[str]
+) -> str | None:
     """The recipe that is named; else the one stored with the run to resume or to evaluate."""
     if "recipe" in values:
         return _text("recipe", values.pop("recipe"), problems)
-    for stored in (values.get("resume"), own.get("checkpoint")):
+    for stored in (values.get("resume"), *own.get("checkpoint", ())):
         if isinstance(stored, str) and (found := stored_recipe(Path(stored).expanduser())):
             return str(found)
     if isinstance(values.get("resume"), str) and values["resume"] != "auto":
@@ -235,7 +229,8 @@ def base_recipe(values: dict[str, Any], own: dict[str, str], command: Command, p
             f"which policy? python -m embodied.{command.name} checkpoint=runs/... or checkpoint=random recipe=NAME"
         )
     elif "checkpoint" in own:
-        problems.append(f"checkpoint={own['checkpoint']} is not in a run's folder, so name the env: recipe=NAME")
+        asked = " or ".join(own["checkpoint"])
+        problems.append(f"checkpoint={asked} is not in a run's folder, so name the env: recipe=NAME")
     elif not problems:
         problems.append(missing_recipe(command.name))
     return None
@@ -251,6 +246,14 @@ def _text(key: str, value: Any, problems: list[str]) -> str:
     if not isinstance(value, str):
         problems.append(f"{key}={value!r}: should be text")
     return str(value)
+
+
+def _texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
+    """One text, or a list of them."""
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        problems.append(f"{key}=[]: name at least one")
+    return tuple(_text(key, one, problems) for one in values)
 
 
 def dump_yaml(config: RunConfig) -> str:

@@ -1,31 +1,36 @@
-"""Evaluate a policy on a fixed episode list: python -m embodied.evaluate checkpoint=RUN_DIR eval.episodes=200
+"""Evaluate policies on a fixed episode list: python -m embodied.evaluate checkpoint=RUN_DIR eval.episodes=200
 
-The same function evaluates during training, so a version gives the same episodes there and here.
+Training evaluates through `write_evaluation` as well, so a version gives the same episodes there and here. Several
+policies (`checkpoint=[A,B,random]`) play the same episodes and are compared on them; several tasks (`env.task=[A,B]`)
+are played one after the other where the simulator cannot mix them.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from embodied import commands
-from embodied.checkpoints import locate, name_of, read_json
-from embodied.config import RunConfig, load
-from embodied.data import EnvSpec
+from embodied import commands, report
+from embodied.checkpoints import digest
+from embodied.config import COMMAND_LINE, Loaded, RunConfig, load
+from embodied.data import EpisodeResult
+from embodied.envs import env_class
+from embodied.envs.protocols import choose_protocol
 from embodied.errors import ConfigError
-from embodied.reporting.console import describe_results
+from embodied.placement import PlacementPlan
+from embodied.reporting.paired import describe_comparison, write_comparison
+from embodied.reporting.console import describe_results, describe_tasks
 from embodied.reporting.report import report_or_say_why
 from embodied.reporting.results import write_results
 from embodied.reporting.stats import summarize
 from embodied.run_folder import provenance
+from embodied.targets import Target, check_fits, find_all, other_training
 
 if TYPE_CHECKING:
-    from embodied.workflows.delivery import Weights
     from embodied.workflows.embodied import EmbodiedLoop
 
-BUILT_IN = {"random": "embodied.policies.simple:RandomPolicy", "zero": "embodied.policies.simple:ZeroPolicy"}
+Part = tuple[RunConfig, PlacementPlan]  # tasks that one env can play, and who runs where
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,55 +38,60 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
-    """Find the policy, take env and protocol from its run's recipe, play the episodes, write and print the results."""
+    """Find the policies, take env and protocol from the first one's recipe, play, write and print the results."""
     loaded = load(argv, entry="evaluate")
     if loaded is None:
         return 0
-    target = find(loaded.checkpoint, loaded.config)
-    config, plan = commands.planned(loaded.config.model_copy(update={"policy": target.config}), learn=False)
+    targets = find_all(loaded.checkpoints)
+    parts = [commands.planned(part, learn=False) for part in one_env_each(loaded.config)]
+    announce(loaded, parts, targets)
     if loaded.dry_run:
-        print(commands.describe(config, plan, target.out))
         return 0
-    out = fresh_folder(target.out)
-    print(commands.describe(config, plan, out), flush=True)
-    with commands.cluster(config, plan, out / "logs") as cluster:
-        results = evaluate(config, cluster, target, out)
-    print(describe_results(results))
-    print(f"  results     {out / 'results.json'}")
-    print(f"  report      {out / 'report.html'}")
-    for video in sorted((out / "videos").glob("*.mp4"))[:3]:
-        print(f"  video       {video}")
+    out = fresh_folder(results_folder(loaded.config, targets))
+    print(f"results     {out}", flush=True)
+    if len(targets) == 1:
+        evaluate(parts, targets[0], out)
+        return 0
+    played = {target.name: evaluate(parts, target, out / target.name) for target in targets}
+    print(describe_comparison(write_comparison(out, played)))
+    print(f"  comparison  {out / 'comparison.json'}")
+    print(f"  report      {report.write([out / name for name in played], out / report.COMPARISON)}")
     return 0
 
 
-@dataclass(frozen=True)
-class Target:
-    """What is evaluated, and where the results go."""
+def one_env_each(config: RunConfig) -> list[RunConfig]:
+    """The same evaluation for each of its tasks, where one env cannot play them all."""
+    kind = env_class(config.env)
+    tasks = kind.tasks(config.env)
+    if kind.mixes_tasks or len(tasks) == 1:
+        return [config]
+    envs = [config.env.model_copy(update={"task": task}) for task in dict.fromkeys(tasks)]
+    return [config.model_copy(update={"env": env}) for env in envs]
 
-    config: object  # of the policy
-    spec: EnvSpec | None  # the env it was made for
-    weights: Weights | None  # None: it needs none
-    out: Path
+
+def announce(loaded: Loaded, parts: list[Part], targets: list[Target]) -> None:
+    """The first screen, and what would surprise: options without effect, policies trained in another env."""
+    config, plan = parts[0]
+    protocol = choose_protocol(env_class(config.env), config.env, config.eval.protocol)
+    for key, value in protocol.options.items():
+        if loaded.sources.get(f"env.{key}") == COMMAND_LINE and getattr(loaded.config.env, key) != value:
+            raise ConfigError(
+                f"env.{key}={getattr(loaded.config.env, key)} has no effect: {protocol.name} plays with {value}; "
+                "eval.protocol=as-trained-v1 takes the env's options as they are"
+            )
+    env = config.env.model_copy(update={"task": loaded.config.env.task})
+    print(commands.describe(config.model_copy(update={"env": env, "policy": targets[0].config}), plan))
+    if len(targets) > 1:
+        print(f"policies    {', '.join(target.name for target in targets)}")
+    for target in targets:
+        if note := other_training(target, loaded, protocol.options):
+            print(f"note        {note}")
 
 
-def find(checkpoint: str, config: RunConfig) -> Target:
-    from pydantic import TypeAdapter
-
-    from embodied.policies.config import ExternalPolicyConfig, PolicyConfig
-    from embodied.policies.folder import read_blobs, read_description
-    from embodied.workflows.delivery import Weights
-
-    if checkpoint in BUILT_IN or (":" in checkpoint and not Path(checkpoint).exists()):
-        name = BUILT_IN.get(checkpoint, checkpoint)
-        label = checkpoint if checkpoint in BUILT_IN else name.partition(":")[2]
-        return Target(ExternalPolicyConfig(name=name), None, None, config.run.dir / f"evaluate-{label}")
-    policy, folder, run = locate(checkpoint)
-    raw, spec = read_description(policy)
-    version = read_json(folder / "manifest.json")["version"] if folder else 0
-    parent = (run or policy.parent) / "eval"
-    out = parent / f"{name_of(version)}-evaluate" if folder else parent / policy.name
-    described = TypeAdapter(PolicyConfig).validate_python(raw)
-    return Target(described, spec, Weights(version, read_blobs(policy)), out)
+def results_folder(config: RunConfig, targets: list[Target]) -> Path:
+    if len(targets) > 1:
+        return config.run.dir / "compare"
+    return targets[0].out or config.run.dir / f"evaluate-{targets[0].name}"
 
 
 def fresh_folder(path: Path) -> Path:
@@ -96,36 +106,75 @@ def fresh_folder(path: Path) -> Path:
     raise FileExistsError(path)
 
 
-def evaluate(config: RunConfig, cluster, target: Target, out: Path) -> dict:
-    """Load the weights into fresh workers and play."""
+def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult]:
+    """Play all tasks with fresh workers, write and print the results of one policy."""
     from embodied.workflows.embodied import EmbodiedLoop
 
-    loop = EmbodiedLoop(config, cluster, learn=False, tell=lambda line: print(line, flush=True))
-    spec = loop.start()
-    if target.spec is not None and (target.spec.action, target.spec.state_dim) != (spec.action, spec.state_dim):
-        raise ConfigError(
-            f"this policy was made for {target.spec.state_dim} state numbers and {target.spec.action}, but "
-            f"{config.env.name} {config.env.task} has {spec.state_dim} and {spec.action}"
-        )
-    loop.adopt(target.weights)
-    return play_and_write(loop, config, out)
+    episodes: list[EpisodeResult] = []
+    loops = []
+    tasks = tuple(task for config, _ in parts for task in env_class(config.env).tasks(config.env))
+    for config, plan in parts:
+        config = config.model_copy(update={"policy": target.config})
+        logs = out / "logs" / (config.env.task if len(parts) > 1 else "")
+        with commands.cluster(config, plan, logs) as cluster:
+            loop = EmbodiedLoop(
+                config, cluster, learn=False, tell=lambda line: print(line, flush=True), eval_tasks=tasks
+            )
+            check_fits(target, config.env, loop.start())
+            loop.adopt(target.weights)
+            episodes += loop.evaluate(out / "videos")
+            loops.append(loop)
+    results = write_evaluation(out, loops, episodes, target.described())
+    print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}")
+    print(f"  results     {out / 'results.json'}")
+    print(f"  report      {out / 'report.html'}")
+    for video in sorted((out / "videos").glob("*.mp4"))[:3]:
+        print(f"  video       {video}")
+    return episodes
 
 
-def play_and_write(loop: EmbodiedLoop, config: RunConfig, out: Path) -> dict:
-    """The evaluation of the version that acts now: results.json, episodes.csv and videos in `out`."""
-    episodes = loop.evaluate(out / "videos", config.eval.videos)
-    protocol = {
-        "name": loop.protocol.name,
-        "rules": loop.protocol.rules,
-        "env": loop.eval_env.model_dump(mode="json"),
-        "eval": config.eval.model_dump(mode="json"),
-        "backend": loop.eval_spec.backend,
-        "max_episode_steps": loop.eval_spec.max_episode_steps,
+def write_evaluation(
+    out: Path, loops: list[EmbodiedLoop], episodes: list[EpisodeResult], policy: dict[str, Any]
+) -> dict[str, Any]:
+    """results.json, episodes.csv and the report of what these loops (one per env) have played."""
+    results = {
+        "policy_version": loops[0].version,
+        "policy": policy,
+        "protocol": played_by(loops),
+        **summarize(episodes),
+        "provenance": provenance(),
     }
-    results = {"policy_version": loop.version, "protocol": protocol, **summarize(episodes), "provenance": provenance()}
     write_results(out, results, episodes)
     report_or_say_why(out)
     return results
+
+
+def played_by(loops: list[EmbodiedLoop]) -> dict[str, Any]:
+    """How the episodes were played."""
+    env = loops[0].eval_env.model_dump(mode="json")
+    if len(loops) > 1:
+        env["task"] = [loop.eval_env.task for loop in loops]
+    return {
+        "name": loops[0].protocol.name,
+        "rules": loops[0].protocol.rules,
+        "env": env,
+        "eval": loops[0].config.eval.model_dump(mode="json"),
+        "backend": ", ".join(dict.fromkeys(loop.eval_spec.backend for loop in loops)),
+        "max_episode_steps": max(loop.eval_spec.max_episode_steps for loop in loops),
+    }
+
+
+def evaluate_run(loop: EmbodiedLoop, out: Path, checkpoint: Path) -> dict[str, Any]:
+    """The evaluation of the version that acts now, in the middle of a run; its checkpoint need not have been saved."""
+    weights = checkpoint / "policy" / "model.safetensors"
+    saved = weights.is_file()
+    policy = {
+        "name": checkpoint.name,
+        "family": loop.config.policy.name,
+        "folder": str(weights.parent) if saved else None,
+        "sha256": digest(weights) if saved else None,
+    }
+    return write_evaluation(out, [loop], loop.evaluate(out / "videos"), policy)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from embodied import commands
 from embodied.checkpoints import name_of, newest, read_sims, verify, write_checkpoint
 from embodied.config import Loaded, RunConfig, load
 from embodied.errors import ConfigError
-from embodied.evaluate import play_and_write
+from embodied.evaluate import evaluate_run
 from embodied.learners.meeting import meeting_point
 from embodied.reporting.console import Console
 from embodied.reporting.report import report_or_say_why
@@ -72,7 +72,7 @@ def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, c
                 console.saved(save(loop, state, folder))
             if not interruption.requested and (last or due(state["iteration"], config.run.eval_every)):
                 out = folder.path / "eval" / name_of(loop.version)
-                console.evaluated(loop.version, play_and_write(loop, config, out))
+                console.evaluated(loop.version, evaluate_run(loop, out, folder.checkpoints / name_of(loop.version)))
                 report_or_say_why(folder.path)
             timeline.collect(state["iteration"])
         if interruption.requested:

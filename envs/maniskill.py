@@ -13,6 +13,7 @@ import contextlib
 import difflib
 import io
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -235,13 +236,23 @@ def lacking(asset: str) -> list[str]:
 
 @contextlib.contextmanager
 def quiet():
-    """ManiSkill and SAPIEN print notices at import that mean nothing to the user."""
+    """ManiSkill and SAPIEN print notices at import that mean nothing to the user.
+
+    One thread at a time: stdout belongs to the process, and two that redirect it at once leave it redirected.
+    """
     import warnings
 
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with QUIET, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        logging.getLogger("mani_skill").setLevel(logging.ERROR)
+        logging.getLogger("mani_skill ").addFilter(is_error)  # so it is called; its own import sets the level
         yield
+
+
+QUIET = threading.RLock()
+
+
+def is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def has_gpu() -> bool:

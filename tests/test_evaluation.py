@@ -76,3 +76,58 @@ def test_the_number_of_envs_changes_no_episode(tmp_path, num_envs):
         run("checkpoint=random", *INLINE, "eval.episodes=11", "eval.videos=0", f"eval.num_envs={envs}")
     first, again = tmp_path / "runs/evaluate-random", tmp_path / "runs/evaluate-random-2"
     assert (first / "episodes.csv").read_bytes() == (again / "episodes.csv").read_bytes()
+
+
+def test_several_tasks_are_played_in_one_call_each_the_same_as_alone(tmp_path):
+    tasks = [*SWITCH, "checkpoint=scripted:SucceedsOnEvenSeeds"]
+    run(*tasks, "env.task=[left,right]", "eval.episodes=8")
+    run(*tasks, "env.task=right", "eval.episodes=4")
+    both, episodes = results(tmp_path / "runs/evaluate-SucceedsOnEvenSeeds")
+    _, alone = results(tmp_path / "runs/evaluate-SucceedsOnEvenSeeds-2")
+    assert [episode.task for episode in episodes] == ["left", "right"] * 4
+    assert [one.seed for one in episodes if one.task == "right"] == [one.seed for one in alone]
+    assert [one.success_once for one in episodes if one.task == "right"] == [one.success_once for one in alone]
+    assert set(both["per_task"]) == {"left", "right"}
+    assert sum(found["episodes"] for found in both["per_task"].values()) == both["overall"]["episodes"] == 8
+    assert both["protocol"]["env"]["task"] == ["left", "right"]
+
+
+def test_policies_play_the_same_episodes_and_are_compared_on_them(tmp_path, capsys):
+    policies = "checkpoint=[scripted:SucceedsOnEvenSeeds,scripted:Succeeds,scripted:Succeeds]"
+    run(policies, *SWITCH, "eval.episodes=10")
+    found = {name: results(tmp_path / "runs/compare" / name)[1] for name in ("SucceedsOnEvenSeeds", "Succeeds-2")}
+    assert len({tuple(one.seed for one in episodes) for episodes in found.values()}) == 1
+    told = json.loads((tmp_path / "runs/compare/comparison.json").read_text())
+    assert told["policies"] == ["SucceedsOnEvenSeeds", "Succeeds", "Succeeds-2"]
+    odd = sum(not one.success_once for one in found["SucceedsOnEvenSeeds"])
+    first = told["pairs"][0]
+    assert (first["first"], first["second"], first["episodes"]) == ("SucceedsOnEvenSeeds", "Succeeds", 10)
+    assert first["success_once"]["difference"] == pytest.approx(odd / 10)
+    assert first["success_once"]["p_value"] == pytest.approx(min(1.0, 2 / 2**odd))
+    assert told["pairs"][2]["return"]["interval"] == [0.0, 0.0]
+    assert "Succeeds - SucceedsOnEvenSeeds on the same 10 episodes" in capsys.readouterr().out
+    assert "On the same episodes" in (tmp_path / "runs/compare/comparison.html").read_text()
+
+
+def test_options_that_the_protocol_fixes_are_refused(tmp_path, capsys):
+    run("checkpoint=random", *INLINE, "env.on_success=continue", code=2)
+    assert "pointmass-v1 plays with truncate" in capsys.readouterr().err
+    run("checkpoint=random", *INLINE, "env.on_success=continue", "eval.protocol=as-trained-v1", "eval.episodes=2")
+    found, episodes = results(tmp_path / "runs/evaluate-random")
+    assert found["protocol"]["name"] == "as-trained-v1"
+    assert {episode.length for episode in episodes} == {50}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "code", "says"),
+    [
+        ("org/policy", 1, "hf download org/policy"),
+        ("nowhere", 1, "not a run folder"),
+        ("[]", 2, "name at least one"),
+        ("[random,3]", 2, "should be text"),
+        ("nowhere:Policy", 1, "No module named 'nowhere'"),
+    ],
+)
+def test_a_policy_that_is_not_there_is_explained(checkpoint, code, says, capsys):
+    run(f"checkpoint={checkpoint}", *INLINE, code=code)
+    assert says in capsys.readouterr().err

@@ -127,3 +127,12 @@ def describe_results(results: dict) -> str:
     if overall["return"] is not None:
         parts.append(f"return {overall['return']:.2f}")
     return ", ".join(parts) or "no episode was played to its end"
+
+
+def describe_tasks(results: dict) -> str:
+    """A line per task, where there are several."""
+    tasks = results["per_task"]
+    if len(tasks) < 2:
+        return ""
+    width = max(map(len, tasks))
+    return "".join(f"\n  {task:<{width}}  {describe_results({'overall': found})}" for task, found in tasks.items())

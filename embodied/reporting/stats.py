@@ -89,7 +89,14 @@ def compare_outcomes(pairs: list[tuple[bool | None, bool | None]]) -> dict[str, 
     )
     difference, low, high = paired_difference(both, only_second, only_first, neither)
     counts = {"both": both, "only_first": only_first, "only_second": only_second, "neither": neither}
-    return {**counts, "difference": difference, "interval": [low, high]}
+    p_value = exact_mcnemar(only_first, only_second)
+    return {**counts, "difference": difference, "interval": [low, high], "p_value": p_value}
+
+
+def exact_mcnemar(one: int, other: int) -> float:
+    """Two-sided p of so uneven a split of the episodes on which two policies differ, were both equally good."""
+    total, fewer = one + other, min(one, other)
+    return min(1.0, 2 * sum(math.comb(total, count) for count in range(fewer + 1)) / 2**total)
 
 
 def paired_difference(both: int, one: int, other: int, neither: int) -> tuple[float, float, float]:

@@ -60,8 +60,10 @@ class EmbodiedLoop:
         learn: bool = True,
         meeting=None,
         tell: Callable[[str], None] = lambda line: None,
+        eval_tasks: tuple[str, ...] = (),
     ) -> None:
-        """`tell` hears of every restart of a worker."""
+        """`tell` hears of every restart of a worker. `eval_tasks` are all tasks of an evaluation of which this env
+        plays some."""
         self.config = config
         self.cluster = cluster
         self.timers = Timers()
@@ -70,11 +72,13 @@ class EmbodiedLoop:
         self.protocol = choose_protocol(kind, config.env, config.eval.protocol)
         self.eval_env = self.protocol.apply(config.env)
         self.train_episodes = EpisodeList(config.seed, "train", tasks)
-        self.eval_episodes = EpisodeList(config.eval.seed, "eval", tasks, self.protocol.stored_states)
+        fixed = EpisodeList(config.eval.seed, "eval", eval_tasks or tasks, self.protocol.stored_states)
+        self.eval_episodes = [spec for spec in fixed.first(config.eval.episodes) if spec.task in tasks]
         stages = config.pipeline.stages if learn else 0
         journal = cluster.channel("journal", capacity=None)
         self.notes = cluster.channel("evaluation notes", capacity=None)
-        rows = eval_rows(config, sum(host.roles.count("sim") for host in cluster.hosts))
+        num_sims = sum(host.roles.count("sim") for host in cluster.hosts)
+        rows = eval_rows(len(self.eval_episodes), config.eval.num_envs or config.env.num_envs, num_sims)
         self.sims = cluster.launch(SIM, "sim", config.env, stages, journal, self.eval_env, rows)
         self.policies = cluster.launch(POLICY, "policy", config.policy, config.seed, config.learner.precision)
         self.crew = Crew(cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell)
@@ -168,17 +172,16 @@ class EmbodiedLoop:
         """Act with weights that come from a checkpoint instead of a learner; None: the policy needs none."""
         self.crew.settle(*self.delivery.adopt(weights or Weights(0, {})))
 
-    def evaluate(self, folder: Path, num_films: int) -> list[EpisodeResult]:
+    def evaluate(self, folder: Path) -> list[EpisodeResult]:
         """Play the fixed evaluation episodes with the current version; results in episode order."""
-        episodes = self.eval_episodes.first(self.config.eval.episodes)
-        film = frozenset(range(num_films))
+        film = frozenset(range(self.config.eval.videos))
 
         def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
             return self.sims[sim].evaluate(share, route, film, folder, self.notes, alone)
 
         with self.timers.measure("evaluate"):
             self.eval_spec = self.crew.ask(self.sims.eval_spec)[0]
-            return play_fixed(self.crew, episodes, begin, self.notes, self.config.eval.greedy)
+            return play_fixed(self.crew, self.eval_episodes, begin, self.notes, self.config.eval.greedy)
 
     def save_sims(self) -> dict[str, np.ndarray]:
         """The state of all env rows, one array row per env id."""
@@ -209,10 +212,10 @@ class EmbodiedLoop:
         return 2 * len(missing) >= len(self.sims) or not all(batch.sources_of(block) for block in blocks)
 
 
-def eval_rows(config: RunConfig, num_sims: int) -> int:
+def eval_rows(num_episodes: int, num_envs: int, num_sims: int) -> int:
     """Env rows of each sim worker that play evaluation episodes: no more than it takes to get through them in as many
     turns, 50 instead of 64 for 200 episodes."""
-    share = -(-config.eval.episodes // num_sims)
-    most = min(-(-(config.eval.num_envs or config.env.num_envs) // num_sims), share)
-    turns = -(-share // most)
-    return -(-share // turns)
+    share = -(-num_episodes // num_sims)
+    most = max(1, min(-(-num_envs // num_sims), share))
+    turns = max(1, -(-share // most))
+    return max(1, -(-share // turns))

@@ -157,7 +157,6 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ("placement=hybird", "did you mean 'hybrid'?"),
         ("placement.sim=cpu:0", "'policy' has no place"),
         ("cluster.backend=ray2", "known: auto"),
-        ("eval.videos=100", "eval.videos=100 is more than eval.episodes=50; try eval.videos=50"),
         ("eval.seed=-1", "greater than or equal to 0"),
         ("env.kwargs=*a", "aliases"),
         ("env.kwargs=!!python/object/apply:os.getcwd []", "could not determine a constructor"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from embodied.data import EpisodeResult
 from embodied.errors import EmbodiedError
 from embodied.reporting.results import COLUMNS, episodes_csv, read_results, write_results
-from embodied.reporting.stats import compare, paired_difference, summarize, wilson
+from embodied.reporting.stats import compare, exact_mcnemar, paired_difference, summarize, wilson
 
 
 def episode(index, once=True, end=True, task="reach", **kwargs):
@@ -156,3 +156,17 @@ def test_policies_are_compared_on_the_episodes_both_played():
     assert told["return"]["difference"] == 2.0
     assert told["return"]["interval"] == pytest.approx([2 - 1.1316, 2 + 1.1316], abs=1e-4)
     assert compare(first, [])["success_once"] is None and compare([], second)["return"] is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "p"),
+    [
+        (2, 12, 0.0129),  # Armitage and Berry 1994, p. 127, as StatsDirect gives it
+        (2, 10, 158 / 4096),  # 2 * (1 + 12 + 66) / 2^12
+        (0, 1, 1.0),
+        (3, 3, 1.0),
+        (0, 0, 1.0),
+    ],
+)
+def test_exact_mcnemar_equals_published_and_hand_values(one, other, p):
+    assert exact_mcnemar(one, other) == exact_mcnemar(other, one) == pytest.approx(p, abs=5e-5)

@@ -1,0 +1,112 @@
+"""What an evaluation is asked to evaluate: every form of `checkpoint=`, found and checked before anything starts.
+
+Nothing here imports torch; a policy is its options, the env it was made for, and its weights as arrays.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied.checkpoints import digest, locate, name_of, read_json
+from embodied.config import COMMAND_LINE, Loaded, stored_recipe
+from embodied.errors import CheckpointError, ConfigError
+from embodied.overrides import read_yaml
+
+if TYPE_CHECKING:
+    from embodied.data import EnvSpec
+    from embodied.workflows.delivery import Weights
+
+BUILT_IN = {"random": "embodied.policies.simple:RandomPolicy", "zero": "embodied.policies.simple:ZeroPolicy"}
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's recipe may differ from how it is evaluated
+
+
+@dataclass(frozen=True)
+class Target:
+    """One policy to evaluate."""
+
+    name: str  # in tables and as a folder
+    config: Any  # of the policy
+    spec: EnvSpec | None = None  # the env it was made for; None: it takes any
+    weights: Weights | None = None  # None: it needs none
+    folder: Path | None = None  # of the policy
+    out: Path | None = None  # where the results of this policy alone go; None: into `run.dir`
+
+    def described(self) -> dict[str, Any]:
+        """What results.json says of it."""
+        path = self.folder and self.folder / "model.safetensors"
+        told = {"name": self.name, "family": self.config.name, "folder": str(self.folder) if path else None}
+        return {**told, "sha256": digest(path) if path else None}
+
+
+def find_all(checkpoints: tuple[str, ...]) -> list[Target]:
+    """All of them, each under a name of its own."""
+    targets: list[Target] = []
+    for checkpoint in checkpoints:
+        found = find(checkpoint)
+        taken = {target.name for target in targets}
+        names = [found.name, *(f"{found.name}-{number}" for number in range(2, len(checkpoints) + 1))]
+        targets.append(Target(**{**vars(found), "name": next(name for name in names if name not in taken)}))
+    return targets
+
+
+def find(checkpoint: str) -> Target:
+    from pydantic import TypeAdapter
+
+    from embodied.policies.config import ExternalPolicyConfig, PolicyConfig
+    from embodied.policies.folder import read_blobs, read_description
+    from embodied.workflows.delivery import Weights
+
+    here = Path(checkpoint).expanduser().exists()
+    if checkpoint in BUILT_IN or (":" in checkpoint and not here):
+        where = BUILT_IN.get(checkpoint, checkpoint)
+        label = checkpoint if checkpoint in BUILT_IN else where.rpartition(":")[2]
+        return Target(label, ExternalPolicyConfig(name=where))
+    if HUB_ID.fullmatch(checkpoint) and not here:
+        raise CheckpointError(
+            f"checkpoint={checkpoint}: there is no such folder. If it is a Hugging Face hub id: this command fetches "
+            f"nothing; hf download {checkpoint} --local-dir DIR, then checkpoint=DIR"
+        )
+    policy, version_folder, run = locate(checkpoint)
+    raw, spec = read_description(policy)
+    version = read_json(version_folder / "manifest.json")["version"] if version_folder else 0
+    parent = (run or policy.parent) / "eval"
+    out = parent / (f"{name_of(version)}-evaluate" if version_folder else policy.name)
+    label = f"{run.resolve().name}-{name_of(version)}" if run else (version_folder or policy).resolve().name
+    config = TypeAdapter(PolicyConfig).validate_python(raw)
+    return Target(label, config, spec, Weights(version, read_blobs(policy)), policy, out)
+
+
+def check_fits(target: Target, env: Any, spec: EnvSpec) -> None:
+    """A policy acts in the env it was made for, or in one that looks the same to it."""
+    made = target.spec
+    if made is None:
+        return
+    offered = {camera: spec.images.get(camera) for camera in made.images}  # what it does not look at is no matter
+    words = {
+        "actions": (made.action, spec.action),
+        "state": (made.state_dim, spec.state_dim if made.state_dim else None),
+        "images": (made.images, offered),
+        "instruction": (made.instruction, made.instruction and spec.instruction),
+    }
+    if wrong := [f"{what} {mine} there, {theirs} here" for what, (mine, theirs) in words.items() if mine != theirs]:
+        raise ConfigError(f"{target.name} was made for another env than {env.name} {env.task}: {'; '.join(wrong)}")
+
+
+def other_training(target: Target, loaded: Loaded, fixed: dict[str, Any]) -> str:
+    """How the env this policy was trained in differs from the one it is evaluated in, where nobody asked for that."""
+    recipe = target.folder and stored_recipe(target.folder)
+    if not recipe:
+        return ""
+    trained = read_yaml(recipe.read_text(encoding="utf-8")).get("env") or {}
+    asked = {key for key, where in loaded.sources.items() if where == COMMAND_LINE}
+    now = loaded.config.env.model_dump(mode="json")
+    odd = [
+        f"env.{key}={trained.get(key)!r} (now {now.get(key)!r})"
+        for key in sorted(trained.keys() | now.keys())
+        if key not in (*UNLIKE, *fixed) and f"env.{key}" not in asked and trained.get(key) != now.get(key)
+    ]
+    return f"{target.name} was trained with {', '.join(odd)}" if odd else ""

@@ -1,0 +1,56 @@
+"""Every evaluation command of docs/evaluation.md runs, and its protocols are those the envs have."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from embodied.envs import env_class
+from embodied.envs.config import GymConfig, ManiSkillConfig, PointMassConfig
+from embodied.reporting.results import COLUMNS
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "evaluation.md").read_text()
+COMMANDS = re.findall(r"^python -m embodied.evaluate .*", PAGE, re.M)
+
+
+def run(folder, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a run in it."""
+    folder = tmp_path_factory.mktemp("evaluations")
+    short = ["run.iterations=1", "eval.episodes=1", "eval.videos=0", "cluster.backend=inline"]
+    run(folder, "embodied.train", "recipe=pointmass_ppo", *short)
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_documented_command_runs(folder, command):
+    if "maniskill" in command and importlib.util.find_spec("mani_skill") is None:
+        pytest.skip("needs ManiSkill")
+    (name,) = (path.name for path in (folder / "runs").glob("pointmass_ppo-*"))
+    words = command.replace("pointmass_ppo-DATE", name).split()[2:]
+    short = [key for key in ("eval.episodes=4", "eval.videos=1") if key.split("=")[0] not in command]
+    output = run(folder, *words, *short, "cluster.backend=inline")
+    assert "results.json" in output
+
+
+def test_the_table_of_protocols_is_complete():
+    named = set(re.findall(r"`([a-z-]+-v\d+)` \|", PAGE)) - {"libero-v1"}
+    envs = [ManiSkillConfig(), PointMassConfig(name="pointmass"), GymConfig(name="gym:CartPole-v1")]
+    assert named == {protocol.name for config in envs for protocol in env_class(config).protocols(config)}
+
+
+def test_the_columns_are_those_of_the_file():
+    listed = re.search(r"has the columns `([^`]*)`", PAGE)[1]
+    assert tuple(listed.replace("\n", " ").split(", ")) == COLUMNS
