@@ -15,6 +15,7 @@ from embodied.config import load
 from embodied.envs import PLUGINS
 from embodied.envs.config import ENV_CONFIGS
 from embodied.envs.libero_suites import SUITES
+from embodied.envs.libero_suites import SUITES
 from embodied.errors import ConfigError
 from embodied.layers import RECIPES, recipe_names
 from embodied.machine import Machine
@@ -93,6 +94,10 @@ def tasks(machine: Machine) -> Iterable[Item]:
             yield from maniskill_tasks(machine)
         elif env == "libero":
             yield from (Item(f"libero {name}", str(suite), problem) for name, suite in SUITES.items())
+        elif env == "libero":
+            yield from (
+                Item(f"libero {name}", f"{suite}; one of them: {name}/0", problem) for name, suite in SUITES.items()
+            )
         elif env == "gym":
             yield Item("gym", GYM, problem)
         else:
