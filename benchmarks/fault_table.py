@@ -114,7 +114,7 @@ def play(case: Case, folder: Path) -> Outcome:
     if process.returncode == 0:
         said = next((line for line in output.splitlines() if " is started again " in line), "")
         return Outcome(case, problems(run, restarts) or "recovered", restarts, seconds, said)
-    said = next((line for line in output.splitlines() if line.startswith("error: ")), output[-300:])
+    said = output[output.rfind("\nerror: ") + 1 :].strip()
     clear = process.returncode == 1 and case.worker in said and ".log" in said and "Traceback" not in output
     ended = "message" if clear and info["state"] == "failed" else "unclear end"
     return Outcome(case, ended, restarts, seconds, said)
@@ -164,7 +164,7 @@ def main() -> None:
     for case in cases(*(getattr(chosen, key).split(",") for key in ("faults", "places", "backends")), chosen.always):
         with tempfile.TemporaryDirectory() as folder:
             outcomes.append(play(case, Path(folder)))
-        print(f"{table(outcomes[-1:]).splitlines()[-1]} {outcomes[-1].said}", flush=True)
+        print(f"{table(outcomes[-1:]).splitlines()[-1]} {outcomes[-1].said.splitlines()[:1]}", flush=True)
     print(f"\n{table(outcomes)}")
     about = {"machine": machine(), "commit": code_commit(), "deadline_s": DEADLINE_S, "hang_s": HANG_S}
     write_json(chosen.out, {**about, "outcomes": [asdict(outcome) for outcome in outcomes]})

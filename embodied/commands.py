@@ -128,12 +128,21 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
         raise
     except BaseException as err:
         record_end(folder, "failed", f"{type(err).__name__}: {err}")
-        if isinstance(err, (WorkerFailed, DeadlineExceeded)) and any(folder.checkpoints.glob("v[0-9]*")):
-            resume = f"continue from its last checkpoint: python -m embodied.train resume={folder.path}"
-            raise EmbodiedError(f"{err}\n{resume}") from err
+        if isinstance(err, (WorkerFailed, DeadlineExceeded)):
+            raise EmbodiedError("\n".join([str(err), *what_next(folder, err)])) from err
         raise
     else:
         record_end(folder, "stopped" if interruption.requested else "finished", "")
+
+
+def what_next(folder: RunFolder, error: Exception) -> list[str]:
+    """After a worker failed for good: lines for who has to mend it."""
+    lines = []
+    if any(folder.checkpoints.glob("v[0-9]*")):
+        lines.append(f"  continue from the last checkpoint: python -m embodied.train resume={folder.path}")
+    if "its process" in str(error) or "hung" in str(error):
+        lines.append("  if this repeats: python -m embodied.doctor")
+    return lines
 
 
 def record_end(folder: RunFolder, state: str, cause: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.fault_table import ARGUMENTS, DEADLINE_S, Case, play
 
+ROOT = Path(__file__).parents[2]
 BACKENDS = ("local",)
 FAULTS = (
     *("exception", "exit", "os_exit", "nan_observation", "inf_reward", "wrong_shape"),
@@ -52,6 +53,26 @@ def test_a_fault_that_always_comes_back_ends_the_run_within_its_budget(fault, pl
 def test_a_run_survives_a_fault_of_its_policy(fault, place, backend, tmp_path):
     outcome = play(Case(fault, place, backend, worker="policy-0"), tmp_path)
     assert outcome.ended == "recovered", outcome
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_evaluation_of_its_own_survives_a_fault(backend, tmp_path):
+    given = Case("sigsegv", "evaluation", backend).arguments(tmp_path)
+    of_evaluate = {key: value for key, value in given.items() if key.split(".")[0] not in ("algo", "run")}
+    own = {"checkpoint": "zero", **of_evaluate}
+    done = subprocess.run(
+        [sys.executable, "-m", "embodied.evaluate", *(f"{key}={value}" for key, value in own.items())],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sim-0 is started again (restart 1," in done.stdout
+    (results,) = tmp_path.glob("runs/*/results.json")
+    overall = json.loads(results.read_text())["overall"]
+    assert (overall["episodes"], overall["errors"]) == (6, 0)
 
 
 @pytest.fixture
