@@ -83,9 +83,17 @@ def pick(at: Geometry, what: str, grasp: Grasp) -> Iterator[np.ndarray]:
     yield from move(at, [*point[:2], over], grasp.closing, OPEN)
     yield from move(at, [*point[:2], above], grasp.closing, OPEN)
     yield from move(at, point, grasp.closing, OPEN, steps=30)
-    for _ in range(8):
-        yield toward(at, point, grasp.closing, CLOSE)
+    yield from close(at, point, grasp.closing)
     yield from move(at, [*point[:2], above], grasp.closing, CLOSE, steps=20)
+
+
+def close(at: Geometry, point: np.ndarray, closing: np.ndarray) -> Iterator[np.ndarray]:
+    """Until the fingers stand still."""
+    for step in range(20):
+        before = at.opening
+        yield toward(at, point, closing, CLOSE)
+        if step > 3 and before - at.opening < 0.001:
+            return
 
 
 def place(at: Geometry, what: str, where: str, inside: bool, closing: np.ndarray) -> Iterator[np.ndarray]:
@@ -173,7 +181,7 @@ def rims(corners: np.ndarray, centre: np.ndarray, top: float) -> list[Grasp]:
     grasps = []
     for angle in np.arange(0, 2 * np.pi, np.pi / 12):
         outward = np.array([np.cos(angle), np.sin(angle)])
-        grasps.append(Grasp(np.array([*(centre[:2] + radius * outward), top - 0.008]), outward))
+        grasps.append(Grasp(np.array([*(centre[:2] + radius * outward), top - 0.014]), outward))
     return grasps
 
 

@@ -20,6 +20,7 @@ class Geometry:
         scene = row.scene
         self._model, self._data = scene.model, row.data._data
         self._env = scene.env
+        self._fingers = scene.robot._ref_gripper_joint_pos_indexes
         self._hand = scene.robot.eef_site_id
         self._centres, self._sizes = np.split(scene.model.geom_aabb, 2, axis=1)
         self._geoms = {name: self._geoms_of(body) for name, body in scene.env.obj_body_id.items()}
@@ -33,6 +34,11 @@ class Geometry:
     def turned(self) -> np.ndarray:
         """[3, 3]: the first column is the axis along which the fingers close, the last where they point."""
         return self._data.site_xmat[self._hand].reshape(3, 3).copy()
+
+    @property
+    def opening(self) -> float:
+        """Between the fingers, in metres."""
+        return float(np.abs(self._data.qpos[self._fingers]).sum())
 
     def position(self, name: str) -> np.ndarray:
         return self._data.xpos[self._env.obj_body_id[name]].copy()
