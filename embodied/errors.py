@@ -37,6 +37,14 @@ class Unusable(EmbodiedError):
     """A worker made something nobody can use: numbers that are not finite, a wrong shape. A fresh one may do better."""
 
 
+class NotFinite(Unusable):
+    """A simulator returned NaN or infinity."""
+
+
+class WrongShape(Unusable):
+    """A simulator returned an array of another shape or kind than it promised."""
+
+
 class StaleWeights(EmbodiedError):
     """A worker was to act with weights that are not, or no longer, the current version."""
 

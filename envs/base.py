@@ -1,6 +1,6 @@
 """The env contract: N rows side by side, driven from outside, never reset by themselves.
 
-A plug-in implements `_reset_rows`, `_step`, `_observe` and `render_rows`; resets, time limits, action chunks, freezing
+A plug-in implements `_reset_rows`, `_step`, `_observe` and `render_rows`, with cameras `_paint` too; resets, time limits, action chunks, freezing
 of finished rows and the meaning of success live here, once. What may surprise: a row that is done stays frozen (reward
 0, mask False) until `reset` names it, and a row that was never reset counts as done.
 """
@@ -18,18 +18,11 @@ from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 from gymnasium.vector.utils import batch_space
 
 from embodied.data import ChunkResult, EnvSpec, EpisodeSpec, Observation
+from embodied.envs.pictures import Images, Pictures
 from embodied.envs.protocols import AS_TRAINED, Protocol
-from embodied.errors import Unusable
+from embodied.errors import NotFinite, WrongShape
 
 TEXT = "".join(chr(code) for code in range(32, 127))
-
-
-class NotFinite(Unusable):
-    """A simulator returned NaN or infinity."""
-
-
-class WrongShape(Unusable):
-    """A simulator returned an array of another shape than it promised."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +58,7 @@ class VectorEnv(GymnasiumVectorEnv):
         self.single_action_space = action_space(env_spec)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
+        self._pictures = Pictures(num_envs, env_spec.images, lambda rows: self._paint(rows))
         self._live = np.zeros(num_envs, bool)
         self._elapsed = np.zeros(num_envs, np.int64)
         self._success = np.zeros(num_envs, bool)
@@ -87,12 +81,13 @@ class VectorEnv(GymnasiumVectorEnv):
         raise NotImplementedError
 
     def _observe(self) -> Observation:
-        """What all rows see now."""
+        """What all rows see now; images may be left to `_paint`."""
         raise NotImplementedError
 
-    def _observe_rows(self, rows: np.ndarray) -> Observation:
-        """What these rows see now, in arrays of all rows. For simulators whose observation is dear, e.g. rendered."""
-        return self._observe()
+    def _paint(self, rows: np.ndarray) -> Images:
+        """Images of these rows now, by camera: uint8 [len(rows), H, W, 3]. Called only for rows that have moved, at the
+        border of a chunk and where an episode ends inside it."""
+        raise NotImplementedError
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         """uint8 [len(rows), H, W, 3]: a frame of each of these rows for a video."""
@@ -144,9 +139,9 @@ class VectorEnv(GymnasiumVectorEnv):
         if len(rows):
             success = self._reset_rows(rows, episodes)
             self._success[rows] = False if success is None else success
-            self._live[rows] = True
+            self._live[rows] = self._pictures.stale[rows] = True
             self._elapsed[rows] = 0 if elapsed is None else np.asarray(elapsed)[rows]
-        obs = self._observe()
+        obs = self._observation()
         self._check(obs, self._live)
         return obs, self._info()
 
@@ -178,17 +173,18 @@ class VectorEnv(GymnasiumVectorEnv):
                 break
             done = self._advance(actions[:, c], moved, rewards[:, c], terminated[:, c], truncated[:, c])
             mask[:, c] = moved
+            self._pictures.stale |= moved
             if success is not None:
                 success[:, c] = self._success
             if on_frame is not None:
                 on_frame(moved)
             if done.any() and c + 1 < shape[1] and self._live.any():
-                finals.append((np.flatnonzero(done), self._observe_rows(np.flatnonzero(done))))
+                finals.append((np.flatnonzero(done), self._observation(np.flatnonzero(done))))
         else:
             c = shape[1]
         if success is not None:
             success[:, c:] = self._success[:, None]
-        obs = self._observe()
+        obs = self._observation()
         for rows, final in finals:
             obs = put_rows(obs, final, rows)
         self._check(obs, began_live)
@@ -211,9 +207,17 @@ class VectorEnv(GymnasiumVectorEnv):
         for name in ("live", "elapsed", "success"):
             getattr(self, f"_{name}")[:] = state.pop(name)
         self._set_state(state)
-        return self._observe()
+        self._pictures.stale[:] = True
+        return self._observation()
 
     # How it is done.
+
+    def _observation(self, rows: np.ndarray | None = None) -> Observation:
+        """What all rows see now; images are up to date for these rows (None: for all)."""
+        obs = self._observe()
+        if self.env_spec.images and "images" not in obs:
+            obs["images"] = self._pictures.look(rows)
+        return obs
 
     def _advance(self, actions, moved, rewards, terminated, truncated) -> np.ndarray:
         """One env step; fills the three columns and returns which rows finished (bool [N])."""

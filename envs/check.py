@@ -12,9 +12,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from embodied.data import EpisodeSpec, Observation
-from embodied.envs.base import NotFinite, VectorEnv, WrongShape, action_space, observation_space
+from embodied.envs.base import VectorEnv, action_space, observation_space
+from embodied.envs.check_images import images_are_painted_where_promised
 from embodied.envs.played import Played, copied, cut, cut_steps, far, flat, rows_of
-from embodied.errors import EmbodiedError
+from embodied.errors import EmbodiedError, NotFinite, WrongShape
 
 SEED = 20_001
 FEW = 8  # steps where a short look is enough
@@ -65,6 +66,8 @@ class Checker:
         self.actions_are_clipped_and_checked()
         played = self.finished_rows_end_once_and_freeze()
         self.a_chunk_is_its_steps(played)
+        if self.spec.images:
+            images_are_painted_where_promised(self, fail)
         self.filming_changes_nothing()
         self.a_saved_state_continues()
 

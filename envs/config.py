@@ -23,6 +23,15 @@ def a_name_or_names(value: Any) -> Any:
     return value
 
 
+def height_and_width(value: Any) -> Any:
+    return (value, value) if isinstance(value, int) else value
+
+
+Side = Annotated[int, Field(ge=8, le=2048)]
+ImageSize = Annotated[tuple[Side, Side], BeforeValidator(height_and_width)]
+SIZE_HELP = "Height and width of these images in pixels; one number for both."
+
+
 Tasks = Annotated[str | tuple[str, ...], BeforeValidator(a_name_or_names)]
 
 
@@ -67,8 +76,13 @@ class PointMassConfig(CommonEnvConfig):
     task: Literal["reach"] = Field("reach", description="The only task.")
     size: float = Field(1.0, gt=0, description="The world is the square from -size to size.")
     discrete: bool = Field(False, description="Stay, left, right, down, up instead of a force in two dimensions.")
-    images: bool = Field(False, description="Observe images as well, from the camera `top`.")
-    image_size: int = Field(64, ge=16, multiple_of=2, description="Width and height of these images, in pixels.")
+    state: Literal["full", "proprio"] = Field(
+        "full", description="Observed numbers: everything, or only what the point feels: its place and speed."
+    )
+    cameras: tuple[Literal["top", "near"], ...] = Field(
+        (), description="Cameras whose images are observed: the whole world from above, the point's surroundings."
+    )
+    image_size: ImageSize = Field((32, 32), description=SIZE_HELP)
     instruction: bool = Field(False, description="Observe an instruction text as well.")
     dtype: Literal["float32", "float64"] = Field("float32", description="Precision of the physics, states and rewards.")
 

@@ -80,7 +80,6 @@ class LiberoEnv(VectorEnv):
         self._task: list[str] = [""] * num_envs
         self._limit = np.full(num_envs, spec.max_episode_steps)
         self._state = np.zeros((num_envs, spec.state_dim), np.float32)
-        self._frames = {camera: np.zeros((num_envs, side, side, 3), np.uint8) for camera in config.cameras}
         self._stale = np.zeros(num_envs, bool)  # rows that moved since they were last observed
 
     # The contract.
@@ -109,17 +108,15 @@ class LiberoEnv(VectorEnv):
         return StepResult(success.astype(np.float32), np.zeros(self.num_envs, bool), success, truncated=late)
 
     def _observe(self) -> Observation:
-        return self._observe_rows(np.flatnonzero(self._stale))
+        for row in np.flatnonzero(self._stale):
+            self._state[row] = self._read(self._rows[row])
+        self._stale[:] = False
+        instructions = [task_files(task).instruction if task else "" for task in self._task]
+        return {"state": self._state.copy(), "instruction": instructions}
 
-    def _observe_rows(self, rows: np.ndarray) -> Observation:
-        for row in rows:
-            self._look(row)
-        self._stale[rows] = False
-        obs: Observation = {"state": self._state.copy()}
-        if self._frames:
-            obs["images"] = {camera: frames.copy() for camera, frames in self._frames.items()}
-        obs["instruction"] = [task_files(task).instruction if task else "" for task in self._task]
-        return obs
+    def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        mine = [self._rows[row] for row in rows]
+        return {camera: np.stack([self._painted(row, camera) for row in mine]) for camera in self.config.cameras}
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         side = self.config.video_size
@@ -163,19 +160,18 @@ class LiberoEnv(VectorEnv):
             raise ValueError(f"{task} has the stored initial states 0 to {len(states) - 1}, not {number}")
         return states[number if number >= 0 else episode.seed % len(states)]
 
-    def _look(self, row: int) -> None:
-        """Refresh what a row observes."""
-        mine = self._rows[row]
+    def _read(self, mine: Row) -> np.ndarray:
         if mine.scene not in self._readers:
             self._readers[mine.scene] = StateReader(mine.scene, self._layout)
         reader = self._readers[mine.scene]
-        self._state[row] = reader.proprio(mine) if self.config.state == "proprio" else reader.full(mine)
-        for camera, frames in self._frames.items():
-            frame = self._painter(mine).paint(mine, camera, self.config.image_size)
-            frames[row] = frame[:, ::-1] if self.config.mirrored else frame
+        return reader.proprio(mine) if self.config.state == "proprio" else reader.full(mine)
+
+    def _painted(self, mine: Row, camera: str) -> np.ndarray:
+        frame = self._painter(mine).paint(mine, camera, self.config.image_size)
+        return frame[:, ::-1] if self.config.mirrored else frame
 
     def _scene(self, task: str) -> Scene:
-        shown = SHOWN + (images.SHOWN if self._frames else ())
+        shown = SHOWN + (images.SHOWN if self.config.cameras else ())
         most = min(self.config.tasks_in_memory, len(self.all_tasks))
         return shelf.scene(task, shown, self.config.fast_images, most)
 

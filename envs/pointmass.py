@@ -19,7 +19,8 @@ DRAG, PUSH = 0.7, 0.03  # per env step, in world sizes: top speed 0.1, so the lo
 REACH = 0.1  # a success within this distance, in world sizes
 DIRECTIONS = np.array([[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1]])
 INSTRUCTION = "move the red point to the green target"
-VIDEO_SIZE = 192
+VIDEO_SIZE = (192, 192)
+NEAR = 0.4  # how far the camera beside the point sees, in world sizes
 WHITE, GREEN, RED = (245, 245, 245), (60, 180, 75), (220, 40, 40)
 
 
@@ -34,11 +35,10 @@ class PointMassEnv(VectorEnv):
         return PROTOCOL, AS_TRAINED
 
     def __init__(self, config: PointMassConfig, num_envs: int) -> None:
-        side = config.image_size
         spec = EnvSpec(
             action=ActionSpec(1, len(DIRECTIONS)) if config.discrete else ActionSpec(2),
-            state_dim=6,
-            images={"top": (side, side, 3)} if config.images else {},
+            state_dim=6 if config.state == "full" else 4,
+            images=dict.fromkeys(config.cameras, (*config.image_size, 3)),
             instruction=config.instruction,
             max_episode_steps=config.max_episode_steps or STEPS,
             has_success=True,
@@ -67,13 +67,17 @@ class PointMassEnv(VectorEnv):
         return StepResult((before - after) / size + success, np.zeros(self.num_envs, bool), success)
 
     def _observe(self) -> Observation:
-        parts = [self._position, self._velocity, self._target - self._position]
+        parts = [self._position, self._velocity]
+        if self.config.state == "full":
+            parts.append(self._target - self._position)
         obs: Observation = {"state": np.concatenate(parts, axis=1) / self.dtype.type(self.config.size)}
-        if self.config.images:
-            obs["images"] = {"top": self._draw(np.arange(self.num_envs), self.config.image_size)}
         if self.config.instruction:
             obs["instruction"] = [INSTRUCTION] * self.num_envs
         return obs
+
+    def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        views = {"top": lambda: self._draw(rows, self.config.image_size), "near": lambda: self._draw_near(rows)}
+        return {camera: views[camera]() for camera in self.config.cameras}
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         return self._draw(rows, VIDEO_SIZE)
@@ -88,13 +92,17 @@ class PointMassEnv(VectorEnv):
         x, y = (self._target - self._position).T
         return np.sqrt(x * x + y * y)
 
-    def _draw(self, rows: np.ndarray, side: int) -> np.ndarray:
-        """The target and on it the point, seen from above; y points up."""
-        frames = np.full((len(rows), side, side, 3), WHITE, np.uint8)
-        ticks = (np.arange(side) + 0.5) / side * 2 - 1
+    def _draw_near(self, rows: np.ndarray) -> np.ndarray:
+        return self._draw(rows, self.config.image_size, self._position[rows] / self.config.size, NEAR)
+
+    def _draw(self, rows: np.ndarray, size: tuple[int, int], middle: float | np.ndarray = 0.0, reach: float = 1.0):
+        """The target and on it the point, seen from above, as far as `reach` from the middle; y points up."""
+        height, width = size
+        frames = np.full((len(rows), height, width, 3), WHITE, np.uint8)
+        right, up = ((np.arange(side) + 0.5) / side * 2 - 1 for side in (width, height))
         for centre, radius, colour in ((self._target, REACH, GREEN), (self._position, 0.06, RED)):
-            x, y = (centre[rows] / self.config.size).T
-            across = (ticks[None, None, :] - x[:, None, None]) ** 2
-            down = (-ticks[None, :, None] - y[:, None, None]) ** 2
-            frames[across + down < radius**2] = colour
+            x, y = ((centre[rows] / self.config.size - middle) / reach).T
+            across = (right[None, None, :] - x[:, None, None]) ** 2
+            down = (-up[None, :, None] - y[:, None, None]) ** 2
+            frames[across + down < (radius / reach) ** 2] = colour
         return frames

@@ -21,7 +21,13 @@ def config(name="pointmass", **kwargs):
     "options",
     [
         {},
-        {"on_success": "continue", "dtype": "float64", "images": True, "image_size": 16, "instruction": True},
+        {
+            "on_success": "continue",
+            "dtype": "float64",
+            "cameras": ["near", "top"],
+            "image_size": [12, 16],
+            "instruction": True,
+        },
         {"on_success": "terminate", "discrete": True, "size": 3.0},
         {"max_episode_steps": 1},
         {"max_episode_steps": 3},
@@ -213,6 +219,48 @@ class FilmsTwice(PointMassEnv):
         if on_frame is not None:
             on_frame(result.mask[:, -1])
         return result
+
+
+class PaintsEveryStep(PointMassEnv):
+    def _step(self, actions, active):
+        self._paint(np.flatnonzero(active))
+        return super()._step(actions, active)
+
+
+class PaintsEverybody(PointMassEnv):
+    def _observe(self):
+        return {**super()._observe(), "images": self._paint(np.arange(self.num_envs))}
+
+
+class PaintsFloats(PointMassEnv):
+    def _paint(self, rows):
+        return {camera: frames / 255 for camera, frames in super()._paint(rows).items()}
+
+
+class PaintsOneCamera(PointMassEnv):
+    def _paint(self, rows):
+        return {"top": super()._paint(rows)["top"]}
+
+
+class AlonePaintsDarker(PointMassEnv):
+    def _paint(self, rows):
+        return {camera: frames - (len(rows) == 1) for camera, frames in super()._paint(rows).items()}
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        (PaintsEveryStep, "images"),
+        (PaintsEverybody, "images"),
+        (PaintsFloats, "observation"),
+        (PaintsOneCamera, "observation"),
+        (AlonePaintsDarker, "same-initial-state"),
+    ],
+)
+def test_broken_images_are_caught_by_the_name_of_the_rule(broken, rule):
+    with pytest.raises(ContractViolation) as caught:
+        check_vector_env(broken(config(cameras=["top", "near"], image_size=8, max_episode_steps=12), 3))
+    assert caught.value.rule == rule, caught.value
 
 
 @pytest.mark.parametrize(

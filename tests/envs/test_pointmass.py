@@ -40,9 +40,9 @@ def test_steering_towards_the_target_always_succeeds():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("images", [False, True])
-def test_an_episode_is_bitwise_the_same_in_any_batch(dtype, images):
-    options = {"dtype": dtype, "images": images, "image_size": 16}
+@pytest.mark.parametrize("cameras", [(), ("top", "near")])
+def test_an_episode_is_bitwise_the_same_in_any_batch(dtype, cameras):
+    options = {"dtype": dtype, "cameras": cameras, "image_size": 16}
     together, _ = play(make(13, **options), range(13))
     assert together.dtype == dtype
     for seed in (0, 7, 12):
@@ -102,10 +102,10 @@ def test_the_discrete_actions_move_in_four_directions():
 
 @pytest.mark.parametrize("source", ["image", "frame"])
 def test_point_and_target_are_drawn_where_they_are(source):
-    env = make(2, images=True)
+    env = make(2, cameras=("top", "near"), image_size=64)
     env._position[:], env._target[:] = [[-0.5, 0.5], [0.5, 0.0]], [[0.5, -0.5], [0.5, 0.0]]
-    picture = env._observe()["images"]["top"] if source == "image" else env.render_rows(np.arange(2))
-    side = 64 if source == "image" else VIDEO_SIZE
+    picture = env._paint(np.arange(2))["top"] if source == "image" else env.render_rows(np.arange(2))
+    side = 64 if source == "image" else VIDEO_SIZE[0]
     assert picture.shape == (2, side, side, 3)
     assert picture[0, side // 4, side // 4].tolist() == list(RED)  # left and up
     assert picture[0, 3 * side // 4, 3 * side // 4].tolist() == list(GREEN)
@@ -114,7 +114,7 @@ def test_point_and_target_are_drawn_where_they_are(source):
 
 def test_instruction_and_images_come_on_request_only():
     assert begin(make(2), range(2)).keys() == {"state"}
-    obs = begin(make(2, images=True, instruction=True), range(2))
+    obs = begin(make(2, cameras=("top",), instruction=True), range(2))
     assert obs.keys() == {"state", "images", "instruction"}
     assert obs["instruction"][1] == "move the red point to the green target"
 
