@@ -1,8 +1,8 @@
 """The env contract: N rows side by side, driven from outside, never reset by themselves.
 
-A plug-in implements `_reset_rows`, `_step`, `_observe` and `render_rows`, with cameras `_paint` too; resets, time limits, action chunks, freezing
-of finished rows and the meaning of success live here, once. What may surprise: a row that is done stays frozen (reward
-0, mask False) until `reset` names it, and a row that was never reset counts as done.
+A plug-in implements `_reset_rows`, `_step`, `_observe`, `render_rows` and for images `_paint`; resets, time limits,
+action chunks, freezing of finished rows and the meaning of success live here, once. What may surprise: a row that is
+done stays frozen (reward 0, mask False) until `reset` names it, and a row that was never reset counts as done.
 """
 
 from __future__ import annotations

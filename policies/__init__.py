@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from embodied.data import EnvSpec
     from embodied.policies.base import Policy
 
-FAMILIES = {"mlp": "embodied.policies.mlp:MLPPolicy"}
+FAMILIES = {"mlp": "embodied.policies.mlp:MLPPolicy", "cnn": "embodied.policies.cnn:CNNPolicy"}
 
 
 def policy_class(name: str) -> type[Policy]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.errors import CheckpointError
 from embodied.policies.folder import CONFIG, WEIGHTS
 from embodied.runtime.blobs import blob_of, spec_of, write_safetensors
+
+# Arrays from other processes are read-only, and nobody here writes to an observation.
+warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,12 @@ class Policy(nn.Module):
         super().__init__()
         self.config = config
         self.spec = spec
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        first = next(self.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
 
     def initialise(self, rng: np.random.Generator) -> None:
         """Draw the initial weights from this generator (never from torch's global one)."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from embodied.config_base import Strict
 
 
-class MLPConfig(Strict):
-    name: Literal["mlp"] = Field("mlp", description="Policy family: mlp, or my_pkg.my_module:MyPolicy for your own.")
+class ActorCriticConfig(Strict):
+    """What small policies with an actor and a critic have in common."""
+
     hidden: tuple[int, ...] = Field((256, 256, 256), min_length=1, description="Width of each hidden layer.")
     activation: Literal["tanh", "relu", "silu"] = Field("tanh", description="Activation between the layers.")
     initial_log_std: float = Field(
@@ -31,17 +32,38 @@ class MLPConfig(Strict):
     )
 
 
+class MLPConfig(ActorCriticConfig):
+    name: Literal["mlp"] = Field("mlp", description="Policy family: mlp, cnn, or my_pkg.my_module:MyPolicy.")
+
+
+class CNNConfig(ActorCriticConfig):
+    name: Literal["cnn"] = Field(description="Images of any number of cameras, and the state where there is one.")
+    channels: tuple[int, ...] = Field((16, 32, 32), min_length=1, description="Channels of each convolution.")
+    kernels: tuple[int, ...] = Field((8, 4, 3), min_length=1, description="Width of each convolution's kernel.")
+    strides: tuple[int, ...] = Field((4, 2, 1), min_length=1, description="Step of each convolution's kernel.")
+    features: int = Field(128, gt=0, description="Numbers that each camera's image becomes.")
+
+    @model_validator(mode="after")
+    def _layers_are_complete(self) -> CNNConfig:
+        if len({len(self.channels), len(self.kernels), len(self.strides)}) > 1:
+            raise ValueError(
+                f"policy.channels={list(self.channels)}, policy.kernels={list(self.kernels)} and "
+                f"policy.strides={list(self.strides)} describe the same layers; give each as many numbers"
+            )
+        return self
+
+
 class ExternalPolicyConfig(Strict):
     name: str = Field(pattern=r"^[\w.]+:\w+$", description="Your own policy class, as my_pkg.my_module:MyPolicy.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to your class as it is.")
 
 
 def _family(value: Any) -> str:
-    name = value.get("name", "mlp") if isinstance(value, dict) else getattr(value, "name", "mlp")
-    return "external" if ":" in str(name) else "mlp"
+    name = str(value.get("name", "mlp") if isinstance(value, dict) else getattr(value, "name", "mlp"))
+    return "external" if ":" in name else name
 
 
 PolicyConfig = Annotated[
-    Annotated[MLPConfig, Tag("mlp")] | Annotated[ExternalPolicyConfig, Tag("external")],
+    Annotated[MLPConfig, Tag("mlp")] | Annotated[CNNConfig, Tag("cnn")] | Annotated[ExternalPolicyConfig, Tag("external")],
     Discriminator(_family),
 ]

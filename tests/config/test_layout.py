@@ -52,6 +52,7 @@ def allowed(name, prefixes):
 
 
 SHARED = (
+    "embodied.arrays",
     "embodied.data",
     "embodied.errors",
     "embodied.rng",

@@ -126,7 +126,7 @@ def test_a_damaged_or_foreign_policy_folder_is_refused_with_the_reason(tmp_path)
 
 
 def test_an_unknown_family_or_a_missing_module_is_named():
-    with pytest.raises(ConfigError, match="families: mlp"):
+    with pytest.raises(ConfigError, match="families: mlp, cnn"):
         policy_class("mpl")
     with pytest.raises(ConfigError, match="no_such_pkg"):
         policy_class("no_such_pkg.mod:Policy")

@@ -1,0 +1,132 @@
+"""What small policies share: an MLP for the action distribution and one for the value, both on the same features.
+
+Continuous actions are Gaussian with a learned, state-independent deviation per dimension; discrete ones are
+categorical, sampled through Gumbel noise. Actions are stored as sampled; the env clips them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from embodied.arrays import tensor_of
+from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
+from embodied.policies.base import Policy, Scores
+from embodied.policies.config import ActorCriticConfig
+from embodied.policies.normalizer import ObservationNormalizer, state_moments
+
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class ActorCritic(Policy):
+    """A family sets `features`: what it makes of an observation, `width` numbers for each row."""
+
+    def __init__(self, config: ActorCriticConfig, spec: EnvSpec, width: int) -> None:
+        super().__init__(config, spec)
+        self.dtype = getattr(torch, config.dtype)
+        self.exact = torch.promote_types(self.dtype, torch.float32)  # what distributions and values are computed in
+        self.per_step = spec.action.num_choices if spec.action.discrete else spec.action.dim
+        self.actor = mlp(width, config.hidden, config.chunk * self.per_step, config.activation, self.dtype)
+        self.critic = mlp(width, config.hidden, 1, config.activation, self.dtype)
+        self.normalizer = None
+        if config.normalize_observations and spec.state_dim is not None:
+            self.normalizer = ObservationNormalizer(spec.state_dim, config.normalize_floor)
+        if not spec.action.discrete:
+            self.log_std = nn.Parameter(torch.empty(spec.action.dim, dtype=self.dtype))
+
+    def features(self, obs: Observation) -> Tensor:
+        raise NotImplementedError
+
+    def initialise(self, rng: np.random.Generator) -> None:
+        draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
+
+        @torch.no_grad()
+        def orthogonal(weight: Tensor, gain: float) -> None:
+            weight.copy_(nn.init.orthogonal_(torch.empty_like(weight, dtype=self.exact), gain, generator=draw))
+
+        for net, last_gain in self.nets():
+            layers = [layer for layer in net if isinstance(layer, nn.Linear | nn.Conv2d)]
+            for layer in layers:
+                gain = last_gain if layer is layers[-1] else math.sqrt(2)
+                orthogonal(layer.weight, gain)
+                nn.init.zeros_(layer.bias)
+        if not self.spec.action.discrete:
+            nn.init.constant_(self.log_std, self.config.initial_log_std)
+
+    def nets(self) -> list[tuple[nn.Sequential, float]]:
+        """All networks in a fixed order, with the gain of the last layer's initial weights."""
+        return [(self.actor, 0.01), (self.critic, 1.0)]
+
+    def noise_spec(self) -> NoiseSpec:
+        return NoiseSpec("uniform" if self.spec.action.discrete else "normal", self.config.chunk * self.per_step)
+
+    @torch.inference_mode()
+    def act(self, obs: Observation, noise: np.ndarray, greedy: bool = False) -> PolicyOutput:
+        features = self.features(obs)
+        head = self._head(features)
+        noise_t = torch.as_tensor(noise).to(self.exact).view_as(head)
+        if self.spec.action.discrete:
+            scores = head if greedy else head - torch.log(-torch.log(noise_t))
+            actions = scores.argmax(-1, keepdim=True)
+        else:
+            actions = head if greedy else head + self.log_std.to(self.exact).exp() * noise_t
+        logprobs, _ = self._distribution(head, actions)
+        return PolicyOutput(actions.numpy(), logprobs.numpy(), self._value(features).numpy())
+
+    @torch.inference_mode()
+    def value(self, obs: Observation) -> np.ndarray:
+        return self._value(self.features(obs)).numpy()
+
+    def forward(self, inputs: dict[str, Any]) -> Scores:
+        features = self.features(inputs["obs"])
+        logprobs, entropy = self._distribution(self._head(features), torch.as_tensor(inputs["actions"]))
+        return Scores(logprobs, entropy, self._value(features))
+
+    def blocks(self) -> list[nn.Module]:
+        return [net for net, _ in self.nets()]
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        value = list(self.critic.parameters())
+        mine = {id(p) for p in value}
+        return {"policy": [p for p in self.parameters() if id(p) not in mine], "value": value}
+
+    def observation_moments(self, obs: Observation) -> np.ndarray | None:
+        return None if self.normalizer is None else state_moments(obs["state"])
+
+    def merge_observation_moments(self, rows: np.ndarray) -> None:
+        self.normalizer.merge(rows)
+
+    def state(self, obs: Observation) -> Tensor:
+        """The observed numbers in the policy's precision, normalised where it does that."""
+        state = tensor_of(obs["state"], self.device).to(self.dtype)
+        return state if self.normalizer is None else self.normalizer(state)
+
+    def _head(self, features: Tensor) -> Tensor:
+        return self.actor(features).view(len(features), self.config.chunk, self.per_step).to(self.exact)
+
+    def _value(self, features: Tensor) -> Tensor:
+        return self.critic(features).squeeze(-1).to(self.exact)
+
+    def _distribution(self, head: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [B, C, A] of actions under the distribution that `head` parametrises."""
+        if self.spec.action.discrete:
+            log_p = head.log_softmax(-1)
+            return log_p.gather(-1, actions), -(log_p.exp() * log_p).sum(-1, keepdim=True)
+        log_std = self.log_std.to(self.exact)
+        z = (actions - head) * (-log_std).exp()
+        logprobs = -0.5 * z * z - (log_std + HALF_LOG_2PI)
+        return logprobs, (log_std + (0.5 + HALF_LOG_2PI)).expand_as(head)
+
+
+def mlp(inputs: int, hidden: tuple[int, ...], outputs: int, activation: str, dtype: torch.dtype) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for width in hidden:
+        layers += [skip_init(nn.Linear, inputs, width, dtype=dtype), ACTIVATIONS[activation]()]
+        inputs = width
+    return nn.Sequential(*layers, skip_init(nn.Linear, inputs, outputs, dtype=dtype))

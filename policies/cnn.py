@@ -1,0 +1,59 @@
+"""Small convolutional trunks, one per camera, and the state: their features feed the actor's and the critic's MLP.
+
+Pixels stay uint8 until they are on the policy's device; there they become numbers from -0.5 to 0.5.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from embodied.arrays import tensor_of
+from embodied.data import EnvSpec, Observation
+from embodied.errors import ConfigError
+from embodied.policies.actor_critic import ActorCritic
+from embodied.policies.config import CNNConfig
+
+
+class CNNPolicy(ActorCritic):
+    def __init__(self, config: CNNConfig, spec: EnvSpec) -> None:
+        if not spec.images:
+            raise ConfigError(
+                "policy.name=cnn needs images, but this env offers none; set env.cameras, or try policy.name=mlp"
+            )
+        super().__init__(config, spec, len(spec.images) * config.features + (spec.state_dim or 0))
+        self.trunks = nn.ModuleDict(
+            {camera: trunk(camera, size, config, self.dtype) for camera, size in sorted(spec.images.items())}
+        )
+
+    def nets(self) -> list[tuple[nn.Sequential, float]]:
+        return [*((trunk, math.sqrt(2)) for trunk in self.trunks.values()), *super().nets()]
+
+    def features(self, obs: Observation) -> Tensor:
+        parts = [trunk(self._pixels(obs["images"][camera])) for camera, trunk in self.trunks.items()]
+        if self.spec.state_dim is not None:
+            parts.append(self.state(obs))
+        return torch.cat(parts, dim=-1)
+
+    def _pixels(self, frames) -> Tensor:
+        """uint8 [N, H, W, 3] -> [N, 3, H, W]; the strides stay as they are, which convolutions like best."""
+        return tensor_of(frames, self.device).permute(0, 3, 1, 2).to(self.dtype).div(255).sub(0.5)
+
+
+def trunk(camera: str, size: tuple[int, int, int], config: CNNConfig, dtype: torch.dtype) -> nn.Sequential:
+    """Convolutions, then as many features as the config says."""
+    layers: list[nn.Module] = []
+    height, width, inputs = size
+    for outputs, kernel, stride in zip(config.channels, config.kernels, config.strides, strict=True):
+        if min(height, width) < kernel:
+            raise ConfigError(
+                f"policy.kernels={list(config.kernels)} with policy.strides={list(config.strides)} need larger images "
+                f"than camera {camera!r} has ({size[0]}x{size[1]}): a layer would get {height}x{width}"
+            )
+        layers += [skip_init(nn.Conv2d, inputs, outputs, kernel, stride, dtype=dtype), nn.ReLU()]
+        height, width, inputs = (height - kernel) // stride + 1, (width - kernel) // stride + 1, outputs
+    flat = skip_init(nn.Linear, inputs * height * width, config.features, dtype=dtype)
+    return nn.Sequential(*layers, nn.Flatten(), flat, nn.ReLU())
