@@ -19,8 +19,8 @@ from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import ConfigError
 from embodied.placement import PlacementPlan
-from embodied.reporting.paired import describe_comparison, write_comparison
 from embodied.reporting.console import describe_results, describe_tasks
+from embodied.reporting.paired import describe_comparison, write_comparison
 from embodied.reporting.report import report_or_say_why
 from embodied.reporting.results import write_results
 from embodied.reporting.stats import summarize

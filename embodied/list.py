@@ -15,7 +15,6 @@ from embodied.config import load
 from embodied.envs import PLUGINS
 from embodied.envs.config import ENV_CONFIGS
 from embodied.envs.libero_suites import SUITES
-from embodied.envs.libero_suites import SUITES
 from embodied.errors import ConfigError
 from embodied.layers import RECIPES, recipe_names
 from embodied.machine import Machine

@@ -64,6 +64,8 @@ def _family(value: Any) -> str:
 
 
 PolicyConfig = Annotated[
-    Annotated[MLPConfig, Tag("mlp")] | Annotated[CNNConfig, Tag("cnn")] | Annotated[ExternalPolicyConfig, Tag("external")],
+    Annotated[MLPConfig, Tag("mlp")]
+    | Annotated[CNNConfig, Tag("cnn")]
+    | Annotated[ExternalPolicyConfig, Tag("external")],
     Discriminator(_family),
 ]
