@@ -258,14 +258,14 @@ def test_a_run_is_resumed_with_its_own_recipe(run_folder):
 def test_evaluation_takes_the_recipe_of_the_run_the_checkpoint_belongs_to(run_folder, below):
     loaded = load([f"checkpoint={run_folder / below}", "eval.episodes=200", "env.num_envs=1"], "evaluate")
     assert (loaded.config.env.num_envs, loaded.config.eval.episodes) == (1, 200)
-    assert loaded.checkpoint == str(run_folder / below)
+    assert loaded.checkpoints == (str(run_folder / below),)
 
 
 def test_evaluation_refuses_what_has_no_effect_in_it(run_folder):
     assert "algo.lr has no effect in evaluate" in mistakes(f"checkpoint={run_folder}", "algo.lr=1", entry="evaluate")
     assert "which policy?" in mistakes(*BASE[:0], entry="evaluate")
     assert "so name the env: recipe=NAME" in mistakes("checkpoint=random", entry="evaluate")
-    assert load(["checkpoint=random", *BASE], "evaluate").checkpoint == "random"
+    assert load(["checkpoint=random", *BASE], "evaluate").checkpoints == ("random",)
     assert "checkpoint: unknown key" in mistakes(*BASE, "checkpoint=x")
 
 
