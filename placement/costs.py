@@ -1,0 +1,318 @@
+"""What a layout costs: seconds of an iteration and bytes on the fullest device, in closed form.
+
+Everything takes numbers of devices as arrays, so that the planner prices thousands of splits at once; `price` is the
+same for one layout. The schedule simulator replays plans step by step and must agree.
+
+A cycle (sim and policy) with s stages: the station with the most work per decision is busy all the time, or a stage
+waits for its own answer: period = max(busiest station, round trip). All decisions take (n - 1) periods and one round.
+A layer: nodes begin when their input and their zone are there; with chunks, when the first chunk is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
+from embodied.placement.profile import Cost, Profile
+from embodied.placement.workflow import Component, Workflow
+
+Array = Any  # numpy array, or a number
+
+
+@dataclass(frozen=True)
+class LayerPrice:
+    """Arrays over splits. `active` and `idle`: per class of devices, bytes on its fullest device while this layer
+    works, and while another one does."""
+
+    seconds: Array
+    active: Mapping[str, Array]
+    idle: Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Price:
+    seconds: float  # of an iteration
+    layers: tuple[LayerPrice, ...]
+    used_bytes: Mapping[str, float]  # per class, on the fullest device
+    fits: bool
+
+
+class Pricer:
+    """`costs[component, class]` in `profile`, on devices of `classes`."""
+
+    def __init__(self, workflow: Workflow, profile: Profile, classes: Sequence[DeviceClass]) -> None:
+        self.workflow = workflow
+        self.profile = profile
+        self.classes = {c.name: c for c in classes}
+        self.asker = {node: asker_of(workflow, node) for node in workflow.order}
+        self.table = cache(self._table)
+
+    def cost(self, component: str, device_class: str) -> Cost | None:
+        return self.profile.cost(component, device_class, self.classes[device_class].kind)
+
+    def runs_on(self) -> dict[str, set[str]]:
+        names = [c.name for c in self.workflow.components]
+        return {name: {c for c in self.classes if self.cost(name, c) is not None} for name in names}
+
+    def workers(self, component: str, device_class: str, stages: int) -> np.ndarray:
+        """How many workers it has on 0, 1, 2, ... devices: the fastest number that fits by itself."""
+        return self.table(component, device_class, stages).workers
+
+    def asker_for(self, component: str) -> str | None:
+        """Who asks in the cycle that a component is in; None outside of cycles."""
+        return self.asker[next(node for node in self.workflow.order if component in node)]
+
+    def can_swap(self, component: str) -> bool:
+        costs = [self.cost(component, name) for name in self.classes]
+        return any(cost is not None and cost.offload_s is not None for cost in costs)
+
+    def allowed(self, layer: Layer) -> bool:
+        """Cores cannot be a zone and serve the GPUs beside them at the same time."""
+        kinds = {self.classes[zone.device_class].kind for zone in layer}
+        beside = any(self.cost(name, zone.device_class).core_s for zone in layer for name in zone.components)
+        return not (beside and "cpu" in kinds)
+
+    def price(self, layout: Layout) -> Price:
+        layers = []
+        for layer in layout.layers:
+            devices = [np.array(zone.devices) for zone in layer]
+            layers.append(self.layer(layer, devices, layout.stages, layout.chunks, layout.swapped))
+        used = {name: used_bytes(layers, name) for name in self.classes}
+        seconds = sum(float(layer.seconds) for layer in layers) + self.workflow.fixed_s
+        fits = all(used[name] <= c.memory_bytes for name, c in self.classes.items())
+        return Price(seconds, tuple(layers), used, fits and np.isfinite(seconds))
+
+    def layer(
+        self, layer: Layer, devices: Sequence[Array], stages: int, chunks: int, swapped: frozenset[str] = frozenset()
+    ) -> LayerPrice:
+        """Seconds are infinite where a zone is too small for a worker."""
+        at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
+        nodes = [i for i, node in enumerate(self.workflow.order) if node[0] in at]
+        seconds = self._turns(layer, nodes, at, stages, chunks, swapped) + self._sync(at, stages)
+        active, idle = {}, {}
+        for zone, count in zip(layer, devices):
+            peak, rest = self._memory(zone, count, at, stages, swapped)
+            name = zone.device_class
+            active[name] = np.maximum(active.get(name, 0.0), peak)
+            idle[name] = np.maximum(idle.get(name, 0.0), rest)
+        return LayerPrice(seconds, active, idle)
+
+    def _turns(self, layer: Layer, nodes: Sequence[int], at: Mapping, stages: int, chunks: int, swapped) -> Array:
+        """Nodes in order, on zones that come free, chunk by chunk."""
+        free: dict[Zone, Array] = dict.fromkeys(layer, 0.0)
+        ready: dict[int, list[Array]] = {}
+        passes = self.workflow.passes / chunks
+        for i in nodes:
+            node = self.workflow.order[i]
+            zones = {at[name][0] for name in node}
+            work = self.node_seconds(node, at, stages) * passes
+            time = max_of(*(free[zone] for zone in zones)) + self.swap_seconds(node, at, swapped, "onload_s")
+            sources = [j for j in self.workflow.sources[i] if j in ready]
+            ready[i] = []
+            for chunk in range(chunks):
+                for j in sources:
+                    apart = all(at[name][0] not in zones for name in self.workflow.order[j])
+                    early = apart and all(self.workflow[name].streams for name in node)
+                    time = max_of(time, ready[j][chunk if early else -1])
+                time = time + work
+                ready[i].append(time)
+            done = time + self.swap_seconds(node, at, swapped, "offload_s")
+            free.update(dict.fromkeys(zones, done))
+        return max_of(*free.values())
+
+    def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: frozenset[str], which: str) -> float:
+        """Zones load side by side, components of one zone one after the other."""
+        spent: dict[Zone, float] = {}
+        for name in node:
+            if name in swapped:
+                zone = at[name][0]
+                spent[zone] = spent.get(zone, 0.0) + (getattr(self.cost(name, zone.device_class), which) or 0.0)
+        return max(spent.values(), default=0.0)
+
+    def node_seconds(self, node: tuple[str, ...], at: Mapping, stages: int) -> Array:
+        """One pass of a cycle, or of one component."""
+        if len(node) > 1:
+            return self._cycle(node, at, stages)
+        zone, devices = at[node[0]]
+        return self.table(node[0], zone.device_class, stages).seconds[devices]
+
+    def _cycle(self, node: tuple[str, ...], at: Mapping, stages: int) -> Array:
+        asker = self.asker[node]
+        home = at[asker][0]
+        stations: dict[Zone, list[Array]] = {}  # zone -> one request, until its first answer, all of a round
+        last: Array = 0.0
+        fixed: dict[Zone, float] = {}
+        for name in node:
+            zone = at[name][0]
+            one, first, whole, final = self.station(name, asker, at, stages)
+            before = stations.get(zone, [0.0, 0.0, 0.0])
+            stations[zone] = [before[0] + one, before[1] + first, before[2] + whole]
+            last = last + final * (stages if zone is home else 1)
+            fixed[zone] = fixed.get(zone, 0.0) + self.cost(name, zone.device_class).fixed_s
+        delay = self.delay(node, asker, at, stages)
+        trip = sum(one for one, _, _ in stations.values()) + delay
+        busiest = max_of(*(whole for _, _, whole in stations.values()))
+        first = sum(first for _, first, _ in stations.values()) + delay
+        with np.errstate(invalid="ignore"):  # no worker finds a place: infinite, or not a number, and then infinite
+            first = first + max_of(*(whole - early for _, early, whole in stations.values()))
+        last = last + (delay if len(stations) > 1 else 0.0)
+        spent = (self.workflow[asker].calls - 1) * max_of(busiest, trip) + first + last + max(fixed.values())
+        return np.where(np.isnan(spent), np.inf, spent)
+
+    def station(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array, Array]:
+        """Seconds of one request, until the first stage of every asker has its answer, of all requests of a round,
+        and of the question after the last decision."""
+        (zone, devices), (home, home_devices) = at[name], at[asker]
+        asking = self.table(asker, home.device_class, stages)
+        if name == asker:
+            one = asking.seconds[devices]
+            return one, one, one * stages, 0.0
+        component, cost = self.workflow[name], self.cost(name, zone.device_class)
+        ratio = component.calls / self.workflow[asker].calls
+        parts = asking.workers[home_devices] * stages
+        if zone is home:
+            size = component.items / np.maximum(parts, 1)
+            one = cost.seconds.at(size) * ratio
+            return one, one, one * stages, cost.last_s.at(size)
+        if component.merges:
+            workers = np.minimum(devices, max(component.items // stages, 1))
+            size, requests = -(-component.items // (stages * np.maximum(workers, 1))), stages
+        else:
+            size = component.items / np.maximum(parts, 1)
+            requests = -(-parts // np.maximum(np.minimum(devices, parts), 1))
+        one = np.where(devices > 0, cost.seconds.at(size) * ratio, np.inf)
+        return one, one * -(-requests // stages), one * requests, cost.last_s.at(size)
+
+    def delay(self, node: tuple[str, ...], asker: str, at: Mapping, stages: int) -> Array:
+        """Handing a stage's data around the cycle, where it leaves the process."""
+        parts = self.table(asker, at[asker][0].device_class, stages).workers[at[asker][1]] * stages
+        crossing = [
+            e
+            for e in self.workflow.edges
+            if e.source in node and e.target in node and at[e.source][0] is not at[e.target][0]
+        ]
+        return sum((self.profile.link.seconds(e.bytes / np.maximum(parts, 1)) for e in crossing), 0.0)
+
+    def cycle_workers(self, name: str, asker: str, at: Mapping, stages: int) -> Array:
+        """Of a component that answers in a cycle."""
+        (zone, devices), (home, home_devices) = at[name], at[asker]
+        asking = self.table(asker, home.device_class, stages).workers[home_devices]
+        if zone is home:
+            return asking
+        most = max(self.workflow[name].items // stages, 1) if self.workflow[name].merges else asking * stages
+        return np.minimum(devices, most)
+
+    def count(self, name: str, at: Mapping, stages: int) -> Array:
+        """How many workers a component has."""
+        asker = self.asker_for(name)
+        if asker not in (None, name):
+            return self.cycle_workers(name, asker, at, stages)
+        zone, devices = at[name]
+        return self.table(name, zone.device_class, stages).workers[devices]
+
+    def _sync(self, at: Mapping, stages: int) -> Array:
+        """Weights of the next iteration: nothing moves where every receiver shares a host with its source."""
+        spent: Array = 0.0
+        for edge in self.workflow.edges:
+            if edge.next_iteration and edge.target in at:
+                receivers = self.count(edge.target, at, stages)
+                copied = self.profile.sync.copy_s.at(receivers)
+                if edge.source in at and at[edge.source][0] is at[edge.target][0]:
+                    same = receivers == self.count(edge.source, at, stages)
+                    copied = np.where(same, self.profile.sync.shared_s, copied)
+                spent = spent + copied
+        return spent
+
+    def _memory(self, zone: Zone, devices: Array, at: Mapping, stages: int, swapped) -> tuple[Array, Array]:
+        """-> bytes on a device of the zone at its fullest moment, and while another layer works."""
+        full = {name: self.bytes(name, at, stages) for name in zone.components}
+        rest = {n: self.cost(n, zone.device_class).kept_bytes if n in swapped else full[n] for n in full}
+        idle = sum(rest.values())
+        groups = [[n for n in node if n in full] for node in self.workflow.order]
+        peaks = [idle + sum(full[n] - rest[n] for n in group) for group in groups if group]
+        return max_of(*peaks), idle
+
+    def bytes(self, name: str, at: Mapping, stages: int) -> Array:
+        zone, devices = at[name]
+        component, cost = self.workflow[name], self.cost(name, zone.device_class)
+        asker = self.asker_for(name)
+        if asker in (None, name):
+            return self.table(name, zone.device_class, stages).bytes[devices]
+        if zone is at[asker][0] or not component.merges:
+            workers = self.table(asker, at[asker][0].device_class, stages).workers[at[asker][1]]
+        else:
+            workers = self.cycle_workers(name, asker, at, stages)
+        return cost.bytes.at(-(-component.items // (np.maximum(workers, 1) * stages)))
+
+    def _table(self, name: str, device_class: str, stages: int) -> Table:
+        component, cost = self.workflow[name], self.cost(name, device_class)
+        on = self.classes[device_class]
+        return make_table(component, cost, on, stages if component.splits else 1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Arrays indexed by number of devices: workers, seconds of a pass (of a stage's call where it splits), bytes."""
+
+    workers: np.ndarray
+    seconds: np.ndarray
+    bytes: np.ndarray
+
+
+def make_table(component: Component, cost: Cost, on: DeviceClass, stages: int) -> Table:
+    """With more devices never slower and never fuller: a component takes the fastest number of workers that fits. One
+    that asks in a cycle takes as many as it can, since what the others do depends on their number."""
+    count = np.arange(on.count + 1)
+    workers = np.minimum(np.maximum(count, 1), component.items)
+    size = -(-component.items // workers)
+    seconds = cost.seconds.at(size / stages)
+    if cost.core_s:
+        cores = on.num_cores * np.minimum(1.0, workers / on.num_nodes)
+        seconds = np.maximum(seconds, cost.core_s * (component.items / stages) / np.maximum(cores, 1e-9))
+    if not component.splits:
+        seconds = component.calls * (seconds + cost.exchange_s.at(workers)) + cost.fixed_s
+    used = cost.bytes.at(size)
+    allowed = (count > 0) & (used <= on.memory_bytes)
+    if component.even or component.splits:
+        allowed &= component.items % (workers * stages) == 0
+    seconds = np.where(allowed, seconds, np.inf)
+    better = np.where(allowed, count, 0) if component.splits else records(seconds, used)
+    best = np.maximum.accumulate(better)
+    found = best > 0
+    return Table(
+        np.where(found, workers[best], 0), np.where(found, seconds[best], np.inf), np.where(found, used[best], 0.0)
+    )
+
+
+def records(seconds: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """The indices at which (seconds, bytes) is less than ever before, 0 elsewhere."""
+    order = np.lexsort((used, seconds))
+    rises = (np.diff(seconds[order]) > 0) | (np.diff(used[order]) > 0)
+    rank = np.empty(len(order), int)
+    rank[order] = np.concatenate([[0], np.cumsum(rises)])
+    least = np.minimum.accumulate(np.concatenate([[len(order)], rank[:-1]]))
+    return np.where((rank < least) & np.isfinite(seconds), np.arange(len(rank)), 0)
+
+
+def asker_of(workflow: Workflow, node: tuple[str, ...]) -> str | None:
+    return next((name for name in node if workflow[name].splits), None) if len(node) > 1 else None
+
+
+def used_bytes(layers: Sequence[LayerPrice], device_class: str) -> float:
+    """On the fullest device: a layer at work beside what the others leave there."""
+    rest = sum(float(layer.idle.get(device_class, 0.0)) for layer in layers)
+    return max(
+        rest + float(layer.active.get(device_class, 0.0)) - float(layer.idle.get(device_class, 0.0)) for layer in layers
+    )
+
+
+def max_of(*values: Array) -> Array:
+    most = values[0]
+    for value in values[1:]:
+        most = np.maximum(most, value)
+    return most

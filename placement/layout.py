@@ -1,0 +1,130 @@
+"""The shape of a plan: which components share devices, which have their own, and in which order they take turns.
+
+A layout is a sequence of layers that take turns on all devices. Inside a layer, zones are disjoint sets of devices of
+one class each; components of one zone take turns on it, zones work at the same time. So
+
+    collocated     [sim, policy, learner]                 one zone
+    hybrid         [sim | policy, learner]                or, the learner on all devices: [sim | policy] [learner]
+    disaggregated  [sim | policy | learner]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+from embodied.placement.workflow import Workflow
+
+
+@dataclass(frozen=True)
+class DeviceClass:
+    """Devices that are alike: GPUs of one model, or CPU cores (each is a device)."""
+
+    name: str
+    kind: str  # gpu, cpu, fake
+    count: int
+    memory_bytes: float
+    num_nodes: int = 1
+    num_cores: int = 0  # of the nodes that these devices are in
+
+
+@dataclass(frozen=True)
+class Zone:
+    components: tuple[str, ...]  # in the workflow's order
+    device_class: str
+    devices: int = 0  # how many; 0 while it is open
+
+
+Layer = tuple[Zone, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    layers: tuple[Layer, ...]
+    stages: int = 1  # parts into which a sim worker splits its envs
+    chunks: int = 1  # parts in which an iteration's data is handed on
+    swapped: frozenset[str] = frozenset()  # components that leave the device memory when it is another's turn
+
+    @property
+    def zones(self) -> list[Zone]:
+        return [zone for layer in self.layers for zone in layer]
+
+    def zone_of(self, component: str) -> Zone:
+        return next(zone for zone in self.zones if component in zone.components)
+
+    def apart(self, a: str, b: str) -> bool:
+        """Whether two components have no device in common."""
+        first, second = self.zone_of(a), self.zone_of(b)
+        together = any(first in layer and second in layer for layer in self.layers)
+        return first.device_class != second.device_class or (together and first is not second)
+
+    @property
+    def mode(self) -> str:
+        """The mode's name, or "custom" where roles are combined in another way."""
+        placed = {name for zone in self.zones for name in zone.components}
+        if not {"sim", "policy", "learner"} <= placed:
+            return "custom"
+        sims = self.apart("sim", "policy")
+        learns, mixes = self.apart("policy", "learner"), self.apart("sim", "learner")
+        if not sims and not learns and not mixes:
+            return "collocated"
+        if sims and learns and mixes:
+            return "disaggregated"
+        return "hybrid" if sims and not learns else "custom"
+
+    def __str__(self) -> str:
+        return " ".join(f"[{' | '.join(map(zone_text, layer))}]" for layer in self.layers)
+
+
+def zone_text(zone: Zone) -> str:
+    return f"{', '.join(zone.components)}: {zone.devices} {zone.device_class}"
+
+
+def layer_sets(workflow: Workflow) -> list[tuple[frozenset[int], ...]]:
+    """Every way to cut the order of nodes into layers: sources before what needs them."""
+    nodes = frozenset(range(len(workflow.order)))
+
+    def cut(left: frozenset[int]) -> Iterator[tuple[frozenset[int], ...]]:
+        if not left:
+            yield ()
+        for first in closed_sets(left, workflow.sources):
+            yield from ((first, *rest) for rest in cut(left - first))
+
+    return list(cut(nodes))
+
+
+def closed_sets(left: frozenset[int], sources: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """The non-empty subsets of `left` that need nothing of the rest of it."""
+    chosen = [
+        frozenset(s) for size in range(1, len(left) + 1) for s in combinations(sorted(left), size)
+    ]  # at most 31 for five nodes
+    return [s for s in chosen if all(sources[node] & left <= s for node in s)]
+
+
+def arrangements(
+    components: Sequence[str], classes: Sequence[DeviceClass], runs_on: dict[str, set[str]]
+) -> Iterator[Layer]:
+    """Every way to put components into zones, and zones onto classes of devices they all run on."""
+    for parts in partitions(tuple(components)):
+        choices = [
+            [c.name for c in classes if c.count and all(c.name in runs_on[name] for name in part)] for part in parts
+        ]
+        for chosen in product(*choices):
+            yield tuple(Zone(part, name) for part, name in zip(parts, chosen))
+
+
+def partitions(items: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Set partitions, parts in the order of their first item."""
+    if not items:
+        yield ()
+        return
+    first, rest = items[0], items[1:]
+    for size in range(len(rest), -1, -1):
+        for friends in combinations(rest, size):
+            others = tuple(item for item in rest if item not in friends)
+            yield from (((first, *friends), *parts) for parts in partitions(others))
+
+
+def components_of(workflow: Workflow, nodes: Iterable[int]) -> tuple[str, ...]:
+    return tuple(name for node in sorted(nodes) for name in workflow.order[node])

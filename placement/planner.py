@@ -1,0 +1,154 @@
+"""Finds the fastest layout: every way to share devices or to have them apart, every split, every way to swap memory.
+
+The candidates: cut the order of nodes into layers that take turns (cycles stay whole), put each layer's components
+into zones of their own, each zone on one class of devices and of any size, idle devices allowed; any number of stages
+and chunks of the grids; any set of components that leave the device memory between turns. The result equals trying
+them all (a test does), and is found without:
+
+- an iteration is the sum of its layers, so each layer is searched once, whatever the others do;
+- only sizes at which a worker is won matter, and one zone of every class takes what the others leave;
+- where splits are many, sizes that cannot beat the best so far are dropped before other zones are looked at;
+- memory matters only where the fastest layers do not fit together: then the layers' (time, memory) fronts meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from embodied.placement.costs import Price, Pricer
+from embodied.placement.layout import DeviceClass, Layout, Zone, layer_sets
+from embodied.placement.profile import Profile
+from embodied.placement.search import LayerSearch, Points, unbeaten_indices
+from embodied.placement.workflow import Workflow
+
+STAGES = (1, 2, 4)
+MARGIN = 1 + 1e-9  # bounds are sums in another order than prices
+
+
+@dataclass(frozen=True)
+class Choice:
+    layout: Layout
+    price: Price
+
+
+class Planner:
+    def __init__(
+        self, workflow: Workflow, profile: Profile, classes: Sequence[DeviceClass], stages: Sequence[int] = STAGES
+    ) -> None:
+        self.workflow = workflow
+        self.classes = tuple(c for c in classes if c.count)
+        self.pricer = Pricer(workflow, profile, self.classes)
+        self.limits = np.array([c.memory_bytes for c in self.classes], float)
+        self.stages = stages if any(len(node) > 1 for node in workflow.order) else (1,)
+        self.chunks = chunk_grid(workflow)
+        self._searches: dict[tuple, LayerSearch] = {}
+
+    def best(self) -> Choice | None:
+        """The fastest layout of all; None if none fits."""
+        found = [choice for choice in self.modes().values() if choice]
+        return min(found, key=lambda choice: choice.price.seconds, default=None)
+
+    def modes(self) -> dict[str, Choice | None]:
+        """The fastest layout of every mode; None where none fits."""
+        options: dict[str, list[tuple[float, int, int, tuple]]] = {}
+        for stages, chunks, cut in product(self.stages, self.chunks, layer_sets(self.workflow)):
+            searches = [self.search(nodes, stages, chunks) for nodes in cut]
+            for labels in product(*(search.groups for search in searches)):
+                fastest = [search.fastest(label) for search, label in zip(searches, labels)]
+                if all(fastest):
+                    layers = tuple(search.groups[label][0] for search, label in zip(searches, labels))
+                    least = sum(points.seconds[0] for points in fastest) + self.workflow.fixed_s
+                    way = tuple(zip(searches, labels))
+                    options.setdefault(Layout(layers).mode, []).append((least, stages, chunks, way))
+        return {mode: self._best_of(ways) for mode, ways in options.items()}
+
+    def search(self, nodes: frozenset[int], stages: int, chunks: int) -> LayerSearch:
+        """Layers that no number of stages or chunks concerns are searched once for all of them."""
+        order = self.workflow.order
+        stages = stages if any(len(order[i]) > 1 for i in nodes) else 1
+        chunks = chunks if len(nodes) > 1 else 1
+        key = nodes, stages, chunks
+        if key not in self._searches:
+            self._searches[key] = LayerSearch(self.pricer, self.classes, nodes, stages, chunks)
+        return self._searches[key]
+
+    def _best_of(self, options: Sequence[tuple[float, int, int, tuple]]) -> Choice | None:
+        best: Choice | None = None
+        for least, stages, chunks, way in sorted(options, key=lambda option: (*option[:3], len(option[3]))):
+            seconds = best.price.seconds if best else np.inf
+            if least >= seconds:
+                break
+            found = self._together(way, stages, chunks, seconds)
+            if found and found.price.seconds < seconds:
+                best = found
+        return best
+
+    def _together(self, way: tuple, stages: int, chunks: int, bound: float) -> Choice | None:
+        """The fastest splits of these layers that fit beside each other."""
+        fastest = [search.fastest(label) for search, label in way]
+        choice = self._choice(fastest, stages, chunks)
+        if choice.price.fits:
+            return choice
+        quick = self._same_splits_swapped(way, fastest, stages, chunks)
+        if quick:
+            bound = min(bound, quick.price.seconds)
+        spare = bound * MARGIN - self.workflow.fixed_s - sum(float(points.seconds[0]) for points in fastest)
+        fronts = [search.front(label, spare + points.seconds[0]) for (search, label), points in zip(way, fastest)]
+        met = meet([front for front in fronts if front], self.limits) if all(fronts) else None
+        found = self._choice(met, stages, chunks) if met else None
+        return min((c for c in (quick, found) if c), key=lambda c: c.price.seconds, default=None)
+
+    def _same_splits_swapped(self, way: tuple, fastest: Sequence[Points], stages: int, chunks: int) -> Choice | None:
+        """The fastest splits again, with whatever has to be swapped: a first bound."""
+        search = way[0][0]
+        names = [name for points in fastest for zone in points.ways[0].layer for name in zone.components]
+        found = [self._choice(fastest, stages, chunks, swapped) for swapped in search.swaps(names)[1:]]
+        return min((c for c in found if c.price.fits), key=lambda c: c.price.seconds, default=None)
+
+    def _choice(
+        self, layers: Sequence[Points], stages: int, chunks: int, swapped: frozenset[str] | None = None
+    ) -> Choice:
+        ways = [points.ways[points.which[0]] for points in layers]
+        zones = [
+            tuple(Zone(z.components, z.device_class, int(d)) for z, d in zip(way.layer, points.devices[:, 0]))
+            for way, points in zip(ways, layers)
+        ]
+        if swapped is None:
+            swapped = frozenset().union(*(way.swapped for way in ways))
+        layout = Layout(tuple(zones), stages, chunks, swapped)
+        return Choice(layout, self.pricer.price(layout))
+
+
+def chunk_grid(workflow: Workflow) -> tuple[int, ...]:
+    """In how many parts data can be handed on: whole passes, where anybody begins before its input is whole."""
+    if not any(c.streams for c in workflow.components):
+        return (1,)
+    return tuple(n for n in (1, 2, 4, 8, 16) if workflow.passes % n == 0)
+
+
+def meet(fronts: Sequence[Points], limits: np.ndarray) -> list[Points] | None:
+    """One point of every layer, least seconds in total, so that each layer at work fits beside what the others leave.
+
+    Worked example, limit 10: layer A leaves 2 and takes 5 more at work, layer B leaves 1 and takes 8 more. Together
+    they leave 3, and 3 + 8 > 10: they do not fit.
+    """
+    seconds, memory, picks = fronts[0].seconds, fronts[0].memory, np.arange(len(fronts[0]))[None]
+    for front in fronts[1:]:
+        a, b = (i.ravel() for i in np.meshgrid(np.arange(len(seconds)), np.arange(len(front)), indexing="ij"))
+        idle, extra = np.split(memory, 2)
+        more_idle, more_extra = np.split(front.memory, 2)
+        idle, extra = idle[:, a] + more_idle[:, b], np.maximum(extra[:, a], more_extra[:, b])
+        fits = (idle + extra <= limits[:, None]).all(axis=0)
+        seconds = (seconds[a] + front.seconds[b])[fits]
+        memory = np.concatenate([idle, extra])[:, fits]
+        picks = np.concatenate([picks[:, a], b[None]])[:, fits]
+        kept = np.fromiter(unbeaten_indices(seconds, memory), int)
+        seconds, memory, picks = seconds[kept], memory[:, kept], picks[:, kept]
+    if not len(seconds):
+        return None
+    best = seconds.argmin()
+    return [front.take(np.array([pick])) for front, pick in zip(fronts, picks[:, best])]

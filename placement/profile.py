@@ -1,0 +1,144 @@
+"""What was measured (or published) about the parts of a workflow: the input of the planner, as one JSON file.
+
+The measuring is done elsewhere; here are the format and the rules for reading it. docs/placement.md describes every
+field. Sizes are items per worker and call: envs for a sim, rows for a policy, items of a gradient step for a learner.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embodied.placement.curves import Curve, constant, curve_from_json
+from embodied.placement.grammar import PlacementError
+from embodied.placement.workflow import Workflow, workflow_from_json
+
+FORMAT = "embodied-profile/1"
+NOTHING = constant(0)
+CURVES = ("bytes", "last_s", "exchange_s")  # of a Cost, besides `seconds`
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one worker of a component costs on one device of a kind."""
+
+    seconds: Curve  # of one call, by items per worker
+    bytes: Curve = NOTHING  # of device memory while it works, by items per worker
+    fixed_s: float = 0.0  # once per pass, whatever the size
+    last_s: Curve = NOTHING  # in a cycle: of the question after the last decision (a value), by items
+    exchange_s: Curve = NOTHING  # per call, by number of workers: what they tell each other (gradients)
+    core_s: float = 0.0  # of CPU cores beside the device, per item and call; shared by all workers of a node
+    onload_s: float = 0.0  # to take its memory, once per turn
+    offload_s: float | None = None  # to give it back; None: it cannot
+    kept_bytes: float = 0.0  # stays on the device when the rest was given back
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Getting new weights from the learners to the policies."""
+
+    shared_s: float = 0.0  # every policy worker lives in a learner's host
+    copy_s: Curve = NOTHING  # otherwise, by number of policy workers
+
+
+@dataclass(frozen=True)
+class Link:
+    """Handing data from a process to another one."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = float("inf")
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`costs[component][kind]`; a kind is cpu (one core), gpu, fake, or a class of a topology such as gpu-H100."""
+
+    workflow: Workflow
+    costs: Mapping[str, Mapping[str, Cost]]
+    sync: Sync = Sync()
+    link: Link = Link()
+    made: Mapping[str, Any] = field(default_factory=dict)  # how, when, where, from which recipe; free of meaning here
+    sources: Mapping[str, str] = field(default_factory=dict)  # dotted path of a number, or of what holds it -> source
+
+    def __post_init__(self) -> None:
+        missing = [c.name for c in self.workflow.components if not self.costs.get(c.name)]
+        if missing:
+            raise PlacementError(f"the profile has no costs for {', '.join(missing)}; measure again")
+
+    def cost(self, component: str, device_class: str, kind: str) -> Cost | None:
+        """On devices of this class; None where it does not run."""
+        known = self.costs[component]
+        return known.get(device_class, known.get(kind))
+
+
+def read_profile(path: Path) -> Profile:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as err:
+        raise PlacementError(f"{path} cannot be read as a profile: {err}") from None
+    return profile_from_json(content, str(path))
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(json.dumps(profile_to_json(profile), indent=1) + "\n")
+    draft.replace(path)
+
+
+def profile_from_json(content: Any, name: str = "the profile") -> Profile:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise PlacementError(f"{name} is not a profile of this version: its `format` is not {FORMAT!r}; measure again")
+    try:
+        costs = {c: {kind: cost_from_json(cost) for kind, cost in on.items()} for c, on in content["costs"].items()}
+        sync, link = content.get("sync", {}), content.get("link", {})
+        return Profile(
+            workflow_from_json(content["workflow"]),
+            costs,
+            Sync(float(sync.get("shared_s", 0)), curve_from_json(sync.get("copy_s", 0))),
+            Link(**link),
+            content.get("made", {}),
+            content.get("sources", {}),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as err:
+        raise PlacementError(f"{name} is damaged: {type(err).__name__}: {err}; measure again") from None
+
+
+def profile_to_json(profile: Profile) -> dict[str, Any]:
+    content = {
+        "format": FORMAT,
+        "made": dict(profile.made),
+        "workflow": profile.workflow.to_json(),
+        "costs": {c: {kind: cost_to_json(cost) for kind, cost in on.items()} for c, on in profile.costs.items()},
+        "sync": {"shared_s": profile.sync.shared_s, "copy_s": profile.sync.copy_s.to_json()},
+    }
+    if profile.link != Link():
+        content["link"] = {"latency_s": profile.link.latency_s, "bytes_per_s": profile.link.bytes_per_s}
+    return content | ({"sources": dict(profile.sources)} if profile.sources else {})
+
+
+def cost_from_json(content: Mapping[str, Any]) -> Cost:
+    known = Cost.__dataclass_fields__
+    if unknown := set(content) - set(known):
+        raise ValueError(f"{', '.join(sorted(unknown))} among the costs; known: {', '.join(known)}")
+    curves = {key: curve_from_json(content[key]) for key in ("seconds", *CURVES) if key in content}
+    return Cost(**{**content, **curves})
+
+
+def cost_to_json(cost: Cost) -> dict[str, Any]:
+    content = {"seconds": cost.seconds.to_json()}
+    for key in CURVES:
+        if getattr(cost, key) != NOTHING:
+            content[key] = getattr(cost, key).to_json()
+    for key in ("fixed_s", "core_s", "onload_s", "offload_s", "kept_bytes"):
+        if getattr(cost, key) != Cost.__dataclass_fields__[key].default:
+            content[key] = getattr(cost, key)
+    return content
+

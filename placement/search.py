@@ -1,0 +1,207 @@
+"""Searches one layer: its nodes on all devices while the other layers wait.
+
+`LayerSearch` prices every split of every arrangement of zones, thousands at a time, and gives the planner the fastest
+split, or the front of splits of which none is both slower and fuller than another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+
+import numpy as np
+
+from embodied.placement.costs import Pricer
+from embodied.placement.layout import DeviceClass, Layer, arrangements, components_of
+
+MANY = 20_000  # splits that are priced at once; more are narrowed down zone by zone
+ROLES = ("sim", "policy", "learner")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a layer, but for the sizes of its zones."""
+
+    layer: Layer
+    swapped: frozenset[str] = frozenset()
+
+
+@dataclass
+class Points:
+    """Priced splits of several ways. `memory`: rows of bytes per class, first those left while other layers work, then
+    what comes on top while this one does."""
+
+    ways: list[Way]
+    which: np.ndarray  # [n] index into ways
+    devices: np.ndarray  # [zones, n]
+    seconds: np.ndarray  # [n]
+    memory: np.ndarray  # [2 * classes, n]
+
+    def take(self, chosen: np.ndarray) -> Points:
+        return Points(
+            self.ways, self.which[chosen], self.devices[:, chosen], self.seconds[chosen], self.memory[:, chosen]
+        )
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+
+class LayerSearch:
+    def __init__(
+        self, pricer: Pricer, classes: Sequence[DeviceClass], nodes: frozenset[int], stages: int, chunks: int
+    ) -> None:
+        self.pricer = pricer
+        self.classes = tuple(classes)
+        self.limits = np.array([c.memory_bytes for c in classes], float)
+        self.stages, self.chunks = stages, chunks
+        self.components = components_of(pricer.workflow, nodes)
+        self.groups: dict[tuple, list[Layer]] = {}  # by what decides the mode
+        for layer in arrangements(self.components, classes, pricer.runs_on()):
+            if pricer.allowed(layer):
+                self.groups.setdefault(label_of(layer), []).append(layer)
+        self._fastest: dict[tuple, Points | None] = {}
+
+    def fastest(self, label: tuple) -> Points | None:
+        """The one fastest split, whatever its memory; None if no worker finds a place."""
+        if label not in self._fastest:
+            best: Points | None = None
+            for layer in self.groups[label]:
+                bound = best.seconds[0] if best else np.inf
+                found = self.price(Way(layer), self.splits(layer, bound))
+                if len(found) and found.seconds.min() < bound:
+                    best = found.take(np.array([found.seconds.argmin()]))
+            self._fastest[label] = best
+        return self._fastest[label]
+
+    def front(self, label: tuple, bound: float) -> Points | None:
+        """Splits of less than `bound` seconds of which none is beaten in seconds and in every number of bytes."""
+        found: list[Points] = []
+        for layer in self.groups[label]:
+            splits = self.splits(layer, bound)
+            for swapped in self.swaps(self.components):
+                points = self.price(Way(layer, swapped), splits)
+                points = points.take(fit(points, self.limits) & (points.seconds < bound))
+                if len(points):
+                    found.append(unbeaten(points))
+        return unbeaten(joined(found)) if found else None
+
+    def swaps(self, components: Sequence[str]) -> list[frozenset[str]]:
+        """All sets of components that can give their memory back, small ones first."""
+        able = [name for name in components if self.pricer.can_swap(name)]
+        return [frozenset(s) for size in range(len(able) + 1) for s in combinations(able, size)]
+
+    def price(self, way: Way, devices: np.ndarray) -> Points:
+        found = self.pricer.layer(way.layer, list(devices), self.stages, self.chunks, way.swapped)
+        shape = devices.shape[1]
+        none = np.zeros(shape)
+        idle = [np.broadcast_to(found.idle.get(c.name, none), shape) for c in self.classes]
+        active = [np.broadcast_to(found.active.get(c.name, none), shape) for c in self.classes]
+        memory = np.stack([*idle, *(a - i for a, i in zip(active, idle))])
+        points = Points([way], np.zeros(shape, int), devices, np.broadcast_to(found.seconds, shape), memory)
+        return points.take(np.isfinite(points.seconds))
+
+    def splits(self, layer: Layer, bound: float) -> np.ndarray:
+        """Sizes of the zones, one column per split, that could take less than `bound` seconds. In every class the
+        zone with the most sizes takes what the others leave."""
+        sizes = [self.sizes(layer, zone) for zone in range(len(layer))]
+        rest: dict[str, int] = {}
+        for i, zone in enumerate(layer):
+            if not self.asks(zone.components):
+                other = rest.setdefault(zone.device_class, i)
+                if len(sizes[i]) > len(sizes[other]):
+                    rest[zone.device_class] = i
+        chosen = [i for i in range(len(layer)) if i not in rest.values()]
+        chosen.sort(key=lambda i: (not self.asks(layer[i].components), len(sizes[i])))
+        columns = np.zeros((len(layer), 1), int)
+        done: list[int] = []
+        for i in chosen:
+            columns = np.repeat(columns, len(sizes[i]), axis=1)
+            columns[i] = np.tile(sizes[i], columns.shape[1] // max(len(sizes[i]), 1))
+            done.append(i)
+            columns = columns[:, self.room(layer, columns, done)]
+            if columns.shape[1] > MANY or (i != chosen[-1] and columns.shape[1] * len(sizes[chosen[-1]]) > MANY):
+                columns = columns[:, self.promising(layer, columns, done, bound)]
+        return self.filled(layer, columns, done)
+
+    def room(self, layer: Layer, columns: np.ndarray, done: Sequence[int]) -> np.ndarray:
+        """Whether every other zone can still have a device."""
+        good = np.ones(columns.shape[1], bool)
+        for c in self.classes:
+            mine = [i for i, zone in enumerate(layer) if zone.device_class == c.name]
+            waiting = sum(i not in done for i in mine)
+            good &= columns[[i for i in mine if i in done]].sum(axis=0) + waiting <= c.count
+        return good
+
+    def filled(self, layer: Layer, columns: np.ndarray, done: Sequence[int]) -> np.ndarray:
+        """Every zone that is not done gets all that the others of its class must leave: too much if there are
+        several, so what results is a lower bound then."""
+        columns = columns.copy()
+        for c in self.classes:
+            mine = [i for i, zone in enumerate(layer) if zone.device_class == c.name]
+            waiting = [i for i in mine if i not in done]
+            taken = columns[[i for i in mine if i in done]].sum(axis=0)
+            for i in waiting:
+                columns[i] = c.count - taken - (len(waiting) - 1)
+        return columns[:, (columns > 0).all(axis=0)]
+
+    def promising(self, layer: Layer, columns: np.ndarray, done: Sequence[int], bound: float) -> np.ndarray:
+        filled = self.filled(layer, columns, done)
+        return self.pricer.layer(layer, list(filled), self.stages, self.chunks).seconds < bound
+
+    def sizes(self, layer: Layer, zone: int) -> np.ndarray:
+        """The numbers of devices at which a zone's components win a worker."""
+        where = layer[zone]
+        count = self.pricer.classes[where.device_class].count
+        won = np.zeros(count + 1, bool)
+        for name in where.components:
+            asker = self.pricer.asker_for(name)
+            if asker in (None, name):
+                workers = self.pricer.table(name, where.device_class, self.stages).workers
+                won[1:] |= np.diff(workers) > 0
+            elif asker not in where.components:
+                won[1:] = True  # how many answer best depends on how many ask
+        return np.flatnonzero(won)
+
+    def asks(self, components: Sequence[str]) -> bool:
+        return any(self.pricer.workflow[name].splits for name in components)
+
+
+def label_of(layer: Layer) -> tuple:
+    """What a mode depends on: which roles share a zone, and the class of each role."""
+    home = {name: zone for zone in layer for name in zone.components}
+    placed = [role for role in ROLES if role in home]
+    together = tuple((a, b) for a, b in combinations(placed, 2) if home[a] is home[b])
+    return together, tuple((role, home[role].device_class) for role in placed)
+
+
+def fit(points: Points, limits: np.ndarray) -> np.ndarray:
+    idle, extra = np.split(points.memory, 2)
+    return (idle + extra <= limits[:, None]).all(axis=0)
+
+
+def joined(parts: Sequence[Points]) -> Points:
+    zones = max(len(part.devices) for part in parts)
+    first = np.cumsum([0] + [len(part.ways) for part in parts])
+    return Points(
+        list(chain.from_iterable(part.ways for part in parts)),
+        np.concatenate([part.which + start for part, start in zip(parts, first)]),
+        np.concatenate([np.pad(p.devices, ((0, zones - len(p.devices)), (0, 0))) for p in parts], axis=1),
+        np.concatenate([part.seconds for part in parts]),
+        np.concatenate([part.memory for part in parts], axis=1),
+    )
+
+
+def unbeaten(points: Points) -> Points:
+    """Without the points that another one beats, or equals, in seconds and in every row of memory."""
+    return points.take(np.fromiter(unbeaten_indices(points.seconds, points.memory), int))
+
+
+def unbeaten_indices(seconds: np.ndarray, memory: np.ndarray) -> Iterator[int]:
+    left = np.argsort(seconds, kind="stable")
+    while len(left):
+        best = left[0]
+        yield int(best)
+        worse = (memory[:, left] >= memory[:, [best]]).all(axis=0)
+        worse[0] = True
+        left = left[~worse]

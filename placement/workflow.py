@@ -1,0 +1,128 @@
+"""What an iteration asks for: components, how much work each has, and which data flow between them.
+
+The graph is data: it is traced from the channels of a run or read from a file. Edges that only matter for the next
+iteration (weights) do not order the work of this one. Components that exchange data within an iteration in both
+directions (sim and policy) form a cycle and are one node of the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Component:
+    """`calls` one after the other in each pass, each on `items` that are divided among the workers.
+
+    Worked example, 64 envs, 25 decisions, PPO with 8 epochs of minibatches of 200: sim calls=25 items=64 even=True
+    splits=True; policy calls=25 items=64; learner calls=8 * 8 items=200.
+    """
+
+    name: str
+    calls: int
+    items: int
+    even: bool = False  # every worker gets the same number of items (envs), so their number divides `items`
+    splits: bool = False  # in a cycle: its workers split their items into stages, and each stage asks on its own
+    merges: bool = False  # in a cycle: a worker answers all that wait for it in one call, else one after the other
+    streams: bool = False  # begins before its input is whole, with what has arrived
+
+    def __post_init__(self) -> None:
+        if self.calls < 1 or self.items < 1:
+            raise ValueError(f"{self.name}: calls={self.calls} and items={self.items} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Edge:
+    source: str
+    target: str
+    bytes: int = 0  # per call of the source in a cycle, else per iteration; all workers together
+    next_iteration: bool = False  # what flows here is used by the next iteration
+
+
+@dataclass(frozen=True)
+class Workflow:
+    components: tuple[Component, ...]
+    edges: tuple[Edge, ...]
+    passes: int = 1  # times that the whole graph runs in an iteration; the border at which data can be handed on
+    env_steps: int = 1  # per iteration, for throughput
+    fixed_s: float = 0.0  # of an iteration, wherever everything runs
+
+    def __post_init__(self) -> None:
+        names = [c.name for c in self.components]
+        if len(set(names)) != len(names):
+            raise ValueError(f"components need names of their own: {', '.join(names)}")
+        if unknown := {end for e in self.edges for end in (e.source, e.target)} - set(names):
+            raise ValueError(f"edges name {', '.join(sorted(unknown))}; components: {', '.join(names)}")
+        for node in self.order:
+            askers = [name for name in node if self[name].splits]
+            if len(askers) != (len(node) > 1):
+                raise ValueError(f"in a cycle one component splits its items, elsewhere none; {node} has {askers}")
+
+    def __getitem__(self, name: str) -> Component:
+        return next(c for c in self.components if c.name == name)
+
+    @cached_property
+    def order(self) -> tuple[tuple[str, ...], ...]:
+        """The nodes of the graph with cycles collapsed, sources first; each is the components of one cycle, or one."""
+        names = [c.name for c in self.components]
+        after = {name: {e.target for e in self.edges if e.source == name and not e.next_iteration} for name in names}
+        reach = {name: reachable(name, after) for name in names}
+        nodes = {tuple(b for b in names if b == a or (b in reach[a] and a in reach[b])) for a in names}
+        ordered: list[tuple[str, ...]] = []
+        while nodes:
+            done = {name for node in ordered for name in node}
+            free = [n for n in nodes if all(p in done or p in n for m in n for p in names if m in after[p])]
+            ordered.append(min(free, key=lambda node: names.index(node[0])))
+            nodes.remove(ordered[-1])
+        return tuple(ordered)
+
+    @cached_property
+    def sources(self) -> tuple[frozenset[int], ...]:
+        """For each node of `order`, the places of the nodes whose output it needs in this iteration."""
+        at = {name: i for i, node in enumerate(self.order) for name in node}
+        pairs = {(at[e.source], at[e.target]) for e in self.edges if not e.next_iteration}
+        return tuple(frozenset(a for a, b in pairs if b == i and a != i) for i in range(len(self.order)))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    ahead = list(after[start])
+    while ahead:
+        name = ahead.pop()
+        if name not in found:
+            found.add(name)
+            ahead += after[name]
+    return found
+
+
+def workflow_from_json(content: Mapping[str, Any]) -> Workflow:
+    parts = {"components": tuple(Component(**c) for c in content["components"])}
+    parts["edges"] = tuple(Edge(**e) for e in content["edges"])
+    return Workflow(**{**content, **parts})
+
+
+def embodied_workflow(
+    num_envs: int, decisions: int, learner_calls: int, learner_items: int, env_steps: int, **more: Any
+) -> Workflow:
+    """Sims and policies in a cycle, trajectories to the learner, weights to the next iteration."""
+    return Workflow(
+        components=(
+            Component("sim", decisions, num_envs, even=True, splits=True),
+            Component("policy", decisions, num_envs),
+            Component("learner", learner_calls, learner_items),
+        ),
+        edges=(
+            Edge("sim", "policy"),
+            Edge("policy", "sim"),
+            Edge("sim", "learner"),
+            Edge("learner", "policy", next_iteration=True),
+        ),
+        env_steps=env_steps,
+        **more,
+    )

@@ -1,0 +1,106 @@
+"""Profiles and workflows are data: they survive JSON, and what cannot be is refused in a sentence."""
+
+import json
+
+import pytest
+
+from embodied.placement import PlacementError
+from embodied.placement.curves import Curve, constant
+from embodied.placement.profile import (
+    Cost,
+    Link,
+    Profile,
+    Sync,
+    profile_from_json,
+    profile_to_json,
+    read_profile,
+    write_profile,
+)
+from embodied.placement.workflow import Component, Edge, Workflow, embodied_workflow
+
+WORKFLOW = embodied_workflow(num_envs=64, decisions=25, learner_calls=64, learner_items=200, env_steps=1600)
+PROFILE = Profile(
+    WORKFLOW,
+    {
+        "sim": {"cpu": Cost(Curve((1, 32), (0.1, 0.4)), fixed_s=0.2)},
+        "policy": {"cpu": Cost(constant(0.01), last_s=constant(0.002)), "gpu-H100": Cost(constant(0.001))},
+        "learner": {"cpu": Cost(Curve((10, 200), (0.1, 1)), exchange_s=Curve((1, 8), (0, 0.1)), offload_s=0.5)},
+    },
+    Sync(0.001, Curve((1, 4), (0.01, 0.02))),
+    Link(1e-4, 1e9),
+    made={"recipe": "maniskill_ppo"},
+    sources={"costs.sim": "measured"},
+)
+
+
+def test_a_profile_survives_a_file(tmp_path):
+    write_profile(PROFILE, tmp_path / "deep" / "profile.json")
+    assert read_profile(tmp_path / "deep" / "profile.json") == PROFILE
+    assert profile_from_json(json.loads(json.dumps(profile_to_json(PROFILE)))) == PROFILE
+
+
+def test_a_class_of_devices_has_its_own_cost_or_that_of_its_kind():
+    assert PROFILE.cost("policy", "gpu-H100", "gpu").seconds == constant(0.001)
+    assert PROFILE.cost("policy", "cpu", "cpu").seconds == constant(0.01)
+    assert PROFILE.cost("sim", "gpu-H100", "gpu") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        ({"format": "something/9"}, "not a profile of this version"),
+        ({"workflow": {}}, "damaged: KeyError"),
+        ({"costs": {"sim": {"cpu": {"second": 1}}}}, "second among the costs; known: seconds"),
+        ({"costs": {"sim": {"cpu": {"seconds": {"sizes": [2, 1], "values": [1, 2]}}}}}, "must rise"),
+        ({"costs": {"sim": {"cpu": {"seconds": 1}}}}, "no costs for policy, learner"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(change, answer):
+    with pytest.raises(PlacementError, match=answer):
+        profile_from_json(profile_to_json(PROFILE) | change)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path):
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("broken.json", "nowhere.json"):
+        with pytest.raises(PlacementError, match=name):
+            read_profile(tmp_path / name)
+
+
+def test_cycles_collapse_and_sources_come_first():
+    assert WORKFLOW.order == (("sim", "policy"), ("learner",))
+    assert WORKFLOW.sources == (frozenset(), frozenset({0}))
+    longer = Workflow(
+        (
+            Component("learner", 1, 8),
+            Component("sim", 1, 8, splits=True),
+            Component("policy", 1, 8),
+            Component("reward", 1, 8),
+            Component("reference", 1, 8),
+        ),
+        (
+            Edge("sim", "policy"),
+            Edge("policy", "sim"),
+            Edge("sim", "reward"),
+            Edge("policy", "reference"),
+            Edge("reward", "learner"),
+            Edge("reference", "learner"),
+            Edge("learner", "policy", next_iteration=True),
+        ),
+    )
+    assert longer.order == (("sim", "policy"), ("reward",), ("reference",), ("learner",))
+    assert longer.sources == (frozenset(), frozenset({0}), frozenset({0}), frozenset({1, 2}))
+
+
+def test_graphs_that_cannot_be_are_refused():
+    one = Component("sim", 1, 1)
+    with pytest.raises(ValueError, match="names of their own"):
+        Workflow((one, one), ())
+    with pytest.raises(ValueError, match="elsewhere none"):
+        Workflow((Component("sim", 1, 1, splits=True),), ())
+    with pytest.raises(ValueError, match="edges name policy"):
+        Workflow((one,), (Edge("sim", "policy"),))
+    with pytest.raises(ValueError, match="in a cycle one component splits"):
+        Workflow((one, Component("policy", 1, 1)), (Edge("sim", "policy"), Edge("policy", "sim")))
+    with pytest.raises(ValueError, match="calls=0"):
+        Component("sim", 0, 1)
