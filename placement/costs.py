@@ -63,6 +63,10 @@ class Pricer:
         """How many workers it has on 0, 1, 2, ... devices: the fastest number that fits by itself."""
         return self.table(component, device_class, stages).workers
 
+    def slowed_by_more(self, components: Sequence[str]) -> bool:
+        """Whether more devices can cost time: every worker that receives weights is one more copy."""
+        return any(e.next_iteration and e.target in components for e in self.workflow.edges)
+
     def asker_for(self, component: str) -> str | None:
         """Who asks in the cycle that a component is in; None outside of cycles."""
         return self.asker[next(node for node in self.workflow.order if component in node)]
@@ -158,10 +162,10 @@ class Pricer:
         trip = sum(one for one, _, _ in stations.values()) + delay
         busiest = max_of(*(whole for _, _, whole in stations.values()))
         first = sum(first for _, first, _ in stations.values()) + delay
+        last = last + (delay if len(stations) > 1 else 0.0)
         with np.errstate(invalid="ignore"):  # no worker finds a place: infinite, or not a number, and then infinite
             first = first + max_of(*(whole - early for _, early, whole in stations.values()))
-        last = last + (delay if len(stations) > 1 else 0.0)
-        spent = (self.workflow[asker].calls - 1) * max_of(busiest, trip) + first + last + max(fixed.values())
+            spent = (self.workflow[asker].calls - 1) * max_of(busiest, trip) + first + last + max(fixed.values())
         return np.where(np.isnan(spent), np.inf, spent)
 
     def station(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array, Array]:
@@ -292,7 +296,7 @@ def make_table(component: Component, cost: Cost, on: DeviceClass, stages: int) -
 def records(seconds: np.ndarray, used: np.ndarray) -> np.ndarray:
     """The indices at which (seconds, bytes) is less than ever before, 0 elsewhere."""
     order = np.lexsort((used, seconds))
-    rises = (np.diff(seconds[order]) > 0) | (np.diff(used[order]) > 0)
+    rises = (seconds[order][1:] > seconds[order][:-1]) | (used[order][1:] > used[order][:-1])
     rank = np.empty(len(order), int)
     rank[order] = np.concatenate([[0], np.cumsum(rises)])
     least = np.minimum.accumulate(np.concatenate([[len(order)], rank[:-1]]))

@@ -102,12 +102,12 @@ class LayerSearch:
         return points.take(np.isfinite(points.seconds))
 
     def splits(self, layer: Layer, bound: float) -> np.ndarray:
-        """Sizes of the zones, one column per split, that could take less than `bound` seconds. In every class the
-        zone with the most sizes takes what the others leave."""
+        """Sizes of the zones, one column per split, that could take less than `bound` seconds. In every class one zone,
+        of those that more devices never slow down the one with the most sizes, takes what the others leave."""
         sizes = [self.sizes(layer, zone) for zone in range(len(layer))]
         rest: dict[str, int] = {}
         for i, zone in enumerate(layer):
-            if not self.asks(zone.components):
+            if not self.asks(zone.components) and not self.pricer.slowed_by_more(zone.components):
                 other = rest.setdefault(zone.device_class, i)
                 if len(sizes[i]) > len(sizes[other]):
                     rest[zone.device_class] = i
