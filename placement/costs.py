@@ -67,6 +67,15 @@ class Pricer:
         """Whether more devices can cost time: every worker that receives weights is one more copy."""
         return any(e.next_iteration and e.target in components for e in self.workflow.edges)
 
+    def useful_answerers(self, name: str, most: int, stages: int) -> np.ndarray:
+        """[most + 1] Whether a component that answers in a cycle can gain by its so-manieth device."""
+        component, asker = self.workflow[name], self.workflow[self.asker_for(name)]
+        count = np.arange(most + 1)
+        if component.merges:
+            share = -(-component.items // (stages * np.maximum(count, 1)))
+            return (count > 0) & (count <= max(component.items // stages, 1)) & (share < np.roll(share, 1) + (count == 1))
+        return (count > 0) & (count <= asker.items * stages)  # which of them depends on how many ask
+
     def asker_for(self, component: str) -> str | None:
         """Who asks in the cycle that a component is in; None outside of cycles."""
         return self.asker[next(node for node in self.workflow.order if component in node)]

@@ -160,7 +160,7 @@ class LayerSearch:
                 workers = self.pricer.table(name, where.device_class, self.stages).workers
                 won[1:] |= np.diff(workers) > 0
             elif asker not in where.components:
-                won[1:] = True  # how many answer best depends on how many ask
+                won |= self.pricer.useful_answerers(name, count, self.stages)
         return np.flatnonzero(won)
 
     def asks(self, components: Sequence[str]) -> bool:

@@ -1,0 +1,75 @@
+"""What this machine offers: cores of the process's affinity mask, NUMA nodes, memory, and NVIDIA GPUs if there are any.
+
+Everything is read from the kernel's files and from nvidia-smi; nothing is imported that would touch a device.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from embodied.placement.topology import Gpu, Node, Topology
+
+SYS = Path("/sys")
+QUERY_S = 20.0
+MIB = 2**20
+
+
+def discover(sys: Path = SYS, hardware: tuple[str, ...] = ()) -> Topology:
+    """`hardware` are devices that only the user can name, such as arm:0."""
+    cores = sorted(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    node = Node(platform.node(), len(cores), tuple(gpus(sys)), float(memory), numa_nodes(sys, cores), hardware)
+    return Topology((node,), "this machine")
+
+
+def numa_nodes(sys: Path, cores: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Our cores, by NUMA node."""
+    found = []
+    for folder in sorted((sys / "devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
+        mine = read_span((folder / "cpulist").read_text().strip()) & set(cores)
+        if mine:
+            found.append(tuple(sorted(mine)))
+    return tuple(found)
+
+
+def read_span(text: str) -> set[int]:
+    """{0, 1, 2, 5} for 0-2,5."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def gpus(sys: Path = SYS) -> list[Gpu]:
+    """Those the driver reports; none where there is no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=index,name,memory.total,pci.bus_id", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []  # a driver that does not answer offers no GPU; `doctor` says why
+    return [read_gpu(row, sys) for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True)]
+
+
+def read_gpu(row: list[str], sys: Path) -> Gpu:
+    """One line of the query's answer."""
+    index, name, mebibytes, bus = row
+    device = sys / "bus/pci/devices" / bus.lower()[-12:]
+    numa_file = device / "numa_node"
+    numa = int(numa_file.read_text()) if numa_file.is_file() else -1
+    render = next((path.name for path in (device / "drm").glob("renderD*")), "")
+    return Gpu(int(index), model_of(name), float(mebibytes) * MIB, numa if numa >= 0 else None, render)
+
+
+def model_of(name: str) -> str:
+    """H100 for "NVIDIA H100 80GB HBM3", A100 for "NVIDIA A100-SXM4-80GB"."""
+    words = name.replace("-", " ").split()
+    return next((word for word in words if any(c.isdigit() for c in word) and word[0].isalpha()), words[-1])

@@ -1,0 +1,169 @@
+"""What machines there are to plan for: nodes with GPUs, cores and other devices. Nothing is probed here.
+
+    8xGPU        one node with eight GPUs of 80 GB and sixteen cores each
+    64x8xGPU     64 such nodes; H100, A100, L4 ... may stand for GPU (memory from the table below)
+    16xCPU       one node with sixteen cores
+    file.yaml    nodes one by one:
+                   nodes:
+                     - {name: big, count: 2, gpus: 8, gpu: H100, gpu_memory_gb: 80, cores: 128, memory_gb: 1024}
+                     - {name: desk, cores: 16, devices: ["arm:0"]}
+
+GPUs of one model are one class of devices, cores are another; `fake` devices only exist in plans and tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from embodied.placement.grammar import PlacementError, number, span
+from embodied.placement.layout import DeviceClass
+
+GB = 1e9
+GPU_GB = {"GPU": 80.0, "H200": 141.0, "H100": 80.0, "A100": 80.0, "L40S": 48.0, "A10": 24.0, "L4": 24.0, "T4": 16.0}
+CORES_PER_GPU = 16
+TEXT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w-]*)")
+EXAMPLES = "examples: 8xGPU, 64x8xGPU, 8xH100, 16xCPU, 4xFAKE, or a file.yaml"
+NODE_KEYS = ("name", "count", "gpus", "gpu", "gpu_memory_gb", "cores", "memory_gb", "devices")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    model: str = "GPU"
+    memory_bytes: float = GPU_GB["GPU"] * GB
+    numa: int | None = None
+    render: str = ""  # the file through which EGL and Vulkan reach it, such as renderD128
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    cores: int
+    gpus: tuple[Gpu, ...] = ()
+    memory_bytes: float = float("inf")
+    numa: tuple[tuple[int, ...], ...] = ()  # cores of every NUMA node
+    devices: tuple[str, ...] = ()  # named hardware: arm:0
+    fakes: int = 0
+
+
+@dataclass(frozen=True)
+class Topology:
+    nodes: tuple[Node, ...]
+    name: str = ""  # as it was asked for
+
+    def classes(self) -> list[DeviceClass]:
+        """GPUs by model, then fake devices, then cores."""
+        models = list(dict.fromkeys(gpu.model for node in self.nodes for gpu in node.gpus))
+        classes = [self._gpus(model, "gpu" if len(models) == 1 else f"gpu-{model}") for model in models]
+        fakes = sum(node.fakes for node in self.nodes)
+        if fakes:
+            classes.append(DeviceClass("fake", "fake", fakes, GPU_GB["GPU"] * GB, len(self.nodes), self.cores))
+        memory = min((node.memory_bytes / node.cores for node in self.nodes if node.cores), default=0.0)
+        return [*classes, DeviceClass("cpu", "cpu", self.cores, memory, len(self.nodes), self.cores)]
+
+    @property
+    def cores(self) -> int:
+        return sum(node.cores for node in self.nodes)
+
+    def _gpus(self, model: str, name: str) -> DeviceClass:
+        nodes = [node for node in self.nodes if any(gpu.model == model for gpu in node.gpus)]
+        gpus = [gpu for node in nodes for gpu in node.gpus if gpu.model == model]
+        memory = min(gpu.memory_bytes for gpu in gpus)
+        return DeviceClass(name, "gpu", len(gpus), memory, len(nodes), sum(node.cores for node in nodes))
+
+    def describe(self) -> list[str]:
+        """A line for every kind of node."""
+        kinds: dict[Node, list[str]] = {}
+        for node in self.nodes:
+            plain = replace(node, name="", numa=(), gpus=tuple(replace(g, numa=None, render="") for g in node.gpus))
+            kinds.setdefault(plain, []).append(node.name)
+        return [f"{number(len(names), 'node')}: {describe_node(node)}" for node, names in kinds.items()]
+
+
+def describe_node(node: Node) -> str:
+    parts = []
+    for model in dict.fromkeys(gpu.model for gpu in node.gpus):
+        gpus = [gpu for gpu in node.gpus if gpu.model == model]
+        parts.append(f"{len(gpus)} x {model}, {gpus[0].memory_bytes / GB:.0f} GB each")
+    parts += [number(node.fakes, "fake device")] if node.fakes else []
+    parts.append(number(node.cores, "core"))
+    if len(node.numa) > 1:
+        parts.append("NUMA " + " / ".join(span(cores) for cores in node.numa))
+    return ", ".join([*parts, *node.devices])
+
+
+def read_topology(text: str) -> Topology:
+    """From 64x8xGPU or a path to a YAML file."""
+    if text.endswith((".yaml", ".yml")):
+        return read_file(Path(text))
+    found = TEXT.fullmatch(text)
+    model = found["model"].upper() if found else ""
+    if not found or model not in {*GPU_GB, "CPU", "FAKE"}:
+        raise PlacementError(f"cluster={text} does not describe machines; {EXAMPLES}; models: {', '.join(GPU_GB)}")
+    nodes, count = int(found["nodes"] or 1), int(found["count"])
+    if not nodes or not count:
+        raise PlacementError(f"cluster={text} has no device; {EXAMPLES}")
+    if model == "CPU":
+        one = Node("", cores=count)
+    elif model == "FAKE":
+        one = Node("", cores=count * CORES_PER_GPU, fakes=count)
+    else:
+        gpus = tuple(Gpu(i, model, GPU_GB[model] * GB) for i in range(count))
+        one = Node("", cores=count * CORES_PER_GPU, gpus=gpus)
+    return Topology(tuple(replace(one, name=f"node{i}") for i in range(nodes)), text)
+
+
+def read_file(path: Path) -> Topology:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as err:
+        raise PlacementError(f"cluster={path} cannot be read: {err}") from None
+    entries = content.get("nodes") if isinstance(content, Mapping) else None
+    if not isinstance(entries, list) or not entries:
+        raise PlacementError(f"{path} has no list `nodes`; an example: nodes: [{{count: 2, gpus: 8, cores: 128}}]")
+    nodes = [node for i, entry in enumerate(entries) for node in read_nodes(entry, i, path)]
+    names = [node.name for node in nodes]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise PlacementError(f"{path}: nodes need names of their own; repeated: {', '.join(sorted(repeated))}")
+    return Topology(tuple(nodes), path.stem)
+
+
+def read_nodes(entry: Any, place: int, path: Path) -> list[Node]:
+    """One entry is one node, or `count` of them."""
+    where = f"{path}: entry {place + 1} of nodes"
+    if not isinstance(entry, Mapping) or set(entry) - set(NODE_KEYS):
+        wrong = ", ".join(sorted(set(entry) - set(NODE_KEYS))) if isinstance(entry, Mapping) else repr(entry)
+        raise PlacementError(f"{where} has {wrong}; keys: {', '.join(NODE_KEYS)}")
+    whole = {key: entry.get(key, default) for key, default in (("count", 1), ("gpus", 0), ("cores", None))}
+    if whole["cores"] is None:
+        whole["cores"] = whole["gpus"] * CORES_PER_GPU if isinstance(whole["gpus"], int) else 0
+    for key, value in whole.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < (1 if key != "gpus" else 0):
+            raise PlacementError(f"{where}: {key}={value!r} should be a whole number, {key}: 8 for example")
+    model = str(entry.get("gpu", "GPU")).upper()
+    gpu_gb = number_of(entry, "gpu_memory_gb", GPU_GB.get(model), where)
+    memory_gb = number_of(entry, "memory_gb", float("inf"), where)
+    gpus = tuple(Gpu(i, model, gpu_gb * GB) for i in range(whole["gpus"]))
+    devices = tuple(map(str, entry.get("devices", ())))
+    name = str(entry.get("name", f"node{place}"))
+    names = [name] if whole["count"] == 1 else [f"{name}-{i}" for i in range(whole["count"])]
+    return [Node(n, whole["cores"], gpus, memory_gb * GB, devices=devices) for n in names]
+
+
+def number_of(entry: Mapping, key: str, default: float | None, where: str) -> float:
+    value = entry.get(key, default)
+    if value is None:
+        raise PlacementError(f"{where}: a {entry.get('gpu')} is not known here, so say its memory: {key}: 48")
+    if not isinstance(value, int | float) or value <= 0:
+        raise PlacementError(f"{where}: {key}={value!r} should be a number of gigabytes")
+    return float(value)
+
+
+def topology_to_json(topology: Topology) -> dict[str, Any]:
+    return asdict(topology)

@@ -1,0 +1,150 @@
+"""The planner's answer equals trying every layout, holds on the devices there are, and never gets worse with more."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from embodied.placement.costs import Pricer
+from embodied.placement.curves import Curve, constant
+from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.planner import Planner
+from embodied.placement.profile import Cost, Profile, Sync
+from embodied.placement.workflow import Component, Edge, Workflow
+
+from .brute_force import brute_force, random_case
+
+STAGES = (1, 2)
+
+
+def plan_modes(workflow, profile, classes):
+    found = Planner(workflow, profile, classes, STAGES).modes()
+    return {mode: choice for mode, choice in found.items() if choice}
+
+
+def case(seed):
+    rng = random.Random(seed)
+    return random_case(rng, rng.choice([1, 1, 2]), rng.choice([2, 3]), more=0)
+
+
+def check_against_brute_force(workflow, profile, classes):
+    tried = brute_force(workflow, profile, classes, STAGES)
+    found = {mode: choice.price.seconds for mode, choice in plan_modes(workflow, profile, classes).items()}
+    assert found == pytest.approx(tried, rel=1e-9)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_the_fastest_layout_of_every_mode_is_that_of_brute_force(block):
+    for seed in range(block * 25, block * 25 + 25):
+        check_against_brute_force(*case(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(30))
+def test_the_fastest_layout_is_that_of_brute_force_in_thousands_of_cases(block):
+    for seed in range(1_000 + block * 100, 1_100 + block * 100):
+        check_against_brute_force(*case(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(5))
+def test_four_components_equal_brute_force(block):
+    for seed in range(block * 20, block * 20 + 20):
+        rng = random.Random(seed)
+        check_against_brute_force(*random_case(rng, rng.choice([1, 1, 2]), 3, more=1))
+
+
+def test_more_devices_or_more_memory_are_never_slower():
+    for seed in range(25):
+        workflow, profile, classes = case(seed)
+        before = best_seconds(workflow, profile, classes)
+        for i, c in enumerate(classes):
+            for grown in (replace(c, count=c.count + 1), replace(c, memory_bytes=c.memory_bytes * 2)):
+                more = [*classes[:i], grown, *classes[i + 1 :]]
+                assert best_seconds(workflow, profile, more) <= before * (1 + 1e-9), (seed, grown)
+
+
+def test_a_component_that_gets_slower_never_makes_the_plan_faster():
+    for seed in range(25):
+        workflow, profile, classes = case(seed)
+        before = best_seconds(workflow, profile, classes)
+        for name, kinds in profile.costs.items():
+            slower = {kind: replace(cost, seconds=cost.seconds.scaled(1.5)) for kind, cost in kinds.items()}
+            changed = replace(profile, costs={**profile.costs, name: slower})
+            assert best_seconds(workflow, changed, classes) >= before * (1 - 1e-9), (seed, name)
+
+
+def best_seconds(workflow, profile, classes):
+    best = Planner(workflow, profile, classes, STAGES).best()
+    return best.price.seconds if best else float("inf")
+
+
+def test_no_device_is_given_twice_and_no_memory_exceeded():
+    for seed in range(50):
+        workflow, profile, classes = case(seed)
+        for choice in plan_modes(workflow, profile, classes).values():
+            placed = sorted(name for zone in choice.layout.zones for name in zone.components)
+            assert placed == sorted(c.name for c in workflow.components)
+            for layer in choice.layout.layers:
+                for c in classes:
+                    assert sum(zone.devices for zone in layer if zone.device_class == c.name) <= c.count
+            assert all(choice.price.used_bytes[c.name] <= c.memory_bytes for c in classes)
+
+
+# Worked by hand
+
+SIMPLE = Workflow(
+    (
+        Component("sim", 10, 8, even=True, splits=True),
+        Component("policy", 10, 8, merges=True),
+        Component("learner", 4, 8),
+    ),
+    (
+        Edge("sim", "policy"),
+        Edge("policy", "sim"),
+        Edge("sim", "learner"),
+        Edge("learner", "policy", next_iteration=True),
+    ),
+)
+
+
+def simple_profile(sim, policy, learner, **more):
+    costs = {"sim": Cost(sim), "policy": Cost(policy), "learner": Cost(learner, **more)}
+    return Profile(SIMPLE, {name: {"gpu": cost} for name, cost in costs.items()}, Sync())
+
+
+def price(profile, layers, stages=1, devices=2, memory=1e12):
+    pricer = Pricer(SIMPLE, profile, [DeviceClass("gpu", "gpu", devices, memory)])
+    return pricer.price(Layout(layers, stages))
+
+
+def test_taking_turns_adds_up():
+    profile = simple_profile(Curve((1, 8), (1.0, 8.0)), constant(1), Curve((1, 8), (1.0, 8.0)))
+    together = price(profile, ((Zone(("sim", "policy", "learner"), "gpu", 2),),))
+    assert together.seconds == 10 * (4 + 1) + 4 * 4  # four envs each; four items of a step each
+
+
+def test_stages_overlap_sim_and_policy_up_to_the_slower_one():
+    profile = simple_profile(Curve((1, 8), (1.0, 8.0)), constant(4), constant(0))
+    layers = ((Zone(("sim",), "gpu", 1), Zone(("policy",), "gpu", 1)), (Zone(("learner",), "gpu", 2),))
+    assert price(profile, layers, stages=1).seconds == 10 * (8 + 4)
+    # Two stages: 4 s of sim and 4 s of policy each. A round trip of one stage and the work of both on either take 8 s.
+    # Nine periods, then the sim's second stage (8 s in) and its answer.
+    assert price(profile, layers, stages=2).seconds == 9 * 8 + 8 + 4
+
+
+def test_what_does_not_fit_beside_each_other_swaps_and_pays_for_it():
+    profile = simple_profile(constant(1), constant(1), constant(1), bytes=constant(60), onload_s=2, offload_s=3)
+    policy = Cost(constant(1), bytes=constant(50), onload_s=0.5, offload_s=0.25)
+    profile = replace(profile, costs={**profile.costs, "policy": {"gpu": policy}})
+    choice = Planner(SIMPLE, profile, [DeviceClass("gpu", "gpu", 1, 100)], (1,)).best()
+    assert choice.layout.swapped == {"policy", "learner"}  # either alone leaves its bytes beside the other's
+    assert choice.price.seconds == 10 * 2 + 4 + 2 + 3 + 0.5 + 0.25
+    assert choice.price.used_bytes == {"gpu": 60}
+    fits = Planner(SIMPLE, profile, [DeviceClass("gpu", "gpu", 1, 110)], (1,)).best()
+    assert fits.layout.swapped == frozenset()
+    assert fits.price.seconds == 10 * 2 + 4
+
+
+def test_nothing_fits_says_none():
+    profile = simple_profile(constant(1), constant(1), constant(1), bytes=constant(60))
+    assert Planner(SIMPLE, profile, [DeviceClass("gpu", "gpu", 4, 50)], (1,)).best() is None

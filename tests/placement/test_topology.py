@@ -1,0 +1,89 @@
+"""Machines one has and machines one does not have are described alike."""
+
+import pytest
+
+from embodied import discovery
+from embodied.placement import PlacementError
+from embodied.placement.layout import DeviceClass
+from embodied.placement.topology import GB, Gpu, read_topology
+
+
+def test_64x8xgpu_are_512_gpus_and_their_cores():
+    classes = read_topology("64x8xGPU").classes()
+    assert classes == [
+        DeviceClass("gpu", "gpu", 512, 80 * GB, 64, 8192),
+        DeviceClass("cpu", "cpu", 8192, float("inf"), 64, 8192),
+    ]
+    assert read_topology("8xL4").describe() == ["1 node: 8 x L4, 24 GB each, 128 cores"]
+    assert [c.name for c in read_topology("2xCPU").classes()] == ["cpu"]
+    assert [c.kind for c in read_topology("4xFAKE").classes()] == ["fake", "cpu"]
+
+
+def test_a_file_names_nodes_one_by_one(tmp_path):
+    path = tmp_path / "lab.yaml"
+    path.write_text(
+        "nodes:\n"
+        "  - {name: big, count: 2, gpus: 8, gpu: H100, cores: 128}\n"
+        "  - {name: old, gpus: 4, gpu: GTX1080, gpu_memory_gb: 8, cores: 32}\n"
+        '  - {name: desk, cores: 16, memory_gb: 32, devices: ["arm:0"]}\n'
+    )
+    topology = read_topology(str(path))
+    assert [node.name for node in topology.nodes] == ["big-0", "big-1", "old", "desk"]
+    assert topology.classes() == [
+        DeviceClass("gpu-H100", "gpu", 16, 80 * GB, 2, 256),
+        DeviceClass("gpu-GTX1080", "gpu", 4, 8 * GB, 1, 32),
+        DeviceClass("cpu", "cpu", 304, 2 * GB, 4, 304),
+    ]
+    assert topology.describe()[-1] == "1 node: 16 cores, arm:0"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("8xG", "does not describe machines; examples: 8xGPU"),
+        ("eight", "examples: 8xGPU"),
+        ("0xGPU", "has no device"),
+        ("nowhere.yaml", "cannot be read"),
+    ],
+)
+def test_machines_that_are_not_described_are_refused(text, answer):
+    with pytest.raises(PlacementError, match=answer):
+        read_topology(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "answer"),
+    [
+        ("nodes: []", "no list `nodes`"),
+        ("- 1", "no list `nodes`"),
+        ("nodes: [{gpu_count: 8}]", "entry 1 of nodes has gpu_count; keys: name"),
+        ("nodes: [{gpus: many}]", "gpus='many' should be a whole number"),
+        ("nodes: [{gpus: 1, gpu: X99}]", "a X99 is not known here, so say its memory"),
+        ("nodes: [{name: a, cores: 1}, {name: a, cores: 1}]", "repeated: a"),
+        ("nodes: [{cores: 1, memory_gb: none}]", "memory_gb='none'"),
+    ],
+)
+def test_files_that_describe_no_machines_are_refused(tmp_path, content, answer):
+    (tmp_path / "t.yaml").write_text(content)
+    with pytest.raises(PlacementError, match=answer):
+        read_topology(str(tmp_path / "t.yaml"))
+
+
+def test_this_machine_is_discovered(tmp_path):
+    node = tmp_path / "devices/system/node"
+    for name, cores in (("node0", "0-3,8"), ("node1", "4-7")):
+        (node / name).mkdir(parents=True)
+        (node / name / "cpulist").write_text(cores + "\n")
+    assert discovery.numa_nodes(tmp_path, [0, 2, 5, 8]) == ((0, 2, 8), (5,))
+    (topology,) = discovery.discover().nodes
+    assert topology.cores >= 1
+
+
+def test_a_gpu_is_read_from_the_drivers_answer(tmp_path):
+    device = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    (device / "drm/renderD129").mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    row = ["3", "NVIDIA H100 80GB HBM3", "81559", "00000000:3B:00.0"]
+    assert discovery.read_gpu(row, tmp_path) == Gpu(3, "H100", 81559 * 2**20, 1, "renderD129")
+    assert discovery.model_of("NVIDIA A100-SXM4-80GB") == "A100"
+    assert discovery.model_of("NVIDIA GeForce RTX 4090") == "4090"
