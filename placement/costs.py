@@ -73,7 +73,8 @@ class Pricer:
         count = np.arange(most + 1)
         if component.merges:
             share = -(-component.items // (stages * np.maximum(count, 1)))
-            return (count > 0) & (count <= max(component.items // stages, 1)) & (share < np.roll(share, 1) + (count == 1))
+            fewer = share < np.roll(share, 1) + (count == 1)
+            return (count > 0) & (count <= max(component.items // stages, 1)) & fewer
         return (count > 0) & (count <= asker.items * stages)  # which of them depends on how many ask
 
     def asker_for(self, component: str) -> str | None:

@@ -141,4 +141,3 @@ def cost_to_json(cost: Cost) -> dict[str, Any]:
         if getattr(cost, key) != Cost.__dataclass_fields__[key].default:
             content[key] = getattr(cost, key)
     return content
-

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+
 from embodied.placement.costs import Pricer
 from embodied.placement.curves import Curve, constant
 from embodied.placement.layout import DeviceClass, Layout, Zone
