@@ -70,7 +70,12 @@ class EvalSection(Strict):
         None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
     )
     videos: int = Field(4, ge=0, description="How many of the first episodes are filmed, if there are so many.")
-    greedy: bool = Field(True, description="Take the policy's best action instead of a random one.")
+    temperature: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="How random actions are: 0 takes the best one, 1 samples as in training, 0.5 has half the noise.",
+    )
 
 
 class RunConfig(Strict):

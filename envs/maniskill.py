@@ -37,7 +37,7 @@ BATCHED_TASKS = (
     "RollBall-v1",
     "PokeCube-v1",
 )
-BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_pos", "pd_joint_target_delta_pos")
+BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
 
 
 RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"

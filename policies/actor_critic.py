@@ -67,15 +67,15 @@ class ActorCritic(Policy):
         return NoiseSpec("uniform" if self.spec.action.discrete else "normal", self.config.chunk * self.per_step)
 
     @torch.inference_mode()
-    def act(self, obs: Observation, noise: np.ndarray, greedy: bool = False) -> PolicyOutput:
+    def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
         features = self.features(obs)
         head = self._head(features)
         noise_t = torch.as_tensor(noise).to(self.exact).view_as(head)
         if self.spec.action.discrete:
-            scores = head if greedy else head - torch.log(-torch.log(noise_t))
+            scores = head - temperature * torch.log(-torch.log(noise_t))
             actions = scores.argmax(-1, keepdim=True)
         else:
-            actions = head if greedy else head + self.log_std.to(self.exact).exp() * noise_t
+            actions = head + temperature * self.log_std.to(self.exact).exp() * noise_t
         logprobs, _ = self._distribution(head, actions)
         return PolicyOutput(actions.numpy(), logprobs.numpy(), self._value(features).numpy())
 

@@ -57,7 +57,8 @@ class Policy(nn.Module):
     def noise_spec(self) -> NoiseSpec:
         raise NotImplementedError
 
-    def act(self, obs: Observation, noise: np.ndarray, greedy: bool = False) -> PolicyOutput:
+    def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
+        """Actions with this much of the noise: 1 samples, 0 takes the best ones. Log-probs are always those at 1."""
         raise NotImplementedError
 
     def value(self, obs: Observation) -> np.ndarray:

@@ -15,7 +15,7 @@ class RandomPolicy(Policy):
     def noise_spec(self) -> NoiseSpec:
         return NoiseSpec("uniform", self.spec.action.dim)
 
-    def act(self, obs: Observation, noise: np.ndarray, greedy: bool = False) -> PolicyOutput:
+    def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
         return self._output(self._actions(noise))
 
     def value(self, obs: Observation) -> np.ndarray:

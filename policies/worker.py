@@ -41,7 +41,12 @@ class PolicyWorker(Worker):
         self.policy.use_weights({n: tensor_of(w) if isinstance(w, Blob) else w for n, w in found.items()})
 
     def serve(
-        self, requests: Channel, replies: dict[str, Channel], version: int, greedy: bool = False, stream: str = "train"
+        self,
+        requests: Channel,
+        replies: dict[str, Channel],
+        version: int,
+        temperature: float = 1.0,
+        stream: str = "train",
     ) -> int:
         """Answer these sources with this version until one says that nobody asks any more; others are of an earlier
         round. Returns the number of decisions."""
@@ -49,7 +54,7 @@ class PolicyWorker(Worker):
         while not (request := self._next(requests)).done:
             if request.source in replies:
                 with self.timers.measure("act"), self.weights.acting(version):
-                    reply = self._answer(request, greedy, stream)
+                    reply = self._answer(request, temperature, stream)
                 decisions += 0 if reply.output is None else len(reply.values)
                 replies[request.source].put(reply)
         return decisions
@@ -58,7 +63,7 @@ class PolicyWorker(Worker):
         with self.timers.measure("wait"):
             return requests.get()
 
-    def _answer(self, request: ActRequest, greedy: bool, stream: str) -> ActReply:
+    def _answer(self, request: ActRequest, temperature: float, stream: str) -> ActReply:
         output, final_values = None, None
         with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
             if request.final_obs is not None:
@@ -66,7 +71,7 @@ class PolicyWorker(Worker):
             if request.value_only:
                 values = self.policy.value(request.obs)
             else:
-                output = self.policy.act(request.obs, self._noise(request, stream), greedy)
+                output = self.policy.act(request.obs, self._noise(request, stream), temperature)
         if output is not None:
             values = output.values
             self._check_finite("actions", output.actions)

@@ -18,9 +18,9 @@ class FaultyPolicy(MLPPolicy):
         super().__init__(MLPConfig(hidden=(16, 16), dtype="float64"), spec)
         self.fault = Fault(**config.kwargs)
 
-    def act(self, obs: Observation, noise: np.ndarray, greedy: bool = False) -> PolicyOutput:
-        self.fault.strike("evaluation" if greedy else "rollout", MIDDLE)
-        output = super().act(obs, noise, greedy)
+    def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
+        self.fault.strike("evaluation" if temperature < 1 else "rollout", MIDDLE)
+        output = super().act(obs, noise, temperature)
         if self.fault.broken:
             return dataclasses.replace(output, actions=output.actions * np.nan)
         return output

@@ -48,7 +48,7 @@ class Scripted(Policy):
     def noise_spec(self):
         return NoiseSpec("uniform", 1)
 
-    def act(self, obs, noise, greedy=False):
+    def act(self, obs, noise, temperature=1.0):
         steps, seeds = obs["state"].T
         self.asked.append(len(steps))
         actions = np.where(self.succeeds(steps, seeds), 1.0, -1.0).astype(np.float32)[:, None, None]

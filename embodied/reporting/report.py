@@ -152,7 +152,7 @@ def protocol_words(results: dict[str, Any]) -> str:
     words = [
         f"{results['overall']['episodes'] + results['overall']['errors']} episodes",
         f"seed {how['seed']}" if "seed" in how else "",
-        ("greedy actions" if how["greedy"] else "random actions of the policy") if "greedy" in how else "",
+        f"temperature {how['temperature']:g}" if "temperature" in how else "",
         f"at most {protocol['max_episode_steps']} steps" if protocol.get("max_episode_steps") else "",
         f"physics {protocol['backend']}" if protocol.get("backend") else "",
     ]

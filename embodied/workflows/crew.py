@@ -65,7 +65,7 @@ class Crew:
     # Work
 
     def play(
-        self, sims: Iterable[int], begin: Callable[[int, Route], Handle], stages: int, greedy: bool, stream: str
+        self, sims: Iterable[int], begin: Callable[[int, Route], Handle], stages: int, temperature: float, stream: str
     ) -> tuple[dict[int, Handle], dict[int, Route]]:
         """A round: call `begin` for these sims and let the policy workers serve so many stages of each. -> the calls,
         which have succeeded but for sims that died, and the routes they took."""
@@ -73,7 +73,7 @@ class Crew:
         self.rounds += 1
         routes = {sim: self._route(sim, stages) for sim in sims}
         calls = {sim: begin(sim, route) for sim, route in routes.items()}
-        serve = partial(self._serve, routes, greedy=greedy, stream=stream)
+        serve = partial(self._serve, routes, temperature=temperature, stream=stream)
         serving = {policy: serve(policy) for policy in range(len(self.policies))}
         while losses := self.cluster.settle(*calls.values()):
             for policy in self._replace(losses):
@@ -163,7 +163,7 @@ class Crew:
             if requests is self.requests[policy]
         }
 
-    def _serve(self, routes: dict[int, Route], policy: int, greedy: bool, stream: str) -> Handle:
+    def _serve(self, routes: dict[int, Route], policy: int, temperature: float, stream: str) -> Handle:
         return self.policies[policy].serve(
-            self.requests[policy], self._served(policy, routes), self.delivery.version, greedy, stream
+            self.requests[policy], self._served(policy, routes), self.delivery.version, temperature, stream
         )

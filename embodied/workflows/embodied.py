@@ -142,7 +142,7 @@ class EmbodiedLoop:
         a learner rank would get; otherwise it is left out."""
         batch, missing = Batch(), list(range(len(self.sims)))
         while missing:
-            calls, routes = self.crew.play(missing, self._collect, self.config.pipeline.stages, False, "train")
+            calls, routes = self.crew.play(missing, self._collect, self.config.pipeline.stages, 1.0, "train")
             for sim, call in calls.items():
                 if call.succeeded():
                     batch.stats[sim] = call.wait()[0]
@@ -181,7 +181,7 @@ class EmbodiedLoop:
 
         with self.timers.measure("evaluate"):
             self.eval_spec = self.crew.ask(self.sims.eval_spec)[0]
-            return play_fixed(self.crew, self.eval_episodes, begin, self.notes, self.config.eval.greedy)
+            return play_fixed(self.crew, self.eval_episodes, begin, self.notes, self.config.eval.temperature)
 
     def save_sims(self) -> dict[str, np.ndarray]:
         """The state of all env rows, one array row per env id."""

@@ -22,7 +22,7 @@ def play_fixed(
     episodes: list[EpisodeSpec],
     begin: Callable[[int, list[EpisodeSpec], Route, frozenset[int]], Handle],
     notes: Channel,
-    greedy: bool,
+    temperature: float,
 ) -> list[EpisodeResult]:
     """The outcome of every episode, in order. `begin(sim, its episodes, route, those to be played alone)`."""
     num_sims = len(crew.sims)
@@ -31,7 +31,7 @@ def play_fixed(
     results: dict[int, EpisodeResult] = {}
     while left := {sim: specs for sim, specs in left.items() if specs}:
         alone = frozenset(attempts)
-        calls, routes = crew.play(left, partial(begin_share, begin, left, alone), 1, greedy, "eval")
+        calls, routes = crew.play(left, partial(begin_share, begin, left, alone), 1, temperature, "eval")
         heard: list[Note] = [notes.get() for _ in range(notes.qsize())]
         for sim, call in calls.items():
             if call.succeeded():

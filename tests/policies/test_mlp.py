@@ -61,11 +61,18 @@ def test_gumbel_sampling_follows_the_categorical_probabilities():
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_greedy_actions_ignore_the_noise(kind):
+def test_the_best_actions_ignore_the_noise(kind):
     policy = build(kind)
     obs = {"state": np.ones((3, 5))}
-    one, other = (policy.act(obs, noise_for(policy, 3, seed), greedy=True).actions for seed in (1, 2))
+    one, other = (policy.act(obs, noise_for(policy, 3, seed), temperature=0.0).actions for seed in (1, 2))
     assert np.array_equal(one, other)
+
+
+def test_a_lower_temperature_shrinks_the_noise():
+    policy, obs = build("gaussian"), {"state": np.ones((3, 5))}
+    noise = noise_for(policy, 3)
+    best, half, full = (policy.act(obs, noise, temperature).actions for temperature in (0.0, 0.5, 1.0))
+    np.testing.assert_allclose(half - best, (full - best) / 2, atol=1e-12)
 
 
 def test_initial_weights_come_from_the_seed_alone():

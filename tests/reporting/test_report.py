@@ -54,7 +54,7 @@ def episode(index, task, success, error=""):
 
 def add_evaluation(run, name, version, episodes, videos=()):
     folder = run / "eval" / name
-    protocol = {"env": {"name": "pointmass", "task": "reach"}, "eval": {"seed": 1, "greedy": True}}
+    protocol = {"env": {"name": "pointmass", "task": "reach"}, "eval": {"seed": 1, "temperature": 0.0}}
     results = {"policy_version": version, "protocol": protocol, **summarize(episodes), "provenance": {}}
     write_results(folder, results, episodes)
     for name, size in videos:
