@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from embodied.config_base import Strict
 
 
-class PPOConfig(Strict):
-    name: Literal["ppo"] = Field("ppo", description="Algorithm: ppo.")
-    rollout_decisions: int = Field(64, gt=0, description="Decisions of every env per iteration.")
+class PolicyGradientConfig(Strict):
+    """What all algorithms have in common: gradient steps on the clipped policy loss."""
+
+    name: str = Field(description="Set by each algorithm.")
     epochs: int = Field(4, gt=0, description="Passes over the data of an iteration.")
     minibatch_size: int = Field(256, gt=0, description="Items (decisions) per gradient step, over all learner ranks.")
 
     lr: float = Field(3e-4, ge=0, description="Adam's learning rate.")
-    value_lr: float | None = Field(
-        None, ge=0, description="Learning rate of the value function's own weights; null: the same as lr."
-    )
     lr_schedule: Literal["constant", "linear"] = Field(
         "constant", description="linear: learning rates fall in a straight line to 0 at the end of the run."
     )
     adam_eps: float = Field(1e-5, gt=0, description="Adam's epsilon.")
     max_grad_norm: float | None = Field(
         0.5, gt=0, description="Gradients with a larger global norm are scaled down to it; null: never."
-    )
-
-    gamma: float = Field(0.99, ge=0, le=1, description="Discount; of what, advantage_level says.")
-    gae_lambda: float = Field(
-        0.95, ge=0, le=1, description="GAE's lambda: 0 trusts the value function, 1 the rewards; like gamma, per level."
-    )
-    advantage_level: Literal["decision", "step"] = Field(
-        "decision",
-        description="Where gamma and lambda act: once per decision (on its summed reward) or once per env step.",
-    )
-    normalize_advantages: bool = Field(
-        True, description="Shift and scale the advantages of an iteration to mean 0 and deviation 1."
     )
 
     logprob_level: Literal["action_dim", "action", "chunk"] = Field(
@@ -55,16 +41,8 @@ class PPOConfig(Strict):
         description="Skip further epochs once an epoch's mean KL, in nats per decision, is above this; null: never.",
     )
 
-    value_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
-    value_clip: float | None = Field(
-        None, gt=0, description="A value earns nothing for moving further than this from the old one; null: off."
-    )
-    huber_delta: float | None = Field(
-        None, gt=0, description="Value errors above this, in units of return, count linearly; null: all are squared."
-    )
-
     @model_validator(mode="after")
-    def _possible(self) -> PPOConfig:
+    def _possible(self) -> PolicyGradientConfig:
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(
                 f"algo.dual_clip={self.dual_clip:g} is not above 1 + algo.clip_high = {1 + self.clip_high:g},"
@@ -76,6 +54,39 @@ class PPOConfig(Strict):
                 "try algo.target_kl=null"
             )
         return self
+
+
+class PPOConfig(PolicyGradientConfig):
+    name: Literal["ppo"] = Field("ppo", description="Algorithm: ppo, grpo, dapo, rloo or reinforce++.")
+    rollout_decisions: int = Field(64, gt=0, description="Decisions of every env per iteration.")
+
+    value_lr: float | None = Field(
+        None, ge=0, description="Learning rate of the value function's own weights; null: the same as lr."
+    )
+
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount; of what, advantage_level says.")
+    gae_lambda: float = Field(
+        0.95, ge=0, le=1, description="GAE's lambda: 0 trusts the value function, 1 the rewards; like gamma, per level."
+    )
+    advantage_level: Literal["decision", "step"] = Field(
+        "decision",
+        description="Where gamma and lambda act: once per decision (on its summed reward) or once per env step.",
+    )
+    normalize_advantages: bool = Field(
+        True, description="Shift and scale the advantages of an iteration to mean 0 and deviation 1."
+    )
+
+    value_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
+    value_clip: float | None = Field(
+        None, gt=0, description="A value earns nothing for moving further than this from the old one; null: off."
+    )
+    huber_delta: float | None = Field(
+        None, gt=0, description="Value errors above this, in units of return, count linearly; null: all are squared."
+    )
+
+    def rates(self) -> dict[str, float]:
+        """Learning rates of the policy's parameter groups."""
+        return {"policy": self.lr, "value": self.lr if self.value_lr is None else self.value_lr}
 
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ValueError when `num_envs` envs in total collect too few items for this algorithm."""
@@ -91,4 +102,102 @@ class PPOConfig(Strict):
             )
 
 
-AlgoConfig = PPOConfig
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dapo": {"clip_high": 0.28, "filter": "resample"},
+    "rloo": {"baseline": "leave_one_out", "scale": "none"},
+    "reinforce++": {"baseline": "batch", "scale": "batch", "filter": "none"},
+}
+
+
+class GRPOConfig(PolicyGradientConfig):
+    """Whole episodes in groups that share task and initial state; an episode is judged by the others of its group."""
+
+    name: Literal["grpo", "dapo", "rloo", "reinforce++"] = Field(
+        description="grpo, or one of its relatives, which differ in the defaults of baseline, scale, filter, clip_high."
+    )
+    groups: int = Field(8, gt=0, description="Groups that an iteration learns from.")
+    group_size: int = Field(8, gt=0, description="Episodes of a group: same task, same initial state, own noise.")
+
+    baseline: Literal["group", "leave_one_out", "batch"] = Field(
+        "group",
+        description="An episode's return is compared with the mean of its group, of the others in it, or of all.",
+    )
+    scale: Literal["group", "batch", "none"] = Field(
+        "group",
+        description="The difference is divided by the deviation of returns in its group, in all, or not at all.",
+    )
+    weighting: Literal["decision", "episode"] = Field(
+        "decision", description="What counts alike in the loss: every decision, or every episode however long."
+    )
+
+    filter: Literal["none", "drop", "resample"] = Field(
+        "drop",
+        description="Groups with equal returns teach nothing: keep them, drop them, or drop them and play others.",
+    )
+    filter_low: float | None = Field(None, description="The filter also drops groups whose mean return is below this.")
+    filter_high: float | None = Field(None, description="The filter also drops groups whose mean return is above this.")
+    max_rounds: int = Field(
+        4, gt=0, description="Rounds of episodes per iteration, at most, for filter=resample and after faults."
+    )
+    max_empty: int = Field(
+        5, gt=0, description="Iterations in a row with nothing to learn from after which the run stops, saying why."
+    )
+
+    kl_coef: float = Field(
+        0.0, ge=0, description="Weight of the divergence from the reference, a frozen copy of the first weights."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="How that divergence is estimated from the actions taken, at logprob_level."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _relatives_differ_in_defaults(cls, values: Any) -> Any:
+        return {**PRESETS.get(str(values.get("name")), {}), **values} if isinstance(values, dict) else values
+
+    @model_validator(mode="after")
+    def _groups_are_compared(self) -> GRPOConfig:
+        if self.group_size == 1 and (self.baseline != "batch" or self.scale == "group"):
+            raise ValueError(
+                f"algo.group_size=1 leaves nobody to compare with (algo.baseline={self.baseline}, "
+                f"algo.scale={self.scale}); try algo.group_size=8, or algo.baseline=batch with algo.scale=batch"
+            )
+        if self.group_size == 1 and self.filter != "none":
+            raise ValueError("algo.group_size=1: the returns of one episode are always equal; try algo.filter=none")
+        bounds = self.filter_low, self.filter_high
+        if self.filter == "none" and bounds != (None, None):
+            raise ValueError(
+                "algo.filter_low and algo.filter_high do nothing with algo.filter=none; try algo.filter=drop"
+            )
+        if None not in bounds and self.filter_low > self.filter_high:
+            raise ValueError(
+                f"algo.filter_low={self.filter_low:g} is above algo.filter_high={self.filter_high:g}: "
+                "no group would be kept; swap them"
+            )
+        return self
+
+    def rates(self) -> dict[str, float]:
+        """There is no value function to learn."""
+        return {"policy": self.lr, "value": 0.0}
+
+    def check_num_envs(self, num_envs: int) -> None:
+        """Raise ValueError when some of `num_envs` envs would never play."""
+        episodes = self.groups * self.group_size
+        if num_envs > episodes:
+            raise ValueError(
+                f"env.num_envs={num_envs} is more than algo.groups={self.groups} * algo.group_size={self.group_size} "
+                f"= {episodes} episodes an iteration, so some would never play; try env.num_envs={episodes}"
+            )
+
+
+def algorithm(value: Any) -> str:
+    """Which model an algo section belongs to."""
+    name = str(value.get("name", "ppo") if isinstance(value, dict) else getattr(value, "name", "ppo"))
+    return "grpo" if name in PRESETS else "ppo"  # which refuses names that nobody has
+
+
+AlgoConfig = Annotated[
+    Annotated[PPOConfig, Tag("ppo")] | Annotated[GRPOConfig, Tag("grpo")],
+    Discriminator(algorithm),
+]

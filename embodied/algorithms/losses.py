@@ -1,4 +1,4 @@
-"""PPO's losses as sums over items, to be divided by a count that the caller knew before: parts and ranks just add up.
+"""The losses as sums over items, to be divided by a count that the caller knew before: parts and ranks just add up.
 
 An item is one decision: C env steps of A action dimensions (or tokens). `level` says what gets a probability ratio of
 its own, a *unit*: "action_dim" each of C * A numbers, "action" each env step (log-probs summed over A), "chunk" the
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embodied.algorithms.config import PPOConfig
+from embodied.algorithms.config import GRPOConfig, PPOConfig
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,17 @@ class PPOItems:
     returns: Tensor  # [B]
     mask: Tensor  # bool [B, C]
     weights: Tensor  # [B], 0 for padding
+
+
+@dataclass(frozen=True)
+class GRPOItems:
+    """What was known of B decisions before the update; an advantage is that of the decision's whole episode."""
+
+    logprobs: Tensor  # [B, C, A], at act time
+    advantages: Tensor  # [B]
+    mask: Tensor  # bool [B, C]
+    weights: Tensor  # [B], 0 for padding
+    reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, where it is asked
 
 
 Stats = dict[str, Tensor]  # scalars without gradient: sums over items, except names that end in "_max"
@@ -60,6 +71,61 @@ def ppo_loss_sum(
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * bonus
     parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": bonus}
     return loss, {name: part.detach() for name, part in parts.items()} | stats | value_stats
+
+
+def grpo_loss_sum(logprobs: Tensor, entropy: Tensor, items: GRPOItems, config: GRPOConfig) -> tuple[Tensor, Stats]:
+    """The whole loss of new log-probs and entropies [B, C, A]: a sum over items, and its parts."""
+    level = config.logprob_level
+    policy_loss, stats = policy_loss_sum(
+        logprobs,
+        items.logprobs,
+        items.advantages,
+        items.mask,
+        items.weights,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        level=level,
+    )
+    bonus = entropy_sum(entropy, items.mask, items.weights, level)
+    loss = policy_loss - config.entropy_coef * bonus
+    divergence = torch.zeros_like(policy_loss)
+    if items.reference is not None:
+        divergence = reference_kl_sum(
+            logprobs, items.logprobs, items.reference, items.mask, items.weights, config.kl_estimator, level
+        )
+        loss = loss + config.kl_coef * divergence
+    parts = {"policy_loss": policy_loss, "entropy": bonus, "reference_kl": divergence}
+    return loss, {name: part.detach() for name, part in parts.items()} | stats
+
+
+def reference_kl_sum(
+    logprobs: Tensor,  # [B, C, A], with gradient
+    old_logprobs: Tensor,  # [B, C, A]
+    reference: Tensor,  # [B, C, A]
+    mask: Tensor,  # bool [B, C]
+    weights: Tensor,  # [B]
+    estimator: str,
+    level: str,
+) -> Tensor:
+    """KL(policy || reference) of a unit, estimated from the action taken, with d = log-prob - reference log-prob:
+
+        k1  ratio * d           right on average, and so is its gradient; may be negative
+        k2  d^2 / 2             right gradient on average while the ratio is 1; its value is too large far away
+        k3  exp(-d) - 1 + d     right on average while the ratio is 1 and never negative; its gradient is that of the
+                                other direction, KL(reference || policy)
+
+    For d = ln 2 at ratio 1: k1 0.693, k2 0.240, k3 0.5 - 1 + 0.693 = 0.193.
+    """
+    difference, valid = _units(torch.where(mask[:, :, None], logprobs - reference, 0.0), mask, level)
+    if estimator == "k1":
+        ratio = _units(torch.where(mask[:, :, None], logprobs - old_logprobs, 0.0), mask, level)[0].exp()
+        units = ratio * difference
+    elif estimator == "k2":
+        units = 0.5 * difference**2
+    else:
+        units = (-difference).expm1() + difference
+    return (weights * _mean(units, valid)).sum()
 
 
 def policy_loss_sum(

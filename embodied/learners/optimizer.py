@@ -25,7 +25,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 class Optimizer:
     def __init__(self, policy, algo, collective: Collective) -> None:
-        rates = {"policy": algo.lr, "value": algo.lr if algo.value_lr is None else algo.value_lr}
+        rates = algo.rates()
         groups = {name: [p for p in group if p.requires_grad] for name, group in policy.parameter_groups().items()}
         names = {id(p): name for name, p in policy.named_parameters()}
         self.collective = collective

@@ -1,0 +1,149 @@
+"""Groups of episodes: which are played, which an iteration learns from, and how good an episode was for its group.
+
+Episode i belongs to group i // group_size; all of a group begin in the same state, and only their noise differs. A
+score is an episode's return. Nothing here knows of workers: the same episodes come and go in the same order whoever
+plays them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from embodied.algorithms.config import GRPOConfig
+
+EQUAL = 1e-9  # scores that differ by no more teach nothing
+EPS = 1e-6
+
+
+class Group(NamedTuple):
+    episodes: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
+class GroupPool:
+    """Takes scores of finished episodes and hands out groups to learn from, the oldest first.
+
+    Groups that are complete but not needed yet (the surplus), or not complete yet, stay for later iterations. `counts`
+    are those of groups since it was last emptied: kept, equal, out_of_bounds, incomplete.
+    """
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self.config = config
+        self.dealt = 0  # episodes, from the beginning of the run
+        self.open: dict[int, dict[int, float]] = {}  # group -> scores of its finished episodes
+        self.ready: dict[int, Group] = {}
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Episodes whose trajectories are still needed."""
+        waiting = [episode for scores in self.open.values() for episode in scores]
+        return tuple(sorted(waiting + [episode for group in self.ready.values() for episode in group.episodes]))
+
+    def wanted(self, rounds: int, num_envs: int) -> int:
+        """How many episodes to play in the next round of an iteration that had so many rounds; 0: none.
+
+        The first round plays what is missing and no more. Others follow to replace groups that the filter dropped,
+        with something to do for every env row, so that their last group may stay incomplete; or where half or more of
+        the groups were lost to faults.
+        """
+        groups, resample = self.config.groups, self.config.filter == "resample"
+        complete = sum(self.counts[verdict] for verdict in ("kept", "equal", "out_of_bounds"))
+        missing = groups - (len(self.ready) if resample else complete)
+        if missing <= 0 or rounds >= self.config.max_rounds or (rounds and not resample and 2 * missing < groups):
+            return 0
+        episodes = missing * self.config.group_size - sum(map(len, self.open.values()))
+        return -(-episodes // num_envs) * num_envs if rounds and resample else episodes
+
+    def deal(self, count: int) -> range:
+        """The next episodes to play."""
+        self.dealt += count
+        return range(self.dealt - count, self.dealt)
+
+    def add(self, scores: dict[int, float]) -> None:
+        """Of episodes that were dealt and are finished; groups that become complete are kept or dropped."""
+        for episode in sorted(scores):
+            number, size = episode // self.config.group_size, self.config.group_size
+            found = self.open.setdefault(number, {})
+            found[episode] = scores[episode]
+            if len(found) == size:
+                del self.open[number]
+                group = Group(tuple(sorted(found)), tuple(found[e] for e in sorted(found)))
+                verdict = judge(group.scores, self.config)
+                self.counts[verdict] += 1
+                if verdict == "kept":
+                    self.ready[number] = group
+
+    def lose(self, episodes: Iterable[int]) -> None:
+        """Drop the groups of episodes that nobody can bring any more. Call it when all that were dealt and can be
+        brought are added: of a group that is not dealt whole yet, the rest is skipped."""
+        for number in {episode // self.config.group_size for episode in episodes}:
+            self.counts["kept"] -= self.ready.pop(number, None) is not None
+            self.counts["incomplete"] += 1
+            self.open.pop(number, None)
+            if number == self.dealt // self.config.group_size:
+                self.dealt = (number + 1) * self.config.group_size
+
+    def take(self) -> list[Group]:
+        """What this iteration learns from."""
+        return [self.ready.pop(number) for number in sorted(self.ready)[: self.config.groups]]
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps of it."""
+        scores = {episode: score for scores in self.open.values() for episode, score in scores.items()}
+        for group in self.ready.values():
+            scores |= zip(group.episodes, group.scores, strict=True)
+        episodes = sorted(scores)
+        return {
+            "dealt": np.array(self.dealt),
+            "episodes": np.array(episodes, np.int64),
+            "scores": np.array([scores[episode] for episode in episodes], np.float64),
+        }
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        self.dealt = int(state["dealt"])
+        self.open, self.ready = {}, {}
+        self.add(dict(zip(state["episodes"].tolist(), state["scores"].tolist(), strict=True)))
+        self.counts.clear()
+
+
+def judge(scores: tuple[float, ...], config: GRPOConfig) -> str:
+    """kept, equal or out_of_bounds."""
+    if config.filter == "none":
+        return "kept"
+    if max(scores) - min(scores) <= EQUAL:
+        return "equal"
+    mean = sum(scores) / len(scores)
+    low, high = config.filter_low, config.filter_high
+    return "out_of_bounds" if (low is not None and mean < low) or (high is not None and mean > high) else "kept"
+
+
+def group_advantages(scores: np.ndarray, baseline: str = "group", scale: str = "group") -> np.ndarray:
+    """Advantages [G, S] of scores [G, S]: G groups of S episodes. Deviations are the population's.
+
+    Two groups of two, scores [[1, 0], [1, 1]]:
+        baseline group          [[ 0.5, -0.5 ], [0, 0]], divided by each group's deviation 0.5: [[1, -1], [0, 0]]
+        baseline leave_one_out  [[ 1,   -1   ], [0, 0]]
+        baseline batch          [[ 0.25, -0.75], [0.25, 0.25]], the mean of all being 0.75; their deviation is 0.433
+    """
+    scores = np.asarray(scores, np.float64)
+    if baseline == "batch":
+        compared = scores - scores.mean()
+    else:
+        compared = scores - scores.mean(axis=1, keepdims=True)
+        compared[np.ptp(scores, axis=1) <= EQUAL] = 0.0
+    if baseline == "leave_one_out":  # score - mean of the others = (score - mean of all) * S / (S - 1)
+        compared *= scores.shape[1] / (scores.shape[1] - 1)
+    if scale == "group":
+        return compared / (scores.std(axis=1, keepdims=True) + EPS)
+    return compared / (compared.std() + EPS) if scale == "batch" else compared
+
+
+def episode_weights(lengths: np.ndarray, weighting: str) -> np.ndarray:
+    """The weight of each decision of episodes with so many decisions; they add up to the number of decisions."""
+    lengths = np.asarray(lengths, np.float64)
+    return lengths.mean() / lengths if weighting == "episode" else np.ones_like(lengths)
