@@ -143,6 +143,40 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
+class PlayedEpisodes:
+    """E whole episodes of K decisions in all, one after the other in the order of their indices.
+
+    Episodes 3 and 5 of two decisions and one: `episodes` [3, 5], `lengths` [2, 1], K = 3, and row 2 of every array is
+    the only decision of episode 5.
+    """
+
+    episodes: np.ndarray  # int [E], EpisodeSpec.index, ascending
+    lengths: np.ndarray  # int [E], decisions
+    obs: Observation  # arrays [K, ...]
+    actions: np.ndarray  # [K, C, A]
+    logprobs: np.ndarray  # [K, C, A]
+    rewards: np.ndarray  # [K, C]
+    mask: np.ndarray  # bool [K, C]
+    versions: np.ndarray  # int [K], the policy version that acted
+    replay: dict[str, np.ndarray] = field(default_factory=dict)  # [K, ...]
+    source: str = ""  # who sends it, in which hand-over
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """What an iteration learns from, and which part of it is one learner rank's: the episodes from `first` to `last`.
+
+    A rank without a part gets a copy of an episode that counts nothing.
+    """
+
+    episodes: np.ndarray  # int [E], of all ranks, ascending
+    advantages: np.ndarray  # [E]
+    version: int  # of the weights that the update starts from
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class ActRequest:
     """A sim worker's question to a policy worker: what should these rows do next?
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from embodied.arrays import take_rows
 from embodied.data import EpisodeResult, EpisodeSpec, Note
 from embodied.envs.base import VectorEnv
 from embodied.envs.film import Films
 from embodied.envs.line import Line
-from embodied.envs.rollout import take_rows
 from embodied.envs.rows import Rows
 from embodied.runtime import Channel, Timers
 

@@ -11,6 +11,7 @@ from time import perf_counter
 
 import numpy as np
 
+from embodied.arrays import map_obs, take_rows
 from embodied.data import ActReply, EpisodeResult, Note, Observation, Trajectory
 from embodied.envs.base import VectorEnv
 from embodied.envs.line import Line
@@ -163,23 +164,6 @@ class Record:
 
     def _room(self, part: np.ndarray) -> np.ndarray:
         return np.zeros((self.horizon, *part.shape), part.dtype)
-
-
-def map_obs(obs: Observation, arrays, texts) -> Observation:
-    """Apply one function to every array of an observation and another to its instruction list."""
-    out: Observation = {}
-    for name, part in obs.items():
-        if name == "instruction":
-            out[name] = texts(part)
-        elif isinstance(part, dict):
-            out[name] = {camera: arrays(image) for camera, image in part.items()}
-        else:
-            out[name] = arrays(part)
-    return out
-
-
-def take_rows(obs: Observation, rows: np.ndarray) -> Observation:
-    return map_obs(obs, lambda array: array[rows], lambda texts: [texts[row] for row in rows])
 
 
 def room_for(obs: Observation, horizon: int) -> Observation:

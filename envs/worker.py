@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, RolloutStats, Route
+from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, PlayedEpisodes, RolloutStats, Route
 from embodied.envs import make_env
 from embodied.envs.evaluation import play_episodes
 from embodied.envs.line import Line
 from embodied.envs.rollout import Record, Stage
-from embodied.episodes import EpisodeList, env_blocks
+from embodied.envs.whole import Player, play_whole
+from embodied.episodes import EpisodeList, arrays_of, choose_episodes, env_blocks, episodes_from, join_episodes
 from embodied.runtime import Channel, Worker
 
 
@@ -31,6 +32,7 @@ class SimWorker(Worker):
         self.num_stages = stages
         self.stages: list[Stage] = []
         self.eval_env = None
+        self.shelf: PlayedEpisodes | None = None  # whole episodes that the learners may still want
 
     def spec(self) -> EnvSpec:
         """Build the envs (the first call takes seconds with a real simulator) and say what they offer."""
@@ -77,6 +79,50 @@ class SimWorker(Worker):
             reset_s=sum(stage.reset_s for stage in self.stages),
             wait_s=sum(stage.wait_s for stage in self.stages),
         )
+
+    def play(self, episodes: list[EpisodeSpec], route: Route) -> RolloutStats:
+        """Play these training episodes to their ends, as many at a time as there are envs, and keep them."""
+        stages = zip(self.stages, route.sources, route.requests, route.replies, strict=True)
+        players = [
+            Player(stage.env, episodes[i :: len(self.stages)], Line(*channels), self.timers)
+            for i, (stage, *channels) in enumerate(stages)
+        ]
+        played = play_whole(players)
+        self.shelf = join_episodes([played] if self.shelf is None else [self.shelf, played])
+        return RolloutStats(
+            env_steps=int(played.mask.sum()),
+            finished=tuple(sorted((r for p in players for r in p.results), key=lambda result: result.index)),
+            step_s=sum(player.step_s for player in players),
+            reset_s=sum(player.reset_s for player in players),
+            wait_s=sum(player.wait_s for player in players),
+        )
+
+    def kept(self) -> list[int]:
+        """The episodes on the shelf."""
+        return [] if self.shelf is None else self.shelf.episodes.tolist()
+
+    def hand_over(self, wanted: list[np.ndarray], source: str, out: tuple[Channel, ...]) -> None:
+        """Send every learner rank those of its wanted episodes that are kept here."""
+        kept = set(self.kept())
+        for episodes, channel in zip(wanted, out, strict=True):
+            if mine := [episode for episode in episodes.tolist() if episode in kept]:
+                part = choose_episodes(self.shelf, mine, source)
+                channel.put(part, weight=int(part.mask.sum()))
+
+    def keep(self, episodes: tuple[int, ...]) -> None:
+        """Forget all kept episodes but these."""
+        mine = [episode for episode in self.kept() if episode in episodes]
+        self.shelf = choose_episodes(self.shelf, mine) if mine else None
+
+    def get_kept(self) -> dict[str, np.ndarray]:
+        """The shelf as arrays, for a checkpoint; empty if nothing is kept."""
+        return {} if self.shelf is None else arrays_of(self.shelf)
+
+    def set_kept(self, arrays: dict[str, np.ndarray]) -> None:
+        """This worker's part of what all workers kept."""
+        shelf = episodes_from(arrays)
+        mine = shelf.episodes[self.rank :: self.world_size]
+        self.shelf = choose_episodes(shelf, mine) if len(mine) else None
 
     def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
         """Take over from a worker that died, whose env rows had begun so many episodes: begin their next ones."""

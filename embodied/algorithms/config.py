@@ -84,10 +84,6 @@ class PPOConfig(PolicyGradientConfig):
         None, gt=0, description="Value errors above this, in units of return, count linearly; null: all are squared."
     )
 
-    def rates(self) -> dict[str, float]:
-        """Learning rates of the policy's parameter groups."""
-        return {"policy": self.lr, "value": self.lr if self.value_lr is None else self.value_lr}
-
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ValueError when `num_envs` envs in total collect too few items for this algorithm."""
         items = num_envs * self.rollout_decisions
@@ -176,10 +172,6 @@ class GRPOConfig(PolicyGradientConfig):
                 "no group would be kept; swap them"
             )
         return self
-
-    def rates(self) -> dict[str, float]:
-        """There is no value function to learn."""
-        return {"policy": self.lr, "value": 0.0}
 
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ValueError when some of `num_envs` envs would never play."""

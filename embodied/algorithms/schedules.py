@@ -1,6 +1,15 @@
-"""What changes over a run, and what ends an iteration early."""
+"""Learning rates, what changes them over a run, and what ends an iteration early."""
 
 from __future__ import annotations
+
+from embodied.algorithms.config import AlgoConfig, GRPOConfig
+
+
+def learning_rates(config: AlgoConfig) -> dict[str, float]:
+    """Of a policy's groups of parameters. GRPO has no value function to learn."""
+    if isinstance(config, GRPOConfig):
+        return {"policy": config.lr, "value": 0.0}
+    return {"policy": config.lr, "value": config.lr if config.value_lr is None else config.value_lr}
 
 
 def lr_factor(schedule: str, progress: float) -> float:

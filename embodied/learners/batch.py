@@ -1,7 +1,8 @@
 """One learner rank's share of an iteration, as flat items in a fixed order.
 
 An item is one decision of one env. Its global id is e * T + t for the e-th env of the batch (env e, unless a slice was
-lost), so the order never depends on which worker delivered first.
+lost), and with whole episodes it counts their decisions in the order of the episodes: the order never depends on which
+worker delivered first.
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.data import Observation, Trajectory
+from embodied.arrays import map_obs
+from embodied.data import Observation, PlayedEpisodes, Trajectory
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Items of a block of env ids: tensors [items, ...] on this rank; `first` is the global id of item 0."""
+    """Items of a block of envs or episodes: tensors [items, ...] on this rank; `first` is the global id of item 0."""
 
     first: int
     obs: Observation
     actions: Tensor
     logprobs: Tensor
-    values: Tensor
     mask: Tensor
+    current: Tensor  # bool [items], taken with the weights that the update starts from
     replay: dict[str, Tensor]
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.mask)
 
     def inputs(self, items: Tensor) -> dict:
         """What `Policy.forward` needs of these items."""
@@ -68,10 +70,28 @@ def flatten(trajectory: Trajectory, first: int) -> Batch:
         obs=flatten_obs(trajectory.obs),
         actions=items_of(trajectory.actions),
         logprobs=items_of(trajectory.logprobs),
-        values=items_of(trajectory.values[:-1]),
         mask=items_of(trajectory.mask),
+        current=torch.ones(trajectory.mask[..., 0].size, dtype=torch.bool),
         replay={name: items_of(array) for name, array in trajectory.replay.items()},
     )
+
+
+def flatten_episodes(played: PlayedEpisodes, first: int, version: int) -> Batch:
+    """Whole episodes as items, in their order."""
+    return Batch(
+        first=first,
+        obs=map_obs(played.obs, own, list),
+        actions=own(played.actions),
+        logprobs=own(played.logprobs),
+        mask=own(played.mask),
+        current=torch.from_numpy(played.versions == version),
+        replay={name: own(array) for name, array in played.replay.items()},
+    )
+
+
+def own(array: np.ndarray) -> Tensor:
+    """A tensor with memory of its own."""
+    return torch.from_numpy(np.array(array))
 
 
 def items_of(array: np.ndarray) -> Tensor:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from embodied.algorithms.schedules import learning_rates
 from embodied.errors import CheckpointError
 from embodied.learners.collective import Collective
 from embodied.learners.sharding import is_sharded, local, part_of
@@ -25,7 +26,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 class Optimizer:
     def __init__(self, policy, algo, collective: Collective) -> None:
-        rates = algo.rates()
+        rates = learning_rates(algo)
         groups = {name: [p for p in group if p.requires_grad] for name, group in policy.parameter_groups().items()}
         names = {id(p): name for name, p in policy.named_parameters()}
         self.collective = collective

@@ -1,4 +1,4 @@
-"""One PPO update: the same sequence of gradient steps on every rank, each rank adding the items it owns.
+"""One update: the same sequence of gradient steps on every rank, each rank adding the items it owns.
 
 The gradient and the step's statistics travel between ranks as one vector.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embodied.algorithms.advantages import gae, merge_moments, moments, normalize
-from embodied.algorithms.config import PPOConfig
+from embodied.algorithms.config import AlgoConfig, PPOConfig
 from embodied.algorithms.items import minibatches, owned, permutation
-from embodied.algorithms.losses import PPOItems, ppo_loss_sum
+from embodied.algorithms.losses import PPOItems, Stats, ppo_loss_sum
 from embodied.algorithms.schedules import lr_factor, skip_remaining_epochs
 from embodied.data import Trajectory
 from embodied.errors import Diverged
@@ -23,26 +24,44 @@ from embodied.learners.batch import Batch, flatten, items_of
 from embodied.learners.collective import Collective
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
-
-SUMS = (
-    "policy_loss",
-    "value_loss",
-    "entropy",
-    "approx_kl",
-    "clip_fraction",
-    "dual_clip_fraction",
-    "value_clip_fraction",
-)
+from embodied.policies.base import Scores
 
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's items of an iteration."""
+    """This rank's items of an iteration, as PPO learns from them."""
 
     batch: Batch
+    num_items: int  # over all ranks
+    values: Tensor  # [items], at act time
     advantages: Tensor  # [items]
     returns: Tensor  # [items]
-    num_items: int  # over all ranks
+
+    sums: ClassVar = (
+        "policy_loss",
+        "value_loss",
+        "entropy",
+        "approx_kl",
+        "clip_fraction",
+        "dual_clip_fraction",
+        "value_clip_fraction",
+    )
+
+    def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: PPOConfig) -> tuple[Tensor, Stats]:
+        """Of some items that all weigh the same (0: padding), and the parts of the loss that `sums` names."""
+        items = PPOItems(
+            logprobs=self.batch.logprobs[part],
+            values=self.values[part],
+            advantages=self.advantages[part],
+            returns=self.returns[part],
+            mask=self.batch.mask[part],
+            weights=torch.full((len(part),), weight, dtype=self.advantages.dtype),
+        )
+        return ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
+
+    def summary(self) -> dict[str, float]:
+        """What there is to say of the data."""
+        return {"train/explained_variance": explained_variance(self)}
 
 
 def prepare(trajectory: Trajectory, config: PPOConfig, collective: Collective, env_ids: np.ndarray, dtype) -> Share:
@@ -58,11 +77,11 @@ def prepare(trajectory: Trajectory, config: PPOConfig, collective: Collective, e
     items = (items_of(advantages).to(dtype), items_of(returns).to(dtype))
     horizon = len(trajectory.rewards)
     first = int(np.searchsorted(env_ids, trajectory.env_ids[0])) * horizon
-    return Share(flatten(trajectory, first), *items, num_items=len(env_ids) * horizon)
+    return Share(flatten(trajectory, first), len(env_ids) * horizon, items_of(trajectory.values[:-1]), *items)
 
 
 def update_policy(
-    model: Model, optimizer: Optimizer, config: PPOConfig, share: Share, seed: int, iteration: int, total: int
+    model: Model, optimizer: Optimizer, config: AlgoConfig, share: Share, seed: int, iteration: int, total: int
 ) -> dict[str, float]:
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     factor = lr_factor(config.lr_schedule, iteration / total)
@@ -77,7 +96,7 @@ def update_policy(
             passes = max((model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
             stats, worst_gap = gradient(model, config, share, mine, len(minibatch), passes)
             totals, norm = optimizer.exchange(stats)
-            numbers = {name: float(value) / len(minibatch) for name, value in zip(SUMS, totals, strict=True)}
+            numbers = {name: float(value) / len(minibatch) for name, value in zip(share.sums, totals, strict=True)}
             numbers["grad_norm"] = norm
             check_finite(numbers, iteration, epoch)
             optimizer.step(norm, factor)
@@ -90,9 +109,9 @@ def update_policy(
     means = {f"train/{name}": float(np.mean([row[name] for row in history])) for name in history[0]}
     return means | {
         "train/logprob_gap": gap,
-        "train/explained_variance": explained_variance(share),
         "train/epochs": epoch + 1.0,
         "train/lr": config.lr * factor,
+        **share.summary(),
     }
 
 
@@ -105,27 +124,19 @@ def item_blocks(optimizer: Optimizer, share: Share) -> list[tuple[int, int]]:
 
 
 def gradient(
-    model: Model, config: PPOConfig, share: Share, mine: Tensor, count: int, passes: int
+    model: Model, config: AlgoConfig, share: Share, mine: Tensor, count: int, passes: int
 ) -> tuple[Tensor, float]:
     """Leave the gradient of this rank's part of a minibatch in the parameters; return the sums of its statistics."""
-    batch, dtype = share.batch, share.advantages.dtype
-    sums, gap = torch.zeros(len(SUMS), dtype=dtype), 0.0
+    batch = share.batch
+    sums, gap = torch.zeros(len(share.sums), dtype=share.advantages.dtype), 0.0
     for part, counts in model.micro_batches(mine, passes):
         scores = model.score(batch.inputs(part))
-        items = PPOItems(
-            logprobs=batch.logprobs[part],
-            values=batch.values[part],
-            advantages=share.advantages[part],
-            returns=share.returns[part],
-            mask=batch.mask[part],
-            weights=torch.full((len(part),), float(counts), dtype=dtype),
-        )
-        loss, stats = ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
+        loss, stats = share.loss_sum(scores, part, float(counts), config)
         (loss / count).backward()
-        sums += torch.stack([stats[name] for name in SUMS])
+        sums += torch.stack([stats[name] for name in share.sums])
         if counts:
-            played = items.mask[:, :, None]
-            gaps = torch.where(played, scores.logprobs.detach() - items.logprobs, 0.0).abs()
+            played = (batch.mask[part] & batch.current[part][:, None])[:, :, None]
+            gaps = torch.where(played, scores.logprobs.detach() - batch.logprobs[part], 0.0).abs()
             gap = max(gap, float(gaps.max()))
     return sums, gap
 
@@ -149,5 +160,5 @@ def check_weights(optimizer: Optimizer, iteration: int) -> None:
 def explained_variance(share: Share) -> float:
     """How much of the returns' variance the value function predicted at act time (this rank's items)."""
     variance = float(share.returns.var(unbiased=False))
-    error = float((share.returns - share.batch.values).var(unbiased=False))
+    error = float((share.returns - share.values).var(unbiased=False))
     return 1.0 - error / variance if variance > 0 else 0.0

@@ -1,4 +1,4 @@
-"""The learner: one replica of the policy, its optimizer, and PPO on its block of env rows.
+"""The learner: one replica of the policy, its optimizer, and its part of what an iteration learns from.
 
 Ranks see different items and take the same steps: gradients are sums over items divided by a count known before the
 step, and everything that is normalised (advantages, observations, gradient norm) is normalised over all ranks.
@@ -6,16 +6,19 @@ step, and everything that is normalised (advantages, observations, gradient norm
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.data import EnvSpec, Trajectory
+from embodied.data import EnvSpec, GroupBatch, PlayedEpisodes, Trajectory
+from embodied.episodes import join_episodes
 from embodied.errors import CheckpointError, EmbodiedError
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Collective, join
 from embodied.learners.config import LearnerConfig
+from embodied.learners.groups import moments_of, prepare_groups
 from embodied.learners.meeting import MeetingAddress, listen
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
@@ -49,6 +52,7 @@ class LearnerWorker(Worker):
         """The policy with its initial weights (the same on every rank) and a fresh optimizer. Published weights are
         known under the name `store`; they need a snapshot if somebody outside the learners' processes acts."""
         self.policy = make_policy(self.policy_config, spec, self.seed).eval()
+        self.reference = self._frozen_copy() if getattr(self.algo, "kl_coef", 0) else None
         self.model = Model(self.policy, self.config, self.tick)
         if self.config.shard:
             shard(self.policy, self.meeting, self.rank, self.world_size)
@@ -72,12 +76,29 @@ class LearnerWorker(Worker):
             parts = receive(trajectories, sources)
         whole = merge(parts)
         share = prepare(whole, self.algo, self.collective, env_ids, self.model.dtype)
+        return self._learn(share, self.policy.observation_moments(whole.obs), iteration, total)
+
+    def update_groups(
+        self, trajectories: Channel, sources: tuple[str, ...], batch: GroupBatch, iteration: int, total: int
+    ) -> dict[str, float]:
+        """The same with whole episodes, in groups."""
+        with self.timers.measure("wait"):
+            parts = receive(trajectories, sources)
+        played = join_episodes(parts)
+        share = prepare_groups(played, batch, self.algo, self.collective, self.model.dtype, self.reference)
+        rows = moments_of(played, batch.last - batch.first, self.policy.observation_moments)
+        return self._learn(share, rows, iteration, total)
+
+    def _learn(self, share, moments: np.ndarray | None, iteration: int, total: int) -> dict[str, float]:
         with self.store.updating():
             numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, iteration, total)
-            rows = self.policy.observation_moments(whole.obs)
-            if rows is not None:
-                self.policy.merge_observation_moments(np.concatenate(self.collective.gather(rows)))
+            if moments is not None:
+                self.policy.merge_observation_moments(np.concatenate(self.collective.gather(moments)))
         return numbers
+
+    def _frozen_copy(self) -> Model:
+        """The reference: the policy as the run begins."""
+        return Model(copy.deepcopy(self.policy).requires_grad_(False), self.config, self.tick)
 
     def publish(self, version: int) -> Publication | None:
         """Make the current weights visible as this version. Rank 0 says where they are."""
@@ -131,11 +152,11 @@ class LearnerWorker(Worker):
             leave()
 
 
-def receive(trajectories: Channel, sources: tuple[str, ...]) -> list[Trajectory]:
-    """One trajectory of each source; others are what sims that died have left."""
+def receive(trajectories: Channel, sources: tuple[str, ...]) -> list:
+    """One part of each source; others are what sims that died have left."""
     missing, parts = set(sources), []
     while missing:
-        part: Trajectory = trajectories.get()
+        part: Trajectory | PlayedEpisodes = trajectories.get()
         if part.source in missing:
             missing.remove(part.source)
             parts.append(part)
