@@ -16,7 +16,7 @@ from textwrap import wrap
 from embodied.config import RunConfig
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
-from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, WorkerFailed
+from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.placement import PlacementError, PlacementPlan, make_plan
 from embodied.reporting.report import report_or_say_why
 from embodied.run_folder import RunFolder
@@ -125,6 +125,9 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         record_end(folder, "stopped", "second Ctrl-C")
+        raise
+    except NothingToLearn as err:
+        record_end(folder, "stopped", str(err))
         raise
     except BaseException as err:
         record_end(folder, "failed", f"{type(err).__name__}: {err}")

@@ -101,7 +101,7 @@ class RunConfig(Strict):
         unused = (info.context or {}).get("unused", ())
         checks = [self._stages_share_envs, self._precisions_fit]
         if "algo" not in unused:
-            checks.append(lambda: self.algo.check_num_envs(self.env.num_envs))
+            checks += [lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
         if problems := [str(err) for err in map(failure, checks) if err]:
             raise ValueError("\n".join(problems))
         return self
@@ -112,6 +112,22 @@ class RunConfig(Strict):
             fit = max(envs // stages, 1) * stages
             raise ValueError(
                 f"env.num_envs={envs} is not a multiple of pipeline.stages={stages}; try env.num_envs={fit}"
+            )
+
+    def _whole_episodes_fit(self) -> None:
+        if self.algo.name == "ppo":
+            return
+        told = f"algo.name={self.algo.name} plays whole episodes"
+        if self.run.env_steps is not None:
+            raise ValueError(
+                f"run.env_steps={self.run.env_steps}: {told}, of a length that nobody knows before; set run.iterations"
+            )
+        if self.env.stagger:
+            raise ValueError(f"env.stagger=true cuts the first episodes short, but {told}; try env.stagger=false")
+        if self.algo.kl_coef and self.learner.shard:
+            raise ValueError(
+                "learner.shard=true splits the policy, and algo.kl_coef needs a whole frozen copy of it; "
+                "try learner.shard=false or algo.kl_coef=0"
             )
 
     def _precisions_fit(self) -> None:

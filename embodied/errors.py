@@ -33,6 +33,10 @@ class Diverged(EmbodiedError):
     """Training produced numbers that are not finite; no step was taken with them."""
 
 
+class NothingToLearn(EmbodiedError):
+    """Training came to an end before its length: what was collected taught nothing, time and again."""
+
+
 class Unusable(EmbodiedError):
     """A worker made something nobody can use: numbers that are not finite, a wrong shape. A fresh one may do better."""
 

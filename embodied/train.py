@@ -14,7 +14,7 @@ from pathlib import Path
 from embodied import commands
 from embodied.checkpoints import name_of, newest, read_sims, verify, write_checkpoint
 from embodied.config import Loaded, RunConfig, load
-from embodied.errors import ConfigError
+from embodied.errors import ConfigError, NothingToLearn
 from embodied.evaluate import evaluate_run
 from embodied.learners.meeting import meeting_point
 from embodied.reporting.console import Console
@@ -65,9 +65,9 @@ def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, c
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop)
         total = total_iterations(config)
         timeline = Timeline(loop.groups, loop.timers, folder.new_trace(), config.run.trace)
-        while state["iteration"] < total and not interruption.requested:
+        while state["iteration"] < total and not interruption.requested and not loop.collection.exhausted:
             iterate(loop, state, total, folder, console)
-            last = state["iteration"] == total
+            last = state["iteration"] == total or bool(loop.collection.exhausted)
             if last or due(state["iteration"], config.run.save_every):
                 console.saved(save(loop, state, folder))
             if not interruption.requested and (last or due(state["iteration"], config.run.eval_every)):
@@ -78,7 +78,10 @@ def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, c
         if interruption.requested:
             console.saved(save(loop, state, folder))
         spent = timeline.end()
-    console.end(state, interruption.requested, spent)
+        exhausted = loop.collection.exhausted
+    console.end(state, interruption.requested or bool(exhausted), spent)
+    if exhausted:
+        raise NothingToLearn(exhausted)
 
 
 def total_iterations(config: RunConfig) -> int:

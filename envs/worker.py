@@ -101,13 +101,15 @@ class SimWorker(Worker):
         """The episodes on the shelf."""
         return [] if self.shelf is None else self.shelf.episodes.tolist()
 
-    def hand_over(self, wanted: list[np.ndarray], source: str, out: tuple[Channel, ...]) -> None:
-        """Send every learner rank those of its wanted episodes that are kept here."""
-        kept = set(self.kept())
-        for episodes, channel in zip(wanted, out, strict=True):
+    def hand_over(self, wanted: list[np.ndarray], source: str, out: tuple[Channel, ...]) -> list[int]:
+        """Send every learner rank those of its wanted episodes that are kept here; -> the ranks that got something."""
+        kept, ranks = set(self.kept()), []
+        for rank, (episodes, channel) in enumerate(zip(wanted, out, strict=True)):
             if mine := [episode for episode in episodes.tolist() if episode in kept]:
                 part = choose_episodes(self.shelf, mine, source)
                 channel.put(part, weight=int(part.mask.sum()))
+                ranks.append(rank)
+        return ranks
 
     def keep(self, episodes: tuple[int, ...]) -> None:
         """Forget all kept episodes but these."""

@@ -120,14 +120,14 @@ def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path):
     with Run(tmp_path / "broken", TWO_SIMS) as run:
         killed = []
 
-        def kill_once(sim, route, collect=run.loop._collect):
+        def kill_once(sim, route, collect=run.loop.collection._collect):
             call = collect(sim, route)
             if not killed and sim == 1:
                 killed.append(run.pid("policy-0"))
                 os.kill(killed[0], signal.SIGKILL)
             return call
 
-        run.loop._collect = kill_once
+        run.loop.collection._collect = kill_once
         broken = [run.iterate(number) for number in range(2)], run.weights()
         assert len(run.told) == 1 and "policy-0 is started again" in run.told[0]
         assert run.pid("policy-0") != killed[0]

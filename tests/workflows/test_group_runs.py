@@ -1,0 +1,186 @@
+"""Training on groups of whole episodes: the same wherever it runs, whole after a stop, honest about what is lost."""
+
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from embodied import commands
+from embodied.config import load
+from embodied.learners.meeting import meeting_point
+from embodied.placement import make_plan
+from embodied.policies.folder import read_weights
+from embodied.workflows.embodied import EmbodiedLoop
+
+ITERATIONS = 4
+ARGUMENTS = [
+    "recipe=pointmass_grpo",
+    "env.num_envs=8",
+    "env.dtype=float64",
+    "env.max_episode_steps=12",
+    "policy.dtype=float64",
+    "policy.hidden=[16,16]",
+    "policy.normalize_observations=true",
+    "algo.groups=5",
+    "algo.group_size=3",
+    "algo.minibatch_size=40",
+    "algo.epochs=2",
+    "seed=1",
+    "faults.timeout_s=60",
+    "faults.hang_s=20",
+    f"run.iterations={ITERATIONS}",
+]
+DROPS = ["algo.filter=resample", "algo.filter_low=0.0", "algo.kl_coef=0.01"]  # about half of the groups
+ONE_OF_EACH = {"sim": "cpu:0", "policy,learner": "cpu:1"}
+TWO_SIMS = {"sim": "cpu:0-1*2", "policy,learner": "cpu:2"}
+FOUR_SIMS = {"sim,policy": "cpu:0-3*4", "learner": "cpu:0-2*3"}  # of 15 episodes every learner has 5
+ALL_APART = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
+MANY_LEARNERS = {"sim,policy": "cpu:0", "learner": "cpu:0-3*4"}
+
+
+class Run:
+    def __init__(self, folder, placement, *arguments, backend="inline", stages=1):
+        changed = {argument.partition("=")[0] for argument in arguments}
+        own = [argument for argument in ARGUMENTS if argument.partition("=")[0] not in changed]
+        given = [*own, f"cluster.backend={backend}", f"pipeline.stages={stages}", *arguments]
+        self.config = load(given).config
+        plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, stages)
+        self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
+        self.folder, self.told = folder, []
+
+    def __enter__(self):
+        self.cluster = commands.cluster(self.config, self.plan, self.folder)
+        meeting = meeting_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
+        self.loop = EmbodiedLoop(self.config, self.cluster, meeting=meeting, tell=self.told.append)
+        self.loop.start()
+        return self
+
+    def __exit__(self, *args):
+        self.cluster.__exit__(*args)
+
+    def train(self, first=0, last=ITERATIONS):
+        if not first:
+            self.loop.publish(0)
+        return [self.loop.iterate(number, ITERATIONS) for number in range(first, last)]
+
+    def weights(self):
+        self.loop.learners.save(self.folder / "saved").wait()
+        return read_weights(self.folder / "saved" / "policy")
+
+
+def far(ours, theirs):
+    return max(float(np.abs(ours[name] - theirs[name]).max()) for name in theirs)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    with Run(tmp_path_factory.mktemp("reference"), ONE_OF_EACH, *DROPS) as run:
+        return run.train(), run.weights()
+
+
+def test_the_reference_run_learns_drops_and_carries_over(reference):
+    numbers = [row for _, row in reference[0]]
+    assert min(row["train/grad_norm"] for row in numbers) > 0.01
+    assert any(row["groups/dropped_out_of_bounds"] for row in numbers)
+    assert any(row["groups/carried_episodes"] % 3 for row in numbers), "a group that is not complete"
+    assert any(row["groups/rounds"] > 1 for row in numbers)
+    assert any(row["train/staleness"] > 0 for row in numbers)
+    assert max(row["train/logprob_gap"] for row in numbers) < 1e-12
+    assert numbers[-1]["train/reference_kl"] > 0
+    played = [episode.index for episodes, _ in reference[0] for episode in episodes]
+    assert sorted(played) == list(range(len(played)))
+    for episodes, row in reference[0]:
+        assert row["env_steps"] == sum(episode.length for episode in episodes)
+        assert row["groups/kept"] + row["groups/dropped_out_of_bounds"] >= row["groups/used"] - 3
+        assert row["groups/used"] == 5
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    "placement", [TWO_SIMS, FOUR_SIMS, MANY_LEARNERS], ids=["two_sims", "four_sims", "many_learners"]
+)
+def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stages):
+    with Run(tmp_path, placement, *DROPS, stages=stages) as run:
+        rows = run.train()
+        for (episodes, row), (others, other) in zip(rows, reference[0], strict=True):
+            assert [(e.index, e.length) for e in episodes] == [(e.index, e.length) for e in others]
+            names = [name for name in row if name.startswith(("groups/", "faults/"))]
+            assert [row[name] for name in names] == [other[name] for name in names]
+        assert far(run.weights(), reference[1]) < 1e-9
+
+
+def test_processes_give_the_same_weights_as_threads(reference, tmp_path):
+    with Run(tmp_path, ALL_APART, *DROPS, backend="local") as run:
+        run.train()
+        assert far(run.weights(), reference[1]) < 1e-9
+
+
+def test_more_learners_than_episodes_give_the_same_weights(tmp_path):
+    few = ["algo.groups=1", "algo.group_size=2", "env.num_envs=2"]
+    found = []
+    for name, placement in (("one", ONE_OF_EACH), ("four", MANY_LEARNERS)):
+        with Run(tmp_path / name, placement, *few) as run:
+            assert all(row["train/grad_norm"] > 0 for _, row in run.train())
+            found.append(run.weights())
+    assert far(*found) < 1e-9
+
+
+def test_a_group_begins_alike_and_goes_different_ways(tmp_path):
+    with Run(tmp_path, ONE_OF_EACH, "algo.filter=none") as run:
+        specs = [run.loop.collection.episodes[index] for index in range(6)]
+        assert len({(spec.task, spec.init_state_id, spec.seed) for spec in specs}) == 2
+        assert [spec.index for spec in specs] == list(range(6))
+        (episodes, _), *_ = run.train(0, 1)
+        returns = np.array([episode.total_reward for episode in episodes]).reshape(5, 3)
+        assert (np.ptp(returns, axis=1) > 1e-3).all()
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(reference, tmp_path):
+    with Run(tmp_path / "first", TWO_SIMS, *DROPS) as run:
+        run.train(0, 2)
+        run.loop.learners.save(tmp_path / "saved").wait()
+        state = run.loop.save_sims()
+    np.savez(tmp_path / "sims.npz", **state)
+    with np.load(tmp_path / "sims.npz") as content, Run(tmp_path / "second", TWO_SIMS, *DROPS) as run:
+        assert run.loop.restore(tmp_path / "saved", dict(content), 2) == 0
+        run.train(2)
+        again = run.weights()
+    assert far(again, reference[1]) < 1e-9
+
+
+FOUR_HOSTS = {"sim": "cpu:0-3*4", "policy,learner": "cpu:0"}
+
+
+@pytest.mark.parametrize(("placement", "rounds", "used"), [(TWO_SIMS, 2, 4), (FOUR_HOSTS, 1, 3)], ids=["half", "less"])
+def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_half_is_missing(
+    tmp_path, placement, rounds, used
+):
+    """Groups of one sim worker each; two sims have 2 of 4 groups each, of four sims every one has 1."""
+    options = ["algo.groups=4", "algo.group_size=2", "algo.filter=none"]
+    with Run(tmp_path, placement, *options, backend="local") as run:
+        collection = run.loop.collection
+        begin, killed = run.loop.crew.play, []
+
+        def play(sims, begin_one, *more):
+            def kill_first(sim, route):
+                call = begin_one(sim, route)
+                if sim == 1 and not killed:
+                    host = run.cluster._host_of("sim-1")
+                    killed.append(int(run.cluster._backend.where(host).split(",")[0].removeprefix("pid ")))
+                    os.kill(killed[0], signal.SIGKILL)
+                return call
+
+            return begin(sims, kill_first, *more)
+
+        run.loop.crew.play = play
+        (episodes, numbers), (_, after) = run.train(0, 2)
+        assert numbers["faults/restarts"] == 1 and len(run.told) == 1
+        assert numbers["groups/rounds"] == rounds and numbers["groups/used"] == used
+        lost = set(range(8)) - {episode.index for episode in episodes}
+        assert numbers["faults/lost_episodes"] == len(lost) > 0
+        assert numbers["groups/dropped_incomplete"] == len({index // 2 for index in lost})
+        assert numbers["train/grad_norm"] > 0
+        assert after["groups/used"] == 4 and after["faults/lost_episodes"] == 0
+        assert not collection.pool.held
