@@ -118,11 +118,11 @@ def test_processes_give_the_same_weights_as_threads(reference, tmp_path):
 
 
 def test_more_learners_than_episodes_give_the_same_weights(tmp_path):
-    few = ["algo.groups=1", "algo.group_size=2", "env.num_envs=2"]
+    few = ["algo.groups=2", "algo.group_size=2", "env.num_envs=4", "algo.filter_low=0.0"]
     found = []
     for name, placement in (("one", ONE_OF_EACH), ("four", MANY_LEARNERS)):
         with Run(tmp_path / name, placement, *few) as run:
-            assert all(row["train/grad_norm"] > 0 for _, row in run.train())
+            assert 1 in {row["groups/used"] for _, row in run.train()}
             found.append(run.weights())
     assert far(*found) < 1e-9
 
