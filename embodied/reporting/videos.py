@@ -11,6 +11,7 @@ import os
 import subprocess
 import tempfile
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +19,45 @@ import numpy as np
 from embodied.errors import DeadlineExceeded, EmbodiedError
 
 CLOSE_S = 60.0  # ffmpeg has this long to write what it still holds
-# Colours are converted and labelled as BT.709, else players guess by frame size; even sizes, as yuv420p needs.
-PICTURE = (
-    "pad=ceil(iw/2)*2:ceil(ih/2)*2,scale=in_range=full:out_range=limited:out_color_matrix=bt709,format=yuv420p,"
+# Colours are converted and labelled as BT.709, else players guess by frame size.
+BT709 = (
+    "scale=in_range=full:out_range=limited:out_color_matrix=bt709,format={pixels},"
     "setparams=color_primaries=bt709:color_trc=bt709:colorspace=bt709"
 )
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How frames become a file."""
+
+    options: str  # of ffmpeg
+    suffix: str = ".mp4"
+    pad: bool = True  # to even sizes, as the pixel format that all players know needs
+
+    def arguments(self, height: int, width: int) -> list[str]:
+        odd = bool(height % 2 or width % 2)
+        picture = BT709.format(pixels="yuv444p" if odd and not self.pad else "yuv420p")
+        padding = "pad=ceil(iw/2)*2:ceil(ih/2)*2," if odd and self.pad else ""
+        coding = ["-c:v", "libx264", "-preset", "veryfast", "-threads", "1", *self.options.split()]
+        return ["-vf", padding + picture, *coding]
+
+
+FOR_BROWSERS = Coding("-crf 20 -movflags +faststart")
+# For datasets: a bare stream, so that many are joined by putting them one after the other; every second frame stands
+# alone, so that any is found quickly; sizes stay.
+FOR_DATASETS = Coding("-crf 18 -g 2 -bf 0 -f h264", ".h264", pad=False)
 
 
 class VideoWriter:
     """One recording: `add` frames, then `finish` with the file's name or `discard`."""
 
-    def __init__(self, folder: Path, fps: float) -> None:
+    def __init__(self, folder: Path, fps: float, coding: Coding = FOR_BROWSERS) -> None:
         self.folder = Path(folder)
         self.fps = fps
+        self.coding = coding
         self.num_frames = 0
         self._shape: tuple[int, ...] = ()
-        self._draft = self.folder / f".recording-{uuid.uuid4().hex}.mp4"
+        self._draft = self.folder / f".recording-{uuid.uuid4().hex}{coding.suffix}"
         self._encoder: subprocess.Popen | None = None
 
     def add(self, frame: np.ndarray) -> None:
@@ -84,20 +108,10 @@ class VideoWriter:
 
         self.folder.mkdir(parents=True, exist_ok=True)
         self._shape = shape
-        source = [
-            "-f",
-            "rawvideo",
-            "-pix_fmt",
-            "rgb24",
-            "-s",
-            f"{shape[1]}x{shape[0]}",
-            "-r",
-            f"{self.fps:g}",
-            "-i",
-            "-",
-        ]
-        coding = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "20", "-threads", "1", "-movflags", "+faststart"]
-        command = [get_ffmpeg_exe(), "-y", "-v", "error", *source, "-an", "-vf", PICTURE, *coding, str(self._draft)]
+        size = f"{shape[1]}x{shape[0]}"
+        source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", f"{self.fps:g}", "-i", "-", "-an"]
+        coding = self.coding.arguments(*shape[:2])
+        command = [get_ffmpeg_exe(), "-y", "-v", "error", *source, *coding, str(self._draft)]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed when the recording ends
         # Its own process group: Ctrl-C asks the run to finish its step, and must not end the recording.
         self._encoder = subprocess.Popen(

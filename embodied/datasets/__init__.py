@@ -1,0 +1,21 @@
+"""Recorded episodes on disk, in the layout that LeRobot reads and writes (version 3.0): parquet, mp4 and metadata.
+
+`DatasetWriter` writes one, `read_dataset` reads ours and others'. They need pyarrow
+(`pip install 'embodied-loop[datasets]'`) and no torch.
+"""
+
+from embodied.datasets.draft import Draft
+from embodied.datasets.layout import Features, features_of, frame_of
+from embodied.datasets.reader import Dataset, RecordedEpisode, read_dataset
+from embodied.datasets.writer import DatasetWriter
+
+__all__ = [
+    "Dataset",
+    "DatasetWriter",
+    "Draft",
+    "Features",
+    "RecordedEpisode",
+    "features_of",
+    "frame_of",
+    "read_dataset",
+]
