@@ -1,6 +1,6 @@
 """Hosts, workers and channels. Imports neither torch nor ray, so that a host starts in a blink."""
 
-from embodied.runtime.backend import describe_backend
+from embodied.runtime.backend import choose_backend, describe_backend, nodes_of
 from embodied.runtime.channel import Channel, Waiting
 from embodied.runtime.cluster import Cluster
 from embodied.runtime.group import Handle, WorkerGroup
@@ -19,6 +19,8 @@ __all__ = [
     "Waiting",
     "Worker",
     "WorkerGroup",
+    "choose_backend",
     "describe_backend",
+    "nodes_of",
     "served_while_busy",
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from embodied.errors import ConfigError
 from embodied.runtime.hosts import Host, HostPlan
 from embodied.runtime.progress import Pulse, Sign
 
@@ -19,9 +21,15 @@ class Events:
     on_death: Callable[[str, str], None]  # (host name, cause): its process ended, and all it has sent here is told
 
 
+PROMISES = {  # what a user can expect of each
+    "inline": "one process for debugging: nothing is pinned, no crash is isolated, nothing overlaps",
+    "local": "one process per host on this machine",
+    "ray": "one Ray actor per host, on this machine or on several",
+}
+
+
 class Backend(Protocol):
     name: str
-    promise: str  # what a user can expect of it, one line
     isolates: bool  # a host can die without the others, and be started again
     host: Host  # the driver's own
 
@@ -55,24 +63,54 @@ class Backend(Protocol):
         """Ends every host: workers get that long to close, then processes are killed."""
 
 
+def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
+    """What `auto` means here. Refuses what cannot be."""
+    if name == "auto":
+        name = "ray" if address is not None or several_nodes else "local"
+    if name != "ray" and address is not None:
+        raise ConfigError(f"cluster.address={address} is for cluster.backend=ray, not for {name}")
+    if name == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError("cluster.backend=ray needs Ray, which is not installed; pip install 'embodied-loop[ray]'")
+    return name
+
+
+def nodes_of(address: str) -> dict[str, tuple[int, ...]]:
+    """The nodes of a running Ray cluster, and the cores each may use."""
+    from embodied.runtime.ray_nodes import Connection
+
+    connection = Connection(address)
+    try:
+        return connection.cores()
+    finally:
+        connection.close()
+
+
 def describe_backend(name: str) -> str:
     """Its name and what a user can expect of it."""
-    if name == "inline":
-        from embodied.runtime.inline import InlineBackend as kind
-    else:
-        from embodied.runtime.local import LocalBackend as kind
-    return f"{kind.name}: {kind.promise}"
+    return f"{name}: {PROMISES[name]}"
 
 
 def make_backend(
-    name: str, run: str, plans: list[HostPlan], log_dir: Path | None, timeout_s: float, events: Events
+    name: str,
+    run: str,
+    plans: list[HostPlan],
+    log_dir: Path | None,
+    timeout_s: float,
+    events: Events,
+    address: str | None = None,
+    modules: Sequence[str] = (),
 ) -> Backend:
+    if name not in ("auto", *PROMISES):
+        raise ValueError(f"cluster.backend={name!r} is unknown; known: auto, {', '.join(PROMISES)}")
+    name = choose_backend(name, address, any(plan.node for plan in plans))
     if name == "inline":
         from embodied.runtime.inline import InlineBackend
 
         return InlineBackend(run, plans, timeout_s, events)
-    if name in ("auto", "local"):
+    if name == "local":
         from embodied.runtime.local import LocalBackend
 
         return LocalBackend(run, log_dir, timeout_s, events)
-    raise ValueError(f"cluster.backend={name!r} is unknown; known: auto, inline, local")
+    from embodied.runtime.ray_backend import RayBackend
+
+    return RayBackend(run, log_dir, timeout_s, events, address, modules)

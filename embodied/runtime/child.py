@@ -30,7 +30,7 @@ def main(boot: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     faulthandler.enable()
-    _find_main_lazily(boot["main_module"], boot["main_file"])
+    find_main_lazily(boot["main_module"], boot["main_file"])
     _serve(boot)
 
 
@@ -106,7 +106,7 @@ def _follow_driver(pid: int | None) -> None:
             os._exit(1)
 
 
-def _find_main_lazily(module: str | None, file: str | None) -> None:
+def find_main_lazily(module: str | None, file: str | None) -> None:
     """Classes of the driver's main program are found when one is needed; otherwise it is never imported here."""
     main = sys.modules["__mp_main__"] = sys.modules["__main__"]
 

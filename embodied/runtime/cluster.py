@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied.errors import DeadlineExceeded, WorkerFailed
-from embodied.runtime.backend import Events, make_backend
+from embodied.runtime.backend import Events, describe_backend, make_backend
 from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Choose
 from embodied.runtime.failures import Failure, readable
 from embodied.runtime.group import Handle, WorkerGroup
@@ -44,7 +44,10 @@ class Cluster:
         hosts: Sequence[HostPlan] = (),
         log_dir: str | Path | None = None,
         timeout_s: float = 600.0,
+        address: str | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
+        """`address` is that of a running Ray cluster; `modules` are those of the user's that its nodes may lack."""
         names = [plan.name for plan in hosts]
         if len({*names, DRIVER}) != len(names) + 1:
             raise ValueError(f"host names must differ from each other and from {DRIVER!r}: {names}")
@@ -65,7 +68,7 @@ class Cluster:
         self._closed = False
         events = Events(self._on_report, self._on_death)
         log_dir = Path(log_dir) if log_dir is not None else None
-        self._backend = make_backend(backend, self._run, self.hosts, log_dir, timeout_s, events)
+        self._backend = make_backend(backend, self._run, self.hosts, log_dir, timeout_s, events, address, modules)
         self.unpack = self._backend.unpack
         try:
             for plan in self.hosts:
@@ -76,7 +79,7 @@ class Cluster:
 
     def describe(self) -> list[str]:
         """A line for the backend and one per host."""
-        return [f"{self._backend.name}: {self._backend.promise}", *(plan.describe() for plan in self.hosts)]
+        return [describe_backend(self._backend.name), *(plan.describe() for plan in self.hosts)]
 
     # What programs use
 

@@ -10,10 +10,15 @@ from embodied.config_base import Strict
 
 
 class ClusterConfig(Strict):
-    backend: Literal["auto", "inline", "local"] = Field(
+    backend: Literal["auto", "inline", "local", "ray"] = Field(
         "auto",
         description="where hosts run: local = processes on this machine, inline = all in one process for debugging, "
-        "auto = local",
+        "ray = on a Ray cluster of one or more machines, auto = ray with an address or named nodes, otherwise local",
+    )
+    address: str | None = Field(
+        None,
+        description="host:port of a running Ray cluster to join, of which this machine is a node; without it "
+        "backend=ray starts a private one on this machine",
     )
 
 

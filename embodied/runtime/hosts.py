@@ -45,13 +45,15 @@ class HostPlan:
     cores: tuple[int, ...] = ()
     threads: int = 1  # of OpenMP, BLAS and the software renderer
     env: dict[str, str] = field(default_factory=dict)
+    node: str = ""  # of a Ray cluster; "" is the machine the driver is on
 
     def environment(self) -> dict[str, str]:
         return {**dict.fromkeys(THREAD_VARIABLES, str(self.threads)), **self.env}
 
     def describe(self) -> str:
         cores = f"cores {ranges(self.cores)}" if self.cores else "any core"
-        return f"{self.name}: {', '.join(self.roles)} on {cores}, {self.threads} threads"
+        node = f"{self.node}, " if self.node else ""
+        return f"{self.name}: {', '.join(self.roles)} on {node}{cores}, {self.threads} threads"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ _log = logging.getLogger(__name__)
 
 class InlineBackend:
     name = "inline"
-    promise = "one process for debugging: nothing is pinned, no crash is isolated, nothing overlaps"
     isolates = False
 
     def __init__(self, run: str, plans: list[HostPlan], timeout_s: float, events: Events) -> None:
@@ -23,7 +22,6 @@ class InlineBackend:
         links = Links(self.pack, self.unpack, self._no_other_host, lambda *told: events.on_report(DRIVER, *told))
         names = [DRIVER, *(plan.name for plan in plans)]
         self.host = Host(run, names, links, self._progress, timeout_s)
-        _log.info("inline backend: %s", self.promise)
 
     def spawn(self, plan: HostPlan) -> None:
         pass

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from embodied.runtime.backend import Events
+from embodied.runtime.exits import describe_exit
 from embodied.runtime.hosts import DRIVER, Host, HostPlan, Links, ranges
 from embodied.runtime.payload import Payload, decode, encode
 from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign
@@ -60,7 +61,6 @@ class _Process:
 
 class LocalBackend:
     name = "local"
-    promise = "one process per host on this machine"
     isolates = True
 
     def __init__(self, run: str, log_dir: Path | None, timeout_s: float, events: Events) -> None:
@@ -217,19 +217,9 @@ class LocalBackend:
         def tell() -> None:
             self._channels.drain(process.channels)  # and what it put into channels of the driver
             process.ended.set()
-            self._events.on_death(process.plan.name, _describe_exit(code))
+            self._events.on_death(process.plan.name, describe_exit(code))
 
         self._channels.submit(tell)
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}"
 
 
 def _kill_session(popen: subprocess.Popen) -> None:

@@ -15,6 +15,7 @@ import os
 import pickle
 import sys
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,29 @@ class Payload:
 
 
 def encode(item: Any) -> Payload:
+    body, buffers, tensors = split(item)
+    if not buffers and len(body) < OUT_OF_BAND_BYTES:
+        return Payload(body)
+    return _write(buffers, tensors, body)
+
+
+def decode(payload: Payload) -> Any:
+    if payload.layout is None:
+        return join(payload.body)
+    memory = map_private(payload.fd, payload.layout.total_bytes)
+    views = []
+    for i, (offset, size) in enumerate(payload.layout.buffers):
+        view = memory[offset : offset + size]
+        views.append(view if i in payload.layout.writable else view.toreadonly())
+    body = payload.body
+    if payload.layout.body is not None:
+        offset, size = payload.layout.body
+        body = memory[offset : offset + size]
+    return join(body, views)
+
+
+def split(item: Any) -> tuple[memoryview, list[memoryview], frozenset[int]]:
+    """-> a short body, the large buffers beside it, and which of those belong to torch tensors."""
     buffers: list[pickle.PickleBuffer] = []
 
     def keep_inline(buffer: pickle.PickleBuffer) -> bool:
@@ -69,25 +93,13 @@ def encode(item: Any) -> Payload:
         body = stream.getbuffer()
     else:
         body = memoryview(pickle.dumps(item, protocol=5, buffer_callback=keep_inline))
-    if not buffers and len(body) < OUT_OF_BAND_BYTES:
-        return Payload(body)
     tensors = frozenset(i for i, buffer in enumerate(buffers) if any(buffer is w for w in writable))
-    return _write([buffer.raw() for buffer in buffers], tensors, body)
+    return body, [buffer.raw() for buffer in buffers], tensors
 
 
-def decode(payload: Payload) -> Any:
-    if payload.layout is None:
-        return pickle.loads(payload.body)  # noqa: S301  (sent by a process of this run over a socket pair)
-    memory = map_private(payload.fd, payload.layout.total_bytes)
-    views = []
-    for i, (offset, size) in enumerate(payload.layout.buffers):
-        view = memory[offset : offset + size]
-        views.append(view if i in payload.layout.writable else view.toreadonly())
-    body = payload.body
-    if payload.layout.body is not None:
-        offset, size = payload.layout.body
-        body = memory[offset : offset + size]
-    return pickle.loads(body, buffers=views)  # noqa: S301
+def join(body: bytes | memoryview, buffers: Iterable[Any] = ()) -> Any:
+    """Undoes `split`; only for what a process of this run has sent."""
+    return pickle.loads(body, buffers=buffers)  # noqa: S301
 
 
 def _write(parts: list[memoryview], tensors: frozenset[int], body: memoryview) -> Payload:

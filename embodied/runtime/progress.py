@@ -67,6 +67,19 @@ class Progress:
         beats, when, resident = self._words[_WORDS * _PROCESS : _WORDS * _PROCESS + _WORDS]
         return Pulse(_ago_s(beats, when), resident)
 
+    def news(self, seen: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """What differs from `seen`: slot -> words to `note`. For a driver that cannot read this memory."""
+        words = (
+            (slot, (self._words[at], self._words[at + 2])) for slot, at in enumerate(range(0, len(self._words), _WORDS))
+        )
+        return {slot: pair for slot, pair in words if pair != seen.get(slot, (0, 0))}
+
+    def note(self, news: dict[int, tuple[int, int]]) -> None:
+        """What another process told; the clock is ours."""
+        for slot, (ticks, extra) in news.items():
+            at = _WORDS * slot
+            self._words[at], self._words[at + 1], self._words[at + 2] = ticks, time.monotonic_ns(), extra
+
     def release(self) -> None:
         self._words.release()
 

@@ -93,7 +93,9 @@ def test_options_are_free_of_heavy_imports():
             ]
 
 
-MESSAGES = [ROOT / "embodied/runtime" / name for name in ("wire.py", "payload.py")]  # between our own processes only
+MESSAGES = [
+    ROOT / "embodied/runtime" / name for name in ("wire.py", "payload.py", "ray_payload.py")
+]  # between our own processes only
 
 
 def test_nothing_else_is_pickled_and_no_global_seed_is_set():

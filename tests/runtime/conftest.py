@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -14,6 +15,15 @@ from embodied.runtime import Cluster, HostPlan
 TWO_HOSTS = (HostPlan("left", ("a", "mate")), HostPlan("right", ("b",)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Ray takes a second of processor time per host, so only the tests that share their hosts are fast there."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        if parameters is not None and "ray" in parameters.params.values() and item.path.name != "test_channels.py":
+            item.add_marker(pytest.mark.slow)
+
+
 def child_processes() -> list[str]:
     found = []
     for task in Path("/proc/self/task").glob("*/children"):
@@ -22,11 +32,22 @@ def child_processes() -> list[str]:
     return found
 
 
+def descriptors() -> list[str]:
+    """Except the sockets of the Ray connection that all tests share: Ray keeps them for some time."""
+    ray = sys.modules.get("ray")
+    theirs = ("socket:", "anon_inode:") if ray is not None and ray.is_initialized() else ()
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found.append((int(fd), os.readlink(f"/proc/self/fd/{fd}")))
+    return sorted(f"{fd} {target}" for fd, target in found if not target.startswith(theirs))
+
+
 def traces() -> dict[str, list[str]]:
     return {
         "processes": child_processes(),
         "shared memory": Path("/proc/self/maps").read_text().count("memfd:embodied ("),
-        "descriptors": sorted(os.listdir("/proc/self/fd")),
+        "descriptors": descriptors(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
     }
 
@@ -42,20 +63,46 @@ def nothing_left_behind():
     assert after == before
 
 
-@pytest.fixture(params=["inline", "local"], scope="module")
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """One private Ray cluster that all clusters of this process join: starting one takes seconds."""
+    import ray
+
+    from embodied.runtime.ray_nodes import connect_to_private
+    from embodied.runtime.ray_private import PrivateCluster
+
+    with PrivateCluster(object_store_bytes=200_000_000) as cluster:
+        connect_to_private(cluster)
+        yield cluster
+        ray.shutdown()
+
+
+@pytest.fixture(params=["inline", "local", "ray"], scope="module")
 def backend(request) -> str:
+    return ready(request)
+
+
+@pytest.fixture(params=["local", "ray"], scope="module")
+def processes(request) -> str:
+    """The backends whose hosts are processes."""
+    return ready(request)
+
+
+def ready(request) -> str:
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
     return request.param
 
 
 @pytest.fixture
 def cluster(backend, tmp_path):
     """Two hosts: "left" runs the roles a and mate, "right" runs b. For tests that may break it."""
-    with Cluster(backend, TWO_HOSTS, log_dir=tmp_path / "logs", timeout_s=20) as cluster:
+    with Cluster(backend, TWO_HOSTS, log_dir=tmp_path / "logs", timeout_s=60) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def shared_cluster(backend, tmp_path_factory):
     """The same for all tests of a module."""
-    with Cluster(backend, TWO_HOSTS, log_dir=tmp_path_factory.mktemp("logs"), timeout_s=20) as cluster:
+    with Cluster(backend, TWO_HOSTS, log_dir=tmp_path_factory.mktemp("logs"), timeout_s=60) as cluster:
         yield cluster

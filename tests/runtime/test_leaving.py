@@ -66,6 +66,8 @@ def test_closing_wakes_those_who_wait(backend):
     with Cluster(backend, HOSTS) as cluster:
         a, b = cluster.launch(Stuck, "a"), cluster.launch(Stuck, "b")
         here, there = cluster.channel("here"), cluster.channel("there", home=a)
+        for group in (a, b):
+            group.onload().wait()
         handles = [a.get(here), b.get(there)]
         started = time.monotonic()
     assert time.monotonic() - started < 3
@@ -77,8 +79,8 @@ def test_closing_wakes_those_who_wait(backend):
     cluster.close()
 
 
-def test_a_host_that_does_not_stop_is_killed_with_what_it_started():
-    with Cluster("local", HOSTS) as cluster:
+def test_a_host_that_does_not_stop_is_killed_with_what_it_started(processes):
+    with Cluster(processes, HOSTS) as cluster:
         a, b = cluster.launch(Stuck, "a"), cluster.launch(Stuck, "b")
         (program,) = b.start_program().wait()
         a.ignore_everything(30)
@@ -101,8 +103,8 @@ def test_a_failing_program_closes_its_cluster_quickly(backend):
     assert time.monotonic() - started < 4
 
 
-def test_large_arrays_flow_without_growing_anything():
-    with Cluster("local", HOSTS, timeout_s=20) as cluster:
+def test_large_arrays_flow_without_growing_anything(processes):
+    with Cluster(processes, HOSTS, timeout_s=60) as cluster:
         a = cluster.launch(Stuck, "a")
         inbox, out = cluster.channel("in", home=a), cluster.channel("out")
         work = a.echo(inbox, out, 40)

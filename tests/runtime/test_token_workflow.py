@@ -74,11 +74,11 @@ def run_workflow(backend):
     return logits, rewards, versions
 
 
-def test_the_token_workflow_learns_the_same_on_every_backend():
+def test_the_token_workflow_learns_the_same_on_every_backend(processes):
     logits, rewards, versions = run_workflow("inline")
     assert np.mean(rewards[:2]) < 0.3 < 0.9 < np.mean(rewards[-2:])
     assert all(trained_on == acted for trained_on, acted in versions)
     assert len(versions) == ROUNDS * PROMPTS * SAMPLES
-    again, rewards_again, versions_again = run_workflow("local")
+    again, rewards_again, versions_again = run_workflow(processes)
     np.testing.assert_array_equal(again, logits)
     assert (rewards_again, versions_again) == (rewards, versions)

@@ -220,7 +220,7 @@ class Reader(Worker):
 @pytest.mark.parametrize("route", ["snapshot", "buckets"])
 def test_processes_of_one_machine_take_the_same_snapshot_or_buckets(tmp_path, route, monkeypatch):
     hosts = [HostPlan("learner", ("owner",)), HostPlan("one", ("reader",)), HostPlan("two", ("reader",))]
-    with Cluster("local", hosts, log_dir=tmp_path, timeout_s=20) as cluster:
+    with Cluster("local", hosts, log_dir=tmp_path, timeout_s=60) as cluster:
         owner, readers = cluster.launch(Owner, "owner"), cluster.launch(Reader, "reader")
         channels = tuple(cluster.channel(f"weights-{i}", home=readers[i], capacity=1) for i in range(2))
         for version, value, names in ((0, 1.0, tuple(SPECS)), (1, 2.0, ("trained",))):

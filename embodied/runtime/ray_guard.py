@@ -1,0 +1,64 @@
+"""The parent of a host's process on a Ray node. Runs by itself, before anything of Ray or of ours is imported.
+
+It sets the cores the host will find from its first instruction on, ends it when the driver or the node's Ray ends,
+kills what it leaves behind, and writes down how it ended, which Ray does not tell.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(order, command):
+    """`order`: cores (or empty), pid of the driver if it is on this machine, file and place in it for the exit code."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the driver decides when a run ends
+    if order["cores"]:
+        os.sched_setaffinity(0, order["cores"])
+    exit_file = os.open(order["exit_file"], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    guarded = [pid for pid in (order["driver"], os.getppid()) if pid]
+    child = start(command)
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(child, signal.SIGKILL))
+    wait_for_one_of([child, *guarded])
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # with what it started; its number is not reused before it is waited for
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.pwrite(exit_file, f"{code}\n".encode(), order["exit_at"])
+
+
+def start(command):
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+    pid = os.fork()
+    if pid:
+        with suppress(OSError):  # it has done so itself
+            os.setpgid(pid, pid)
+        return pid
+    try:
+        os.setpgid(0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            os.execv(command[0], command)
+    finally:
+        os._exit(127)
+
+
+def wait_for_one_of(pids):
+    poll = select.poll()
+    for pid in pids:
+        try:
+            poll.register(os.pidfd_open(pid), select.POLLIN)
+        except ProcessLookupError:
+            return
+    while True:
+        if poll.poll():
+            return
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2:])
