@@ -17,10 +17,10 @@ from embodied.config import RunConfig
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
-from embodied.placement import PlacementError, PlacementPlan, make_plan
+from embodied.placement import PlacementError, PlacementPlan, make_plan, named_nodes
 from embodied.reporting.report import report_or_say_why
 from embodied.run_folder import RunFolder
-from embodied.runtime import Cluster, HostPlan, describe_backend
+from embodied.runtime import Cluster, HostPlan, choose_backend, describe_backend, nodes_of
 
 WIDTH = 118
 
@@ -52,9 +52,10 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     kind.check(config.env)
     config = config.model_copy(update={"env": kind.resolve(config.env)})
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
+    config, nodes = chosen_cluster(config)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     try:
-        plan = make_plan(config.placement, cores, config.env.num_envs, config.pipeline.stages)
+        plan = make_plan(config.placement, cores, config.env.num_envs, config.pipeline.stages, nodes)
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     if not learn:
@@ -64,6 +65,14 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     except ValueError as err:
         raise ConfigError(str(err)) from None
     return config, plan
+
+
+def chosen_cluster(config: RunConfig) -> tuple[RunConfig, dict[str, tuple[int, ...]]]:
+    """The config with the backend decided, and the cores of the nodes if the placement names some."""
+    several, address = bool(named_nodes(config.placement)), config.cluster.address
+    backend = choose_backend(config.cluster.backend, address, several)
+    cluster = config.cluster.model_copy(update={"backend": backend})
+    return config.model_copy(update={"cluster": cluster}), nodes_of(address) if several and address else {}
 
 
 def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None) -> str:
@@ -84,8 +93,11 @@ def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None)
 
 
 def cluster(config: RunConfig, plan: PlacementPlan, logs: Path) -> Cluster:
-    hosts = [HostPlan(host.name, host.roles, host.cores, host.threads) for host in plan.hosts]
-    return Cluster(config.cluster.backend, hosts, logs, config.faults.timeout_s)
+    hosts = [HostPlan(host.name, host.roles, host.cores, host.threads, node=host.node) for host in plan.hosts]
+    own = [
+        name.partition(":")[0] for name in (config.env.name, config.policy.name) if ":" in name and name[:4] != "gym:"
+    ]
+    return Cluster(config.cluster.backend, hosts, logs, config.faults.timeout_s, config.cluster.address, own)
 
 
 class Interruption:

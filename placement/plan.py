@@ -5,6 +5,7 @@ The same placement, cores and numbers always give the same plan; nothing is star
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from embodied.placement import modes
@@ -19,6 +20,7 @@ class Host:
     roles: tuple[str, ...]
     cores: tuple[int, ...]
     threads: int
+    node: str = ""  # of a cluster; "" is the machine the run is started on
 
 
 @dataclass(frozen=True)
@@ -36,21 +38,21 @@ class PlacementPlan:
     def without(self, role: str) -> PlacementPlan:
         """The plan of a command that does not need this role."""
         kept = [(host, tuple(r for r in host.roles if r != role)) for host in self.hosts]
-        hosts = tuple(Host(host.name, roles, host.cores, host.threads) for host, roles in kept if roles)
+        hosts = tuple(replace(host, roles=roles) for host, roles in kept if roles)
         return replace(self, hosts=hosts)
 
     def describe(self) -> list[str]:
         """A few lines for the first screen of a run."""
         lines = [f"{self.mode}{f' ({self.reason})' if self.reason else ''}"]
-        groups: dict[tuple[str, ...], list[Host]] = {}
+        groups: dict[tuple[tuple[str, ...], str], list[Host]] = {}
         for host in self.hosts:
-            groups.setdefault(host.roles, []).append(host)
-        for roles, hosts in groups.items():
+            groups.setdefault((host.roles, host.node), []).append(host)
+        for (roles, node), hosts in groups.items():
             cores = span(tuple({core for host in hosts for core in host.cores}))
             each = len(hosts[0].cores)
             shared = f", {each} each" if len(hosts) > 1 else ""
             word = "core" if cores.isdigit() else "cores"
-            lines.append(f"{len(hosts)} x {' + '.join(roles)} on {word} {cores}{shared}")
+            lines.append(f"{len(hosts)} x {' + '.join(roles)} on {word} {cores}{f' of {node}' if node else ''}{shared}")
         sims = self.count("sim")
         lines.append(f"{self.num_envs} envs = {number(sims, 'sim worker')} x {self.num_envs // sims}")
         if self.idle:
@@ -58,36 +60,54 @@ class PlacementPlan:
         return lines
 
 
-def make_plan(placement: str | dict[str, str], cores: tuple[int, ...], num_envs: int, stages: int = 1) -> PlacementPlan:
-    """Who runs where. `cores` are the numbers of the cores this run may use. Raises PlacementError."""
+def make_plan(
+    placement: str | dict[str, str],
+    cores: tuple[int, ...],
+    num_envs: int,
+    stages: int = 1,
+    nodes: Mapping[str, tuple[int, ...]] | None = None,
+) -> PlacementPlan:
+    """Who runs where. `cores` are the numbers of the cores this run may use here, `nodes` those on the machines that a
+    placement can name. Raises PlacementError."""
     if isinstance(placement, dict):
-        plan = PlacementPlan("explicit", explicit_hosts(placement, cores), num_envs)
+        plan = PlacementPlan("explicit", explicit_hosts(placement, {"": cores, **(nodes or {})}), num_envs)
     else:
         groups, reason = modes.choose(placement, cores, num_envs, stages)
         hosts = [host for roles, shares in groups for host in make_hosts(roles, shares)]
         plan = PlacementPlan(placement, tuple(hosts), num_envs, reason)
     check_shares(plan, stages)
+    if any(host.node for host in plan.hosts):
+        return plan
     used = {core for host in plan.hosts for core in host.cores}
     return replace(plan, idle=tuple(core for core in cores if core not in used))
+
+
+def named_nodes(placement: str | dict[str, str]) -> set[str]:
+    if not isinstance(placement, dict):
+        return set()
+    return {slot.node for slots in parse_map(placement).values() for slot in slots} - {""}
 
 
 def make_hosts(roles: tuple[str, ...], shares: list[tuple[int, ...]]) -> list[Host]:
     return [Host(f"{'+'.join(roles)}-{i}", roles, share, len(share)) for i, share in enumerate(shares)]
 
 
-def explicit_hosts(placement: dict[str, str], cores: tuple[int, ...]) -> tuple[Host, ...]:
+def explicit_hosts(placement: dict[str, str], nodes: Mapping[str, tuple[int, ...]]) -> tuple[Host, ...]:
     hosts: list[Host] = []
     for roles, slots in parse_map(placement).items():
-        hosts += make_hosts(roles, [cores_of(slot, cores, placement) for slot in slots])
+        made = make_hosts(roles, [cores_of(slot, nodes) for slot in slots])
+        hosts += [replace(host, node=slot.node) for host, slot in zip(made, slots)]
     return tuple(hosts)
 
 
-def cores_of(slot: Slot, cores: tuple[int, ...], placement: dict[str, str]) -> tuple[int, ...]:
-    """The core numbers behind a slot, if this machine has them."""
-    if slot.node:
-        raise PlacementError(
-            f"placement names the node {slot.node!r}, but this run uses one machine; leave out {slot.node}/"
-        )
+def cores_of(slot: Slot, nodes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The core numbers behind a slot, if its machine has them."""
+    if slot.node not in nodes:
+        known = ", ".join(f"{name} ({number(len(cores), 'core')})" for name, cores in nodes.items() if name)
+        alone = f"this run uses one machine; leave out {slot.node}/, or join a Ray cluster: cluster.address=host:port"
+        has = f"the cluster has {known}" if known else alone
+        raise PlacementError(f"placement names the node {slot.node!r}, but {has}")
+    cores = nodes[slot.node]
     works = f'placement={{"sim,policy": "cpu:{last_index(cores)}*{len(cores)}", learner: "cpu:{last_index(cores)}"}}'
     if slot.kind == "gpu":
         raise PlacementError(f"gpu:{slot.devices[0]}: policies and learners run on CPU cores so far; try {works}")
