@@ -100,8 +100,9 @@ def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stage
 
 
 @pytest.mark.parametrize("placement", [ONE_OF_EACH, ALL_APART], ids=["one_of_each", "all_apart"])
-def test_processes_give_the_same_weights_as_threads(reference, tmp_path, placement):
-    check_same(trained(tmp_path, placement, "local")[0], reference)
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_processes_give_the_same_weights_as_threads(reference, tmp_path, placement, backend):
+    check_same(trained(tmp_path, placement, backend)[0], reference)
 
 
 def test_four_learners_that_each_act_with_their_own_weights_give_the_same(reference, tmp_path):
