@@ -3,6 +3,7 @@
 # make lint            formatting and lint
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = .venv/bin/python
+PYTEST = $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadscope
 ARGS ?=
 
 .PHONY: train test test-all lint format setup
@@ -11,10 +12,10 @@ train: setup
 	@$(RUN) -m embodied.train recipe=maniskill_ppo $(ARGS)
 
 test: setup
-	@$(RUN) -m pytest -m "not slow and not chaos" $(ARGS)
+	@$(PYTEST) -m "not slow and not chaos" $(ARGS)
 
 test-all: setup
-	@$(RUN) -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 lint: setup
 	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check .

@@ -123,9 +123,12 @@ def test_how_learners_compute_and_send_changes_nothing(reference, tmp_path, plac
     assert not list(tmp_path.glob("learners-*"))
 
 
-@pytest.mark.parametrize("backend", ["inline", "local"])
-def test_repeating_a_plan_gives_the_same_bits(reference, tmp_path, backend):
-    first, again = (trained(tmp_path / str(attempt), "collocated", backend, stages=2)[0] for attempt in range(2))
+@pytest.mark.parametrize(
+    ("backend", "placement"),
+    [("inline", "collocated"), ("local", TWO_LEARNERS), pytest.param("local", "collocated", marks=pytest.mark.slow)],
+)
+def test_repeating_a_plan_gives_the_same_bits(reference, tmp_path, backend, placement):
+    first, again = (trained(tmp_path / str(attempt), placement, backend, stages=2)[0] for attempt in range(2))
     assert all(np.array_equal(first[name], again[name]) for name in first)
     check_same(first, reference)
 

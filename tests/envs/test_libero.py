@@ -95,6 +95,7 @@ def test_training_may_ask_for_the_stored_states(env):
 
 
 @needs_libero
+@pytest.mark.slow
 def test_the_contract_holds(env):
     check_vector_env(env)
 
