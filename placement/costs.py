@@ -107,7 +107,7 @@ class Pricer:
         """Seconds are infinite where a zone is too small for a worker."""
         at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
         nodes = [i for i, node in enumerate(self.workflow.order) if node[0] in at]
-        seconds = self._turns(layer, nodes, at, stages, chunks, swapped) + self._sync(at, stages)
+        seconds = self._turns(layer, nodes, at, stages, chunks, swapped) + self.sync_seconds(at, stages)
         active, idle = {}, {}
         for zone, count in zip(layer, devices):
             peak, rest = self._memory(zone, count, at, stages, swapped)
@@ -229,7 +229,7 @@ class Pricer:
         zone, devices = at[name]
         return self.table(name, zone.device_class, stages).workers[devices]
 
-    def _sync(self, at: Mapping, stages: int) -> Array:
+    def sync_seconds(self, at: Mapping, stages: int) -> Array:
         """Weights of the next iteration: nothing moves where every receiver shares a host with its source."""
         spent: Array = 0.0
         for edge in self.workflow.edges:

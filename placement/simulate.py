@@ -1,0 +1,218 @@
+"""Replays a layout on a profile, event by event: when every worker does what, and how long devices wait.
+
+The closed form of `costs.py` knows one time per zone; here every worker has its own, requests queue where they are
+served, and a sim worker goes through its stages in order, as the real ones do. Both must agree; this one also draws.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from embodied.placement.costs import Pricer
+from embodied.placement.layout import Layer, Layout, Zone
+
+
+@dataclass(frozen=True)
+class Span:
+    device: str  # gpu:3
+    component: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Schedule:
+    seconds: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by device
+    spans: list[Span] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
+
+    def idle_share(self, device: str) -> float:
+        return 1 - self.busy_s[device] / self.seconds if self.seconds else 0.0
+
+    def add(self, device: str, component: str, start_s: float, end_s: float) -> None:
+        if end_s > start_s:
+            self.busy_s[device] += end_s - start_s
+            self.spans.append(Span(device, component, start_s, end_s))
+
+
+def simulate(pricer: Pricer, layout: Layout) -> Schedule:
+    """One iteration of this layout, from the first question to the new weights."""
+    return Replay(pricer, layout).run()
+
+
+class Replay:
+    def __init__(self, pricer: Pricer, layout: Layout) -> None:
+        self.pricer, self.layout = pricer, layout
+        self.workflow = pricer.workflow
+        self.schedule = Schedule()
+        self.names: dict[Zone, list[str]] = {}
+        for layer in layout.layers:
+            taken: dict[str, int] = defaultdict(int)
+            for zone in layer:
+                first = taken[zone.device_class]
+                taken[zone.device_class] += zone.devices
+                self.names[zone] = [f"{zone.device_class}:{first + i}" for i in range(zone.devices)]
+        for c in pricer.classes.values():
+            used = max((max_index(self.names, c.name)), default=-1) + 1
+            self.schedule.devices += [f"{c.name}:{i}" for i in range(used)]
+
+    def run(self) -> Schedule:
+        now = 0.0
+        for layer in self.layout.layers:
+            at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
+            now = self._layer(layer, at, now) + float(self.pricer.sync_seconds(at, self.layout.stages))
+        self.schedule.seconds = now + self.workflow.fixed_s
+        return self.schedule
+
+    def _layer(self, layer: Layer, at: dict, start: float) -> float:
+        """Nodes in order, on zones that come free, chunk by chunk."""
+        free = dict.fromkeys(layer, start)
+        ready: dict[int, list[float]] = {}
+        passes = self.workflow.passes // self.layout.chunks
+        nodes = [i for i, node in enumerate(self.workflow.order) if node[0] in at]
+        for i in nodes:
+            node = self.workflow.order[i]
+            zones = {at[name][0] for name in node}
+            now = max(free[zone] for zone in zones) + self._swap(node, at, "onload_s")
+            sources = [j for j in self.workflow.sources[i] if j in ready]
+            ready[i] = []
+            for chunk in range(self.layout.chunks):
+                for j in sources:
+                    apart = all(at[name][0] not in zones for name in self.workflow.order[j])
+                    early = apart and all(self.workflow[name].streams for name in node)
+                    now = max(now, ready[j][chunk if early else -1])
+                for _ in range(passes):
+                    now = self._pass(node, at, now)
+                ready[i].append(now)
+            free.update(dict.fromkeys(zones, now + self._swap(node, at, "offload_s")))
+        return max(free.values())
+
+    def _swap(self, node: Iterable[str], at: dict, which: str) -> float:
+        return self.pricer.swap_seconds(tuple(node), at, self.layout.swapped, which)
+
+    def _pass(self, node: tuple[str, ...], at: dict, start: float) -> float:
+        if len(node) > 1:
+            return self._cycle(node, at, start)
+        (name,) = node
+        zone, devices = at[name]
+        seconds = float(self.pricer.table(name, zone.device_class, 1).seconds[devices])
+        workers = int(self.pricer.count(name, at, self.layout.stages))
+        for device in self.names[zone][:workers]:
+            self.schedule.add(device, name, start, start + seconds)
+        return start + seconds
+
+    def _cycle(self, node: tuple[str, ...], at: dict, start: float) -> float:
+        return Cycle(self, node, at, start).run()
+
+
+class Request(NamedTuple):
+    asker: int
+    stage: int
+    number: int  # decisions made before it; after the last one only a value is asked for
+
+
+class Cycle:
+    """One pass of sims that ask and policies that answer. Requests of a stage pass through the answering components in
+    order; each of their workers serves one after the other."""
+
+    def __init__(self, replay: Replay, node: tuple[str, ...], at: dict, start: float) -> None:
+        self.replay, self.at, self.start = replay, at, start
+        pricer, self.stages = replay.pricer, replay.layout.stages
+        self.asker = pricer.asker_for(node[0])
+        self.zone = at[self.asker][0]
+        self.num = int(pricer.count(self.asker, at, self.stages))
+        self.calls = pricer.workflow[self.asker].calls
+        self.others = [name for name in node if name != self.asker]
+        self.station = {name: [float(v) for v in pricer.station(name, self.asker, at, self.stages)] for name in node}
+        self.workers = {name: int(pricer.count(name, at, self.stages)) for name in self.others}
+        self.delay = float(pricer.delay(node, self.asker, at, self.stages))
+        self.fixed = max(pricer.cost(name, at[name][0].device_class).fixed_s for name in node)
+        self.free: dict[str, float] = defaultdict(lambda: start)
+        self.events: list[tuple[float, int, Callable[[float], None]]] = []
+        self.ticket = count()
+        self.turn = [0] * self.num  # stages that each asker has simulated, over all decisions
+        self.answered: list[set[int]] = [set() for _ in range(self.num)]  # stages whose answer waits
+        self.waiting: dict[tuple[str, int, int], list[Request]] = defaultdict(list)  # to be answered in one call
+        self.end = start
+
+    def run(self) -> float:
+        for asker in range(self.num):
+            for stage in range(self.stages):
+                self.at_time(self.start, partial(self.ask, Request(asker, stage, 0), 0))
+        while self.events:
+            now, _, happen = heapq.heappop(self.events)
+            happen(now)
+        return self.end + self.fixed
+
+    def at_time(self, when: float, happen: Callable[[float], None]) -> None:
+        heapq.heappush(self.events, (when, next(self.ticket), happen))
+
+    def work(self, device: str, component: str, ready: float, seconds: float) -> float:
+        """On a device that does one thing after the other; -> when it is done."""
+        begin = max(ready, self.free[device])
+        self.free[device] = begin + seconds
+        self.replay.schedule.add(device, component, begin, begin + seconds)
+        return begin + seconds
+
+    def ask(self, request: Request, hop: int, now: float) -> None:
+        """A question arrives at the component that is `hop` steps around the cycle."""
+        if hop == len(self.others):
+            self.at_time(now + self.delay, partial(self.answer, request))
+            return
+        name = self.others[hop]
+        zone = self.at[name][0]
+        seconds = self.station[name][3 if request.number == self.calls else 0]
+        if zone == self.zone:
+            self.pass_on([request], hop, self.work(self.device(zone, request.asker), name, now, seconds))
+        elif not self.replay.workflow[name].merges:
+            part = request.asker * self.stages + request.stage
+            worker = part * self.workers[name] // (self.num * self.stages)
+            self.pass_on([request], hop, self.work(self.device(zone, worker), name, now, seconds))
+        else:
+            group = self.waiting[name, request.stage, request.number]
+            group.append(request)
+            if len(group) == self.num:
+                ends = [self.work(self.device(zone, w), name, now, seconds) for w in range(self.workers[name])]
+                self.pass_on(group, hop, max(ends))
+
+    def pass_on(self, requests: list[Request], hop: int, when: float) -> None:
+        for request in requests:
+            self.at_time(when, partial(self.ask, request, hop + 1))
+
+    def answer(self, request: Request, now: float) -> None:
+        self.end = max(self.end, now)
+        self.answered[request.asker].add(request.stage)
+        self.simulate(request.asker, now)
+
+    def simulate(self, asker: int, now: float) -> None:
+        """The next stage in order, once its answer is there."""
+        number, stage = divmod(self.turn[asker], self.stages)
+        if number == self.calls or stage not in self.answered[asker]:
+            return
+        self.answered[asker].remove(stage)
+        self.turn[asker] += 1
+        end = self.work(self.device(self.zone, asker), self.asker, now, self.station[self.asker][0])
+        self.at_time(end, partial(self.ask, Request(asker, stage, number + 1), 0))
+        self.at_time(end, partial(self.simulate, asker))
+
+    def device(self, zone: Zone, worker: int) -> str:
+        return self.replay.names[zone][worker]
+
+
+def max_index(names: dict[Zone, list[str]], device_class: str) -> list[int]:
+    return [int(n.rpartition(":")[2]) for zone in names.values() for n in zone if n.rpartition(":")[0] == device_class]
+
+
+def mean_idle(schedule: Schedule, devices: Iterable[str]) -> float:
+    """Of some devices; 0 where there is none."""
+    shares = [schedule.idle_share(device) for device in devices]
+    return float(np.mean(shares)) if shares else 0.0

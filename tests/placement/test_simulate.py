@@ -1,0 +1,87 @@
+"""The replay of a schedule agrees with the closed form, and says who waits."""
+
+import random
+
+import pytest
+
+from embodied.placement.costs import Pricer
+from embodied.placement.curves import Curve, constant
+from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.planner import Planner
+from embodied.placement.profile import Cost, Profile
+from embodied.placement.simulate import simulate
+from embodied.placement.workflow import Component, Edge, Workflow
+
+from .brute_force import random_case
+
+EDGES = (Edge("sim", "policy"), Edge("policy", "sim"), Edge("sim", "learner"))
+
+
+def replay(layers, sim, policy, learner, stages=1, chunks=1, streams=False, passes=1, merges=True):
+    workflow = Workflow(
+        (
+            Component("sim", 10, 8, even=True, splits=True),
+            Component("policy", 10, 8, merges=merges),
+            Component("learner", 4, 8, streams=streams),
+        ),
+        EDGES,
+        passes=passes,
+    )
+    costs = {"sim": Cost(sim), "policy": Cost(policy), "learner": Cost(learner)}
+    profile = Profile(workflow, {name: {"gpu": cost} for name, cost in costs.items()})
+    pricer = Pricer(workflow, profile, [DeviceClass("gpu", "gpu", 8, 1e12)])
+    layout = Layout(layers, stages, chunks)
+    return simulate(pricer, layout), pricer.price(layout)
+
+
+HALVES = ((Zone(("sim",), "gpu", 1), Zone(("policy",), "gpu", 1)), (Zone(("learner",), "gpu", 2),))
+
+
+def test_one_stage_takes_turns_and_each_device_waits_for_the_other():
+    schedule, price = replay(HALVES, constant(3), constant(1), Curve((1, 8), (1.0, 8.0)))
+    assert schedule.seconds == price.seconds == 10 * (3 + 1) + 4 * 4
+    assert schedule.idle_share("gpu:0") == pytest.approx(1 - (30 + 16) / 56)
+    assert schedule.idle_share("gpu:1") == pytest.approx(1 - (10 + 16) / 56)
+
+
+def test_two_stages_hide_the_faster_one_behind_the_slower_one():
+    schedule, price = replay(HALVES, Curve((4, 8), (3.0, 6.0)), constant(2), constant(0), stages=2)
+    # Nothing but the first answer (2 s) comes before the sim's twenty turns of 3 s, and the last value asks no time.
+    assert schedule.seconds == pytest.approx(2 + 20 * 3)
+    assert price.seconds == pytest.approx(schedule.seconds, rel=0.05)
+
+
+def test_a_learner_that_streams_begins_before_the_rollout_ends():
+    layers = ((Zone(("sim", "policy"), "gpu", 1), Zone(("learner",), "gpu", 1)),)
+    late, _ = replay(layers, constant(1), constant(1), constant(5), passes=4, chunks=4)
+    early, price = replay(layers, constant(1), constant(1), constant(5), passes=4, chunks=4, streams=True)
+    assert late.seconds == 4 * 20 + 4 * 20
+    assert early.seconds == price.seconds == 20 + 4 * 20
+    assert early.spans[-1].component == "learner"
+
+
+def test_no_device_does_two_things_at_once():
+    for seed in range(20):
+        rng = random.Random(seed)
+        workflow, profile, classes = random_case(rng, rng.choice([1, 2]), 4)
+        planner = Planner(workflow, profile, classes, (1, 2))
+        for choice in filter(None, planner.modes().values()):
+            spans: dict[str, list] = {}
+            for span in simulate(planner.pricer, choice.layout).spans:
+                spans.setdefault(span.device, []).append((span.start_s, span.end_s))
+            for busy in spans.values():
+                busy.sort()
+                assert all(a[1] <= b[0] + 1e-9 for a, b in zip(busy, busy[1:]))
+
+
+def test_the_closed_form_is_near_the_replay_wherever_the_planner_ends():
+    ratios = []
+    for seed in range(60):
+        rng = random.Random(seed)
+        workflow, profile, classes = random_case(rng, rng.choice([1, 2]), 4)
+        planner = Planner(workflow, profile, classes, (1, 2))
+        for choice in filter(None, planner.modes().values()):
+            ratios.append(simulate(planner.pricer, choice.layout).seconds / choice.price.seconds)
+    assert len(ratios) > 60
+    assert sum(abs(r - 1) < 0.03 for r in ratios) > 0.9 * len(ratios)
+    assert all(0.85 < r < 1.3 for r in ratios), sorted(ratios)
