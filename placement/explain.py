@@ -1,0 +1,98 @@
+"""Why a layout is as fast as it is, why one beats another, and why a mode cannot be: in words with the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from embodied.placement.costs import Pricer
+from embodied.placement.grammar import number
+from embodied.placement.layout import Layout
+from embodied.placement.planner import Choice, Planner
+from embodied.placement.simulate import simulate
+
+GB = 1e9
+APART = {"disaggregated": ("sim", "policy", "learner"), "hybrid": ("sim", "policy and learner")}
+SMALL = 0.01  # of an iteration; not worth a word below
+
+
+def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
+    """Seconds of the parts of an iteration; parts that run at the same time all count."""
+    found: dict[str, float] = {}
+    for layer in layout.layers:
+        at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
+        for node in pricer.workflow.order:
+            if node[0] in at:
+                work = float(pricer.node_seconds(node, at, layout.stages)) * pricer.workflow.passes
+                name = "rollout" if len(node) > 1 else "update" if node == ("learner",) else "+".join(node)
+                found[name] = found.get(name, 0.0) + work
+                swap = sum(pricer.swap_seconds(node, at, layout.swapped, which) for which in ("onload_s", "offload_s"))
+                found["swap"] = found.get("swap", 0.0) + swap
+        found["weights"] = found.get("weights", 0.0) + float(pricer.sync_seconds(at, layout.stages))
+    found["rest"] = pricer.workflow.fixed_s
+    return found
+
+
+def describe_layout(layout: Layout) -> str:
+    parts = [str(layout)]
+    if layout.stages > 1:
+        parts.append(f"{layout.stages} stages")
+    if layout.chunks > 1:
+        parts.append(f"handed on in {layout.chunks} parts")
+    if layout.swapped:
+        parts.append(f"swapping {' and '.join(sorted(layout.swapped))}")
+    return ", ".join(parts)
+
+
+def why_it_wins(pricer: Pricer, winner: Choice, others: Mapping[str, Choice]) -> list[str]:
+    """A line against each other mode: by how much, and in which part of the iteration."""
+    mine = phases(pricer, winner.layout)
+    lines = []
+    for mode, other in sorted(others.items(), key=lambda item: item[1].price.seconds):
+        theirs = phases(pricer, other.layout)
+        seconds = winner.price.seconds
+        gains = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in {**mine, **theirs}}
+        told = [
+            f"{name} {mine.get(name, 0.0):.3g} s instead of {theirs.get(name, 0.0):.3g} s"
+            for name, gain in sorted(gains.items(), key=lambda item: -abs(item[1]))
+            if abs(gain) > SMALL * seconds
+        ]
+        overlap = other.price.seconds - seconds - sum(gains.values())
+        if abs(overlap) > SMALL * seconds:
+            told.append(f"{abs(overlap):.3g} s {'more' if overlap > 0 else 'less'} of it at the same time")
+        ahead = other.price.seconds / seconds - 1
+        what = ", ".join(told) or "every part takes as long"
+        lines.append(f"{ahead:.0%} faster than {mode}: {what}" if ahead > SMALL else f"as fast as {mode}: {what}")
+    return lines
+
+
+def why_not(planner: Planner, mode: str) -> str:
+    """Why no layout of this mode fits, with the arithmetic."""
+    devices = sum(c.count for c in planner.classes)
+    apart = APART.get(mode, ())
+    if devices < len(apart):
+        have = " and ".join(number(c.count, c.name) for c in planner.classes) or "nothing"
+        return f"{', '.join(apart)} need {len(apart)} devices of their own; there is {have}"
+    roomy = [replace(c, memory_bytes=float("inf")) for c in planner.classes]
+    free = Planner(planner.workflow, planner.pricer.profile, roomy, planner.stages).modes().get(mode)
+    if free is None:
+        return "no component's work divides among workers that way; " + envs_hint(planner)
+    used = {name: num_bytes for name, num_bytes in free.price.used_bytes.items()}
+    over = {c.name: (used[c.name], c.memory_bytes) for c in planner.classes if used[c.name] > c.memory_bytes}
+    told = [f"{needed / GB:.1f} GB on each {name}, which has {has / GB:.1f} GB" for name, (needed, has) in over.items()]
+    return f"the fastest, {free.layout}, needs {' and '.join(told)}" if told else "its layouts do not fit in memory"
+
+
+def envs_hint(planner: Planner) -> str:
+    envs = {c.name: c.items for c in planner.workflow.components if c.even}
+    return ", ".join(f"{name} has {items} envs" for name, items in envs.items()) or "see the profile"
+
+
+def idle_shares(pricer: Pricer, layout: Layout) -> dict[str, float]:
+    """By class of devices, over all there are: 1 is idle all the time."""
+    schedule = simulate(pricer, layout)
+    shares = {}
+    for c in pricer.classes.values():
+        busy = sum(seconds for device, seconds in schedule.busy_s.items() if device.rpartition(":")[0] == c.name)
+        shares[c.name] = 1 - busy / (schedule.seconds * c.count)
+    return shares
