@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from embodied.placement.costs import Pricer
-from embodied.placement.grammar import number
 from embodied.placement.layout import Layout
 from embodied.placement.planner import Choice, Planner
 from embodied.placement.simulate import simulate
@@ -71,13 +70,12 @@ def why_not(planner: Planner, mode: str) -> str:
     devices = sum(c.count for c in planner.classes)
     apart = APART.get(mode, ())
     if devices < len(apart):
-        have = " and ".join(number(c.count, c.name) for c in planner.classes) or "nothing"
-        return f"{', '.join(apart)} need {len(apart)} devices of their own; there is {have}"
+        return f"{', '.join(apart)} need {len(apart)} devices of their own, and there are {devices}"
     roomy = [replace(c, memory_bytes=float("inf")) for c in planner.classes]
     free = Planner(planner.workflow, planner.pricer.profile, roomy, planner.stages).modes().get(mode)
     if free is None:
         return "no component's work divides among workers that way; " + envs_hint(planner)
-    used = {name: num_bytes for name, num_bytes in free.price.used_bytes.items()}
+    used = free.price.used_bytes
     over = {c.name: (used[c.name], c.memory_bytes) for c in planner.classes if used[c.name] > c.memory_bytes}
     told = [f"{needed / GB:.1f} GB on each {name}, which has {has / GB:.1f} GB" for name, (needed, has) in over.items()]
     return f"the fastest, {free.layout}, needs {' and '.join(told)}" if told else "its layouts do not fit in memory"

@@ -33,7 +33,9 @@ def draw(schedules: dict[str, Schedule]) -> bytes:
     axes[-1].set_xlabel("seconds of an iteration")
     found = dict.fromkeys(span.component for schedule in schedules.values() for span in schedule.spans)
     handles = [axes[0].barh(0, 0, color=colour(name, list(found)), label=name) for name in found]
-    axes[0].legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(found), fontsize=8, frameon=False)
+    axes[0].legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(found), fontsize=8, frameon=False
+    )
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=120)
     return out.getvalue()

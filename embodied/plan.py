@@ -1,0 +1,234 @@
+"""Plan before you have the machine: python -m embodied.plan recipe=maniskill_ppo cluster=8xGPU profile=FILE
+
+Reads what the parts of a recipe cost (a profile), tries every way to place them on a cluster, and says how fast each
+mode would be, which one wins, and why. Nothing is started; neither torch nor a simulator is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from embodied import assets, commands
+from embodied.config import load
+from embodied.errors import ConfigError
+from embodied.layers import recipe_names
+from embodied.overrides import parse
+from embodied.placement import PlacementError
+from embodied.placement.explain import describe_layout, idle_shares, why_it_wins, why_not
+from embodied.placement.planner import STAGES, Choice, Planner
+from embodied.placement.profile import Profile, read_profile
+from embodied.placement.simulate import Schedule, simulate
+from embodied.placement.topology import Topology, read_topology
+from embodied.profiles import fitted_to, newest_profile
+from embodied.reporting import gantt
+from embodied.reporting.html import page, section, table, tag
+
+OWN = ("cluster", "profile", "out")
+MODES = ("collocated", "disaggregated", "hybrid", "custom")
+MOST_REPLAYED = 300  # devices; larger clusters are priced in closed form, not replayed and drawn
+USAGE = f"""Predict how fast every placement of a recipe is, on machines one has or not, and say which wins and why.
+
+usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out=FOLDER] [key=value ...] [--help]
+
+  recipe    {", ".join(recipe_names())}, or path/to/my.yaml; its profile is the one measured here last
+  profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
+            published_maniskill_openvla, published_libero_openvla_oft
+  cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine
+  out       where plan.json, plan.png and plan.html go; default: runs/plans/PROFILE-CLUSTER"""
+
+
+@dataclass(frozen=True)
+class Planned:
+    profile: Profile
+    topology: Topology
+    planner: Planner
+    modes: dict[str, Choice | None]
+    search_s: float
+
+    @property
+    def winner(self) -> tuple[str, Choice]:
+        found = {mode: choice for mode, choice in self.modes.items() if choice}
+        mode = min(found, key=lambda name: found[name].price.seconds)
+        return mode, found[mode]
+
+    def steps_per_s(self, choice: Choice) -> float:
+        return self.profile.workflow.env_steps / choice.price.seconds
+
+
+def main(argv: list[str] | None = None) -> int:
+    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+
+
+def start(argv: list[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(USAGE)
+        return 0
+    own, rest = split(argv)
+    try:
+        profile, name = find_profile(own.get("profile"), rest)
+        topology = read_topology(own["cluster"]) if "cluster" in own else here()
+        planned = plan(profile, topology)
+    except PlacementError as err:
+        raise ConfigError(str(err)) from None
+    print("\n".join(describe(planned, name)))
+    out = Path(own.get("out") or Path("runs/plans") / f"{name}-{topology.name.replace(' ', '-')}")
+    write(planned, name, out)
+    print(f"\nplan        {out / 'plan.html'}, plan.png, plan.json")
+    return 0
+
+
+def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """This command's own keys, and the recipe's."""
+    mine = [arg for arg in argv if arg.partition("=")[0] in OWN]
+    arguments = parse(mine, recipe_names())
+    if arguments.problems:
+        raise ConfigError("\n".join(arguments.problems))
+    return {key: str(value) for key, value in arguments.values.items()}, [arg for arg in argv if arg not in mine]
+
+
+def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str]:
+    """The one that is named; its workflow, or that of the recipe where one is given too."""
+    path = packaged(named) if named else None
+    if not any(arg.startswith("recipe=") for arg in rest):
+        if rest or path is None:
+            raise ConfigError("what to plan? name a recipe (recipe=maniskill_ppo), or a profile alone; see --help")
+        return read_profile(path), path.stem
+    config = load(rest).config
+    if path is None:
+        path = newest_profile(config)
+    return fitted_to(config, read_profile(path), path), path.stem
+
+
+def packaged(name: str) -> Path:
+    """A file, or one of the profiles that come with the package."""
+    inside = Path(assets.__file__).parent / "profiles" / f"{name}.json"
+    return inside if inside.is_file() else Path(name)
+
+
+def here() -> Topology:
+    from embodied.discovery import discover
+
+    return discover()
+
+
+def plan(profile: Profile, topology: Topology) -> Planned:
+    """The fastest layout of every mode on the devices that the profile knows."""
+    known = {kind for on in profile.costs.values() for kind in on}
+    classes = [c for c in topology.classes() if c.name in known or c.kind in known]
+    if not classes:
+        have = ", ".join(c.name for c in topology.classes())
+        raise PlacementError(f"the profile has costs on {', '.join(sorted(known))}, this cluster has {have}")
+    stages = profile.made.get("stages") or STAGES
+    started = time.perf_counter()
+    planner = Planner(profile.workflow, profile, classes, stages)
+    modes = planner.modes()
+    search_s = time.perf_counter() - started
+    if not any(modes.values()):
+        reasons = [f"{mode}: {why_not(planner, mode)}" for mode in MODES[:3]]
+        raise PlacementError("nothing fits on this cluster\n" + "\n".join(reasons))
+    return Planned(profile, topology, planner, modes, search_s)
+
+
+def describe(planned: Planned, name: str) -> list[str]:
+    mode, winner = planned.winner
+    lines = [
+        f"profile     {name}: {planned.profile.made.get('name', '')}".rstrip(": "),
+        f"cluster     {planned.topology.name}: {'; '.join(planned.topology.describe())}",
+        f"search      {planned.search_s * 1000:.0f} ms",
+        "",
+        f"{'mode':<14}{'s/iteration':>12}{'env steps/s':>13}{'idle':>6}  layout",
+    ]
+    for one in ranked(planned):
+        choice = planned.modes[one]
+        idle = mean_idle(planned, choice)
+        told = f"{idle:>6.0%}" if idle is not None else f"{'':>6}"
+        lines.append(
+            f"{one:<14}{choice.price.seconds:>12.4g}{planned.steps_per_s(choice):>13.4g}{told}  "
+            f"{describe_layout(choice.layout)}"
+        )
+    for one in MODES:
+        if planned.modes.get(one) is None and one != "custom":
+            lines.append(f"{one:<14}{'does not fit':>12}: {why_not(planned.planner, one)}")
+    others = {one: choice for one, choice in planned.modes.items() if choice and one != mode}
+    return [*lines, "", f"{mode} wins", *(f"  {line}" for line in why_it_wins(planned.planner.pricer, winner, others))]
+
+
+def ranked(planned: Planned) -> list[str]:
+    found = {mode: choice for mode, choice in planned.modes.items() if choice}
+    return sorted(found, key=lambda mode: found[mode].price.seconds)
+
+
+def drawable(planned: Planned, choice: Choice) -> bool:
+    return sum(zone.devices for zone in choice.layout.zones) <= MOST_REPLAYED
+
+
+def mean_idle(planned: Planned, choice: Choice) -> float | None:
+    """Over the devices of the classes in use."""
+    if not drawable(planned, choice):
+        return None
+    shares = idle_shares(planned.planner.pricer, choice.layout)
+    used = [c for c in planned.planner.classes if any(zone.device_class == c.name for zone in choice.layout.zones)]
+    return sum(shares[c.name] * c.count for c in used) / sum(c.count for c in used)
+
+
+def schedules(planned: Planned) -> dict[str, Schedule]:
+    """Replayed, fastest first, where the cluster is small enough to be drawn."""
+    shown = [(mode, planned.modes[mode]) for mode in ranked(planned)]
+    return {
+        f"{mode}: {describe_layout(choice.layout)}": simulate(planned.planner.pricer, choice.layout)
+        for mode, choice in shown
+        if drawable(planned, choice)
+    }
+
+
+def write(planned: Planned, name: str, out: Path) -> None:
+    """plan.json, and the picture as PNG and in a page."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "plan.json").write_text(json.dumps(as_json(planned, name), indent=1) + "\n")
+    drawn = schedules(planned)
+    png = gantt.draw(drawn) if drawn else None
+    if png:
+        (out / "plan.png").write_bytes(png)
+    (out / "plan.html").write_text(html(planned, name, png), encoding="utf-8")
+
+
+def as_json(planned: Planned, name: str) -> dict:
+    found = {}
+    for mode in ranked(planned):
+        choice = planned.modes[mode]
+        found[mode] = {
+            "seconds": choice.price.seconds,
+            "env_steps_per_s": planned.steps_per_s(choice),
+            "used_bytes": dict(choice.price.used_bytes),
+            "layout": {**asdict(choice.layout), "swapped": sorted(choice.layout.swapped)},
+        }
+    refused = {m: why_not(planned.planner, m) for m in MODES[:3] if planned.modes.get(m) is None}
+    return {"profile": name, "cluster": planned.topology.name, "winner": planned.winner[0], "modes": found} | (
+        {"refused": refused} if refused else {}
+    )
+
+
+def html(planned: Planned, name: str, png: bytes | None) -> str:
+    mode, winner = planned.winner
+    rows = [
+        [one, f"{c.price.seconds:.4g}", f"{planned.steps_per_s(c):.4g}", describe_layout(c.layout)]
+        for one, c in ((one, planned.modes[one]) for one in ranked(planned))
+    ]
+    others = {one: choice for one, choice in planned.modes.items() if choice and one != mode}
+    reasons = [tag("li", line) for line in why_it_wins(planned.planner.pricer, winner, others)]
+    return page(
+        f"Plan of {name} on {planned.topology.name}",
+        tag("h1", f"{mode} wins"),
+        tag("p", f"{planned.profile.made.get('name', name)}, on {planned.topology.name}"),
+        section("Predicted", table(["mode", "s per iteration", "env steps/s", "layout"], rows)),
+        section("Why", tag("ul", *reasons)),
+        section("An iteration", gantt.image(png, "what every device does")) if png else None,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

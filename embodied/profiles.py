@@ -1,0 +1,79 @@
+"""Which stored profile belongs to a recipe, and the workflow that a recipe asks for. Free of torch and simulators.
+
+A profile holds for everything that costs the same: the same env, task, policy and algorithm on the same kind of
+processor. How many envs, decisions, epochs and minibatches there are may differ: that is the workflow, not the costs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from embodied.config import RunConfig
+from embodied.errors import ConfigError
+from embodied.placement.profile import Profile
+from embodied.placement.workflow import Workflow, embodied_workflow
+
+AMOUNTS = {
+    "env": ("num_envs", "stagger"),
+    "algo": ("rollout_decisions", "epochs", "minibatch_size", "lr", "value_lr", "lr_schedule"),
+}
+
+
+def workflow_of(config: RunConfig) -> Workflow:
+    """What an iteration of this recipe asks for."""
+    decisions, envs = config.algo.rollout_decisions, config.env.num_envs
+    items = decisions * envs
+    minibatch = min(config.algo.minibatch_size, items)
+    steps = items * getattr(config.policy, "chunk", 1)
+    return embodied_workflow(envs, decisions, config.algo.epochs * -(-items // minibatch), minibatch, steps)
+
+
+def cost_key(config: RunConfig) -> str:
+    """Names what costs the same."""
+    said = config.model_dump(mode="json", include={"env", "policy", "algo", "learner"})
+    for section, keys in AMOUNTS.items():
+        for key in keys:
+            said[section].pop(key, None)
+    return hashlib.sha256(json.dumps([said, processor()], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def profile_path(config: RunConfig) -> Path:
+    return Path(config.run.dir) / "profiles" / f"{config.run.name or 'run'}-{cost_key(config)}.json"
+
+
+def stored_profile(config: RunConfig) -> Path | None:
+    """Measured on this machine for what costs the same, under whatever recipe's name; the newest."""
+    found = list((Path(config.run.dir) / "profiles").glob(f"*-{cost_key(config)}.json"))
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def newest_profile(config: RunConfig) -> Path:
+    path = stored_profile(config)
+    if path is None:
+        name = config.run.name or "NAME"
+        raise ConfigError(
+            f"no profile of this recipe has been measured here; measure one (a minute): "
+            f"python -m embodied.profiling recipe={name}, or name one: profile=FILE"
+        )
+    return path
+
+
+def fitted_to(config: RunConfig, profile: Profile, path: Path) -> Profile:
+    """The profile with this recipe's amounts of work."""
+    key = profile.made.get("key")
+    if key != cost_key(config):
+        raise ConfigError(
+            f"{path} was measured for {profile.made.get('recipe', 'another workload')}, whose env, policy, algorithm "
+            "or processor costs something else; leave out recipe=, or measure this one: python -m embodied.profiling "
+            f"recipe={config.run.name}"
+        )
+    workflow = replace(workflow_of(config), fixed_s=profile.workflow.fixed_s)
+    return replace(profile, workflow=workflow)

@@ -1,0 +1,76 @@
+"""`python -m embodied.plan` predicts every mode, draws the best, and starts nothing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from embodied import plan
+
+
+def run(capsys, *argv):
+    code = plan.main(list(argv))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.mark.parametrize(
+    ("profile", "order"),
+    [
+        ("published_maniskill_openvla", ["hybrid", "collocated", "disaggregated"]),
+        ("published_libero_openvla_oft", ["collocated", "hybrid", "disaggregated"]),
+    ],
+)
+@pytest.mark.parametrize("cluster", ["8xH100", "2x8xH100", "4x8xH100"])
+def test_published_workloads_have_their_published_winner_and_order(profile, order, cluster):
+    planned = plan.plan(plan.read_profile(plan.packaged(profile)), plan.read_topology(cluster))
+    assert [mode for mode in plan.ranked(planned) if mode != "custom"] == order
+
+
+def test_a_plan_is_printed_written_and_drawn(capsys, tmp_path):
+    code, out, _ = run(capsys, "profile=published_maniskill_openvla", "cluster=8xGPU", f"out={tmp_path}")
+    assert code == 0
+    assert "hybrid wins" in out
+    assert "faster than collocated: rollout" in out
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["winner"] == "hybrid"
+    assert set(written["modes"]) == {"collocated", "hybrid", "disaggregated", "custom"}
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    assert "data:image/png;base64" in (tmp_path / "plan.html").read_text()
+
+
+def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
+    profile = "profile=published_maniskill_openvla"
+    _, out, _ = run(capsys, profile, "cluster=2xH100", f"out={tmp_path}")
+    assert "does not fit: sim, policy, learner need 3 devices of their own, and there are 2" in out
+    code, _, err = run(capsys, profile, "cluster=8xL4", f"out={tmp_path}")
+    assert code == 2
+    assert "nothing fits on this cluster" in err
+    assert "GB on each gpu, which has 24.0 GB" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ((), "name a recipe (recipe=maniskill_ppo), or a profile"),
+        (("profile=nowhere.json",), "nowhere.json cannot be read"),
+        (("profile=published_maniskill_openvla", "cluster=8xCPU"), "costs on gpu, this cluster has cpu"),
+        (("profile=published_maniskill_openvla", "cluster=many"), "does not describe machines"),
+        (("recipe=pointmass_ppo", "profile=published_maniskill_openvla"), "costs something else; leave out recipe="),
+        (("recipe=pointmass_ppo", "run.dir=/nonexistent"), "python -m embodied.profiling recipe=pointmass_ppo"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(capsys, arguments, answer):
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert answer in err
+
+
+def test_planning_imports_neither_torch_nor_a_simulator():
+    code = (
+        "import sys; from embodied import plan; plan.main(['--help'])\n"
+        "print({'torch', 'ray', 'sapien', 'mujoco'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
