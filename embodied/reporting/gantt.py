@@ -1,4 +1,4 @@
-"""Draws a predicted iteration: a row per device, a colour per component. PNG for papers, the same inside an HTML page."""
+"""Draws a predicted iteration: a row per device, a colour per component. A PNG, also for inside an HTML page."""
 
 from __future__ import annotations
 
