@@ -21,17 +21,17 @@ MIB = 2**20
 
 def discover(sys: Path = SYS, hardware: tuple[str, ...] = ()) -> Topology:
     """`hardware` are devices that only the user can name, such as arm:0."""
-    cores = sorted(os.sched_getaffinity(0))
+    mine = list(cores())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    node = Node(platform.node(), len(cores), tuple(gpus(sys)), float(memory), numa_nodes(sys, cores), hardware)
+    node = Node(platform.node(), len(mine), tuple(gpus(sys)), float(memory), numa_nodes(sys, mine), hardware)
     return Topology((node,), "this machine")
 
 
-def numa_nodes(sys: Path, cores: list[int]) -> tuple[tuple[int, ...], ...]:
+def numa_nodes(sys: Path, ours: list[int]) -> tuple[tuple[int, ...], ...]:
     """Our cores, by NUMA node."""
     found = []
     for folder in sorted((sys / "devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
-        mine = read_span((folder / "cpulist").read_text().strip()) & set(cores)
+        mine = read_span((folder / "cpulist").read_text().strip()) & set(ours)
         if mine:
             found.append(tuple(sorted(mine)))
     return tuple(found)
@@ -73,3 +73,8 @@ def model_of(name: str) -> str:
     """H100 for "NVIDIA H100 80GB HBM3", A100 for "NVIDIA A100-SXM4-80GB"."""
     words = name.replace("-", " ").split()
     return next((word for word in words if any(c.isdigit() for c in word) and word[0].isalpha()), words[-1])
+
+
+def cores() -> tuple[int, ...]:
+    """Those this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0)))

@@ -236,7 +236,9 @@ class Pricer:
             if edge.next_iteration and edge.target in at:
                 receivers = self.count(edge.target, at, stages)
                 copied = self.profile.sync.copy_s.at(receivers)
-                if edge.source in at and at[edge.source][0] is at[edge.target][0]:
+                zone = at[edge.target][0]
+                beside_asker = self.asker_for(edge.target) in zone.components  # then in its host, the source never is
+                if edge.source in zone.components and not beside_asker:
                     same = receivers == self.count(edge.source, at, stages)
                     copied = np.where(same, self.profile.sync.shared_s, copied)
                 spent = spent + copied

@@ -1,0 +1,214 @@
+"""Which placement is fastest here, for this recipe? python -m embodied.benchmark recipe=maniskill_ppo modes=all
+
+Measures the parts (a profile), plans every mode from it and writes down what to expect; only then runs all modes, in
+turns, and puts predicted next to measured. What does not fit is listed with the arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from embodied import commands
+from embodied.config import RunConfig, load
+from embodied.discovery import cores, discover
+from embodied.errors import ConfigError
+from embodied.layers import recipe_names
+from embodied.overrides import parse
+from embodied.placement import PlacementPlan, make_plan
+from embodied.placement.deploy import as_placement
+from embodied.placement.explain import describe_layout, idle_shares, why_not
+from embodied.placement.planner import Choice
+from embodied.placement.profile import Profile, read_profile, write_profile
+from embodied.plan import Planned, plan
+from embodied.profiles import fitted_to, profile_path, stored_profile
+from embodied.profiling import measure as measure_profile
+from embodied.reporting.benchmark import describe, write_report
+from embodied.run_folder import provenance
+from embodied.trial import Round, Trial
+
+MODES = ("collocated", "disaggregated", "hybrid")
+ROUNDS = 7
+WARM_UP = 2
+OWN = ("modes", "tasks", "num_envs", "rounds", "profile", "seconds", "out")
+USAGE = f"""Measure every placement of a recipe on this machine, next to what was predicted.
+
+usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
+
+  recipe    {", ".join(recipe_names())}, or path/to/my.yaml
+  modes     all, one of {", ".join(MODES)}, or a list of them (default all)
+  tasks     a list of tasks, each measured: tasks=[PushCube-v1,PickCube-v1] (default: the recipe's)
+  num_envs  a list of numbers of envs, each measured: num_envs=[32,64] (default: the recipe's)
+  rounds    iterations of every mode that are timed, in turns (default {ROUNDS}, after {WARM_UP} to warm up)
+  profile   stored = the last one measured for this recipe here, new = measure it now (default: stored if there is one)
+  seconds   about how long a new profile may take (default 60)
+  out       the folder of bench.json, bench.html and bench.png (default runs/bench/RECIPE-DATE)"""
+
+
+@dataclass(frozen=True)
+class Options:
+    modes: tuple[str, ...] = MODES
+    tasks: tuple[Any, ...] = ()
+    num_envs: tuple[int, ...] = ()
+    rounds: int = ROUNDS
+    profile: str = ""
+    seconds: float = 60.0
+    out: str = ""
+
+
+@dataclass
+class Result:
+    """One task with one number of envs."""
+
+    task: str
+    num_envs: int
+    cores: int
+    expected: dict[str, dict[str, Any]]  # by mode, fastest first
+    refused: dict[str, str]
+    rounds: dict[str, list[Round]] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+
+
+def start(argv: list[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(USAGE)
+        return 0
+    options, rest = read_options(argv)
+    configs = variants(options, rest)
+    folder = new_folder(options.out, configs[0])
+    results = [benchmark(config, options, folder) for config in configs]
+    about = {"recipe": configs[0].run.name, "rounds": options.rounds, "warm_up": WARM_UP, **provenance()}
+    write_report(results, about, folder)
+    for result in results:
+        print("\n".join(describe(result)))
+    print(f"\nresults     {folder / 'bench.html'}, bench.png, bench.json")
+    return 0
+
+
+def benchmark(config: RunConfig, options: Options, folder: Path) -> Result:
+    config, _ = commands.planned(config)
+    profile = profile_for(config, options)
+    planned = plan(profile, discover())
+    chosen = {mode: planned.modes[mode] for mode in options.modes if planned.modes.get(mode)}
+    refused = {mode: why_not(planned.planner, mode) for mode in options.modes if mode not in chosen}
+    if not chosen:
+        raise ConfigError("\n".join(f"{mode}: {reason}" for mode, reason in refused.items()))
+    expected = {mode: predicted(planned, choice) for mode, choice in in_order(chosen).items()}
+    result = Result(str(config.env.task), config.env.num_envs, len(cores()), expected, refused)
+    name = f"expected-{len(list(folder.glob('expected-*.json')))}.json"
+    (folder / name).write_text(json.dumps({"task": result.task, **asdict(result)}, indent=1) + "\n")
+    print(f"\n{result.task}, {result.num_envs} envs: expected, written to {folder / name} before anything is measured")
+    for mode, told in expected.items():
+        print(f"  {mode:<14}{told['env_steps_per_s']:>9.0f} env steps/s   {told['layout']}")
+    run_all(config, planned, chosen, options.rounds, result, folder)
+    return result
+
+
+def in_order(chosen: dict[str, Choice]) -> dict[str, Choice]:
+    return dict(sorted(chosen.items(), key=lambda item: item[1].price.seconds))
+
+
+def predicted(planned: Planned, choice: Choice) -> dict[str, Any]:
+    idle = idle_shares(planned.planner.pricer, choice.layout)
+    return {
+        "seconds": choice.price.seconds,
+        "env_steps_per_s": planned.steps_per_s(choice),
+        "idle": idle["cpu"],
+        "layout": describe_layout(choice.layout),
+        "placement": as_placement(planned.planner.pricer, choice.layout),
+        "stages": choice.layout.stages,
+    }
+
+
+def run_all(
+    config: RunConfig, planned: Planned, chosen: dict[str, Choice], rounds: int, result: Result, folder: Path
+) -> None:
+    """All modes are started, then take turns, so that a slow minute of the machine meets them all."""
+    with ExitStack() as stack:
+        trials = {}
+        for mode in chosen:
+            mode_config, mode_plan = runnable(config, result.expected[mode])
+            trials[mode] = stack.enter_context(Trial(mode_config, mode_plan, folder / "logs" / mode))
+        order = list(trials)
+        for turn in range(rounds + WARM_UP):
+            for mode in order[turn % len(order) :] + order[: turn % len(order)]:
+                one = trials[mode].iterate()
+                if turn >= WARM_UP:
+                    result.rounds.setdefault(mode, []).append(one)
+            print(f"round {turn + 1} of {rounds + WARM_UP}{' (warm-up)' if turn < WARM_UP else ''}", flush=True)
+        for mode, trial in trials.items():
+            result.peak_bytes[mode] = trial.peak_bytes()
+            result.idle[mode] = trial.idle(result.rounds[mode], result.cores)
+
+
+def runnable(config: RunConfig, expected: dict[str, Any]) -> tuple[RunConfig, PlacementPlan]:
+    """The recipe under this placement."""
+    pipeline = config.pipeline.model_copy(update={"stages": expected["stages"]})
+    changed = config.model_copy(update={"placement": expected["placement"], "pipeline": pipeline})
+    return changed, make_plan(expected["placement"], cores(), config.env.num_envs, expected["stages"])
+
+
+def profile_for(config: RunConfig, options: Options) -> Profile:
+    path = stored_profile(config) if options.profile != "new" else None
+    if path is None and options.profile == "stored":
+        raise ConfigError("profile=stored, but none has been measured for this recipe here; try profile=new")
+    if path is not None:
+        profile = fitted_to(config, read_profile(path), path)
+        print(f"profile     {path}, measured {profile.made.get('date', 'earlier')}")
+        return profile
+    profile = measure_profile(config, options.seconds, print)
+    write_profile(profile, profile_path(config))
+    return profile
+
+
+def read_options(argv: list[str]) -> tuple[Options, list[str]]:
+    mine = [arg for arg in argv if arg.partition("=")[0] in OWN]
+    arguments = parse(mine, recipe_names())
+    problems = list(arguments.problems)
+    values: dict[str, Any] = dict(arguments.values)
+    for key in ("modes", "tasks", "num_envs"):
+        if key in values:
+            values[key] = tuple(values[key]) if isinstance(values[key], list) else (values[key],)
+    if values.get("modes") == ("all",):
+        values["modes"] = MODES
+    problems += [f"modes: {m!r} is no mode; all, {', '.join(MODES)}" for m in values.get("modes", ()) if m not in MODES]
+    for key, kind in (("rounds", int), ("seconds", (int, float))):
+        if key in values and (not isinstance(values[key], kind) or values[key] <= 0):
+            problems.append(f"{key}={values[key]!r}: should be a number above 0")
+    if values.get("profile", "new") not in ("new", "stored"):
+        problems.append(f"profile={values['profile']}: should be new or stored")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Options(**{k: str(v) if k == "out" else v for k, v in values.items()}), [a for a in argv if a not in mine]
+
+
+def variants(options: Options, rest: list[str]) -> list[RunConfig]:
+    """The recipe for every task and number of envs."""
+    tasks = [f"env.task={task}" for task in options.tasks] or [""]
+    sizes = [f"env.num_envs={n}" for n in options.num_envs] or [""]
+    return [load([*rest, *filter(None, pair)]).config for pair in product(tasks, sizes)]
+
+
+def new_folder(out: str, config: RunConfig) -> Path:
+    from datetime import datetime
+
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = Path(out) if out else Path(config.run.dir) / "bench" / f"{config.run.name}-{stamp}"
+    if (folder / "bench.json").exists():
+        raise ConfigError(f"out={folder} has results already; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

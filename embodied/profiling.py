@@ -1,0 +1,255 @@
+"""Measure what the parts of a recipe cost: python -m embodied.profiling recipe=maniskill_ppo [seconds=60]
+
+Every core runs the same measurements at the same time, as sims do in a run. Then short real runs tell what the parts
+leave out: handing over between processes, learners waiting for each other, new weights, and the driver. The result is
+one file that `python -m embodied.plan`, `placement=auto` and `python -m embodied.benchmark` read.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from embodied import commands
+from embodied.config import RunConfig, load
+from embodied.discovery import cores as cores_here
+from embodied.discovery import discover
+from embodied.errors import ConfigError
+from embodied.placement import PlacementPlan, make_plan
+from embodied.placement.costs import Pricer
+from embodied.placement.curves import Curve, constant, fit
+from embodied.placement.layout import Layout, Zone
+from embodied.placement.profile import Cost, Link, Profile, Sync, write_profile
+from embodied.placement.topology import Topology
+from embodied.profiles import cost_key, processor, profile_path, workflow_of
+from embodied.runtime import Cluster, HostPlan
+from embodied.trial import Trial
+
+SECONDS = 60.0
+REPEATS = 3
+MOST_PROBES = 8  # processes that measure at the same time
+MOST_SIZES = 4
+REAL_ITERATIONS = 4  # of the short real runs; the first one warms up
+USAGE = """Measure what the env, policy and learner of a recipe cost on this machine, for planning.
+
+usage: python -m embodied.profiling recipe=NAME [seconds=60] [key=value ...] [--help]
+
+  seconds   about how long it may take; sizes that do not fit into it are left out (default 60)
+
+The profile goes to runs/profiles/ and is found there by plan, benchmark and placement=auto."""
+
+
+@dataclass
+class Clock:
+    seconds: float
+    started: float = field(default_factory=time.monotonic)
+
+    def spent(self) -> float:
+        return time.monotonic() - self.started
+
+    def left(self, share: float) -> bool:
+        """Whether less than this share of the time is spent."""
+        return self.spent() < share * self.seconds
+
+
+def main(argv: list[str] | None = None) -> int:
+    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+
+
+def start(argv: list[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(USAGE)
+        return 0
+    seconds, rest = split_seconds(argv)
+    loaded = load(rest)
+    if loaded is None:
+        return 0
+    config, _ = commands.planned(loaded.config)
+    profile = measure(config, seconds, print)
+    path = profile_path(config)
+    write_profile(profile, path)
+    print("\n".join(describe(profile)))
+    print(f"\nprofile     {path}")
+    return 0
+
+
+def split_seconds(argv: list[str]) -> tuple[float, list[str]]:
+    mine = [arg for arg in argv if arg.startswith("seconds=")]
+    try:
+        seconds = float(mine[-1].partition("=")[2]) if mine else SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(f"{mine[-1]}: should be a number of seconds, seconds=60 for example")
+    return seconds, [arg for arg in argv if arg not in mine]
+
+
+def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Profile:
+    """Probe the parts, then calibrate with short real runs."""
+    clock = Clock(seconds)
+    topology = discover()
+    cores = cores_here()
+    with tempfile.TemporaryDirectory(prefix="embodied-profile-") as logs:
+        say(f"measuring env, policy and learner on {len(cores)} cores, about {seconds:.0f} s")
+        costs = probe(config, cores, clock, Path(logs))
+        made = {
+            "recipe": config.run.name,
+            "name": f"{config.run.name} on {processor()}, {len(cores)} cores",
+            "key": cost_key(config),
+            "cores": len(cores),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0],
+        }
+        profile = Profile(workflow_of(config), costs, made=made)
+        profile = calibrate(config, profile, topology, clock, Path(logs), say)
+    return replace(profile, made={**profile.made, "seconds": round(clock.spent(), 1)})
+
+
+def env_sizes(config: RunConfig, cores: int) -> list[int]:
+    """Envs per worker and stage, the share of a core first, then others around it."""
+    total = config.env.num_envs
+    shares = [max(1, total // n) for n in (cores, 1, 2 * cores, 4 * cores, 8 * cores)]
+    return list(dict.fromkeys(shares))[:MOST_SIZES]
+
+
+def probe(config: RunConfig, cores: tuple[int, ...], clock: Clock, logs: Path) -> dict[str, dict[str, Cost]]:
+    """The costs of every part on one core, while the other cores do the same."""
+    used = cores[:MOST_PROBES]
+    hosts = [HostPlan(f"probe-{i}", ("probe",), (core,), 1) for i, core in enumerate(used)]
+    found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    used_bytes: dict[int, int] = {}
+    fixed: list[float] = []
+    with Cluster("local", hosts, logs, config.faults.timeout_s) as cluster:
+        probes = cluster.launch("embodied.probing:ProbeWorker", "probe", config)
+        sizes = env_sizes(config, len(cores))
+        for place, num_envs in enumerate(sizes):
+            if place >= 2 and not clock.left(0.4):
+                break
+            for samples in probes.rollout(num_envs, REPEATS).wait():
+                for name, seconds in samples.seconds.items():
+                    found[name][num_envs] += seconds
+                used_bytes[num_envs] = max(used_bytes.get(num_envs, 0), samples.bytes)
+            minibatch = max(1, round(config.algo.minibatch_size * num_envs / config.env.num_envs))
+            for learned in probes.update(num_envs, minibatch, 1).wait():
+                found["step"][minibatch] += learned["step"]
+                fixed += learned["fixed"] if place == 0 else []
+    sim = Cost(fit(found["sim"]), bytes=rising_bytes(used_bytes))
+    policy = Cost(fit(found["policy"]), last_s=fit(found["value"]))
+    learner = Cost(fit(found["step"]), fixed_s=median(fixed))
+    return {"sim": {"cpu": sim}, "policy": {"cpu": policy}, "learner": {"cpu": learner}}
+
+
+def rising_bytes(used: dict[int, int]) -> Curve:
+    return fit({size: [float(value)] for size, value in used.items()})
+
+
+# What only a real run shows
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Medians over the iterations of a short real run."""
+
+    rollout_s: float
+    update_s: float
+    publish_s: float
+    rest_s: float
+
+
+def calibrate(config: RunConfig, profile: Profile, topology: Topology, clock: Clock, logs: Path, say) -> Profile:
+    """Short real runs: collocated on all cores, then with sims apart. Without time for them, these costs are 0."""
+    cores = cores_here()
+    classes = [c for c in topology.classes() if c.kind == "cpu"]
+    n = config.env.num_envs
+    sims = next(k for k in range(min(len(cores), n), 0, -1) if n % k == 0)
+    layout = Layout(((Zone(("sim", "policy"), "cpu", sims),), (Zone(("learner",), "cpu", sims),)))
+    span = "cpu:0" if sims == 1 else f"cpu:0-{sims - 1}*{sims}"
+    plan = make_plan({"sim,policy": span, "learner": span}, cores, n)
+    say(f"a short real run, collocated on {sims} cores")
+    seen = real_run(config, plan, logs / "collocated")
+    profile = take_over(profile, Pricer(profile.workflow, profile, classes), layout, seen, sims)
+    if len(cores) < 2 or not clock.left(0.8):
+        say("no time for a run with sims apart: handing over between processes counts as free" * (len(cores) > 1))
+        return profile
+    say("a short real run with sims apart from policy and learner")
+    plan = make_plan({"sim": "cpu:0", "policy,learner": "cpu:1"}, cores, n)
+    apart = real_run(config, plan, logs / "apart")
+    pricer = Pricer(profile.workflow, profile, classes)
+    layout = Layout(((Zone(("sim",), "cpu", 1), Zone(("policy", "learner"), "cpu", 1)),))
+    at = {name: (zone, zone.devices) for zone in layout.layers[0] for name in zone.components}
+    expected = float(pricer.node_seconds(("sim", "policy"), at, 1))
+    decisions = profile.workflow["sim"].calls
+    both_ways = max(apart.rollout_s - expected, 0.0) / (decisions + 1)
+    sync = replace(profile.sync, shared_s=apart.publish_s)
+    return replace(profile, link=Link(latency_s=both_ways / 2), sync=sync)
+
+
+def take_over(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen, ranks: int) -> Profile:
+    """Put what the run took beyond its parts where it belongs."""
+    at = {name: (zone, zone.devices) for layer in layout.layers for zone in layer for name in zone.components}
+    workflow = profile.workflow
+    rollout = float(pricer.node_seconds(("sim", "policy"), at, 1))
+    update = float(pricer.node_seconds(("learner",), at, 1))
+    handing = max(seen.rollout_s - rollout, 0.0) / workflow["sim"].calls
+    waiting = max(seen.update_s - update, 0.0) / workflow["learner"].calls
+    sim, learner = profile.costs["sim"]["cpu"], profile.costs["learner"]["cpu"]
+    sim = replace(sim, seconds=raised(sim.seconds, handing))
+    if ranks > 1:
+        learner = replace(learner, exchange_s=Curve((1.0, float(ranks)), (0.0, waiting)))
+    else:
+        learner = replace(learner, fixed_s=learner.fixed_s + waiting * workflow["learner"].calls)
+    costs = {**profile.costs, "sim": {"cpu": sim}, "learner": {"cpu": learner}}
+    return replace(
+        profile,
+        costs=costs,
+        workflow=replace(workflow, fixed_s=seen.rest_s),
+        sync=Sync(seen.publish_s, constant(seen.publish_s)),
+    )
+
+
+def raised(curve: Curve, seconds: float) -> Curve:
+    """The same at every size, plus so much."""
+    points = tuple((size, value + seconds) for size, value in curve.measured)
+    return replace(curve, values=tuple(value + seconds for value in curve.values), measured=points)
+
+
+def real_run(config: RunConfig, plan: PlacementPlan, logs: Path) -> Seen:
+    with Trial(config, plan, logs) as trial:
+        rounds = [trial.iterate() for _ in range(REAL_ITERATIONS)][1:]
+    rest = [r.seconds - r.rollout_s - r.update_s - r.publish_s for r in rounds]
+    return Seen(
+        median(r.rollout_s for r in rounds),
+        median(r.update_s for r in rounds),
+        median(r.publish_s for r in rounds),
+        max(median(rest), 0.0),
+    )
+
+
+def describe(profile: Profile) -> list[str]:
+    """Every curve with its fit."""
+    lines = ["", f"{'part':<10}{'size':>8}{'ms':>10}   fit error, spread of the repetitions"]
+    for name, on in profile.costs.items():
+        curve = on["cpu"].seconds
+        points = curve.measured or tuple(zip(curve.sizes, curve.values, strict=True))
+        for i, (size, seconds) in enumerate(points):
+            told = f"   {curve.error:.0%}, {curve.spread:.0%}" if i == 0 else ""
+            lines.append(f"{name if i == 0 else '':<10}{size:>8.0f}{seconds * 1000:>10.3f}{told}")
+    cost = profile.costs["learner"]["cpu"]
+    lines += [
+        f"an exchange between learners {1000 * cost.exchange_s.at(profile.made['cores']):.2f} ms, handing over to another "
+        f"process {1000 * profile.link.latency_s:.2f} ms, new weights {1000 * profile.sync.copy_s.at(1):.1f} ms, "
+        f"the driver {1000 * profile.workflow.fixed_s:.1f} ms",
+        f"measured in {profile.made['seconds']:.0f} s",
+    ]
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,101 @@
+"""A training loop that is only timed: iterations of the real recipe under one plan, nothing written, nothing kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from embodied import commands
+from embodied.config import RunConfig
+from embodied.learners.meeting import meeting_point
+from embodied.placement import PlacementPlan
+from embodied.runtime.timers import Total
+from embodied.workflows.embodied import EmbodiedLoop
+
+MANY = 1_000_000  # iterations that the schedule of the learning rate is stretched over
+PHASES = ("rollout", "update", "publish")
+OUTER = {"sim": "collect", "policy": "serve", "learner": "update"}
+
+
+@dataclass(frozen=True)
+class Round:
+    """One timed iteration. `busy` is, for every role, the share of its workers' time that is not waiting."""
+
+    seconds: float
+    rollout_s: float
+    update_s: float
+    publish_s: float
+    env_steps: int
+    busy: dict[str, float]
+
+
+class Trial:
+    """Use it as a context manager: it starts the processes of the plan and ends them."""
+
+    def __init__(self, config: RunConfig, plan: PlacementPlan, logs: Path) -> None:
+        self.config, self.plan, self.logs = config, plan, logs
+        self.iteration = 0
+
+    def __enter__(self) -> Trial:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            cluster = stack.enter_context(commands.cluster(self.config, self.plan, self.logs))
+            ranks, timeout_s = self.plan.count("learner"), self.config.faults.timeout_s
+            meeting = meeting_point(ranks, self.config.cluster.backend, self.logs, timeout_s)
+            self.loop = EmbodiedLoop(self.config, cluster, meeting=meeting)
+            self.loop.start()
+            self.loop.publish(0)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)
+
+    def iterate(self) -> Round:
+        before = self._totals()
+        started = time.perf_counter()
+        _, numbers = self.loop.iterate(self.iteration, MANY)
+        seconds = time.perf_counter() - started
+        self.iteration += 1
+        after = self._totals()
+        spent = {name: seconds_of(after["driver"][name]) - seconds_of(before["driver"].get(name)) for name in PHASES}
+        busy = {}
+        for group in self.loop.groups:
+            shares = [self._busy(before[worker], after[worker], group.role) / seconds for worker in group.workers]
+            busy[group.role] = sum(shares) / len(shares)
+        return Round(seconds, spent["rollout"], spent["update"], spent["publish"], int(numbers["env_steps"]), busy)
+
+    def peak_bytes(self) -> int:
+        """Of all processes of the plan, each at its fullest; shared pages count in all that map them."""
+        pids = {process for group in self.loop.groups for process in group.process().wait()}
+        return sum(peak_of(pid) for _, pid in pids)
+
+    def idle(self, rounds: Sequence[Round], num_cores: int) -> float:
+        """The share of all cores' time in which no worker of the plan was at work."""
+        busy = sum(sum(r.busy[g.role] for r in rounds) / len(rounds) * len(g.workers) for g in self.loop.groups)
+        return max(0.0, 1 - busy / num_cores)
+
+    def _totals(self) -> dict[str, dict[str, Total]]:
+        found = {"driver": self.loop.timers.totals()}
+        for group in self.loop.groups:
+            for worker, totals in zip(group.workers, group.timings().wait(), strict=True):
+                found[worker] = totals
+        return found
+
+    def _busy(self, before: dict[str, Total], after: dict[str, Total], role: str) -> float:
+        def grown(name: str) -> float:
+            return seconds_of(after.get(name)) - seconds_of(before.get(name))
+
+        return max(grown(OUTER[role]) - grown("wait") - grown("sync"), 0.0)
+
+
+def seconds_of(total: Total | None) -> float:
+    return total.seconds if total else 0.0
+
+
+def peak_of(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
