@@ -241,13 +241,15 @@ def describe(profile: Profile) -> list[str]:
         for i, (size, seconds) in enumerate(points):
             told = f"   {curve.error:.0%}, {curve.spread:.0%}" if i == 0 else ""
             lines.append(f"{name if i == 0 else '':<10}{size:>8.0f}{seconds * 1000:>10.3f}{told}")
-    cost = profile.costs["learner"]["cpu"]
-    lines += [
-        f"an exchange between learners {1000 * cost.exchange_s.at(profile.made['cores']):.2f} ms, handing over to another "
-        f"process {1000 * profile.link.latency_s:.2f} ms, new weights {1000 * profile.sync.copy_s.at(1):.1f} ms, "
-        f"the driver {1000 * profile.workflow.fixed_s:.1f} ms",
-        f"measured in {profile.made['seconds']:.0f} s",
-    ]
+    learner, cores = profile.costs["learner"]["cpu"], profile.made["cores"]
+    rest = {
+        "an exchange between learners": learner.exchange_s.at(cores),
+        "handing over to another process": profile.link.latency_s,
+        "new weights": profile.sync.copy_s.at(1),
+        "the driver": profile.workflow.fixed_s,
+    }
+    lines += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in rest.items()]
+    lines.append(f"measured in {profile.made['seconds']:.0f} s")
     return lines
 
 

@@ -16,14 +16,12 @@ def as_placement(pricer: Pricer, layout: Layout) -> dict[str, str]:
         first = 0
         for zone in layer:
             if zone.device_class != "cpu":
-                raise PlacementError(
-                    f"{layout} uses {zone.device_class}; this machine runs workers on its cores so far"
-                )
-            for roles in hosts_of(zone, {name: int(pricer.count(name, at, layout.stages)) for name in zone.components}):
-                count = int(pricer.count(roles[0], at, layout.stages))
-                placement[",".join(roles)] = (
-                    f"cpu:{first}" if count == 1 else f"cpu:{first}-{first + count - 1}*{count}"
-                )
+                raise PlacementError(f"{layout} uses {zone.device_class}; workers run on CPU cores so far")
+            counts = {name: int(pricer.count(name, at, layout.stages)) for name in zone.components}
+            for roles in hosts_of(zone, counts):
+                count = counts[roles[0]]
+                last = first + count - 1
+                placement[",".join(roles)] = f"cpu:{first}" if count == 1 else f"cpu:{first}-{last}*{count}"
             first += zone.devices
     return placement
 
@@ -32,9 +30,8 @@ def hosts_of(zone: Zone, counts: dict[str, int]) -> list[tuple[str, ...]]:
     """Which roles of a zone share processes."""
     hosts: list[tuple[str, ...]] = []
     for name in zone.components:
-        beside = next(
-            (h for h in hosts if counts[h[0]] == counts[name] and not ("sim" in h and name == "learner")), None
-        )
+        same = (host for host in hosts if counts[host[0]] == counts[name])
+        beside = next((host for host in same if not ("sim" in host and name == "learner")), None)
         if beside is None:
             hosts.append((name,))
         else:

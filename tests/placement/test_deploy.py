@@ -1,0 +1,63 @@
+"""The planner's layouts become placements that this machine can run."""
+
+import pytest
+
+from embodied.placement import PlacementError, make_plan
+from embodied.placement.costs import Pricer
+from embodied.placement.curves import Curve
+from embodied.placement.deploy import as_placement
+from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.planner import Planner
+from embodied.placement.profile import Cost, Profile
+from embodied.placement.workflow import embodied_workflow
+
+WORKFLOW = embodied_workflow(num_envs=8, decisions=4, learner_calls=4, learner_items=8, env_steps=32)
+COST = Cost(Curve((1, 8), (1.0, 8.0)))
+PROFILE = Profile(WORKFLOW, {name: {"cpu": COST, "gpu": COST} for name in ("sim", "policy", "learner")})
+CLASSES = [DeviceClass("cpu", "cpu", 4, 1e12), DeviceClass("gpu", "gpu", 4, 1e12)]
+
+
+def placed(*layers):
+    return as_placement(Pricer(WORKFLOW, PROFILE, CLASSES), Layout(layers))
+
+
+def zone(devices, *names, on="cpu"):
+    return Zone(names, on, devices)
+
+
+@pytest.mark.parametrize(
+    ("layers", "placement"),
+    [
+        (((zone(2, "sim", "policy", "learner"),),), {"sim,policy": "cpu:0-1*2", "learner": "cpu:0-1*2"}),
+        (((zone(4, "sim", "policy"),), (zone(2, "learner"),)), {"sim,policy": "cpu:0-3*4", "learner": "cpu:0-1*2"}),
+        (((zone(1, "sim"), zone(1, "policy", "learner")),), {"sim": "cpu:0", "policy,learner": "cpu:1"}),
+        (
+            ((zone(1, "sim"), zone(3, "policy", "learner")),),  # one sim asks, so one policy worker answers
+            {"sim": "cpu:0", "policy": "cpu:1", "learner": "cpu:1-3*3"},
+        ),
+        (
+            ((zone(2, "sim"), zone(1, "policy"), zone(1, "learner")),),
+            {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"},
+        ),
+    ],
+)
+def test_a_layout_of_cores_becomes_a_map(layers, placement):
+    assert placed(*layers) == placement
+    make_plan(placement, (0, 1, 2, 3), 8)
+
+
+def test_every_plan_of_the_planner_can_be_run():
+    for cores in (1, 2, 3, 4, 7):
+        planner = Planner(WORKFLOW, PROFILE, [DeviceClass("cpu", "cpu", cores, 1e12)])
+        for choice in filter(None, planner.modes().values()):
+            plan = make_plan(as_placement(planner.pricer, choice.layout), tuple(range(cores)), 8, choice.layout.stages)
+            assert plan.count("sim") == planner.pricer.count("sim", at_of(choice.layout), choice.layout.stages)
+
+
+def at_of(layout):
+    return {name: (zone, zone.devices) for zone in layout.zones for name in zone.components}
+
+
+def test_gpus_are_refused_so_far():
+    with pytest.raises(PlacementError, match="workers run on CPU cores so far"):
+        placed((zone(2, "sim", "policy", "learner", on="gpu"),))

@@ -1,0 +1,120 @@
+"""`python -m embodied.benchmark` measures every mode next to what it said before, and tells what does not fit."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from embodied import benchmark, profiling
+from embodied.config import load
+from embodied.errors import ConfigError
+from embodied.profiles import cost_key, newest_profile, workflow_of
+from embodied.reporting.benchmark import describe, paired_ratio
+from embodied.trial import Round
+
+SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
+
+
+def rounds(*seconds, steps=100):
+    return [Round(s, s / 2, s / 4, s / 8, steps, {"sim": 0.5, "policy": 0.1, "learner": 0.2}) for s in seconds]
+
+
+def result(**measured):
+    expected = {mode: {"seconds": 1.0 + i, "env_steps_per_s": 100, "layout": mode} for i, mode in enumerate(measured)}
+    found = benchmark.Result("reach", 4, 2, expected, {"disaggregated": "needs 3 devices"})
+    found.rounds = {mode: rounds(*seconds) for mode, seconds in measured.items()}
+    found.idle = dict.fromkeys(measured, 0.25)
+    found.peak_bytes = dict.fromkeys(measured, 10**8)
+    return found
+
+
+def test_the_table_puts_predicted_next_to_measured():
+    lines = describe(result(collocated=[1.0, 1.25, 1.5], hybrid=[2.0, 2.0, 2.0]))
+    first = next(line for line in lines if line.lstrip().startswith("collocated"))
+    assert first.split()[-5:] == ["s", "1.250", "s", "-20%", "20%"]  # quartiles 1.125 and 1.375 around 1.25
+    assert "disaggregated  not run: needs 3 devices" in "\n".join(lines)
+    assert lines[-1] == "placement=auto takes collocated, the fastest here"
+
+
+def test_an_auto_that_is_not_the_fastest_is_told_with_an_interval():
+    lines = describe(result(collocated=[2.0] * 7, hybrid=[1.0] * 7))
+    assert lines[-1].startswith("placement=auto takes collocated: 0.50 times as fast as hybrid (95% interval 0.50")
+
+
+def test_paired_rounds_cancel_a_slow_minute():
+    low, middle, high = paired_ratio(rounds(1, 10, 2), rounds(2, 20, 4))
+    assert low == middle == high == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["modes=colocated"], "'colocated' is no mode; all, collocated"),
+        (["rounds=0"], "rounds=0: should be a number above 0"),
+        (["profile=old"], "should be new or stored"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments, answer):
+    with pytest.raises(ConfigError, match=answer):
+        benchmark.read_options(arguments)
+
+
+def test_tasks_and_numbers_of_envs_multiply():
+    options, rest = benchmark.read_options(["recipe=pointmass_ppo", "num_envs=[8,16]", "modes=all"])
+    assert options.modes == benchmark.MODES
+    assert [config.env.num_envs for config in benchmark.variants(options, rest)] == [8, 16]
+
+
+def test_amounts_of_work_do_not_change_the_costs_but_the_policy_does():
+    one, two, other = (load([*SMALL, *more]).config for more in ((), ("env.num_envs=8",), ("policy.hidden=[8]",)))
+    assert cost_key(one) == cost_key(two) != cost_key(other)
+    assert workflow_of(one)["learner"].calls == 4 * 2  # 4 epochs of 8 x 4 items in minibatches of 16
+    assert workflow_of(two)["sim"].items == 8
+
+
+def test_without_a_profile_the_command_that_measures_one_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"python -m embodied\.profiling recipe=pointmass_ppo"):
+        newest_profile(load([*SMALL, f"run.dir={tmp_path}"]).config)
+
+
+def test_what_a_real_run_takes_besides_goes_where_it_belongs():
+    from embodied.placement.costs import Pricer
+    from embodied.placement.curves import constant
+    from embodied.placement.layout import DeviceClass, Layout, Zone
+    from embodied.placement.profile import Cost, Profile
+
+    workflow = workflow_of(load([*SMALL]).config)
+    profile = Profile(workflow, {name: {"cpu": Cost(constant(0.1))} for name in ("sim", "policy", "learner")})
+    pricer = Pricer(workflow, profile, [DeviceClass("cpu", "cpu", 2, 1e12)])
+    layout = Layout(((Zone(("sim", "policy"), "cpu", 2),), (Zone(("learner",), "cpu", 2),)))
+    seen = profiling.Seen(rollout_s=8 * 0.25, update_s=8 * 0.15, publish_s=0.02, rest_s=0.01)
+    taken = profiling.take_over(profile, pricer, layout, seen, 2)
+    assert taken.costs["sim"]["cpu"].seconds.at(1) == pytest.approx(0.15)
+    assert taken.costs["learner"]["cpu"].exchange_s.at(2) == pytest.approx(0.05)
+    again = Pricer(taken.workflow, taken, [DeviceClass("cpu", "cpu", 2, 1e12)])
+    assert again.price(layout).seconds == pytest.approx(seen.rollout_s + seen.update_s + seen.publish_s + seen.rest_s)
+
+
+@pytest.mark.slow
+def test_a_benchmark_profiles_plans_measures_and_reports(tmp_path, capsys):
+    out = tmp_path / "bench"
+    code = benchmark.main([*SMALL, f"run.dir={tmp_path}", "seconds=20", "rounds=2", f"out={out}"])
+    told = capsys.readouterr()
+    assert code == 0, told.err
+    assert "before anything is measured" in told.out
+    content = json.loads((out / "bench.json").read_text())
+    expected = json.loads((out / "expected-0.json").read_text())
+    assert expected["rounds"] == {}
+    (found,) = content["results"]
+    assert set(found["table"]) | set(found["refused"]) == set(benchmark.MODES)
+    assert all(row["measured_s"] > 0 for row in found["table"].values())
+    assert (out / "bench.png").stat().st_size > 1000
+    assert "predicted" in (out / "bench.html").read_text()
+
+
+def test_the_idle_share_counts_every_core():
+    from embodied.trial import Trial
+
+    groups = [SimpleNamespace(role="sim", workers=["a", "b"]), SimpleNamespace(role="policy", workers=["p"])]
+    trial = SimpleNamespace(loop=SimpleNamespace(groups=groups))
+    assert Trial.idle(trial, rounds(1.0, 1.0), 4) == pytest.approx(1 - (2 * 0.5 + 0.1) / 4)
