@@ -66,7 +66,9 @@ def test_tasks_and_numbers_of_envs_multiply():
 
 
 def test_amounts_of_work_do_not_change_the_costs_but_the_policy_does():
-    one, two, other = (load([*SMALL, *more]).config for more in ((), ("env.num_envs=8",), ("policy.hidden=[8]",)))
+    same = [arg for arg in SMALL if "num_envs" not in arg]
+    changes = ("env.num_envs=4", "env.num_envs=8", "policy.hidden=[8]")
+    one, two, other = (load([*same, change]).config for change in changes)
     assert cost_key(one) == cost_key(two) != cost_key(other)
     assert workflow_of(one)["learner"].calls == 4 * 2  # 4 epochs of 8 x 4 items in minibatches of 16
     assert workflow_of(two)["sim"].items == 8
@@ -79,12 +81,13 @@ def test_without_a_profile_the_command_that_measures_one_is_named(tmp_path):
 
 def test_what_a_real_run_takes_besides_goes_where_it_belongs():
     from embodied.placement.costs import Pricer
-    from embodied.placement.curves import constant
+    from embodied.placement.curves import Curve, constant
     from embodied.placement.layout import DeviceClass, Layout, Zone
     from embodied.placement.profile import Cost, Profile
 
     workflow = workflow_of(load([*SMALL]).config)
-    profile = Profile(workflow, {name: {"cpu": Cost(constant(0.1))} for name in ("sim", "policy", "learner")})
+    costs = {"sim": constant(0.1), "policy": constant(0.1), "learner": Curve((8, 16), (0.1, 0.2))}
+    profile = Profile(workflow, {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
     pricer = Pricer(workflow, profile, [DeviceClass("cpu", "cpu", 2, 1e12)])
     layout = Layout(((Zone(("sim", "policy"), "cpu", 2),), (Zone(("learner",), "cpu", 2),)))
     seen = profiling.Seen(rollout_s=8 * 0.25, update_s=8 * 0.15, publish_s=0.02, rest_s=0.01)

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied.placement.curves import Curve, constant, curve_from_json, fit
@@ -41,6 +41,7 @@ def test_the_error_is_what_leaving_a_point_out_would_have_cost():
     assert fit({1: [1.0, 2.0, 3.0], 2: [4.0]}).spread == pytest.approx(0.5)  # quartiles 1.5 and 2.5 around 2
 
 
+@settings(deadline=None)  # a loaded machine is slow
 @given(
     st.dictionaries(
         st.integers(1, 10_000), st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=4), min_size=1, max_size=8
