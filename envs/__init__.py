@@ -50,12 +50,12 @@ def env_class(config: Any) -> type[VectorEnv]:
     )
 
 
-def import_class(where: str) -> Any:
-    """What `my_pkg.my_module:Name` names; modules in the working directory are found as well."""
+def import_class(where: str, key: str = "env.name") -> Any:
+    """What `my_pkg.my_module:Name` names as this key's value; modules in the working directory are found as well."""
     from embodied.envs.config import EXTERNAL, nearest, unknown_env
 
     if not EXTERNAL.fullmatch(where):
-        raise ConfigError(unknown_env(where))
+        raise ConfigError(unknown_env(where) if key == "env.name" else f"{key}={where!r} is not my_pkg.my_module:name")
     module_name, _, name = where.partition(":")
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))
@@ -63,16 +63,16 @@ def import_class(where: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as err:
         if err.name is None or not f"{module_name}.".startswith(f"{err.name}."):
-            raise ConfigError(f"env.name={where!r}: importing {module_name} failed: {err}") from err
+            raise ConfigError(f"{key}={where!r}: importing {module_name} failed: {err}") from err
         raise ConfigError(
-            f"env.name={where!r}: there is no module {err.name}; install it or start from the folder that holds it "
+            f"{key}={where!r}: there is no module {err.name}; install it or start from the folder that holds it "
             f"(this is {Path.cwd()})"
         ) from None
     except Exception as err:
         last = traceback.extract_tb(err.__traceback__)[-1]
         cause = f"{type(err).__name__}: {err} ({last.filename}, line {last.lineno})"
-        raise ConfigError(f"env.name={where!r}: importing {module_name} failed: {cause}") from err
+        raise ConfigError(f"{key}={where!r}: importing {module_name} failed: {cause}") from err
     if not hasattr(module, name):
-        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
-        raise ConfigError(f"env.name={where!r}: {module.__file__} has no {name}{nearest(name, classes)}")
+        known = [word for word, value in vars(module).items() if callable(value)]
+        raise ConfigError(f"{key}={where!r}: {module.__file__} has no {name}{nearest(name, known)}")
     return getattr(module, name)

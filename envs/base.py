@@ -18,8 +18,10 @@ from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 from gymnasium.vector.utils import batch_space
 
 from embodied.data import ChunkResult, EnvSpec, EpisodeSpec, Observation
+from embodied.envs import import_class
 from embodied.envs.pictures import Images, Pictures
 from embodied.envs.protocols import AS_TRAINED, Protocol
+from embodied.envs.rewards import Reward
 from embodied.errors import NotFinite, WrongShape
 
 TEXT = "".join(chr(code) for code in range(32, 127))
@@ -62,6 +64,7 @@ class VectorEnv(GymnasiumVectorEnv):
         self._live = np.zeros(num_envs, bool)
         self._elapsed = np.zeros(num_envs, np.int64)
         self._success = np.zeros(num_envs, bool)
+        self._reward = Reward(config.reward, num_envs, env_spec.has_success, import_class)
 
     # What a plug-in implements. Arrays it returns are its own no longer: it never writes to them again.
 
@@ -141,6 +144,7 @@ class VectorEnv(GymnasiumVectorEnv):
             self._success[rows] = False if success is None else success
             self._live[rows] = self._pictures.stale[rows] = True
             self._elapsed[rows] = 0 if elapsed is None else np.asarray(elapsed)[rows]
+            self._reward.begin(rows)
         obs = self._observation()
         self._check(obs, self._live)
         return obs, self._info()
@@ -198,7 +202,7 @@ class VectorEnv(GymnasiumVectorEnv):
         state = self._get_state()
         if state is None:
             return {}
-        mine = {"live": self._live, "elapsed": self._elapsed, "success": self._success}
+        mine = {"live": self._live, "elapsed": self._elapsed, "success": self._success, "reward": self._reward.memory}
         return {name: array.copy() for name, array in {**state, **mine}.items()}
 
     def set_state(self, state: dict[str, np.ndarray]) -> Observation:
@@ -206,6 +210,7 @@ class VectorEnv(GymnasiumVectorEnv):
         state = {name: np.array(array) for name, array in state.items()}
         for name in ("live", "elapsed", "success"):
             getattr(self, f"_{name}")[:] = state.pop(name)
+        self._reward.memory[:] = state.pop("reward")
         self._set_state(state)
         self._pictures.stale[:] = True
         return self._observation()
@@ -221,11 +226,14 @@ class VectorEnv(GymnasiumVectorEnv):
 
     def _advance(self, actions, moved, rewards, terminated, truncated) -> np.ndarray:
         """One env step; fills the three columns and returns which rows finished (bool [N])."""
-        step = self._step(actions[:, 0] if self.env_spec.action.discrete else actions, moved)
+        actions = actions[:, 0] if self.env_spec.action.discrete else actions
+        step = self._step(actions, moved)
         for name in ("rewards", "terminated", "success", "truncated"):
             if (array := getattr(step, name)) is not None:
                 self._check_shape(name, array, ())
-        np.copyto(rewards, step.rewards, where=moved, casting="same_kind")
+        given = self._reward.of(self, actions, step, moved)
+        self._check_shape("rewards", given, ())
+        np.copyto(rewards, given, where=moved, casting="same_kind")
         if not np.isfinite(rewards).all():
             raise NotFinite(self._where("reward", np.flatnonzero(~np.isfinite(rewards))))
         self._elapsed += moved

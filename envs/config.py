@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from embodied.config_base import Strict
 from embodied.envs.libero_suites import tasks_of
@@ -27,6 +27,18 @@ def height_and_width(value: Any) -> Any:
     return (value, value) if isinstance(value, int) else value
 
 
+REWARDS = ("own", "success", "difference")
+
+
+def known_reward(name: str) -> str:
+    if name not in REWARDS and not EXTERNAL.fullmatch(name):
+        raise ValueError(
+            f"env.reward={name!r} is unknown (known: {', '.join(REWARDS)}, my_pkg.my_module:my_reward)"
+            f"{nearest(name, REWARDS)}"
+        )
+    return name
+
+
 Side = Annotated[int, Field(ge=8, le=2048)]
 ImageSize = Annotated[tuple[Side, Side], BeforeValidator(height_and_width)]
 SIZE_HELP = "Height and width of these images in pixels; one number for both."
@@ -43,6 +55,11 @@ class CommonEnvConfig(Strict):
     on_success: OnSuccess = Field(
         "truncate",
         description="A success ends the episode with bootstrapping, without it, or not at all.",
+    )
+    reward: Annotated[str, AfterValidator(known_reward)] = Field(
+        "own",
+        description="Reward per env step: own (as the simulator gives it), success (1 when the task is solved, else "
+        "0), difference (own minus that of the step before), or a function of yours, my_pkg.my_module:my_reward.",
     )
     stagger: bool = Field(
         False,
@@ -61,7 +78,8 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     control_mode: str = Field("pd_joint_delta_pos", description="How actions move the robot: a control mode it has.")
     reward_mode: Literal["normalized_dense", "dense", "sparse"] = Field(
-        "normalized_dense", description="Reward per env step, as the task defines it."
+        "normalized_dense",
+        description="The simulator's own reward: shaped, within 0 to 1 or not, or 1 for success.",
     )
     backend: Literal["auto", "cuda", "cpu_batched", "cpu"] = Field(
         "auto",

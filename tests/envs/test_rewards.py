@@ -1,0 +1,120 @@
+"""`env.reward`: what a step earns, whatever the simulator says."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from embodied.data import ActionSpec, EnvSpec, EpisodeSpec
+from embodied.envs import make_env
+from embodied.envs.base import StepResult, VectorEnv
+from embodied.envs.config import PointMassConfig
+from embodied.errors import ConfigError
+
+SAYS = [0.2, 0.5, 0.5, 1.0, 0.5]  # the simulator's rewards, step by step
+SOLVED = [False, False, True, False, True]
+
+
+def twice_the_action(env, actions, step):
+    return 2 * actions[:, 0] + step.rewards
+
+
+class Scripted(VectorEnv):
+    """Every row gets the same, as long as it moves."""
+
+    def __init__(self, has_success=True, **options):
+        config = PointMassConfig(**{"name": "pointmass", "on_success": "continue"} | options)
+        super().__init__(config, 2, EnvSpec(ActionSpec(1), state_dim=1, max_episode_steps=5, has_success=has_success))
+        self.at = np.zeros(2, int)
+
+    def _reset_rows(self, rows, episodes):
+        self.at[rows] = 0
+
+    def _step(self, actions, active):
+        at = np.minimum(self.at, 4)
+        self.at = self.at + active
+        success = np.array(SOLVED)[at] if self.env_spec.has_success else None
+        return StepResult(np.array(SAYS, np.float32)[at], np.zeros(2, bool), success)
+
+    def _observe(self):
+        return {"state": self.at[:, None].astype(np.float32)}
+
+    def _get_state(self):
+        return {"at": self.at}
+
+    def _set_state(self, state):
+        self.at = state["at"]
+
+
+def begin(env, *rows):
+    mask = np.isin(np.arange(2), rows or (0, 1))
+    env.reset(options={"reset_mask": mask, "episodes": [EpisodeSpec("reach", -1, 0, 0)] * 2})
+    return env
+
+
+def earned(env, steps=5, action=0.0):
+    return env.step_chunk(np.full((2, steps, 1), action, np.float32)).rewards
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ("own", SAYS),
+        ("success", [0, 0, 1, 0, 0]),  # once, though success comes and goes
+        ("difference", [0.2, 0.3, 0.0, 0.5, -0.5]),
+    ],
+)
+def test_what_a_step_earns(reward, expected):
+    env = begin(Scripted(reward=reward))
+    for _ in range(2):
+        np.testing.assert_allclose(earned(env), [expected, expected], atol=1e-7)
+        begin(env)  # nothing is remembered from one episode to the next
+
+
+@pytest.mark.parametrize("reward", ["success", "difference"])
+def test_chunks_rows_and_saved_states_change_nothing(reward):
+    whole = earned(begin(Scripted(reward=reward)))
+    env = begin(Scripted(reward=reward))
+    first = earned(env, 2)
+    state = env.get_state()
+    other = begin(Scripted(reward=reward))
+    other.set_state(state)
+    np.testing.assert_array_equal(np.hstack([first, earned(other, 3)]), whole)
+    begin(env, 1)  # row 0 goes on, row 1 begins anew
+    found = earned(env, 3)
+    np.testing.assert_array_equal(found, [whole[0, 2:], whole[1, :3]])
+
+
+def test_a_function_of_ones_own(monkeypatch):
+    module = types.ModuleType("my_rewards")
+    module.twice_the_action = twice_the_action
+    monkeypatch.setitem(sys.modules, "my_rewards", module)
+    env = begin(Scripted(reward="my_rewards:twice_the_action"))
+    np.testing.assert_allclose(earned(env, 2, action=0.25), [[0.7, 1.0]] * 2, atol=1e-7)
+    module.__file__ = "my_rewards.py"
+    with pytest.raises(ConfigError, match=r"my_rewards.*has no twice.*did you mean"):
+        Scripted(reward="my_rewards:twice_the_acton")
+    with pytest.raises(ConfigError, match=r"env.reward='nowhere.at_all:f': there is no module nowhere"):
+        Scripted(reward="nowhere.at_all:f")
+
+
+def test_success_must_be_known_to_be_rewarded():
+    with pytest.raises(ConfigError, match=r"this env does not tell of success; try env.reward=own"):
+        Scripted(has_success=False, reward="success")
+
+
+def test_a_reward_that_nobody_has_is_refused():
+    with pytest.raises(ValidationError, match=r"env.reward='sucess' is unknown .*did you mean 'success'"):
+        PointMassConfig(name="pointmass", reward="sucess")
+
+
+def test_a_sparse_return_is_the_success_of_the_episode():
+    config = PointMassConfig(name="pointmass", reward="success", max_episode_steps=50)
+    env = make_env(config, 64)
+    env.reset(options={"episodes": [EpisodeSpec("reach", -1, seed, seed) for seed in range(64)]})
+    result = env.step_chunk(np.random.default_rng(0).uniform(-1, 1, (64, 50, 2)).astype(np.float32))
+    returns = result.rewards.sum(axis=1)
+    assert 0 < returns.sum() < 64
+    np.testing.assert_array_equal(returns > 0, (result.success & result.mask).any(axis=1))
