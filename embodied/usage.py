@@ -23,20 +23,21 @@ WIDTH = 118
 
 def help_text(command: Command, schema: Section) -> str:
     first = next(iter(command.own), "recipe")
+    recipes = f"  {'recipe':<{INDENT}}{', '.join(recipe_names())}, or path/to/my.yaml"
     lines = [
         f"{command.purpose}",
         "",
         f"usage: python -m embodied.{command.name} {first}={'NAME' if first == 'recipe' else '...'} [key=value ...] "
         "[--cfg | --dry-run | --help]",
         "",
-        f"  {'recipe':<{INDENT}}{', '.join(recipe_names())}, or path/to/my.yaml",
+        *wrap(recipes, WIDTH, subsequent_indent=" " * (INDENT + 2), break_on_hyphens=False),
         *[f"  {key:<{INDENT}}{meaning}" for key, meaning in command.own.items()],
         f"  {'--cfg':<{INDENT}}print the resolved recipe and where each value comes from; it can be saved and loaded",
         f"  {'--dry-run':<{INDENT}}check everything and say what would run where, then stop",
         "",
         "Values are YAML: algo.lr=1e-4  policy.hidden='[64, 64]'  algo.target_kl=null",
         "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only one kind",
-        "of env or policy has is marked with that kind.",
+        "of env, policy or algorithm has is marked with that kind.",
     ]
     section = ""
     for key, field, only in leaves(schema):
