@@ -55,7 +55,7 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     config, nodes = chosen_cluster(config)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     try:
-        plan = make_plan(config.placement, cores, config.env.num_envs, config.pipeline.stages, nodes)
+        config, plan = placed(config, cores, nodes, learn)
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     if not learn:
@@ -65,6 +65,18 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     except ValueError as err:
         raise ConfigError(str(err)) from None
     return config, plan
+
+
+def placed(
+    config: RunConfig, cores: tuple[int, ...], nodes: dict[str, tuple[int, ...]], learn: bool
+) -> tuple[RunConfig, PlacementPlan]:
+    """The plan; placement=auto of a training run asks the profile that was measured here, if there is one."""
+    if config.placement == "auto" and learn:
+        from embodied.auto import plan_from_profile
+
+        if found := plan_from_profile(config, cores):
+            return found
+    return config, make_plan(config.placement, cores, config.env.num_envs, config.pipeline.stages, nodes)
 
 
 def chosen_cluster(config: RunConfig) -> tuple[RunConfig, dict[str, tuple[int, ...]]]:

@@ -1,0 +1,46 @@
+"""`placement=auto`: the fastest plan by the profile that was measured here, if there is one; else a stated rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from embodied.config import RunConfig
+from embodied.placement import PlacementError, PlacementPlan, make_plan
+from embodied.placement.deploy import as_placement
+from embodied.placement.layout import DeviceClass
+from embodied.placement.planner import Choice, Planner
+from embodied.placement.profile import read_profile
+from embodied.profiles import fitted_to, stored_profile
+
+
+def plan_from_profile(config: RunConfig, cores: tuple[int, ...]) -> tuple[RunConfig, PlacementPlan] | None:
+    """The config with the plan's stages, and the plan; None without a profile of this recipe on so many cores."""
+    path = stored_profile(config)
+    if path is None:
+        return None
+    profile = fitted_to(config, read_profile(path), path)
+    if profile.made.get("cores") != len(cores):
+        return None
+    asked = config.pipeline.stages
+    stages = (asked,) if asked > 1 else tuple(profile.made.get("stages", (1,)))
+    classes = [DeviceClass("cpu", "cpu", len(cores), float("inf"), 1, len(cores))]
+    planner = Planner(profile.workflow, profile, classes, stages)
+    best = planner.best()
+    if best is None:
+        raise PlacementError(f"no plan fits by {path}; delete it, or name a placement: placement=collocated")
+    placement = as_placement(planner.pricer, best.layout)
+    plan = make_plan(placement, cores, config.env.num_envs, best.layout.stages)
+    pipeline = config.pipeline.model_copy(update={"stages": best.layout.stages})
+    reason = why(best, profile.workflow.env_steps, path, profile.made.get("date"))
+    return config.model_copy(update={"pipeline": pipeline}), replace(plan, mode="auto", reason=reason)
+
+
+def why(best: Choice, env_steps: int, path: Path, date: str | None) -> str:
+    stages = f" with {best.layout.stages} stages" if best.layout.stages > 1 else ""
+    when = f"{datetime.fromisoformat(date):%d %b %Y}, " if date else ""
+    return (
+        f"{best.layout.mode}{stages}: the fastest by the profile measured here ({when}{path}), "
+        f"{env_steps / best.price.seconds:.0f} env steps/s expected"
+    )
