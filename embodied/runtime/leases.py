@@ -1,0 +1,190 @@
+"""Who may use which devices now, and whose memory lies there: one coordinator, a state machine without threads.
+
+A gang is granted all its devices at once or none, for a phase. Residency is apart from that: a worker keeps its memory
+after its turn, until somebody else's does not fit beside it; then idle residents are asked to give theirs back, the one
+that has been idle longest first. Gangs that share no device never wait for each other and nothing of theirs moves.
+
+Waiting gangs take over in the order of the workflow, producers before their consumers. Acting on what the coordinator
+asks for is the caller's business (`turns.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from embodied.errors import EmbodiedError
+
+GB = 1e9
+
+
+class LeaseError(EmbodiedError):
+    """What was asked for can never be; the text holds the arithmetic."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one worker needs for its work: devices, and bytes on each of them."""
+
+    worker: str
+    devices: tuple[str, ...]
+    num_bytes: float = 0.0
+    kept_bytes: float = 0.0  # stay when it has given the rest back
+    gives_back: bool = True
+
+
+@dataclass(frozen=True)
+class Action:
+    """To be carried out before the grant of `gang`: a worker's `onload` or `offload`."""
+
+    verb: str
+    worker: str
+    gang: str
+
+
+class Coordinator:
+    """`capacity` in bytes by device; `gangs` in the order of the workflow."""
+
+    def __init__(self, capacity: Mapping[str, float], gangs: Mapping[str, Sequence[Claim]]) -> None:
+        self.capacity = dict(capacity)
+        self.gangs = {name: tuple(claims) for name, claims in gangs.items()}
+        self.claims = {claim.worker: claim for claims in self.gangs.values() for claim in claims}
+        self.order = list(self.gangs)
+        self.resident: dict[str, int] = {}  # worker -> when it was last at work, counted in grants
+        self.holders: dict[str, str] = {}  # device -> gang
+        self.waiting: list[str] = []
+        self.switching: dict[str, set[tuple[str, str]]] = {}  # chosen gangs -> (verb, worker) not done yet
+        self.turn = 0
+        self._check()
+
+    def _check(self) -> None:
+        """Every gang fits when all others have given back what they can."""
+        if unknown := {d for claim in self.claims.values() for d in claim.devices} - set(self.capacity):
+            raise LeaseError(f"{', '.join(sorted(unknown))}: no such device; there are {', '.join(self.capacity)}")
+        for name, claims in self.gangs.items():
+            for device, limit in self.capacity.items():
+                mine = {c.worker: c.num_bytes for c in claims if device in c.devices}
+                others = {
+                    c.worker: c.kept_bytes if c.gives_back else c.num_bytes
+                    for c in self.claims.values()
+                    if device in c.devices and c.worker not in mine
+                }
+                if mine and sum(mine.values()) + sum(others.values()) > limit:
+                    parts = [f"{worker} {num / GB:.1f} GB" for worker, num in {**mine, **others}.items() if num]
+                    raise LeaseError(
+                        f"{name} does not fit on {device}: {' + '.join(parts)} are more than its {limit / GB:.1f} GB, "
+                        "even when all others have given back what they can; use more devices or smaller batches"
+                    )
+
+    # Asking and giving back
+
+    def acquire(self, gang: str) -> list[Action]:
+        """Ask for a gang's devices. -> what has to happen first, for this gang or for others that can go on now."""
+        if gang in self.waiting or gang in self.switching or gang in self.holders.values():
+            raise LeaseError(f"{gang} asks for devices that it has or waits for already")
+        self.waiting.append(gang)
+        return self._go_on()
+
+    def release(self, gang: str) -> list[Action]:
+        """A phase is over. Memory stays where it is."""
+        if gang not in self.holders.values():
+            raise LeaseError(f"{gang} gives back devices that it does not hold")
+        self.holders = {device: holder for device, holder in self.holders.items() if holder != gang}
+        return self._go_on()
+
+    def granted(self, gang: str) -> bool:
+        return gang not in self.waiting and gang not in self.switching and gang in self.holders.values()
+
+    def done(self, action: Action) -> list[Action]:
+        """An action was carried out."""
+        self._moved(action.verb, action.worker)
+        return self._after(action.gang, (action.verb, action.worker))
+
+    def died(self, worker: str) -> list[Action]:
+        """A worker's process is gone: its memory is free, and its gang's devices are if it was at work."""
+        self.resident.pop(worker, None)
+        mine = {gang for gang, claims in self.gangs.items() if any(claim.worker == worker for claim in claims)}
+        self.holders = {device: holder for device, holder in self.holders.items() if holder not in mine}
+        self.waiting = [gang for gang in self.waiting if gang not in mine]
+        for gang in mine:
+            self.switching.pop(gang, None)
+        found = []
+        for gang in list(self.switching):
+            found += self._after(gang, ("offload", worker))
+        return found + self._go_on()
+
+    # Memory
+
+    def used_bytes(self, device: str) -> float:
+        claims = [claim for claim in self.claims.values() if device in claim.devices]
+        return sum(c.num_bytes if c.worker in self.resident else c.kept_bytes for c in claims if self._was_there(c))
+
+    def _was_there(self, claim: Claim) -> bool:
+        return claim.worker in self.resident or self.turn > 0
+
+    def _go_on(self) -> list[Action]:
+        """Choose who of those that wait can have their devices now."""
+        actions: list[Action] = []
+        kept: set[str] = set()  # devices that somebody earlier in the workflow waits for
+        for gang in sorted(self.waiting, key=self.order.index):
+            devices = {device for claim in self.gangs[gang] for device in claim.devices}
+            if devices & (set(self.holders) | kept):
+                kept |= devices
+                continue
+            self.waiting.remove(gang)
+            self.holders |= dict.fromkeys(devices, gang)
+            actions += self._switch(gang)
+        return actions
+
+    def _switch(self, gang: str) -> list[Action]:
+        """What has to move before this gang is at work: others out first, then its own in."""
+        self.turn += 1
+        mine = {claim.worker for claim in self.gangs[gang]}
+        out = [Action("offload", worker, gang) for worker in self._leaving(gang, mine)]
+        absent = [claim.worker for claim in self.gangs[gang] if claim.worker not in self.resident]
+        for worker in mine & set(self.resident):
+            self.resident[worker] = self.turn
+        self.switching[gang] = {(action.verb, action.worker) for action in out}
+        self.switching[gang] |= {("onload", worker) for worker in absent}
+        if not self.switching[gang]:
+            del self.switching[gang]
+            return []
+        return out or self._onloads(gang)
+
+    def _leaving(self, gang: str, mine: set[str]) -> list[str]:
+        """Idle residents that have to go, longest idle first."""
+        out: list[str] = []
+        for device, limit in self.capacity.items():
+            needed = sum(c.num_bytes for c in self.gangs[gang] if device in c.devices)
+            if not needed:
+                continue
+            others = [c for c in self.claims.values() if device in c.devices and c.worker not in mine]
+            idle = [c for c in others if c.worker in self.resident and c.gives_back]
+            used = needed + sum(
+                c.num_bytes if c.worker in self.resident and c.worker not in out else c.kept_bytes for c in others
+            )
+            for claim in sorted(idle, key=lambda c: self.resident[c.worker]):
+                if used > limit and claim.worker not in out:
+                    out.append(claim.worker)
+                    used -= claim.num_bytes - claim.kept_bytes
+        return out
+
+    def _onloads(self, gang: str) -> list[Action]:
+        return [Action("onload", worker, gang) for verb, worker in sorted(self.switching[gang]) if verb == "onload"]
+
+    def _after(self, gang: str, what: tuple[str, str]) -> list[Action]:
+        left = self.switching.get(gang)
+        if left is None or what not in left:
+            return []
+        left.remove(what)
+        if not left:
+            del self.switching[gang]
+            return []
+        room_was_made = what[0] == "offload" and all(verb == "onload" for verb, _ in left)
+        return self._onloads(gang) if room_was_made else []
+
+    def _moved(self, verb: str, worker: str) -> None:
+        if verb == "onload":
+            self.resident[worker] = self.turn
+        else:
+            self.resident.pop(worker, None)

@@ -1,0 +1,43 @@
+"""Takes turns on devices that workers share: carries out what the coordinator asks for, around a phase.
+
+turns = Turns(coordinator, {"policy": policies, "learner": learners})
+with turns.phase("update"): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from embodied.runtime.group import WorkerGroup
+from embodied.runtime.leases import Action, Coordinator, LeaseError
+from embodied.runtime.timers import Timers
+
+
+class Turns:
+    def __init__(self, coordinator: Coordinator, groups: Mapping[str, WorkerGroup], timers: Timers) -> None:
+        self.coordinator = coordinator
+        self.workers = {name: group[i] for group in groups.values() for i, name in enumerate(group.workers)}
+        self.timers = timers
+        self.moves: list[Action] = []  # all that were carried out
+
+    @contextmanager
+    def phase(self, gang: str) -> Iterator[None]:
+        """The gang's devices are its own inside; others' memory leaves only if there is no room for both."""
+        with self.timers.measure("switch"):
+            self._carry_out(self.coordinator.acquire(gang))
+        if not self.coordinator.granted(gang):
+            raise LeaseError(f"{gang} needs devices that others hold: phases that share devices cannot be nested")
+        try:
+            yield
+        finally:
+            self._carry_out(self.coordinator.release(gang))
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        """All actions of a step at once; what they make possible next."""
+        while actions:
+            calls = [getattr(self.workers[action.worker], action.verb)() for action in actions]
+            for call in calls:
+                call.wait()
+            self.moves += actions
+            actions = [further for action in actions for further in self.coordinator.done(action)]
