@@ -101,12 +101,11 @@ def sensitivity() -> list[dict]:
         changes = [("as it is", 1.0), *product(("sim", "policy", "learner", "bytes", "swap"), (0.7, 1.3))]
         for gpus, (what, factor) in product(CLUSTERS, changes):
             found = winners(scaled(profile, what, factor), gpus)
-            first, second = list(found)[:2]
+            first = next(iter(found), "nothing fits: no mode")
             ahead = {mode: seconds / found[first] - 1 for mode, seconds in found.items()}
             rows.append({"profile": name, "gpus": gpus, "changed": what, "factor": factor, "seconds": found})
             told = ", ".join(f"{ahead[mode]:.0%} ahead of {mode}" for mode in list(found)[1:])
             print(f"{name:<30}{gpus:>4} GPUs  {what:>9} x {factor:<4}{first:>12} wins: {told}", flush=True)
-            assert ahead[second] >= 0
     return rows
 
 

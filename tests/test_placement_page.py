@@ -1,0 +1,50 @@
+"""Commands of docs/placement.md do what the page says, and its placements can be read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from embodied import benchmark, plan, profiling
+from embodied.benchmark import MODES
+from embodied.placement import make_plan
+from embodied.placement.topology import read_topology
+
+PAGE = (Path(__file__).parents[1] / "docs/placement.md").read_text()
+COMMANDS = re.findall(r"^python -m embodied\.(\w+) (.*)", PAGE, re.M)
+PUBLISHED = [arguments for command, arguments in COMMANDS if command == "plan" and "recipe=" not in arguments]
+
+
+@pytest.mark.parametrize("arguments", PUBLISHED)
+def test_published_workloads_are_planned_as_shown(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert plan.main(arguments.split()) == 0
+    assert " wins\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_profile_plan_and_benchmark_follow_each_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16"]
+    mains = {"profiling": profiling.main, "plan": plan.main, "benchmark": benchmark.main}
+    for command, arguments in COMMANDS:
+        if "recipe=" in arguments:
+            short = {"seconds": "seconds=20", "rounds": "rounds=2"}
+            words = [short.get(word.partition("=")[0], word) for word in arguments.split()]
+            assert mains[command]([*words, *small]) == 0, capsys.readouterr().err
+    assert list(tmp_path.glob("runs/profiles/*.json"))
+    assert list(tmp_path.glob("runs/bench/*/bench.html"))
+
+
+def test_the_cluster_file_can_be_read(tmp_path):
+    (tmp_path / "lab.yaml").write_text(re.search(r"```yaml\n(.*?)```", PAGE, re.S)[1])
+    assert [node.name for node in read_topology(str(tmp_path / "lab.yaml")).nodes] == ["big-0", "big-1", "desk"]
+
+
+def test_the_map_can_be_planned_and_the_modes_are_all_there_are():
+    import yaml
+
+    placement = yaml.safe_load(re.search(r"`placement='(.*?)'`", PAGE)[1])
+    assert make_plan(placement, (0, 1), 8).count("sim") == 2
+    named = re.findall(r"^\| `(\w+)` \|", PAGE, re.M)
+    assert set(named) == {*MODES, "auto"}
