@@ -14,6 +14,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from embodied.config import RunConfig
+from embodied.datasets.layout import check_pyarrow
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
@@ -51,6 +52,8 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
     kind.check(config.env)
     config = config.model_copy(update={"env": kind.resolve(config.env)})
+    if config.eval.dataset:
+        check_pyarrow()
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     config, nodes = chosen_cluster(config)
     cores = tuple(sorted(os.sched_getaffinity(0)))

@@ -69,7 +69,18 @@ class EvalSection(Strict):
     protocol: str | None = Field(
         None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
     )
-    videos: int = Field(4, ge=0, description="How many of the first episodes are filmed, if there are so many.")
+    videos: int = Field(4, ge=0, description="How many of the first episodes are filmed; 0: nothing is filmed.")
+    failure_videos: int = Field(
+        4,
+        ge=0,
+        description="Failures on film, at most; those not among the first are played once more for the camera.",
+    )
+    overlay: bool = Field(
+        False, description="Write instruction, step, reward, return, value and success below the frames."
+    )
+    cameras: bool = Field(False, description="Show beside the scene what the policy's cameras see.")
+    mosaic: bool = Field(False, description="Join all films into one, mosaic.mp4, framed by outcome.")
+    dataset: bool = Field(False, description="Write the episodes as a dataset in LeRobot's layout (needs pyarrow).")
     temperature: float = Field(
         0.0,
         ge=0,

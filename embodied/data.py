@@ -7,6 +7,7 @@ are numpy between processes; float arrays keep the run's dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -219,6 +220,18 @@ class Note:
     source: str
     begun: tuple[int, ...] = ()  # indices of the episodes that begin now
     finished: tuple[EpisodeResult, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is kept of the episodes of an evaluation besides their outcomes."""
+
+    film: frozenset[int] = frozenset()  # indices of the episodes that are filmed
+    videos: Path | None = None  # the folder of their videos
+    failures_only: bool = False  # whether other films are thrown away
+    overlay: bool = False  # instruction, step, reward, value and success in every frame
+    cameras: bool = False  # what the policy's cameras see, beside the scene
+    drafts: Path | None = None  # the folder in which every episode is recorded for a dataset
 
 
 @dataclass(frozen=True)

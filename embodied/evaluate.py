@@ -20,6 +20,7 @@ from embodied.envs.protocols import choose_protocol
 from embodied.errors import ConfigError
 from embodied.placement import PlacementPlan
 from embodied.reporting.console import describe_results, describe_tasks
+from embodied.reporting.mosaic import write_mosaic
 from embodied.reporting.paired import describe_comparison, write_comparison
 from embodied.reporting.report import report_or_say_why
 from embodied.reporting.results import write_results
@@ -122,13 +123,15 @@ def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult
             )
             check_fits(target, config.env, loop.start())
             loop.adopt(target.weights)
-            episodes += loop.evaluate(out / "videos")
+            episodes += loop.evaluate(out, out / "dataset" / (config.env.task if len(parts) > 1 else ""))
             loops.append(loop)
     results = write_evaluation(out, loops, episodes, target.described())
     print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}")
     print(f"  results     {out / 'results.json'}")
     print(f"  report      {out / 'report.html'}")
-    for video in sorted((out / "videos").glob("*.mp4"))[:3]:
+    if (out / "dataset").is_dir():
+        print(f"  dataset     {out / 'dataset'}")
+    for video in sorted((out / "videos").glob("*.mp4"), reverse=True)[:3]:
         print(f"  video       {video}")
     return episodes
 
@@ -145,6 +148,8 @@ def write_evaluation(
         "provenance": provenance(),
     }
     write_results(out, results, episodes)
+    if loops[0].config.eval.mosaic:
+        write_mosaic(out / "videos")
     report_or_say_why(out)
     return results
 
@@ -174,7 +179,7 @@ def evaluate_run(loop: EmbodiedLoop, out: Path, checkpoint: Path) -> dict[str, A
         "folder": str(weights.parent) if saved else None,
         "sha256": digest(weights) if saved else None,
     }
-    return write_evaluation(out, [loop], loop.evaluate(out / "videos"), policy)
+    return write_evaluation(out, [loop], loop.evaluate(out), policy)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ class VectorEnv(GymnasiumVectorEnv):
         self._elapsed = np.zeros(num_envs, np.int64)
         self._success = np.zeros(num_envs, bool)
         self._reward = Reward(config.reward, num_envs, env_spec.has_success, import_class)
+        self._rewards = np.zeros(num_envs, self.dtype)
 
     # What a plug-in implements. Arrays it returns are its own no longer: it never writes to them again.
 
@@ -180,6 +181,7 @@ class VectorEnv(GymnasiumVectorEnv):
             self._pictures.stale |= moved
             if success is not None:
                 success[:, c] = self._success
+            self._rewards = rewards[:, c]
             if on_frame is not None:
                 on_frame(moved)
             if done.any() and c + 1 < shape[1] and self._live.any():
@@ -196,6 +198,14 @@ class VectorEnv(GymnasiumVectorEnv):
 
     def render(self) -> tuple[np.ndarray, ...]:
         return tuple(self.render_rows(np.arange(self.num_envs)))
+
+    def observe(self) -> Observation:
+        """What all rows see now, inside a chunk too: for records, not for policies."""
+        return self._observation()
+
+    def last_step(self) -> tuple[np.ndarray, np.ndarray]:
+        """Reward and success of the rows that took the latest env step: [N] and bool [N]."""
+        return self._rewards, self._success
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Everything that later steps depend on, one array row per env; empty where the simulator cannot be saved."""

@@ -7,13 +7,13 @@ policy. Which episodes are played, and what happens in each, does not depend on 
 from __future__ import annotations
 
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 
 from embodied.arrays import take_rows
-from embodied.data import EpisodeResult, EpisodeSpec, Note
+from embodied.data import EpisodeResult, EpisodeSpec, Note, Recording
 from embodied.envs.base import VectorEnv
+from embodied.envs.drafts import Drafts
 from embodied.envs.film import Films
 from embodied.envs.line import Line
 from embodied.envs.rows import Rows
@@ -24,8 +24,7 @@ def play_episodes(
     env: VectorEnv,
     episodes: list[EpisodeSpec],
     line: Line,
-    film: frozenset[int],
-    folder: Path | None,
+    recording: Recording,
     notes: Channel,
     alone: frozenset[int],
     timers: Timers,
@@ -52,25 +51,35 @@ def play_episodes(
             obs, info = env.reset(options={"reset_mask": mask, "episodes": by_row})
         rows.begin(free, specs, info.get("success"))
         playing[free] = True
-        films.begin(free, specs)
+        films.begin(free, specs, obs.get("instruction"))
+        drafts.begin(free, specs, obs.get("instruction"))
         return obs
 
-    with Films(env, rows, film, folder) as films:
+    def on_frame(moved: np.ndarray) -> None:
+        films.on_frame(moved)
+        drafts.on_frame(moved)
+
+    with Films(env, rows, recording) as films, Drafts(env, recording.drafts) as drafts:
         obs = refill(np.arange(env.num_envs))
         while playing.any():
             at = np.flatnonzero(playing)
             line.ask(obs=take_rows(obs, at), episodes=rows.episode[at], decisions=rows.decision[at])
             with timers.measure("wait"):
-                actions = spread(line.answer().output.actions, at, env.num_envs)
+                reply = line.answer()
+            actions = spread(reply.output.actions, at, env.num_envs)
+            films.decided(at, reply.values)
+            drafts.decided(obs, actions)
             with timers.measure("step"):
-                result = env.step_chunk(actions, on_frame=films.on_frame)
+                result = env.step_chunk(actions, on_frame=on_frame)
             rows.record(result)
+            drafts.record(result)
             obs = result.obs
             done = np.flatnonzero(result.done & playing)
             if len(done):
                 outcomes = rows.results(done)
                 results += outcomes
                 films.finish(done, outcomes)
+                drafts.finish(done, outcomes)
                 notes.put(Note(line.source, finished=tuple(outcomes)))
                 playing[done] = False
                 fresh = refill(np.flatnonzero(~playing) if waiting and waiting[0].index in alone else done)

@@ -5,12 +5,11 @@ flat.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.data import EpisodeResult, EpisodeSpec
+from embodied.data import EpisodeResult, EpisodeSpec, Recording
 from embodied.envs.base import VectorEnv
 from embodied.envs.rows import Rows
 
@@ -19,15 +18,16 @@ if TYPE_CHECKING:
 
 
 class Films:
-    """Open recordings by env row; episodes whose index is in `film` are recorded from reset to end."""
+    """Open recordings by env row; episodes whose index is in `recording.film` are recorded from reset to end."""
 
-    def __init__(self, env: VectorEnv, rows: Rows, film: frozenset[int], folder: Path | None) -> None:
-        self.env, self.rows, self.folder = env, rows, folder
-        problem = env.film_problem() if film else ""
-        self.film = frozenset() if problem else film
+    def __init__(self, env: VectorEnv, rows: Rows, recording: Recording) -> None:
+        self.env, self.rows, self.recording = env, rows, recording
+        problem = env.film_problem() if recording.film else ""
+        self.film = frozenset() if problem else recording.film
         if problem:
             print(f"no videos: {problem}", file=sys.stderr)
         self.open: dict[int, VideoWriter] = {}
+        self.told: dict[int, Told] = {}
 
     def __enter__(self) -> Films:
         return self
@@ -36,28 +36,73 @@ class Films:
         for writer in self.open.values():
             writer.discard()
 
-    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec]) -> None:
-        wanted = [(row, spec) for row, spec in zip(rows, specs, strict=True) if spec.index in self.film]
+    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: list[str] | None) -> None:
+        wanted = [(int(row), spec) for row, spec in zip(rows, specs, strict=True) if spec.index in self.film]
         if wanted:
             from embodied.reporting.videos import VideoWriter
-        for row, _ in wanted:
-            self.open[int(row)] = VideoWriter(self.folder, fps=self.env.env_spec.control_hz)
-        self._shoot([int(row) for row, _ in wanted])
+        for row, spec in wanted:
+            self.open[row] = VideoWriter(self.recording.videos, fps=self.env.env_spec.control_hz)
+            self.told[row] = Told(instructions[row] if instructions else spec.task)
+        self._shoot([row for row, _ in wanted])
+
+    def decided(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """The policy has answered for these rows."""
+        for row, value in zip(rows, values, strict=True):
+            if int(row) in self.told:
+                self.told[int(row)].value = float(value)
 
     def on_frame(self, active: np.ndarray) -> None:
         """Called by the env after each env step with the rows that took it."""
-        self._shoot([row for row in self.open if active[row]])
+        rewards, success = self.env.last_step()
+        rows = [row for row in self.open if active[row]]
+        for row in rows:
+            self.told[row].stepped(float(rewards[row]), bool(success[row]))
+        self._shoot(rows)
 
     def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
         for row, outcome in zip(rows, outcomes, strict=True):
             writer = self.open.pop(int(row), None)
-            if writer:
+            if not writer:
+                continue
+            if self.recording.failures_only and outcome.success_once is not False:
+                writer.discard()
+            else:
                 writer.finish(video_name(outcome))
 
     def _shoot(self, rows: list[int]) -> None:
-        if rows:
-            for row, frame in zip(rows, self.env.render_rows(np.array(rows)), strict=True):
-                self.open[row].add(frame)
+        """A frame of each of these rows, with what else is to be seen in it."""
+        if not rows:
+            return
+        from embodied.reporting.frames import beside, captioned
+
+        frames = self.env.render_rows(np.array(rows))
+        images = self.env.observe().get("images", {}) if self.recording.cameras else {}
+        for row, frame in zip(rows, frames, strict=True):
+            if images:
+                frame = beside(frame, [camera[row] for camera in images.values()])
+            if self.recording.overlay:
+                frame = captioned(frame, self.told[row].lines())
+            self.open[row].add(frame)
+
+
+class Told:
+    """What the caption of a frame says of an episode."""
+
+    def __init__(self, instruction: str) -> None:
+        self.instruction = instruction
+        self.step, self.reward, self.total = 0, 0.0, 0.0
+        self.value: float | None = None
+        self.success = False
+
+    def stepped(self, reward: float, success: bool) -> None:
+        self.step += 1
+        self.reward, self.success = reward, success
+        self.total += reward
+
+    def lines(self) -> list[str]:
+        value = "" if self.value is None else f"  value {self.value:.2f}"
+        numbers = f"step {self.step}  reward {self.reward:.2f}  return {self.total:.2f}{value}"
+        return [self.instruction, numbers + ("  SUCCESS" if self.success else "")]
 
 
 def video_name(outcome: EpisodeResult) -> str:

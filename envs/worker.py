@@ -6,11 +6,9 @@ next episode of the driver's list; the arrays it records go to the learner ranks
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
-from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, PlayedEpisodes, RolloutStats, Route
+from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, PlayedEpisodes, Recording, RolloutStats, Route
 from embodied.envs import make_env
 from embodied.envs.evaluation import play_episodes
 from embodied.envs.line import Line
@@ -136,16 +134,15 @@ class SimWorker(Worker):
         self,
         episodes: list[EpisodeSpec],
         route: Route,
-        film: frozenset[int],
-        folder: Path | None,
+        recording: Recording,
         notes: Channel,
         alone: frozenset[int],
     ) -> list[EpisodeResult]:
-        """Play these episodes to the end in separate envs, filming some of them and playing some with no other beside
-        them. `notes` hears of every beginning and end."""
+        """Play these episodes to the end in separate envs, some of them with no other beside them. `notes` hears of
+        every beginning and end."""
         self.eval_spec()
         line = Line(route.sources[0], route.requests[0], route.replies[0])
-        return play_episodes(self.eval_env, episodes, line, film, folder, notes, alone, self.timers)
+        return play_episodes(self.eval_env, episodes, line, recording, notes, alone, self.timers)
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing

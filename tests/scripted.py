@@ -13,13 +13,17 @@ STEPS = 6
 
 
 class Switch(VectorEnv):
-    """`kwargs`: `at_reset`, every episode begins as a success; `fail_seed`, the simulator of this episode breaks."""
+    """`kwargs`: `at_reset`, every episode begins as a success; `images`, there is a camera that counts steps too."""
+
+    rendered = 0  # frames drawn for videos, since the last one of these was made
 
     def __init__(self, config, num_envs: int) -> None:
-        spec = EnvSpec(ActionSpec(1), state_dim=2, max_episode_steps=STEPS, has_success=True, control_hz=10.0)
+        images = {"eye": (16, 16, 3)} if config.kwargs.get("images") else {}
+        spec = EnvSpec(ActionSpec(1), 2, images, max_episode_steps=STEPS, has_success=True, control_hz=10.0)
         super().__init__(config, num_envs, spec)
         self.seen = np.zeros((num_envs, 2), np.float32)
         self.stepped: list[list[int]] = []
+        Switch.rendered = 0
 
     def _reset_rows(self, rows, episodes):
         self.seen[rows] = [[0, episode.seed % 1000] for episode in episodes]
@@ -33,8 +37,15 @@ class Switch(VectorEnv):
     def _observe(self):
         return {"state": self.seen.copy()}
 
+    def _paint(self, rows):
+        return {"eye": self.grey(rows, 16)}
+
     def render_rows(self, rows):
-        frames = np.zeros((len(rows), 32, 32, 3), np.uint8)
+        Switch.rendered += len(rows)
+        return self.grey(rows, 32)
+
+    def grey(self, rows, size):
+        frames = np.zeros((len(rows), size, size, 3), np.uint8)
         frames[:] = (self.seen[rows, 0] * 30).astype(np.uint8)[:, None, None, None]
         return frames
 
@@ -76,3 +87,10 @@ class SucceedsThenDrops(Scripted):
 class SucceedsOnEvenSeeds(Scripted):
     def succeeds(self, steps, seeds):
         return seeds % 2 == 0
+
+
+class DecidesThreeSteps(SucceedsOnEvenSeeds):
+    def act(self, obs, noise, temperature=1.0):
+        one = super().act(obs, noise, temperature)
+        actions = one.actions * np.array([1.0, 0.5, 3.0], np.float32)[:, None]
+        return PolicyOutput(actions, np.zeros_like(actions), one.values)

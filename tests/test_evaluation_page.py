@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from embodied.config import EvalSection
 from embodied.envs import env_class
 from embodied.envs.config import GymConfig, ManiSkillConfig, PointMassConfig
 from embodied.reporting.results import COLUMNS
@@ -38,6 +40,8 @@ def folder(tmp_path_factory):
 def test_a_documented_command_runs(folder, command):
     if "maniskill" in command and importlib.util.find_spec("mani_skill") is None:
         pytest.skip("needs ManiSkill")
+    if "eval.dataset" in command:
+        pytest.importorskip("pyarrow")
     (name,) = (path.name for path in (folder / "runs").glob("pointmass_ppo-*"))
     words = command.replace("pointmass_ppo-DATE", name).split()[2:]
     short = [key for key in ("eval.episodes=4", "eval.videos=1") if key.split("=")[0] not in command]
@@ -54,3 +58,18 @@ def test_the_table_of_protocols_is_complete():
 def test_the_columns_are_those_of_the_file():
     listed = re.search(r"has the columns `([^`]*)`", PAGE)[1]
     assert tuple(listed.replace("\n", " ").split(", ")) == COLUMNS
+
+
+def test_the_python_examples_on_datasets_run(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    read, write = (code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "datasets" in code)
+    exec(write, {"image": np.zeros((64, 64, 3), np.uint8)})
+    exec(read.replace('"dataset"', '"mine"'), {})
+
+
+def test_the_keys_on_videos_are_those_there_are():
+    defaults = {"eval.videos": 4, "eval.failure_videos": 4}
+    for key, value in re.findall(r"^\| `(eval\.\w+)=(\w+)` \|", PAGE, re.M):
+        default = EvalSection().model_dump()[key.removeprefix("eval.")]
+        assert default == defaults.get(key, False) and value == str(defaults.get(key, "true"))

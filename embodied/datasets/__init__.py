@@ -4,8 +4,8 @@
 (`pip install 'embodied-loop[datasets]'`) and no torch.
 """
 
-from embodied.datasets.draft import Draft
-from embodied.datasets.layout import Features, features_of, frame_of
+from embodied.datasets.draft import Draft, draft_name
+from embodied.datasets.layout import Features, features_of, fps_of, frame_of
 from embodied.datasets.reader import Dataset, RecordedEpisode, read_dataset
 from embodied.datasets.writer import DatasetWriter
 
@@ -15,7 +15,9 @@ __all__ = [
     "Draft",
     "Features",
     "RecordedEpisode",
+    "draft_name",
     "features_of",
+    "fps_of",
     "frame_of",
     "read_dataset",
 ]

@@ -81,6 +81,11 @@ class Draft:
         self.discard()
 
 
+def draft_name(index: int) -> str:
+    """The folder of an episode of an evaluation."""
+    return f"episode-{index:06d}"
+
+
 def as_described(name: str, value: object, feature: dict) -> np.ndarray:
     """A frame's value as its feature describes it."""
     if feature["dtype"] == "video":

@@ -53,6 +53,11 @@ def features_of(spec: EnvSpec) -> Features:
     return features
 
 
+def fps_of(spec: EnvSpec) -> int:
+    """Frames per second, of which these datasets have a whole number."""
+    return max(1, round(spec.control_hz))
+
+
 def frame_of(
     obs: Observation, row: int, action: np.ndarray, reward: float, done: bool, success: bool | None = None
 ) -> Frame:

@@ -7,12 +7,13 @@ is the plan's business, and what happens when one dies is told in `crew.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, Route
+from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, Recording, Route
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.episodes import EpisodeList
@@ -22,6 +23,7 @@ from embodied.workflows.crew import Crew
 from embodied.workflows.delivery import Delivery, Weights
 from embodied.workflows.evaluation import play_fixed
 from embodied.workflows.groups import Groups
+from embodied.workflows.keeping import first_recording, to_film_again, write_dataset
 from embodied.workflows.slices import Slices
 
 if TYPE_CHECKING:
@@ -124,16 +126,27 @@ class EmbodiedLoop:
         """Act with weights that come from a checkpoint instead of a learner; None: the policy needs none."""
         self.crew.settle(*self.delivery.adopt(weights or Weights(0, {})))
 
-    def evaluate(self, folder: Path) -> list[EpisodeResult]:
-        """Play the fixed evaluation episodes with the current version; results in episode order."""
-        film = frozenset(range(self.config.eval.videos))
-
-        def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
-            return self.sims[sim].evaluate(share, route, film, folder, self.notes, alone)
-
+    def evaluate(self, out: Path, dataset: Path | None = None) -> list[EpisodeResult]:
+        """Play the fixed evaluation episodes with the current version; results in episode order. Films go into
+        `out/videos`, the dataset to its path (None: `out/dataset`)."""
+        options = self.config.eval
+        recording = first_recording(options, out)
         with self.timers.measure("evaluate"):
             self.eval_spec = self.crew.ask(self.sims.eval_spec)[0]
-            return play_fixed(self.crew, self.eval_episodes, begin, self.notes, self.config.eval.temperature)
+            results = self._play(self.eval_episodes, recording)
+            again = to_film_again(options, self.eval_episodes, results)
+            if again and any((out / "videos").glob("*.mp4")):  # else they cannot be filmed here
+                film = frozenset(spec.index for spec in again)
+                self._play(again, replace(recording, film=film, failures_only=True, drafts=None))
+        if options.dataset:
+            write_dataset(out, dataset or out / "dataset", self.eval_spec, results)
+        return results
+
+    def _play(self, episodes: list[EpisodeSpec], recording: Recording) -> list[EpisodeResult]:
+        def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
+            return self.sims[sim].evaluate(share, route, recording, self.notes, alone)
+
+        return play_fixed(self.crew, episodes, begin, self.notes, self.config.eval.temperature)
 
     def save_sims(self) -> dict[str, np.ndarray]:
         """What has been begun and not yet learned from, as arrays."""

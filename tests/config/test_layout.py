@@ -62,11 +62,14 @@ SHARED = (
 )
 
 
+RECORDING = ("embodied.datasets", "embodied.reporting.frames", "embodied.reporting.videos")
+
+
 @pytest.mark.parametrize(
     ("folder", "may_import"),
     [
         ("placement", ("embodied.placement",)),
-        ("envs", ("embodied.envs", "embodied.vulkan", "embodied.reporting.videos", *SHARED)),
+        ("envs", ("embodied.envs", "embodied.vulkan", *RECORDING, *SHARED)),
         ("policies", ("embodied.policies", *SHARED)),
         ("embodied/algorithms", ("embodied.algorithms", "embodied.data", "embodied.rng", "embodied.config_base")),
         ("embodied/runtime", ("embodied.runtime", "embodied.errors", "embodied.config_base")),

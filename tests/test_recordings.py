@@ -1,0 +1,129 @@
+"""What an evaluation keeps besides its numbers: films of the first episodes and of failures, and a dataset."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+
+from embodied import evaluate
+from embodied.reporting.frames import beside, captioned
+from embodied.reporting.results import read_results
+
+INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
+SWITCH = [*INLINE, "env.name=scripted:Switch", "env.on_success=continue", "env.num_envs=4", "run.dir=runs"]
+EVEN = ["checkpoint=scripted:SucceedsOnEvenSeeds", *SWITCH, "eval.episodes=14"]
+KEPT = [*SWITCH, "eval.episodes=5", "eval.dataset=true", "eval.videos=0"]
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch, tmp_path):
+    """`scripted:Switch` and its policies can be named; results go to a folder of the test's own."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("scripted", None)
+
+
+def run(*arguments):
+    """The folder of the results, and the episodes."""
+    before = set(Path("runs").glob("*"))
+    assert evaluate.main(list(arguments)) == 0
+    (folder,) = set(Path("runs").glob("*")) - before
+    return folder, read_results(folder)[1]
+
+
+def films(folder):
+    return sorted(path.name for path in (folder / "videos").glob("*"))
+
+
+def frames_of(path, height, width):
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24"]
+    done = subprocess.run([*command, "-"], capture_output=True, check=True)
+    return np.frombuffer(done.stdout, np.uint8).reshape(-1, height, width, 3)
+
+
+def test_the_first_episodes_are_filmed_and_failures_up_to_a_number():
+    folder, episodes = run(*EVEN, "eval.videos=2", "eval.failure_videos=3")
+    failed = [one.index for one in episodes if not one.success_once]
+    assert len(failed) > 4 and failed != list(range(len(failed)))
+    wanted = sorted({0, 1, *failed[:3]})
+    names = {one.index: f"{'success' if one.success_once else 'failure'}_switch_seed{one.seed}" for one in episodes}
+    task = episodes[0].task
+    assert films(folder) == [f"episode-{i:03d}_{names[i].replace('switch', task)}.mp4" for i in wanted]
+    from scripted import STEPS, Switch
+
+    assert Switch.rendered == len(wanted) * (STEPS + 1)
+
+
+def test_failures_on_film_already_count_and_nothing_is_filmed_where_no_videos_are_wanted():
+    fails = ["checkpoint=scripted:Fails", *SWITCH, "eval.episodes=6"]
+    assert len(films(run(*fails, "eval.videos=3", "eval.failure_videos=2")[0])) == 3
+    assert films(run(*fails, "eval.videos=0", "eval.failure_videos=2")[0]) == []
+
+
+def test_films_of_failures_change_no_result():
+    plain, _ = run(*EVEN, "eval.videos=0")
+    filmed, _ = run(*EVEN, "eval.videos=1", "eval.failure_videos=9", "eval.overlay=true", "eval.dataset=false")
+    assert (plain / "episodes.csv").read_bytes() == (filmed / "episodes.csv").read_bytes()
+
+
+def test_cameras_stand_beside_the_scene_and_the_caption_below():
+    wide, low = 64, 32 + 2 * 12 + 6
+    folder, _ = run(*EVEN, "eval.videos=1", "eval.failure_videos=0", "env.kwargs={images: true}", "eval.cameras=true")
+    (film,) = films(folder)
+    shown = frames_of(folder / "videos" / film, 32, wide)
+    assert len(shown) == 7
+    for step, frame in enumerate(shown):
+        assert np.abs(frame[8, [8, 56]].astype(int) - 30 * step).max() <= 3
+    folder, _ = run(*EVEN, "eval.videos=1", "eval.failure_videos=0", "eval.overlay=true")
+    (film,) = films(folder)
+    assert frames_of(folder / "videos" / film, low, 32).shape[0] == 7
+
+
+def test_a_mosaic_shows_all_films_framed_by_outcome():
+    folder, episodes = run(*EVEN, "eval.videos=3", "eval.failure_videos=0", "eval.mosaic=true")
+    shown = frames_of(folder / "videos/mosaic.mp4", 320, 320)
+    assert len(shown) == 7
+    for at, one in enumerate(episodes[:3]):
+        red, green, _ = shown[0][at // 2 * 160 + 2, at % 2 * 160 + 80].astype(int)
+        assert (green > red) == one.success_once
+
+
+def test_captions_are_cut_where_the_picture_ends():
+    frame = np.full((40, 120, 3), 200, np.uint8)
+    caption = captioned(frame, ["push the very long instruction into the corner " * 3, "step 1"])
+    assert caption.shape[1] == 120 and len(caption) > 60
+    assert (caption[:40] == 200).all() and caption[40:].max() > 150
+    assert (caption[40:, -3:] == caption[-1, -1]).all()
+    assert beside(frame, [np.zeros((20, 10, 3), np.uint8)]).shape == (40, 140, 3)
+
+
+def recorded(folder):
+    from embodied.datasets import read_dataset
+
+    return read_dataset(folder / "dataset")
+
+
+@pytest.mark.parametrize("policy", ["SucceedsOnEvenSeeds", "DecidesThreeSteps"])
+def test_a_dataset_holds_every_step_of_every_episode(policy):
+    pytest.importorskip("pyarrow")
+    folder, episodes = run(*KEPT, f"checkpoint=scripted:{policy}", "env.kwargs={images: true}")
+    kept = recorded(folder)
+    assert len(kept) == len(episodes) and not (folder / "drafts").exists()
+    for one, episode in zip(episodes, kept):
+        assert (len(episode), episode.success, episode.task) == (one.length, one.success_once, one.task)
+        assert episode.rewards.sum() == pytest.approx(one.total_reward)
+        assert episode.obs["state"][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+        assert np.abs(episode.obs["images"]["eye"][:, 8, 8, 0].astype(int) - 30 * np.arange(6)).max() <= 3
+        assert episode.done.tolist() == [False] * 5 + [True]
+        assert np.abs(episode.actions).max() <= 1
+
+
+def test_a_dataset_does_not_depend_on_how_many_envs_play():
+    pytest.importorskip("pyarrow")
+    first, again = (recorded(run(*KEPT, "checkpoint=random", f"eval.num_envs={n}")[0]) for n in (2, 5))
+    for one, other in zip(first, again, strict=True):
+        assert np.array_equal(one.obs["state"], other.obs["state"]) and np.array_equal(one.actions, other.actions)
