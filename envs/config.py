@@ -85,6 +85,19 @@ class ManiSkillConfig(CommonEnvConfig):
         "auto",
         description="Physics on a GPU, on the CPU in one batch, or one env at a time; auto: the fastest here.",
     )
+    state: Literal["full", "proprio"] = Field(
+        "full", description="Observed numbers: everything, or only what ManiSkill gives beside images: the robot's own."
+    )
+    cameras: tuple[str, ...] = Field(
+        (), description="Cameras whose images are observed, by ManiSkill's names: base_camera, render_camera, ..."
+    )
+    image_size: ImageSize = Field((64, 64), description=SIZE_HELP)
+    image_fov: float | None = Field(
+        None, gt=0, lt=180, description="Their angle of view, in degrees; unset: each camera's own."
+    )
+    fast_images: bool = Field(
+        False, description="Observe coarse copies of fine meshes: several times faster on a CPU, other pixels."
+    )
     shader: str = Field("default", description="ManiSkill shader pack of the camera that films episodes.")
     video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of filmed frames, in pixels.")
 

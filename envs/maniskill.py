@@ -1,4 +1,4 @@
-"""ManiSkill tasks from state observations, on the CPU or on ManiSkill's own GPU physics.
+"""ManiSkill tasks from states and images, on the CPU or on ManiSkill's own GPU physics.
 
 Three backends: `cpu_batched` (many envs in one process, for tasks where that was proven equal), `cpu` (plain
 ManiSkill envs one
@@ -13,12 +13,14 @@ import contextlib
 import difflib
 import io
 import logging
+import math
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from embodied.arrays import tensor_of
 from embodied.data import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ManiSkillConfig
@@ -82,19 +84,26 @@ class ManiSkillEnv(VectorEnv):
         env = self.envs[0]
         low, high = env.single_action_space.low, env.single_action_space.high
         self._scale, self._offset = (high - low) / 2, (high + low) / 2
-        obs, info = env.reset(seed=0)
+        info = env.reset(seed=0)[1]
         from mani_skill.utils.registration import REGISTERED_ENVS
 
         limit = config.max_episode_steps or REGISTERED_ENVS[config.task].max_episode_steps or 100
         spec = EnvSpec(
             action=ActionSpec(env.single_action_space.shape[0]),
-            state_dim=int(obs.shape[-1]),
+            state_dim=int(numbers(env, info).shape[-1]),
+            images=dict.fromkeys(config.cameras, (*config.image_size, 3)),
             max_episode_steps=limit,
             has_success="success" in info,
             control_hz=float(env.control_freq),
             backend=config.backend,
         )
+        if config.cameras:
+            from embodied.envs.maniskill_images import check_cameras
+
+            check_cameras(env, config.cameras)
         super().__init__(config, num_envs, spec)
+        for each in self.envs:
+            self._prepare(each)
         self._state = np.zeros((num_envs, spec.state_dim), np.float32)
         self._info_now: dict[str, Any] | None = None  # of the batched env, while its state is not observed yet
         self._cameras: dict[int, Any] = {}
@@ -110,18 +119,19 @@ class ManiSkillEnv(VectorEnv):
             obs, info = self.envs[row].reset(seed=episode.seed)
             if info["reconfigure"]:
                 self._cameras.pop(row, None)  # it looked into the scene that is gone
-            self._state[row] = to_numpy(obs)[0]
+                self._prepare(self.envs[row])
+            self._state[row] = self._seen(row, obs, info)
             success[i] = bool(info.get("success", False))
         return success
 
     def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        actions = (actions * self._scale + self._offset).astype(np.float32)
         if self.batched:
             return self._step_batch(actions, active)
+        actions = (actions * self._scale + self._offset).astype(np.float32)
         rewards, failed, success = np.zeros(self.num_envs, np.float32), *np.zeros((2, self.num_envs), bool)
         for row in np.flatnonzero(active):
             obs, reward, _, _, info = self.envs[row].step(actions[row])
-            self._state[row] = to_numpy(obs)[0]
+            self._state[row] = self._seen(row, obs, info)
             rewards[row] = float(reward)
             failed[row], success[row] = bool(info.get("fail", False)), bool(info.get("success", False))
         return StepResult(rewards, self._ends(failed), success if self.env_spec.has_success else None)
@@ -134,7 +144,8 @@ class ManiSkillEnv(VectorEnv):
         with torch.no_grad():
             if self.config.backend == "cpu_batched":
                 env.scene.px.advance_only(np.flatnonzero(active).tolist())
-            taken = env._step_action(torch.from_numpy(actions).to(env.device))
+            scale, offset = (torch.from_numpy(array).to(env.device) for array in (self._scale, self._offset))
+            taken = env._step_action(tensor_of(actions, env.device).float() * scale + offset)
             env._elapsed_steps += 1
             info = env.get_info()
             reward = env.get_reward(obs=None, action=taken, info=info)
@@ -151,13 +162,45 @@ class ManiSkillEnv(VectorEnv):
             import torch
 
             with torch.no_grad():
-                self._state = np.array(to_numpy(self.envs[0].get_obs(self._info_now)), np.float32)
+                self._state = numbers(self.envs[0], self._info_now).float()
+                if self.config.backend != "cuda":
+                    self._state = to_numpy(self._state)
             self._info_now = None
-        return {"state": self._state.copy()}
+        if self.config.backend != "cuda":
+            return {"state": self._state.copy()}
+        return {"state": self._state, **self._all_images()}
+
+    def _seen(self, row: int, obs: Any, info: dict[str, Any]) -> np.ndarray:
+        """The state of a plain env, which has computed all of it already."""
+        return to_numpy(obs if self.config.state == "full" else numbers(self.envs[row], info))[0]
+
+    def _prepare(self, env: Any) -> None:
+        """What a scene needs after ManiSkill has built it."""
+        if self.config.fast_images:
+            from embodied.envs.maniskill_images import thin
+
+            thin(env)
+
+    def _all_images(self) -> Observation:
+        """Those of all rows at once, as a GPU draws them."""
+        if not self.config.cameras:
+            return {}
+        from embodied.envs.maniskill_images import paint_all
+
+        return {"images": paint_all(self.envs[0], self.config.cameras)}
+
+    def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        from embodied.envs.maniskill_images import paint
+
+        where = [(self.envs[0], row) if self.batched else (self.envs[row], 0) for row in rows.tolist()]
+        seen = [paint(env, scene, self.config.cameras) for env, scene in where]
+        return {camera: np.stack([images[camera] for images in seen]) for camera in self.config.cameras}
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         from embodied.envs.maniskill_film import film
 
+        if self.config.backend == "cuda":
+            return to_numpy(self.envs[0].render_rgb_array())[rows]
         return film(self.envs, self.batched, rows, self._cameras, self.config.video_size)
 
     def close_extras(self, **_: Any) -> None:
@@ -168,6 +211,10 @@ class ManiSkillEnv(VectorEnv):
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
     ensure_vulkan()
+    height, width = config.image_size
+    view = {"height": height, "width": width} if config.cameras else {}
+    if config.image_fov is not None:
+        view["fov"] = math.radians(config.image_fov)
     with quiet():
         import gymnasium
         import mani_skill.envs  # noqa: F401  registers the tasks
@@ -177,12 +224,13 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                 return gymnasium.make(
                     config.task,
                     num_envs=num_envs,
-                    obs_mode="state",
+                    obs_mode="state" if config.state == "full" else "none",
                     control_mode=config.control_mode,
                     reward_mode=config.reward_mode,
                     sim_backend="physx_cuda" if config.backend == "cuda" else "physx_cpu",
                     render_backend="gpu" if config.backend == "cuda" else "cpu",
-                    human_render_camera_configs={"shader_pack": config.shader},
+                    sensor_configs=view,
+                    human_render_camera_configs={"shader_pack": config.shader, **view},
                 )
             except (AssertionError, NotImplementedError) as err:  # ManiSkill's words for options a task does not have
                 raise ConfigError(f"ManiSkill refuses {config.task}: {err}") from None
@@ -191,10 +239,18 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
         if config.backend == "cpu_batched":
             from embodied.envs.maniskill_batch import make_batched
 
-            return [make_batched(make, num_envs)]
+            return [make_batched(make, num_envs, numbers)]
         if config.backend == "cuda":
             return [make(num_envs).unwrapped]
         return [make().unwrapped for _ in range(num_envs)]
+
+
+def numbers(env: Any, info: dict[str, Any]) -> Any:
+    """The observed numbers [N, D], a tensor: what ManiSkill calls the state, or without images' privileges."""
+    from mani_skill.utils import common
+
+    parts = {"agent": env._get_obs_agent(), "extra": env._get_obs_extra(info)}
+    return common.flatten_state_dict(parts, use_torch=True, device=env.device)
 
 
 def check_task(task: str) -> None:

@@ -28,8 +28,8 @@ from embodied.envs.maniskill_physics import BatchedCpuPhysics
 RigidBody = sys.modules["mani_skill.utils.structs.base"].PhysxRigidBodyComponentStruct
 
 
-def make_batched(make, num_envs: int) -> Any:
-    """The env that `make(num_envs=...)` builds, unwrapped, reset once and ready."""
+def make_batched(make, num_envs: int, look) -> Any:
+    """The env that `make(num_envs=...)` builds, unwrapped, reset once and ready; `look(env, info)` observes it."""
     with replaced_names():
         env = make(num_envs=num_envs).unwrapped
         env.reset(seed=0)
@@ -37,7 +37,7 @@ def make_batched(make, num_envs: int) -> Any:
         physics.watch()
         action = torch.zeros((num_envs, env.single_action_space.shape[0]))
         for _ in range(2):  # everything that is looked up lazily, by the code that a rollout runs
-            env.step(action)
+            look(env, env.step(action)[-1])
         env.reset(seed=0, options={"env_idx": torch.arange(num_envs)})
         physics.settle()
     return env

@@ -1,11 +1,13 @@
 """Beginning episodes in some rows of a batched ManiSkill env, each from its own seed.
 
 ManiSkill's reset seeds one generator for all rows it resets together. Here every row is drawn alone from its own
-seed (the same draws a single env seeded with it would make) and everything else is done once for all rows.
+seed (the same draws a single env seeded with it would make) and everything else is done once for all rows. Where a
+task's code draws for all rows in one call, the rows' own draws are handed to it side by side.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,18 @@ import torch
 from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 
 from embodied.envs.maniskill_physics import BatchedCpuPhysics
+
+# Tasks that draw once for all rows, in calls that follow on one another whatever was drawn.
+DRAWN_TOGETHER = (
+    "PushCube-v1",
+    "PullCube-v1",
+    "PickCube-v1",
+    "LiftPegUpright-v1",
+    "PlaceSphere-v1",
+    "RollBall-v1",
+    "PokeCube-v1",
+)
+REPLACING = threading.RLock()
 
 
 @torch.no_grad()
@@ -30,18 +44,8 @@ def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int]) -> dict[str, An
         physics.refresh(rows.tolist())
     stand_still(env)
     env.agent.reset()
-    one = torch.zeros_like(mask)
-    with own_draws(env.device) as seed_draws:
-        for row, seed in zip(rows.tolist(), seeds, strict=True):
-            one[:] = False
-            one[row] = True
-            scene._reset_mask = one
-            own = BatchedRNG.from_seeds([seed], backend=env._batched_rng_backend)
-            env._episode_seed[row] = seed
-            env._batched_episode_rng[np.array([row])] = own
-            env._episode_rng = own[0]
-            seed_draws(seed)
-            env._initialize_episode(torch.tensor([row], device=env.device), {})
+    initialize = initialize_together if env.spec.id in DRAWN_TOGETHER else initialize_one_by_one
+    initialize(env, rows, seeds, mask)
     scene._reset_mask = mask
     scene._gpu_apply_all()
     if on_cpu:  # only these rows changed
@@ -56,6 +60,70 @@ def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int]) -> dict[str, An
         controller.reset()  # with the mask: targets of rows that go on are theirs
     scene._reset_mask = torch.ones_like(mask)
     return env.get_info()
+
+
+def initialize_together(env: Any, rows: np.ndarray, seeds: list[int], mask: torch.Tensor) -> None:
+    """The very draws of `initialize_one_by_one`, in one call of the task's code."""
+    own = BatchedRNG.from_seeds(seeds, backend=env._batched_rng_backend)
+    env._episode_seed[rows] = seeds
+    env._batched_episode_rng[rows] = own.rngs
+    env._episode_rng = RowsOfNormals(own.rngs)
+    with replaced_rand(RowsOfUniforms(seeds, env.device)):
+        env._initialize_episode(torch.as_tensor(rows, device=env.device), {})
+    env._episode_rng = own[0]
+
+
+def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], mask: torch.Tensor) -> None:
+    one = torch.zeros_like(mask)
+    with own_draws(env.device) as seed_draws:
+        for row, seed in zip(rows.tolist(), seeds, strict=True):
+            one[:] = False
+            one[row] = True
+            env.scene._reset_mask = one
+            own = BatchedRNG.from_seeds([seed], backend=env._batched_rng_backend)
+            env._episode_seed[row] = seed
+            env._batched_episode_rng[np.array([row])] = own
+            env._episode_rng = own[0]
+            seed_draws(seed)
+            env._initialize_episode(torch.tensor([row], device=env.device), {})
+
+
+class RowsOfUniforms:
+    """In place of `torch.rand`: row i of what it returns comes from a CPU generator seeded for row i, on any device."""
+
+    def __init__(self, seeds: list[int], device: torch.device) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.device = device
+        self.rand = torch.rand
+
+    def __call__(self, *size: Any, **options: Any) -> torch.Tensor:
+        size = options.get("size", size)
+        shape = torch.Size(size if len(size) != 1 or isinstance(size[0], int) else size[0])
+        assert shape[0] == len(self.generators), f"a draw of shape {list(shape)} for {len(self.generators)} rows"
+        drawn = [self.rand(1, *shape[1:], generator=generator, device="cpu") for generator in self.generators]
+        return torch.cat(drawn).to(self.device)
+
+
+class RowsOfNormals:
+    """In place of a numpy generator: row i of what it returns comes from the i-th of these."""
+
+    def __init__(self, generators: list[np.random.RandomState]) -> None:
+        self.generators = generators
+
+    def normal(self, mean: float, deviation: float, size: tuple[int, ...]) -> np.ndarray:
+        assert size[0] == len(self.generators), f"a draw of shape {list(size)} for {len(self.generators)} rows"
+        return np.stack([generator.normal(mean, deviation, size[1:]) for generator in self.generators])
+
+
+@contextmanager
+def replaced_rand(rand: Any) -> Iterator[None]:
+    """One thread at a time: the name belongs to the process."""
+    with REPLACING:
+        torch.rand, before = rand, torch.rand
+        try:
+            yield
+        finally:
+            torch.rand = before
 
 
 @contextmanager

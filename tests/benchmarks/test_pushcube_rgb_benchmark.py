@@ -1,0 +1,43 @@
+"""What the curve of a run is made of, and which runs are played again."""
+
+import json
+
+import pytest
+
+from benchmarks.learning import pushcube_rgb
+from benchmarks.learning.pushcube_rgb import curve, report
+
+
+def make_run(parent, name, state, versions):
+    run = parent / name
+    (run / "checkpoints" / "v000001").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"state": state}))
+    rows = [{"policy_version": v, "env_steps": 100 * v, "train_s": 2.0 * v, "return": 0.5} for v in versions]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for v in versions[1::2]:
+        folder = run / "eval" / f"v{v:06d}"
+        folder.mkdir(parents=True)
+        measured = {"rate": v / 10, "interval": [0.0, 1.0]}
+        (folder / "results.json").write_text(json.dumps({"policy_version": v, "overall": {"success_once": measured}}))
+    return run
+
+
+def test_a_curve_has_a_point_for_every_evaluation(tmp_path):
+    points = curve(make_run(tmp_path, "seed-0-a", "finished", [1, 2, 3, 4]))
+    assert [(point["env_steps"], point["train_s"], point["success_once"]["rate"]) for point in points] == [
+        (200, 4.0, 0.2),
+        (400, 8.0, 0.4),
+    ]
+    assert "20% [0%, 100%]" in report({0: points, 1: points[1:]})
+
+
+@pytest.mark.parametrize(("state", "continued"), [("finished", 0), ("stopped", 1)])
+def test_resume_continues_what_was_stopped_and_leaves_out_what_is_finished(tmp_path, monkeypatch, state, continued):
+    commands = []
+    monkeypatch.setattr(pushcube_rgb, "RUNS", tmp_path)
+    monkeypatch.setattr(pushcube_rgb, "measure", lambda command, *_: commands.append(command))
+    run = make_run(tmp_path, "seed-3-a", state, [1, 2])
+    assert pushcube_rgb.train(3, {}, resume=True) == run
+    assert len(commands) == continued and all(f"resume={run}" in command for command in commands)
+    pushcube_rgb.train(3, {}, resume=False)
+    assert "seed=3" in commands[-1]

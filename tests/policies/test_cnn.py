@@ -1,0 +1,65 @@
+"""The policy that sees: it scores as it acted, and says what it cannot look at."""
+
+import numpy as np
+import pytest
+import torch
+
+from embodied import rng
+from embodied.data import ActionSpec, EnvSpec
+from embodied.errors import ConfigError
+from embodied.policies import load_policy, make_policy
+from embodied.policies.config import CNNConfig
+
+SPEC = EnvSpec(ActionSpec(3), state_dim=5, images={"top": (16, 20, 3), "wrist": (12, 12, 3)})
+SMALL = {"name": "cnn", "channels": (4, 4), "kernels": (4, 3), "strides": (2, 1), "features": 6, "hidden": (16,)}
+
+
+def build(spec=SPEC, **options):
+    return make_policy(CNNConfig(**{**SMALL, "dtype": "float64", **options}), spec, 0)
+
+
+def observation(rows=5):
+    r = np.random.default_rng(0)
+    images = {name: r.integers(0, 256, (rows, *size), np.uint8) for name, size in SPEC.images.items()}
+    return {"state": r.normal(size=(rows, 5)), "images": images}
+
+
+def act(policy, obs):
+    rows = len(obs["state"])
+    noise = rng.normal(1, "act", np.arange(rows), np.zeros(rows, int), policy.noise_spec().width)
+    return policy.act(obs, noise)
+
+
+def test_the_learner_scores_an_action_as_the_actor_did(tmp_path):
+    policy, obs = build(chunk=2), observation()
+    output = act(policy, obs)
+    as_tensors = {"state": torch.from_numpy(obs["state"]), "images": {}}
+    as_tensors["images"] = {name: torch.from_numpy(frames) for name, frames in obs["images"].items()}
+    scores = policy({"obs": as_tensors, "actions": torch.from_numpy(output.actions)})
+    np.testing.assert_allclose(scores.logprobs.detach().numpy(), output.logprobs, atol=1e-12)
+    np.testing.assert_allclose(scores.values.detach().numpy(), output.values, atol=1e-12)
+    scores.values.sum().backward()
+    assert all(trunk[0].weight.grad.abs().max() > 0 for trunk in policy.trunks.values())
+    policy.save_pretrained(tmp_path)
+    np.testing.assert_array_equal(act(load_policy(tmp_path), obs).actions, output.actions)
+
+
+def test_tensors_are_answered_with_tensors_and_values_with_numpy():
+    policy, obs = build(), observation()
+    given = {
+        "state": torch.from_numpy(obs["state"]),
+        "images": {n: torch.from_numpy(i) for n, i in obs["images"].items()},
+    }
+    output, usual = act(policy, given), act(policy, obs)
+    assert isinstance(output.actions, torch.Tensor) and isinstance(output.logprobs, torch.Tensor)
+    assert isinstance(output.values, np.ndarray) and isinstance(usual.actions, np.ndarray)
+    np.testing.assert_array_equal(output.actions.numpy(), usual.actions)
+
+
+def test_what_it_cannot_look_at_is_refused():
+    with pytest.raises(ConfigError, match=r"set env\.cameras, or try policy\.name=mlp"):
+        build(EnvSpec(ActionSpec(3), state_dim=5))
+    with pytest.raises(ConfigError, match=r"camera 'wrist' has \(12x12\): a layer would get 5x5"):
+        build(kernels=(4, 7))
+    with pytest.raises(ValueError, match="describe the same layers"):
+        build(kernels=(4,))
