@@ -20,7 +20,11 @@ def pytest_collection_modifyitems(items):
     """Ray takes a second of processor time per host, so only the tests that share their hosts are fast there."""
     for item in items:
         parameters = getattr(item, "callspec", None)
-        if parameters is not None and "ray" in parameters.params.values() and item.path.name != "test_channels.py":
+        if (
+            parameters is not None
+            and "ray" in map(str, parameters.params.values())
+            and item.path.name != "test_channels.py"
+        ):
             item.add_marker(pytest.mark.slow)
 
 
