@@ -54,6 +54,8 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     config = config.model_copy(update={"env": kind.resolve(config.env)})
     if config.eval.dataset:
         check_pyarrow()
+    if config.learner.device == "cuda" and not Path("/dev/nvidiactl").exists():
+        raise ConfigError("learner.device=cuda needs an NVIDIA GPU, and this machine shows none; try learner.device=cpu")
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     config, nodes = chosen_cluster(config)
     cores = tuple(sorted(os.sched_getaffinity(0)))

@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 from gymnasium.vector.utils import batch_space
 
+from embodied.arrays import finite_rows, host, is_tensor
 from embodied.data import ChunkResult, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import import_class
 from embodied.envs.pictures import Images, Pictures
@@ -265,12 +266,15 @@ class VectorEnv(GymnasiumVectorEnv):
 
     def _checked(self, actions: np.ndarray) -> np.ndarray:
         """Actions as `_step` wants them: right shape and kind, clipped; those of frozen rows never matter."""
-        actions = np.asarray(actions)
         spec = self.env_spec.action
+        actions = actions if is_tensor(actions) and not spec.discrete else host(actions)
         fits = actions.ndim == 3 and actions.shape[::2] == (self.num_envs, spec.dim) and actions.shape[1] > 0
         if not fits:
             wanted = f"[{self.num_envs} envs, chunk of 1 or more, {spec.dim} dimensions]"
             raise ValueError(f"actions are {list(actions.shape)}, this env takes {wanted}")
+        if is_tensor(actions):
+            self._refuse(~finite_rows(actions), "NaN or infinite")
+            return actions.nan_to_num().clamp(-1.0, 1.0)
         if actions.dtype.kind not in ("iu" if spec.discrete else "f"):
             kind = f"whole numbers below {spec.num_choices}" if spec.discrete else "floating-point numbers"
             raise ValueError(f"actions are {actions.dtype}, this env takes {kind}")
@@ -281,10 +285,15 @@ class VectorEnv(GymnasiumVectorEnv):
             valid = np.isfinite(actions)
             clean = actions if valid.all() else np.where(valid, actions, 0.0).astype(actions.dtype)
             actions = np.clip(clean, -1.0, 1.0)
-        if not valid.all() and (wrong := np.flatnonzero(~valid.all(axis=(1, 2)) & self._live)).size:
+        if not valid.all():
             limits = f"outside 0..{spec.num_choices - 1}" if spec.discrete else "NaN or infinite"
-            raise ValueError(f"actions of env rows {wrong[:8].tolist()} are {limits}")
+            self._refuse(~valid.all(axis=(1, 2)), limits)
         return actions
+
+    def _refuse(self, wrong: np.ndarray, limits: str) -> None:
+        """Raise if live rows are among those with wrong actions (bool [N])."""
+        if (rows := np.flatnonzero(wrong & self._live)).size:
+            raise ValueError(f"actions of env rows {rows[:8].tolist()} are {limits}")
 
     def _wanted(self, options: dict[str, Any]) -> tuple[np.ndarray, list[EpisodeSpec]]:
         """Rows to reset and their episodes."""
@@ -314,11 +323,8 @@ class VectorEnv(GymnasiumVectorEnv):
             self._check_shape("state", obs.get("state"), (self.env_spec.state_dim,))
         for camera, size in self.env_spec.images.items():
             self._check_shape(f"image {camera!r}", obs.get("images", {}).get(camera), size)
-        state = obs.get("state")
-        if state is not None and not np.isfinite(state).all():
-            wrong = np.flatnonzero(~np.isfinite(state).all(axis=1) & rows)
-            if len(wrong):
-                raise NotFinite(self._where("state", wrong))
+        if "state" in obs and len(wrong := np.flatnonzero(~finite_rows(obs["state"]) & rows)):
+            raise NotFinite(self._where("state", wrong))
 
     def _check_shape(self, what: str, array: Any, row: tuple[int, ...]) -> None:
         wanted = [self.num_envs, *row]
@@ -338,10 +344,12 @@ def put_rows(obs: Observation, other: Observation, rows: np.ndarray) -> Observat
     for name, part in obs.items():
         if isinstance(part, dict):
             out[name] = put_rows(part, other[name], rows)
+        elif isinstance(part, list):
+            mine = set(rows.tolist())
+            out[name] = [other[name][row] if row in mine else text for row, text in enumerate(part)]
         else:
-            out[name] = list(part) if isinstance(part, list) else np.array(part)
-            for row in rows:
-                out[name][row] = other[name][row]
+            out[name] = part.clone() if is_tensor(part) else np.array(part)
+            out[name][rows] = other[name][rows]
     return out
 
 

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import numpy as np
 
-from embodied.arrays import map_obs, take_rows
+from embodied.arrays import map_obs, room_for_many, take_rows
 from embodied.data import ActReply, EpisodeResult, Note, Observation, Trajectory
 from embodied.envs.base import VectorEnv
 from embodied.envs.line import Line
@@ -133,8 +133,8 @@ class Record:
             "episodes": episode,
         }
         if self.values is None:
-            self.arrays = {name: self._room(part) for name, part in parts.items()}
-            self.replay = {name: self._room(part) for name, part in reply.output.replay.items()}
+            self.arrays = {name: room_for_many(part, self.horizon) for name, part in parts.items()}
+            self.replay = {name: room_for_many(part, self.horizon) for name, part in reply.output.replay.items()}
             self.obs = room_for(obs, self.horizon)
             self.values = np.zeros((self.horizon + 1, num), reply.values.dtype)
             self.final_values = np.zeros((self.horizon, num), reply.values.dtype)
@@ -162,12 +162,9 @@ class Record:
             **cut,
         )
 
-    def _room(self, part: np.ndarray) -> np.ndarray:
-        return np.zeros((self.horizon, *part.shape), part.dtype)
-
 
 def room_for(obs: Observation, horizon: int) -> Observation:
-    return map_obs(obs, lambda a: np.zeros((horizon, *a.shape), a.dtype), lambda texts: [None] * horizon)
+    return map_obs(obs, lambda array: room_for_many(array, horizon), lambda texts: [None] * horizon)
 
 
 def store(room: Observation, t: int, obs: Observation) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from embodied.arrays import tensor_of
+from embodied.arrays import as_asked, host, tensor_of
 from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Policy, Scores
 from embodied.policies.config import ActorCriticConfig
@@ -70,22 +70,22 @@ class ActorCritic(Policy):
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
         features = self.features(obs)
         head = self._head(features)
-        noise_t = torch.as_tensor(noise).to(self.exact).view_as(head)
+        noise_t = tensor_of(noise, self.device).to(self.exact).view_as(head)
         if self.spec.action.discrete:
             scores = head - temperature * torch.log(-torch.log(noise_t))
             actions = scores.argmax(-1, keepdim=True)
         else:
             actions = head + temperature * self.log_std.to(self.exact).exp() * noise_t
         logprobs, _ = self._distribution(head, actions)
-        return PolicyOutput(actions.numpy(), logprobs.numpy(), self._value(features).numpy())
+        return PolicyOutput(as_asked(actions, obs), as_asked(logprobs, obs), host(self._value(features)))
 
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:
-        return self._value(self.features(obs)).numpy()
+        return host(self._value(self.features(obs)))
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         features = self.features(inputs["obs"])
-        logprobs, entropy = self._distribution(self._head(features), torch.as_tensor(inputs["actions"]))
+        logprobs, entropy = self._distribution(self._head(features), tensor_of(inputs["actions"], self.device))
         return Scores(logprobs, entropy, self._value(features))
 
     def blocks(self) -> list[nn.Module]:
@@ -97,7 +97,7 @@ class ActorCritic(Policy):
         return {"policy": [p for p in self.parameters() if id(p) not in mine], "value": value}
 
     def observation_moments(self, obs: Observation) -> np.ndarray | None:
-        return None if self.normalizer is None else state_moments(obs["state"])
+        return None if self.normalizer is None else state_moments(host(obs["state"]))
 
     def merge_observation_moments(self, rows: np.ndarray) -> None:
         self.normalizer.merge(rows)

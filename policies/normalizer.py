@@ -35,7 +35,7 @@ class ObservationNormalizer(nn.Module):
 
     def merge(self, moments: np.ndarray) -> None:
         """Merge rows of (count, mean[D], M2[D]), one per env, in the order given (Chan's parallel formula)."""
-        count, mean, m2 = float(self.count), self.mean.numpy().copy(), self.m2.numpy().copy()
+        count, mean, m2 = float(self.count), self.mean.cpu().numpy().copy(), self.m2.cpu().numpy().copy()
         dim = len(mean)
         for row in moments:
             n, row_mean, row_m2 = row[0], row[1 : 1 + dim], row[1 + dim :]

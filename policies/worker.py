@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from embodied import rng
-from embodied.data import ActReply, ActRequest, EnvSpec
+from embodied.arrays import finite_rows
+from embodied.data import ActReply, ActRequest, Array, EnvSpec
 from embodied.errors import Unusable
 from embodied.policies import make_policy
 from embodied.runtime import Channel, Worker
@@ -18,17 +19,17 @@ from embodied.runtime.weights import Publication, WeightReader
 
 
 class PolicyWorker(Worker):
-    def __init__(self, config, seed: int, precision: str = "full") -> None:
+    def __init__(self, config, seed: int, precision: str = "full", device: str = "cpu") -> None:
         """`precision` is the learner's: log-probs must agree."""
         self.config = config
         self.seed = seed
+        self.device = device
         self.bf16 = precision == "bf16"
         self.weights = WeightReader()
 
     def build(self, spec: EnvSpec) -> None:
-        self.policy = make_policy(self.config, spec).eval()
+        self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.noise = self.policy.noise_spec()
-        self.device = next((p.device.type for p in self.policy.parameters()), "cpu")
 
     def route(self, publication: Publication) -> str:
         """How this process gets at published weights."""
@@ -79,9 +80,9 @@ class PolicyWorker(Worker):
         self._check_finite("values", values)
         return ActReply(request.source, request.number, output, values, final_values, self.weights.version)
 
-    def _check_finite(self, what: str, numbers: np.ndarray) -> None:
-        if not np.isfinite(numbers).all():
-            rows = np.flatnonzero(~np.isfinite(numbers.reshape(len(numbers), -1)).all(axis=1))
+    def _check_finite(self, what: str, numbers: Array) -> None:
+        if not (finite := finite_rows(numbers)).all():
+            rows = np.flatnonzero(~finite)
             raise Unusable(f"the policy's {what} are NaN or infinite for rows {rows[:8].tolist()}")
 
     def _noise(self, request: ActRequest, stream: str) -> np.ndarray:

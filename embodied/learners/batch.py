@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.arrays import map_obs
-from embodied.data import Observation, PlayedEpisodes, Trajectory
+from embodied.arrays import concatenate, is_tensor, map_obs
+from embodied.data import Array, Observation, PlayedEpisodes, Trajectory
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,22 @@ class Batch:
 
     def inputs(self, items: Tensor) -> dict:
         """What `Policy.forward` needs of these items."""
-        return {"obs": take_items(self.obs, items), "actions": self.actions[items]} | {
-            name: tensor[items] for name, tensor in self.replay.items()
+        return {"obs": take_items(self.obs, items), "actions": take(self.actions, items)} | {
+            name: take(tensor, items) for name, tensor in self.replay.items()
         }
 
 
 def merge(parts: list[Trajectory]) -> Trajectory:
     """Trajectories of disjoint env blocks, side by side in env order."""
+    if len(parts) == 1:
+        return parts[0]
     parts = sorted(parts, key=lambda part: int(part.env_ids[0]))
     fields = "actions logprobs values final_values rewards terminated truncated mask versions episodes".split()
     return Trajectory(
         env_ids=np.concatenate([part.env_ids for part in parts]),
         obs=merge_obs([part.obs for part in parts]),
-        replay={name: np.concatenate([part.replay[name] for part in parts], axis=1) for name in parts[0].replay},
-        **{name: np.concatenate([getattr(part, name) for part in parts], axis=1) for name in fields},
+        replay={name: concatenate([part.replay[name] for part in parts], axis=1) for name in parts[0].replay},
+        **{name: concatenate([getattr(part, name) for part in parts], axis=1) for name in fields},
     )
 
 
@@ -57,21 +59,22 @@ def merge_obs(parts: list[Observation]) -> Observation:
         if name == "instruction":
             merged[name] = [[text for part in parts for text in part[name][t]] for t in range(len(first))]
         elif isinstance(first, dict):
-            merged[name] = {key: np.concatenate([part[name][key] for part in parts], axis=1) for key in first}
+            merged[name] = {key: concatenate([part[name][key] for part in parts], axis=1) for key in first}
         else:
-            merged[name] = np.concatenate([part[name] for part in parts], axis=1)
+            merged[name] = concatenate([part[name] for part in parts], axis=1)
     return merged
 
 
-def flatten(trajectory: Trajectory, first: int) -> Batch:
-    """[T, N, ...] to items in env order; `first` is the global id of the first."""
+def flatten(trajectory: Trajectory, first: int, device: str) -> Batch:
+    """[T, N, ...] to items in env order; `first` is the global id of the first. What losses are made of goes to the
+    device; observations stay where they are, pixels as bytes, until they are looked at."""
     return Batch(
         first=first,
         obs=flatten_obs(trajectory.obs),
-        actions=items_of(trajectory.actions),
-        logprobs=items_of(trajectory.logprobs),
-        mask=items_of(trajectory.mask),
-        current=torch.ones(trajectory.mask[..., 0].size, dtype=torch.bool),
+        actions=items_of(trajectory.actions).to(device),
+        logprobs=items_of(trajectory.logprobs).to(device),
+        mask=items_of(trajectory.mask).to(device),
+        current=torch.ones(trajectory.mask[..., 0].size, dtype=torch.bool, device=device),
         replay={name: items_of(array) for name, array in trajectory.replay.items()},
     )
 
@@ -89,14 +92,20 @@ def flatten_episodes(played: PlayedEpisodes, first: int, version: int) -> Batch:
     )
 
 
-def own(array: np.ndarray) -> Tensor:
-    """A tensor with memory of its own."""
-    return torch.from_numpy(np.array(array))
+def own(array: Array) -> Tensor:
+    """A tensor with contiguous memory of its own, on the device where the array is."""
+    if is_tensor(array):
+        return array.clone(memory_format=torch.contiguous_format)
+    return torch.from_numpy(np.array(array, order="C"))
 
 
-def items_of(array: np.ndarray) -> Tensor:
+def items_of(array: Array) -> Tensor:
     """[T, N, ...] -> a tensor of its own [N * T, ...]."""
-    return torch.from_numpy(np.ascontiguousarray(array.swapaxes(0, 1)).reshape(-1, *array.shape[2:]).copy())
+    return own(array.swapaxes(0, 1)).view(-1, *array.shape[2:])
+
+
+def take(tensor: Tensor, items: Tensor) -> Tensor:
+    return tensor[items.to(tensor.device)]
 
 
 def flatten_obs(obs: Observation) -> Observation:
@@ -117,7 +126,7 @@ def take_items(obs: Observation, items: Tensor) -> Observation:
         if name == "instruction":
             taken[name] = [part[item] for item in items.tolist()]
         elif isinstance(part, dict):
-            taken[name] = {key: tensor[items] for key, tensor in part.items()}
+            taken[name] = {key: take(tensor, items) for key, tensor in part.items()}
         else:
-            taken[name] = part[items]
+            taken[name] = take(part, items)
     return taken

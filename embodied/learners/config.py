@@ -16,6 +16,10 @@ class LearnerConfig(Strict):
         description="Items a learner passes through the network at once; gradients add up to those of the whole "
         "minibatch. null: all it owns of a minibatch.",
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="Where learners learn and policies act; auto: cuda where the simulator runs there, else cpu.",
+    )
     precision: Literal["full", "bf16"] = Field(
         "full", description="bf16: matrix products in bfloat16 (autocast), in acting too; weights keep policy.dtype."
     )
@@ -27,6 +31,12 @@ class LearnerConfig(Strict):
         False,
         description="Split weights, gradients and optimizer state over the learners (FSDP2) instead of repeating them.",
     )
+
+    def device_beside(self, simulator: str) -> str:
+        """`device` with "auto" decided; `simulator` is the env's backend."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if simulator == "cuda" else "cpu"
 
     def check_ranks(self, ranks: int, backend: str) -> None:
         """Raise ValueError when the plan's learners cannot do this."""

@@ -100,7 +100,7 @@ class Optimizer:
             if entry == MASTER:
                 master.copy_(value)
             else:
-                self.adam.state[master][entry] = value.clone()
+                self.adam.state[master][entry] = value.to(master.device, copy=True)
 
     # Inside
 

@@ -20,7 +20,7 @@ from embodied.algorithms.losses import PPOItems, Stats, ppo_loss_sum
 from embodied.algorithms.schedules import lr_factor, skip_remaining_epochs
 from embodied.data import Trajectory
 from embodied.errors import Diverged
-from embodied.learners.batch import Batch, flatten, items_of
+from embodied.learners.batch import Batch, flatten, items_of, take
 from embodied.learners.collective import Collective
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
@@ -50,12 +50,12 @@ class Share:
     def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: PPOConfig) -> tuple[Tensor, Stats]:
         """Of some items that all weigh the same (0: padding), and the parts of the loss that `sums` names."""
         items = PPOItems(
-            logprobs=self.batch.logprobs[part],
-            values=self.values[part],
-            advantages=self.advantages[part],
-            returns=self.returns[part],
-            mask=self.batch.mask[part],
-            weights=torch.full((len(part),), weight, dtype=self.advantages.dtype),
+            logprobs=take(self.batch.logprobs, part),
+            values=take(self.values, part),
+            advantages=take(self.advantages, part),
+            returns=take(self.returns, part),
+            mask=take(self.batch.mask, part),
+            weights=self.advantages.new_full((len(part),), weight),
         )
         return ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
 
@@ -64,7 +64,14 @@ class Share:
         return {"train/explained_variance": explained_variance(self)}
 
 
-def prepare(trajectory: Trajectory, config: PPOConfig, collective: Collective, env_ids: np.ndarray, dtype) -> Share:
+def prepare(
+    trajectory: Trajectory,
+    config: PPOConfig,
+    collective: Collective,
+    env_ids: np.ndarray,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> Share:
     """Advantages of this rank's rows, normalised over all ranks, which together have the rows `env_ids` (sorted)."""
     fields = (trajectory.rewards, trajectory.terminated, trajectory.truncated, trajectory.mask)
     advantages, returns = gae(
@@ -74,10 +81,11 @@ def prepare(trajectory: Trajectory, config: PPOConfig, collective: Collective, e
         per_env = [moments(column, np.ones_like(column)) for column in advantages.T]
         rows = np.concatenate(collective.gather(np.array(per_env)))  # env order, however many ranks
         advantages = normalize(advantages, merge_moments(rows))
-    items = (items_of(advantages).to(dtype), items_of(returns).to(dtype))
+    items = [items_of(array).to(device, dtype) for array in (advantages, returns)]
     horizon = len(trajectory.rewards)
     first = int(np.searchsorted(env_ids, trajectory.env_ids[0])) * horizon
-    return Share(flatten(trajectory, first), len(env_ids) * horizon, items_of(trajectory.values[:-1]), *items)
+    values = items_of(trajectory.values[:-1]).to(device)
+    return Share(flatten(trajectory, first, device), len(env_ids) * horizon, values, *items)
 
 
 def update_policy(
@@ -96,7 +104,8 @@ def update_policy(
             passes = max((model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
             stats, worst_gap = gradient(model, config, share, mine, len(minibatch), passes)
             totals, norm = optimizer.exchange(stats)
-            numbers = {name: float(value) / len(minibatch) for name, value in zip(share.sums, totals, strict=True)}
+            each = zip(share.sums, totals.tolist(), strict=True)
+            numbers = {name: value / len(minibatch) for name, value in each}
             numbers["grad_norm"] = norm
             check_finite(numbers, iteration, epoch)
             optimizer.step(norm, factor)
@@ -128,15 +137,15 @@ def gradient(
 ) -> tuple[Tensor, float]:
     """Leave the gradient of this rank's part of a minibatch in the parameters; return the sums of its statistics."""
     batch = share.batch
-    sums, gap = torch.zeros(len(share.sums), dtype=share.advantages.dtype), 0.0
+    sums, gap = share.advantages.new_zeros(len(share.sums)), 0.0
     for part, counts in model.micro_batches(mine, passes):
         scores = model.score(batch.inputs(part))
         loss, stats = share.loss_sum(scores, part, float(counts), config)
         (loss / count).backward()
         sums += torch.stack([stats[name] for name in share.sums])
         if counts:
-            played = (batch.mask[part] & batch.current[part][:, None])[:, :, None]
-            gaps = torch.where(played, scores.logprobs.detach() - batch.logprobs[part], 0.0).abs()
+            played = (take(batch.mask, part) & take(batch.current, part)[:, None])[:, :, None]
+            gaps = torch.where(played, scores.logprobs.detach() - take(batch.logprobs, part), 0.0).abs()
             gap = max(gap, float(gaps.max()))
     return sums, gap
 
@@ -152,7 +161,8 @@ def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
 
 def check_weights(optimizer: Optimizer, iteration: int) -> None:
     """A step may be finite and still too large: what is published or saved must be usable."""
-    broken = torch.tensor([0.0 if optimizer.finite() else 1.0], dtype=torch.float64)
+    where = optimizer.masters[0].device
+    broken = torch.tensor([0.0 if optimizer.finite() else 1.0], dtype=torch.float64, device=where)
     if float(optimizer.collective.sum(broken)):
         raise Diverged(f"weights are NaN or infinite after iteration {iteration + 1}; try a lower algo.lr")
 

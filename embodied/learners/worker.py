@@ -32,12 +32,15 @@ from embodied.runtime.weights import Publication, WeightStore
 
 
 class LearnerWorker(Worker):
-    def __init__(self, policy, algo: AlgoConfig, config: LearnerConfig, seed: int, meeting) -> None:
+    def __init__(
+        self, policy, algo: AlgoConfig, config: LearnerConfig, seed: int, meeting, device: str = "cpu"
+    ) -> None:
         self.policy_config = policy
         self.algo = algo
         self.config = config
         self.seed = seed
         self.meeting = meeting
+        self.device = device
         self.collective: Collective = Alone()
 
     def listen(self, timeout_s: float) -> MeetingAddress:
@@ -51,7 +54,7 @@ class LearnerWorker(Worker):
     def build(self, spec: EnvSpec, store: str, snapshot: bool) -> None:
         """The policy with its initial weights (the same on every rank) and a fresh optimizer. Published weights are
         known under the name `store`; they need a snapshot if somebody outside the learners' processes acts."""
-        self.policy = make_policy(self.policy_config, spec, self.seed).eval()
+        self.policy = make_policy(self.policy_config, spec, self.seed).eval().to(self.device)
         self.reference = self._frozen_copy() if getattr(self.algo, "kl_coef", 0) else None
         self.model = Model(self.policy, self.config, self.tick)
         if self.config.shard:
@@ -75,7 +78,7 @@ class LearnerWorker(Worker):
         with self.timers.measure("wait"):
             parts = receive(trajectories, sources)
         whole = merge(parts)
-        share = prepare(whole, self.algo, self.collective, env_ids, self.model.dtype)
+        share = prepare(whole, self.algo, self.collective, env_ids, self.model.dtype, self.device)
         return self._learn(share, self.policy.observation_moments(whole.obs), iteration, total)
 
     def update_groups(

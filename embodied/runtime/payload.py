@@ -55,7 +55,7 @@ class Payload:
 
 
 def encode(item: Any) -> Payload:
-    body, buffers, tensors = split(item)
+    body, buffers, tensors = split(item, one_machine=True)
     if not buffers and len(body) < OUT_OF_BAND_BYTES:
         return Payload(body)
     return _write(buffers, tensors, body)
@@ -76,8 +76,12 @@ def decode(payload: Payload) -> Any:
     return join(body, views)
 
 
-def split(item: Any) -> tuple[memoryview, list[memoryview], frozenset[int]]:
-    """-> a short body, the large buffers beside it, and which of those belong to torch tensors."""
+def split(item: Any, one_machine: bool = False) -> tuple[memoryview, list[memoryview], frozenset[int]]:
+    """-> a short body, the large buffers beside it, and which of those belong to torch tensors.
+
+    Tensors on a GPU travel on one machine as handles of their memory, which the sender keeps until the reader has let
+    go, so such an item is for one reader; elsewhere their bytes go by way of the CPU.
+    """
     buffers: list[pickle.PickleBuffer] = []
 
     def keep_inline(buffer: pickle.PickleBuffer) -> bool:
@@ -89,7 +93,7 @@ def split(item: Any) -> tuple[memoryview, list[memoryview], frozenset[int]]:
     writable: list[pickle.PickleBuffer] = []
     if hasattr(sys.modules.get("torch"), "Tensor"):  # not while another thread still imports it
         stream = io.BytesIO()
-        _TorchPickler(stream, keep_inline, writable).dump(item)
+        _TorchPickler(stream, keep_inline, writable, one_machine).dump(item)
         body = stream.getbuffer()
     else:
         body = memoryview(pickle.dumps(item, protocol=5, buffer_callback=keep_inline))
@@ -144,13 +148,18 @@ def _map(fd: int, size: int, kind: int) -> memoryview:
 class _TorchPickler(pickle.Pickler):
     """Sends dense CPU tensors like arrays, by their bytes; all else as usual."""
 
-    def __init__(self, stream: io.BytesIO, keep_inline, writable: list[pickle.PickleBuffer]) -> None:
+    def __init__(self, stream: io.BytesIO, keep_inline, writable: list[pickle.PickleBuffer], gpu_handles: bool) -> None:
         super().__init__(stream, protocol=5, buffer_callback=keep_inline)
         self.tensor_type = sys.modules["torch"].Tensor
         self.writable = writable
+        self.gpu_handles = gpu_handles
 
     def reducer_override(self, item: Any) -> Any:
-        if type(item) is not self.tensor_type or item.device.type != "cpu" or item.requires_grad:
+        if type(item) is not self.tensor_type or item.requires_grad:
+            return NotImplemented
+        if item.device.type == "cuda":
+            return self._gpu_tensor(item)
+        if item.device.type != "cpu":
             return NotImplemented
         if item.is_sparse or item.is_quantized:
             return NotImplemented
@@ -159,6 +168,17 @@ class _TorchPickler(pickle.Pickler):
         buffer = pickle.PickleBuffer(flat.numpy())
         self.writable.append(buffer)
         return _tensor, (buffer, str(item.dtype).removeprefix("torch."), tuple(item.shape))
+
+    def _gpu_tensor(self, item: Any) -> tuple:
+        if not self.gpu_handles:
+            return _on_device, (item.cpu(), str(item.device))
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return reduce_tensor(item)
+
+
+def _on_device(copy: Any, device: str) -> Any:
+    return copy.to(device)
 
 
 def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:

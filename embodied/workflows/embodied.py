@@ -63,12 +63,13 @@ class EmbodiedLoop:
         num_sims = sum(host.roles.count("sim") for host in cluster.hosts)
         rows = eval_rows(len(self.eval_episodes), config.eval.num_envs or config.env.num_envs, num_sims)
         self.sims = cluster.launch(SIM, "sim", config.env, stages, journal, self.eval_env, rows)
-        self.policies = cluster.launch(POLICY, "policy", config.policy, config.seed, config.learner.precision)
+        device = config.learner.device_beside(getattr(config.env, "backend", ""))
+        self.policies = cluster.launch(POLICY, "policy", config.policy, config.seed, config.learner.precision, device)
         self.crew = Crew(cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell)
         self.learners = None
         if learn:
             options = (config.policy, config.algo, config.learner)
-            self.learners = cluster.launch(LEARNER, "learner", *options, config.seed, meeting)
+            self.learners = cluster.launch(LEARNER, "learner", *options, config.seed, meeting, device)
 
     @property
     def groups(self) -> list[WorkerGroup]:

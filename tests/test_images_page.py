@@ -1,0 +1,30 @@
+"""The commands of docs/images.md: the toy runs, the recipes are planned or refused with the reason."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from embodied.train import main
+
+PAGE = (Path(__file__).parents[1] / "docs" / "images.md").read_text()
+COMMANDS = re.findall(r"^    python -m embodied.train (.*)", PAGE, re.M)
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) == 3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_documented_command_does_what_the_page_says(command, tmp_path, capsys):
+    if "maniskill" not in command:
+        assert main([*shlex.split(command), f"run.dir={tmp_path}", "cluster.backend=inline", "eval.episodes=2"]) == 0
+        return
+    if importlib.util.find_spec("mani_skill") is None:
+        pytest.skip("needs ManiSkill")
+    gpu = Path("/dev/nvidiactl").exists() or "gpu" not in command
+    assert main([*shlex.split(command), "--dry-run"]) == (0 if gpu else 2)
+    if not gpu:
+        assert "needs an NVIDIA GPU" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""Point masses for tests of what images go through: `env.name=watched_env:CountedEnv`, and one that gives tensors.
+
+`CountedEnv` writes down every picture that leaves its process; `TensorEnv` looks to the loop like a simulator on a GPU.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from embodied.data import ActRequest, Trajectory
+from embodied.envs.config import PointMassConfig
+from embodied.envs.pointmass import PointMassEnv
+from embodied.runtime.remote import Remote
+
+
+class ImageEnv(PointMassEnv):
+    """The point mass seen by both cameras; `env.kwargs` are further options of it."""
+
+    def __init__(self, config, num_envs: int) -> None:
+        common = {name: getattr(config, name) for name in ("num_envs", "max_episode_steps", "on_success")}
+        seen = {"cameras": ("near", "top"), "image_size": 16, "state": "proprio"}
+        own = {name: value for name, value in config.kwargs.items() if name != "notes"}
+        super().__init__(PointMassConfig(name="pointmass", **{**common, **seen, **own}), num_envs)
+
+
+class CountedEnv(ImageEnv):
+    def __init__(self, config, num_envs: int) -> None:
+        super().__init__(config, num_envs)
+        note_pictures(Path(config.kwargs["notes"]))
+
+
+def note_pictures(notes: Path) -> None:
+    """From now on `notes` gets a line for every message with pictures that leaves this process: what and how many."""
+    put = Remote.put
+
+    def noted(self, item, *rest):
+        if isinstance(item, ActRequest | Trajectory):
+            with notes.open("a") as file:
+                file.write(json.dumps([type(item).__name__, os.getpid(), *pictures(item)]) + "\n")
+        return put(self, item, *rest)
+
+    Remote.put = noted
+
+
+def pictures(item) -> tuple[int, int]:
+    """Pictures of one camera in an item's observations, and the bytes of all."""
+    found = [obs["images"] for obs in (item.obs, getattr(item, "final_obs", None)) if obs]
+    lead = 2 if isinstance(item, Trajectory) else 1
+    count = sum(int(np.prod(images["near"].shape[:lead])) for images in found)
+    return count, sum(image.nbytes for images in found for image in images.values())
+
+
+class TensorEnv(ImageEnv):
+    """Everything large comes and goes as tensors."""
+
+    def _step(self, actions, active):
+        assert isinstance(actions, torch.Tensor)
+        return super()._step(actions.numpy(), active)
+
+    def _observe(self):
+        images = self._paint(np.arange(self.num_envs))
+        return {
+            "state": torch.from_numpy(super()._observe()["state"]),
+            "images": {camera: torch.from_numpy(frames) for camera, frames in images.items()},
+        }

@@ -1,0 +1,121 @@
+"""Images on their way through the loop: seen by the sims, sent once to each who looks, learnt from as bytes."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from embodied import commands
+from embodied.config import load
+from embodied.learners import worker as learner
+from embodied.placement import make_plan
+from embodied.policies.folder import read_weights
+from embodied.workflows.embodied import EmbodiedLoop
+
+ITERATIONS, ENVS, DECISIONS = 2, 6, 8
+ARGUMENTS = [
+    "recipe=pointmass_ppo",
+    "policy={name: cnn, channels: [4, 4], kernels: [4, 3], strides: [2, 1], features: 8, hidden: [16]}",
+    "algo.minibatch_size=24",
+    "algo.epochs=2",
+    f"env.num_envs={ENVS}",
+    f"algo.rollout_decisions={DECISIONS}",
+    f"run.iterations={ITERATIONS}",
+    "run.env_steps=null",
+    "env.max_episode_steps=7",
+]
+TOGETHER = {"sim,policy": "cpu:0", "learner": "cpu:1"}
+APART = {"sim": "cpu:0", "policy": "cpu:1", "learner": "cpu:2"}
+
+
+def trained(folder, placement, backend, *options):
+    """The policy after a few iterations, and the numbers of the last."""
+    config = load([*ARGUMENTS, f"cluster.backend={backend}", *options]).config
+    plan = make_plan(placement, (0, 1, 2), config.env.num_envs)
+    plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
+    with commands.cluster(config, plan, folder) as cluster:
+        loop = EmbodiedLoop(config, cluster)
+        loop.start()
+        loop.publish(0)
+        for iteration in range(ITERATIONS):
+            _, numbers = loop.iterate(iteration, ITERATIONS)
+        loop.learners.save(folder / "saved").wait()
+    return read_weights(folder / "saved" / "policy"), numbers
+
+
+def env(kind, **kwargs):
+    return [f"env.name=watched_env:{kind}", f"env.kwargs={json.dumps(kwargs)}"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    config = "env={cameras: [near, top], image_size: 16, state: proprio}"
+    return trained(tmp_path_factory.mktemp("reference"), TOGETHER, "inline", config)
+
+
+def test_the_cnn_learns_from_pictures_and_its_trunks_move(reference, tmp_path):
+    weights, numbers = reference
+    start, _ = trained(tmp_path, TOGETHER, "inline", *env("ImageEnv"), "algo.lr=0")
+    for camera in ("near", "top"):
+        name = f"trunks.{camera}.0.weight"
+        assert np.abs(weights[name] - start[name]).max() > 1e-4
+    assert numbers["train/grad_norm"] > 1e-3 and numbers["train/logprob_gap"] < 1e-5
+
+
+def test_in_processes_of_its_own_every_picture_crosses_once_to_each_who_looks(reference, tmp_path):
+    notes = tmp_path / "notes"
+    weights, _ = trained(tmp_path, APART, "local", *env("CountedEnv", notes=str(notes)))
+    for name, array in reference[0].items():
+        np.testing.assert_allclose(weights[name], array, atol=1e-6)
+    asked, learnt = count(notes)
+    # Every iteration the policy sees each env at each decision and once more at the end, and last frames of episodes
+    # that were cut off: those of 7 steps in 16, two for each env, if none succeeds.
+    assert ITERATIONS * ENVS * (DECISIONS + 1) <= asked[0] <= ITERATIONS * ENVS * (DECISIONS + 1) + 2 * ENVS + 6
+    assert learnt[0] == ITERATIONS * ENVS * DECISIONS
+    for pictures, num_bytes in (asked, learnt):
+        assert num_bytes == pictures * 2 * 16 * 16 * 3  # bytes, not floats, of two cameras
+
+
+def test_beside_the_policy_pictures_leave_the_process_for_the_learner_alone(tmp_path):
+    notes = tmp_path / "notes"
+    trained(tmp_path, TOGETHER, "local", *env("CountedEnv", notes=str(notes)))
+    asked, learnt = count(notes)
+    assert asked == (0, 0) and learnt[0] == ITERATIONS * ENVS * DECISIONS
+
+
+def count(notes):
+    """(pictures, bytes) sent to the policy and to the learner."""
+    lines = [json.loads(line) for line in notes.read_text().splitlines()]
+    kinds = ("ActRequest", "Trajectory")
+    return [tuple(sum(line[i] for line in lines if line[0] == kind) for i in (2, 3)) for kind in kinds]
+
+
+def test_the_learner_keeps_pixels_as_bytes_until_it_looks(tmp_path, monkeypatch):
+    seen = []
+
+    def watched(trajectory, *rest):
+        share = learner_prepare(trajectory, *rest)
+        seen.append((trajectory.obs["images"]["near"].dtype, share.batch.obs["images"]["near"].dtype))
+        return share
+
+    learner_prepare = learner.prepare
+    monkeypatch.setattr(learner, "prepare", watched)
+    trained(tmp_path, TOGETHER, "inline", *env("ImageEnv"))
+    assert seen == [(np.uint8, torch.uint8)] * ITERATIONS
+
+
+def test_what_a_simulator_gives_as_tensors_stays_tensors_and_teaches_the_same(reference, tmp_path, monkeypatch):
+    seen = []
+
+    def watched(trajectory, *rest):
+        seen.append([type(part) for part in (trajectory.obs["state"], trajectory.actions, trajectory.logprobs)])
+        return learner_prepare(trajectory, *rest)
+
+    learner_prepare = learner.prepare
+    monkeypatch.setattr(learner, "prepare", watched)
+    weights, _ = trained(tmp_path, TOGETHER, "inline", *env("TensorEnv"))
+    assert seen == [[torch.Tensor] * 3] * ITERATIONS
+    for name, array in reference[0].items():
+        np.testing.assert_array_equal(weights[name], array)
