@@ -18,6 +18,7 @@ from embodied.datasets.layout import check_pyarrow
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
+from embodied.footprint import check_pictures, gigabytes, picture_bytes
 from embodied.placement import PlacementError, PlacementPlan, make_plan, named_nodes
 from embodied.reporting.report import report_or_say_why
 from embodied.run_folder import RunFolder
@@ -65,6 +66,7 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
         raise ConfigError(f"placement: {err}") from None
     if not learn:
         return config, plan.without("learner")
+    check_pictures(config)
     try:
         config.learner.check_ranks(plan.count("learner"), config.cluster.backend)
     except ValueError as err:
@@ -102,6 +104,7 @@ def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None)
         f"task        {env.name} {tasks}{f', physics {backend}' if backend else ''}",
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}",
+        *([f"pictures    {gigabytes(pictures)} an iteration"] if (pictures := picture_bytes(config)) else []),
         f"placement   {first}",
         *[f"            {line}" for line in rest],
         f"processes   {describe_backend(config.cluster.backend)}",
