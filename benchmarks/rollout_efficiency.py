@@ -4,6 +4,8 @@
 
 Both sides play the same number of decisions in as many processes on the same cores and include resets. The policy is
 a random one and stays so (learning rate 0), so that episodes end as they do under the random actions of bare stepping.
+On a machine with other work the speeds differ by chance; `in the simulator` is the share of a rollout's own time that
+went into steps and resets of the envs (pictures included), where sims and policies take turns on their cores.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ TIMEOUT_S = 900.0
 START_S = 120.0  # the most that one process may be ready after another
 
 
-def rollout_speed(recipe: str, iterations: int, seed: int, env: dict) -> float:
-    """Env steps per second of rollouts in a real run, the first iteration left out."""
+def rollout_speed(recipe: str, iterations: int, seed: int, env: dict) -> tuple[float, float]:
+    """Env steps per second of rollouts in a real run, and which share of them is simulation; the first iteration is
+    left out."""
     with tempfile.TemporaryDirectory() as folder:
         length = [f"run.iterations={iterations + 1}", "run.env_steps=null"]
         random = ["algo.lr=0", "algo.epochs=1"]
@@ -46,7 +49,10 @@ def rollout_speed(recipe: str, iterations: int, seed: int, env: dict) -> float:
         measure(train_command(recipe, *length, *random, *rest), env, TIMEOUT_S)
         rows = read_metrics(only_run(Path(folder)))
     steps = rows[-1]["env_steps"] - rows[0]["env_steps"]
-    return steps / sum(row["time/rollout_s"] for row in rows[1:])
+    seconds, simulating = (
+        sum(row[f"time/{name}_s"] for row in rows[1:] for name in names) for names in (["rollout"], ["step", "reset"])
+    )
+    return steps / seconds, simulating / seconds
 
 
 def stepping_speed(recipe: str, iterations: int, seed: int, shares: list[tuple[int, ...]]) -> float:
@@ -117,14 +123,17 @@ def sim_shares(config: dict) -> list[tuple[int, ...]]:
     return [host.cores for host in plan.hosts if "sim" in host.roles]
 
 
-def report(rollouts: list[float], stepping: list[float], processes: int) -> str:
+def report(rollouts: list[float], stepping: list[float], shares: list[float], processes: int) -> str:
     header = ["env steps/s", "median", "lowest", "highest"]
     rows = [
         [name, *(f"{value:,.0f}" for value in (median(speeds), min(speeds), max(speeds)))]
         for name, speeds in (("rollouts with the policy", rollouts), ("stepping with random actions", stepping))
     ]
     ratio = median(rollouts) / median(stepping)
-    return f"{markdown(header, rows)}\n\nrollouts / stepping: {ratio:.1%}, {processes} processes each"
+    return (
+        f"{markdown(header, rows)}\n\nrollouts / stepping: {ratio:.1%}, {processes} processes each; "
+        f"in the simulator: {median(shares):.1%}"
+    )
 
 
 def main() -> None:
@@ -137,15 +146,17 @@ def main() -> None:
     env, config, where = environment(), resolved(options.recipe), machine()
     os.environ.update(env)  # the processes of bare stepping inherit it
     shares = sim_shares(config)
-    rollouts, stepping = [], []
+    rollouts, stepping, simulating = [], [], []
     for seed in range(options.rounds):
-        rollouts.append(rollout_speed(options.recipe, options.iterations, seed, env))
+        speed, share = rollout_speed(options.recipe, options.iterations, seed, env)
+        rollouts.append(speed)
+        simulating.append(share)
         stepping.append(stepping_speed(options.recipe, options.iterations, seed, shares))
         print(f"round {seed + 1}: rollouts {rollouts[-1]:,.0f}, stepping {stepping[-1]:,.0f} env steps/s", flush=True)
-    speeds = {"rollouts": rollouts, "stepping": stepping, "processes": len(shares)}
+    speeds = {"rollouts": rollouts, "stepping": stepping, "simulating": simulating, "processes": len(shares)}
     about = {"commit": code_commit(), "machine": where, "packages": packages(), "config": config}
     write_json(RESULTS / f"rollout_efficiency-{Path(options.recipe).stem}.json", about | speeds)
-    print(report(rollouts, stepping, len(shares)))
+    print(report(rollouts, stepping, simulating, len(shares)))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     if config.eval.dataset:
         check_pyarrow()
     if config.learner.device == "cuda" and not Path("/dev/nvidiactl").exists():
-        raise ConfigError("learner.device=cuda needs an NVIDIA GPU, and this machine shows none; try learner.device=cpu")
+        raise ConfigError(
+            "learner.device=cuda needs an NVIDIA GPU, and this machine shows none; try learner.device=cpu"
+        )
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     config, nodes = chosen_cluster(config)
     cores = tuple(sorted(os.sched_getaffinity(0)))

@@ -90,8 +90,8 @@ def test_stepping_with_random_actions_uses_the_plans_sim_workers():
 
 
 def test_the_efficiency_is_the_ratio_of_the_medians():
-    assert report([850.0, 900.0, 100.0], [1000.0, 1100.0, 900.0], 2).endswith(
-        "rollouts / stepping: 85.0%, 2 processes each"
+    assert report([850.0, 900.0, 100.0], [1000.0, 1100.0, 900.0], [0.9, 0.97, 0.96], 2).endswith(
+        "rollouts / stepping: 85.0%, 2 processes each; in the simulator: 96.0%"
     )
 
 
