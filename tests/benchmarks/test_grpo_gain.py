@@ -1,0 +1,37 @@
+"""The arithmetic of the GRPO benchmark; the runs themselves take too long for a test."""
+
+import numpy as np
+import pytest
+
+from benchmarks.learning import grpo_gain
+from embodied.config import load
+
+
+def test_the_gain_is_paired_and_its_interval_holds_what_chance_allows():
+    before = [True] * 50 + [False] * 150
+    after = [True] * 40 + [False] * 10 + [True] * 60 + [False] * 90  # 10 lost, 60 won: +50 of 200
+    found = grpo_gain.paired_gain(before, after)
+    assert found["mean"] == pytest.approx(0.25)
+    # differences +1 (60), -1 (10), 0 (130): variance 0.35 - 0.0625 = 0.2875, error sqrt(0.2875 / 200) = 0.0379
+    expected = 0.25 + np.array([-1.96, 1.96]) * 0.0379
+    assert found["bootstrap_interval"] == pytest.approx(expected, abs=0.01)
+    assert grpo_gain.paired_gain(before, before) == {"mean": 0.0, "bootstrap_interval": [0.0, 0.0]}
+
+
+def test_every_case_names_a_recipe_with_a_sparse_reward():
+    for case in grpo_gain.CASES.values():
+        config = load([f"recipe={case.recipe}", *case.options]).config
+        assert config.env.reward == "success" and config.algo.name == "grpo"
+
+
+def test_the_report_counts_certain_gains():
+    one = {
+        "start_success": {"rate": 0.4, "interval": [0.3, 0.5]},
+        "final_success": {"rate": 0.9, "interval": [0.8, 0.95]},
+        "gain": {"mean": 0.5, "bootstrap_interval": [0.4, 0.6]},
+        "env_steps": 1000,
+        "cpu_s": 60.0,
+    }
+    flat = one | {"gain": {"mean": 0.0, "bootstrap_interval": [-0.01, 0.01]}}
+    told = grpo_gain.report([("seed-0", one), ("seed-1", flat), ("control", flat)])
+    assert "1 of 2 seeds gain for certain; 2 begin between 20% and 70%" in told
