@@ -7,6 +7,7 @@ one file that `python -m embodied.plan`, `placement=auto` and `python -m embodie
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -104,6 +105,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Pr
             "name": f"{config.run.name} on {processor()}, {len(cores)} cores",
             "key": cost_key(config),
             "cores": len(cores),
+            "load": round(os.getloadavg()[0], 1),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0],
         }
@@ -175,8 +177,10 @@ def calibrate(config: RunConfig, profile: Profile, topology: Topology, clock: Cl
     say(f"a short real run, collocated on {sims} cores")
     seen = real_run(config, plan, logs / "collocated")
     profile = take_over(profile, Pricer(profile.workflow, profile, classes), layout, seen, sims)
-    if len(cores) < 2 or not clock.left(0.8):
-        say("no time for a run with sims apart: handing over between processes counts as free" * (len(cores) > 1))
+    if len(cores) < 2:
+        return profile
+    if not clock.left(0.8):
+        say("no time for a run with sims apart: handing over between processes counts as free")
         return profile
     say("a short real run with sims apart from policy and learner")
     plan = make_plan({"sim": "cpu:0", "policy,learner": "cpu:1"}, cores, n)
@@ -250,6 +254,10 @@ def describe(profile: Profile) -> list[str]:
     }
     lines += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in rest.items()]
     lines.append(f"measured in {profile.made['seconds']:.0f} s")
+    if profile.made.get("load", 0) > cores + 1:
+        lines.append(
+            f"the machine was busy with other work (load {profile.made['load']} on {cores} cores): measure again"
+        )
     return lines
 
 

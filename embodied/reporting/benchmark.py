@@ -75,12 +75,14 @@ def cells(mode: str, row: dict[str, float]) -> list[str]:
 
 
 def verdict(result: Any) -> list[str]:
-    """What placement=auto would take, against the fastest measured."""
-    auto, fastest = next(mode for mode in result.expected if mode in result.rounds), next(iter(rows_of(result)))
-    if len(result.rounds) == 1:
+    """Whether the order is the predicted one; what placement=auto would take, against the fastest measured."""
+    expected, measured = [mode for mode in result.expected if mode in result.rounds], list(rows_of(result))
+    auto, fastest = expected[0], measured[0]
+    if len(measured) == 1:
         return []
+    order = "the order of modes is the predicted one; " if expected == measured else ""
     if auto == fastest:
-        return [f"placement=auto takes {auto}, the fastest here"]
+        return [f"{order}placement=auto takes {auto}, the fastest here"]
     low, middle, high = paired_ratio(result.rounds[auto], result.rounds[fastest])
     return [
         f"placement=auto takes {auto}: {middle:.2f} times as fast as {fastest} (95% interval {low:.2f} to {high:.2f}, "
