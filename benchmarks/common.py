@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +121,17 @@ def tree_bytes(pid: int) -> int:
     except (OSError, IndexError):
         return 0
     return resident + sum(tree_bytes(int(child)) for told in children for child in told)
+
+
+def hosts(logs: Path) -> dict[str, int]:
+    """Name -> pid of the processes that write their logs there now, on any backend."""
+    found = {}
+    for output in Path("/proc").glob("[0-9]*/fd/1"):
+        with suppress(OSError):  # ended meanwhile, or somebody else's
+            log = Path(os.readlink(output))
+            if log.parent == logs.resolve():
+                found[log.stem] = int(output.parts[2])
+    return found
 
 
 def only_run(parent: Path) -> Path:

@@ -1,6 +1,6 @@
 """Whether a long run in which workers keep dying stays as small as it began.
 
-    python -m benchmarks.soak [--iterations 300] [--kill-every 20]
+    python -m benchmarks.soak [--backend local] [--iterations 300] [--kill-every 20]
 
 Trains the toy env with two sim workers, a policy worker and a learner in processes of their own, kills one of the first
 three in turn, and looks at memory, descriptors, threads and shared memory of the driver, the learner and all processes
@@ -24,7 +24,17 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import RESULTS, code_commit, machine, markdown, only_run, read_metrics, train_command, write_json
+from benchmarks.common import (
+    RESULTS,
+    code_commit,
+    hosts,
+    machine,
+    markdown,
+    only_run,
+    read_metrics,
+    train_command,
+    write_json,
+)
 
 PLACEMENT = "{sim: 'cpu:0-1*2', policy: 'cpu:0', learner: 'cpu:1'}"
 VICTIMS = ("sim-0", "policy-0", "sim-1")
@@ -66,18 +76,7 @@ ALLOWED: dict[str, Callable[[float], float]] = {
 }
 
 
-def hosts(pid: int) -> dict[str, int]:
-    """Name -> pid of the processes of a run."""
-    found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        told = re.search(r'"name": "([^"]+)"', Path(f"/proc/{child}/cmdline").read_text())
-        if told:
-            found[told[1]] = int(child)
-    return found
-
-
-def look(iteration: int, driver: int) -> Sample:
-    found = hosts(driver)
+def look(iteration: int, driver: int, found: dict[str, int]) -> Sample:
     everybody = [driver, *found.values()]
     return Sample(
         iteration,
@@ -115,7 +114,7 @@ def judge(samples: list[Sample]) -> list[Verdict]:
     return verdicts
 
 
-def soak(iterations: int, kill_every: int, folder: Path) -> tuple[list[Sample], int]:
+def soak(backend: str, iterations: int, kill_every: int, folder: Path) -> tuple[list[Sample], int]:
     """Run it; -> the samples, and how many workers were killed."""
     arguments = [
         f"run.iterations={iterations}",
@@ -125,7 +124,7 @@ def soak(iterations: int, kill_every: int, folder: Path) -> tuple[list[Sample], 
         f"placement={PLACEMENT}",
         f"faults.max_restarts={iterations}",
         "eval.videos=0",
-        "cluster.backend=local",
+        f"cluster.backend={backend}",
     ]
     command = train_command("pointmass_ppo", *arguments)
     victims, samples, killed = itertools.cycle(VICTIMS), [], 0
@@ -138,10 +137,11 @@ def soak(iterations: int, kill_every: int, folder: Path) -> tuple[list[Sample], 
                 if told is None:
                     continue
                 iteration = int(told[1])
-                if iteration % max(iterations // SAMPLES, 1) == 0 and len(hosts(process.pid)) == 4:
-                    samples.append(look(iteration, process.pid))
+                found = hosts(next(folder.glob("*/logs")))
+                if iteration % max(iterations // SAMPLES, 1) == 0 and len(found) == 4:
+                    samples.append(look(iteration, process.pid, found))
                 if iteration % kill_every == kill_every // 2:
-                    os.kill(hosts(process.pid)[next(victims)], signal.SIGKILL)
+                    os.kill(found[next(victims)], signal.SIGKILL)
                     killed += 1
             process.wait(60)
         finally:
@@ -154,12 +154,13 @@ def soak(iterations: int, kill_every: int, folder: Path) -> tuple[list[Sample], 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="local", choices=["local", "ray"])
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--kill-every", type=int, default=20)
     parser.add_argument("--out", type=Path, default=RESULTS / "soak.json")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        samples, killed = soak(chosen.iterations, chosen.kill_every, Path(folder))
+        samples, killed = soak(chosen.backend, chosen.iterations, chosen.kill_every, Path(folder))
         restarts = int(sum(row["faults/restarts"] for row in read_metrics(only_run(Path(folder)))))
     names = list(asdict(samples[0]))
     print(markdown(names, [[f"{value:.4g}" for value in asdict(sample).values()] for sample in samples]))
@@ -171,7 +172,13 @@ def main() -> None:
     print()
     print(markdown(["figure", "mean", "per 100 iterations", "allowed", "verdict"], rows))
     print(f"\n{killed} workers were killed, {restarts} restarts were counted")
-    about = {"machine": machine(), "commit": code_commit(), "killed": killed, "restarts": restarts}
+    about = {
+        "machine": machine(),
+        "commit": code_commit(),
+        "backend": chosen.backend,
+        "killed": killed,
+        "restarts": restarts,
+    }
     results = {"samples": [asdict(sample) for sample in samples], "verdicts": [asdict(v) for v in verdicts]}
     write_json(chosen.out, {**about, **results})
     if restarts != killed or not all(verdict.flat for verdict in verdicts):

@@ -7,6 +7,7 @@ others come in every life of the worker; with `seed`, whenever the episode of th
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
@@ -20,8 +21,8 @@ from embodied.envs.config import PointMassConfig
 from embodied.envs.pointmass import PointMassEnv
 
 FAULTS = (
-    *("exception", "exit", "os_exit", "nan_observation", "inf_reward", "wrong_shape"),
-    *("memory_error", "sigkill", "sigsegv", "hang", "hang_with_gil"),
+    *("exception", "exit", "os_exit", "nan_observation", "inf_reward", "wrong_shape", "memory_error"),
+    *("out_of_memory", "sigkill", "sigsegv", "sigabrt", "sigstop", "hang", "hang_with_gil"),
 )
 PLACES = ("constructor", "first_step", "rollout", "reset", "evaluation")
 MIDDLE = 5  # env steps (or resets) before a fault in the middle
@@ -58,7 +59,9 @@ class Fault:
             os._exit(0)
         elif self.fault == "memory_error":
             raise MemoryError("no room for another mesh")
-        elif self.fault in ("sigkill", "sigsegv"):
+        elif self.fault == "out_of_memory":
+            _run_out_of_memory()
+        elif self.fault in ("sigkill", "sigsegv", "sigabrt", "sigstop"):
             os.kill(os.getpid(), getattr(signal, self.fault.upper()))
             time.sleep(60)
         elif self.fault == "hang":
@@ -67,6 +70,15 @@ class Fault:
             ctypes.PyDLL(None).sleep(3600)
         else:
             self.broken = self.fault
+
+
+def _run_out_of_memory() -> None:
+    """Takes all that this process may have, and keeps it until the error is told."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
+    taken = []
+    while True:
+        taken.append(np.ones(2**17))
 
 
 class FaultyEnv(PointMassEnv):

@@ -8,15 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from faulty_env import FAULTS
 
-from benchmarks.fault_table import ARGUMENTS, DEADLINE_S, Case, play
+from benchmarks.common import hosts
+from benchmarks.fault_table import ARGUMENTS, DEADLINE_S, PLACEMENT, Case, play
 
 ROOT = Path(__file__).parents[2]
-BACKENDS = ("local",)
-FAULTS = (
-    *("exception", "exit", "os_exit", "nan_observation", "inf_reward", "wrong_shape"),
-    *("memory_error", "sigkill", "sigsegv", "hang", "hang_with_gil"),
-)
+BACKENDS = ("local", "ray")
 PLACES = ("first_step", "rollout", "reset", "evaluation")
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2 * DEADLINE_S)]
@@ -75,11 +73,11 @@ def test_an_evaluation_of_its_own_survives_a_fault(backend, tmp_path):
     assert (overall["episodes"], overall["errors"]) == (6, 0)
 
 
-@pytest.fixture
-def long_run(tmp_path):
+@pytest.fixture(params=BACKENDS)
+def long_run(request, tmp_path):
     """A run of many iterations of the toy env, at work."""
-    changes = {"run.iterations": 200, "run.save_every": 50, "faults.hang_s": 3}
-    arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, **changes}.items())
+    changes = {"run.iterations": 200, "run.save_every": 50, "faults.hang_s": 5, "cluster.backend": request.param}
+    arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, "placement": PLACEMENT["policy"], **changes}.items())
     process = subprocess.Popen(
         [sys.executable, "-m", "embodied.train", *arguments],
         cwd=tmp_path,
@@ -102,17 +100,15 @@ def heard(process):
         yield line
 
 
-def host_of(process, name: str) -> int:
-    """The pid of a host of this run, by the name in its boot arguments."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (pid,) = (pid for pid in children if f'"name": "{name}"' in Path(f"/proc/{pid}/cmdline").read_text())
-    return int(pid)
+def host_of(folder: Path, name: str) -> int:
+    """The pid of a host of the run in this folder."""
+    return hosts(next(folder.glob("runs/*/logs")))[name]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("host", ["sim-0", "policy-0"])
 def test_a_run_goes_on_when_a_host_is_killed_or_stopped(long_run, tmp_path, host, number):
-    os.kill(host_of(long_run, host), number)
+    os.kill(host_of(tmp_path, host), number)
     told = long_run.until("is started again")
     assert told.startswith(f"{host} is started again (restart 1,")
     for _ in heard(long_run):
@@ -127,9 +123,10 @@ def test_a_run_goes_on_when_a_host_is_killed_or_stopped(long_run, tmp_path, host
     assert sum(line.count("is started again") for line in long_run.said) == 1
 
 
-def test_a_dead_learner_ends_the_run_with_its_cause_and_how_to_resume(tmp_path):
-    changes = {"run.iterations": 5000, "run.save_every": 1}
-    arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, **changes}.items())
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_dead_learner_ends_the_run_with_its_cause_and_how_to_resume(tmp_path, backend):
+    changes = {"run.iterations": 5000, "run.save_every": 1, "cluster.backend": backend}
+    arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, "placement": PLACEMENT["policy"], **changes}.items())
     process = subprocess.Popen(
         [sys.executable, "-m", "embodied.train", *arguments],
         cwd=tmp_path,
@@ -138,7 +135,7 @@ def test_a_dead_learner_ends_the_run_with_its_cause_and_how_to_resume(tmp_path):
         text=True,
     )
     next(line for line in process.stdout if "iteration 3/" in line)
-    os.kill(host_of(process, "learner-0"), signal.SIGKILL)
+    os.kill(host_of(tmp_path, "learner-0"), signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     (run,) = (tmp_path / "runs").iterdir()
