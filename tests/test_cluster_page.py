@@ -1,0 +1,179 @@
+"""The commands of docs/cluster.md run, with two Ray nodes on one machine. They see neither the same files in /dev/shm
+nor the same processes, and believe to be two machines."""
+
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied.policies.folder import read_weights
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+PAGE = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
+HEAD, SECOND = re.findall(r"^(ray start .*)", PAGE, re.M)
+(TRAIN,) = re.findall(r"^(python -m embodied.train .*address=.*)", PAGE, re.M)
+(EXPORTS,) = re.findall(r"^export (.*)", PAGE, re.M)
+SMALL = ["--object-store-memory=200000000"]
+SAME = [
+    *("env.num_envs=8", "env.dtype=float64", "env.max_episode_steps=30", "policy.dtype=float64"),
+    *("policy.hidden=[16,16]", "algo.rollout_decisions=16", "algo.minibatch_size=32", "algo.epochs=2"),
+    *("run.iterations=2", "eval.episodes=2", "eval.videos=0"),
+]
+ELSEWHERE = """
+    mount -t tmpfs tmpfs /dev/shm
+    mount --bind {boot_id} /proc/sys/kernel/random/boot_id
+    exec {command}
+"""
+
+
+class Machines:
+    """Two nodes, started by the commands of the page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            self.port = probe.getsockname()[1]
+        told = dict(word.split("=", 1) for word in EXPORTS.split())
+        assert told.keys() == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_worker_niceness"}
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        scripts = str(Path(sys.executable).parent)
+        self.environment = {**environment, **told, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment["PATH"] = f"{scripts}:{os.environ['PATH']}"
+        self.nodes: list[subprocess.Popen] = []
+        self.address = ""
+        self.address = self.start("one", self.words(HEAD), "Local node IP: ([0-9.]+)")
+        (folder / "boot_id").write_text("11111111-2222-3333-4444-555555555555\n")
+        command = shlex.join([*self.words(SECOND), "--node-ip-address=127.0.0.2"])
+        script = ELSEWHERE.format(boot_id=folder / "boot_id", command=command)
+        apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-ec"]
+        self.start("two", [*apart, textwrap.dedent(script)], "Local node IP: ([0-9.]+)")
+
+    def words(self, command: str) -> list[str]:
+        if self.address:
+            command = command.replace("10.0.0.1", self.address)
+        return [*shlex.split(command.replace("6379", str(self.port))), *SMALL]
+
+    def start(self, name: str, command: list[str], asked: str) -> str:
+        output = self.folder / f"{name}.txt"
+        (self.folder / name).mkdir()
+        with output.open("w") as file:
+            node = subprocess.Popen(
+                command,
+                cwd=self.folder / name,
+                env={**self.environment, "RAY_TMPDIR": str(self.folder / name)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.nodes.append(node)
+        until = time.monotonic() + 300
+        while "Ray runtime started" not in output.read_text():
+            assert node.poll() is None and time.monotonic() < until, output.read_text()
+            time.sleep(0.1)
+        return re.search(asked, output.read_text())[1]
+
+    def train(self, folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        words = shlex.split(TRAIN.replace("10.0.0.1:6379", f"{self.address}:{self.port}"))
+        keys = {argument.split("=")[0] for argument in arguments}
+        return subprocess.run(
+            [sys.executable, *[word for word in words[1:] if word.split("=")[0] not in keys], *arguments],
+            cwd=folder,
+            env={**self.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **environment},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    def stop(self) -> None:
+        for node in reversed(self.nodes):
+            os.killpg(node.pid, signal.SIGTERM)
+        for node in reversed(self.nodes):
+            try:
+                node.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(node.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def machines():
+    can_part = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "true"]
+    if shutil.which("unshare") is None or subprocess.run(can_part, capture_output=True).returncode:
+        pytest.skip("needs the right to part namespaces, as root has it")
+    folder = Path(tempfile.mkdtemp(prefix="two-", dir="/tmp"))  # a short path, for Ray's sockets
+    two = None
+    try:
+        two = Machines(folder)
+        yield two
+    finally:
+        if two is not None:
+            two.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    (run,) = (folder / "runs").iterdir()
+    assert json.loads((run / "run.json").read_text())["state"] == "finished"
+    return read_weights(run / "checkpoints" / "v000002" / "policy")
+
+
+def test_the_documented_run_over_two_machines_gives_the_weights_of_one_process(machines, tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    done = machines.train(tmp_path / "two", *SAME)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of node2" in done.stdout and "of node1" in done.stdout
+    logs = next((tmp_path / "two" / "runs").glob("*/logs"))
+    assert {"learner-0.log", "sim+policy-0.log", "sim+policy-1.log"} <= {path.name for path in logs.iterdir()}
+    one = [sys.executable, "-m", "embodied.train", "recipe=pointmass_ppo", *SAME, "cluster.backend=inline"]
+    subprocess.run(one, cwd=tmp_path / "one", check=True, capture_output=True, timeout=300)
+    ours, reference = weights(tmp_path / "two"), weights(tmp_path / "one")
+    assert max(float(np.abs(ours[name] - reference[name]).max()) for name in reference) < 1e-9
+
+
+MY_ENV = """
+import os
+from embodied.envs.pointmass import PointMassEnv
+from embodied.envs.config import PointMassConfig
+
+class MyEnv(PointMassEnv):
+    def __init__(self, config, num_envs):
+        print("built from", __file__, "in", os.getpid(), flush=True)
+        common = {name: getattr(config, name) for name in ("num_envs", "max_episode_steps", "on_success")}
+        super().__init__(PointMassConfig(name="pointmass", dtype="float64", **common), num_envs)
+"""
+
+
+def test_learners_on_both_machines_and_an_env_of_ones_own(machines, tmp_path):
+    (tmp_path / "my_env.py").write_text(MY_ENV)
+    same = [argument for argument in SAME if not argument.startswith("env.dtype")]
+    placement = "placement={'sim,policy': 'node2/cpu:0', learner: 'node1/cpu:0,node2/cpu:1'}"
+    own = ["env.name=my_env:MyEnv", "env.task=reach", placement]
+    done = machines.train(tmp_path, *same, *own, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 x learner on core 0 of node1" in done.stdout
+    (log,) = (tmp_path / "runs").glob("*/logs/sim+policy-0.log")
+    assert "built from " in log.read_text() and str(tmp_path) not in log.read_text()
+
+
+def test_what_does_not_fit_is_told_in_a_line(machines, tmp_path):
+    wrong = machines.train(tmp_path, RAY_AUTH_TOKEN=secrets.token_hex(32))
+    assert wrong.returncode in (1, 2) and "the cluster does not take this token" in wrong.stderr
+    nowhere = machines.train(tmp_path, "placement={'sim,policy': 'node3/cpu:0', learner: 'cpu:0'}")
+    assert nowhere.returncode == 2 and "placement names the node 'node3', but the cluster has node1" in nowhere.stderr
+    for done in (wrong, nowhere):
+        assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")
