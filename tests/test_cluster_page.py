@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PAGE = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
 HEAD, SECOND = re.findall(r"^(ray start .*)", PAGE, re.M)
 (TRAIN,) = re.findall(r"^(python -m embodied.train .*address=.*)", PAGE, re.M)
+(ALONE,) = re.findall(r"^(python -m embodied.train .*backend=ray)", PAGE, re.M)
 (EXPORTS,) = re.findall(r"^export (.*)", PAGE, re.M)
 SMALL = ["--object-store-memory=200000000"]
 SAME = [
@@ -177,3 +178,10 @@ def test_what_does_not_fit_is_told_in_a_line(machines, tmp_path):
     assert nowhere.returncode == 2 and "placement names the node 'node3', but the cluster has node1" in nowhere.stderr
     for done in (wrong, nowhere):
         assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_the_documented_run_on_one_machine_needs_nothing_but_ray(tmp_path):
+    command = [sys.executable, *shlex.split(ALONE)[1:], *SAME]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(tmp_path)
