@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from embodied.checkpoints import digest, locate, name_of, read_json
 from embodied.config import COMMAND_LINE, Loaded, stored_recipe
-from embodied.errors import CheckpointError, ConfigError
+from embodied.errors import ConfigError
+from embodied.hub import fetch
 from embodied.overrides import read_yaml
 
 if TYPE_CHECKING:
@@ -66,10 +67,10 @@ def find(checkpoint: str) -> Target:
         label = checkpoint if checkpoint in BUILT_IN else where.rpartition(":")[2]
         return Target(label, ExternalPolicyConfig(name=where))
     if HUB_ID.fullmatch(checkpoint) and not here:
-        raise CheckpointError(
-            f"checkpoint={checkpoint}: there is no such folder. If it is a Hugging Face hub id: this command fetches "
-            f"nothing; hf download {checkpoint} --local-dir DIR, then checkpoint=DIR"
-        )
+        policy = fetch(checkpoint)
+        raw, spec = read_description(policy)
+        config = TypeAdapter(PolicyConfig).validate_python(raw)
+        return Target(checkpoint.replace("/", "-"), config, spec, Weights(0, read_blobs(policy)), policy)
     policy, version_folder, run = locate(checkpoint)
     raw, spec = read_description(policy)
     version = read_json(version_folder / "manifest.json")["version"] if version_folder else 0

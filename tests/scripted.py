@@ -94,3 +94,12 @@ class DecidesThreeSteps(SucceedsOnEvenSeeds):
         one = super().act(obs, noise, temperature)
         actions = one.actions * np.array([1.0, 0.5, 3.0], np.float32)[:, None]
         return PolicyOutput(actions, np.zeros_like(actions), one.values)
+
+
+class Reaches(Scripted):
+    """Pushes the point of pointmass to its target."""
+
+    def act(self, obs, noise, temperature=1.0):
+        _, velocity, target = np.split(obs["state"], 3, axis=1)
+        actions = np.clip(20 * target - 40 * velocity, -1, 1).astype(np.float32)[:, None]
+        return PolicyOutput(actions, np.zeros_like(actions), np.zeros(len(actions)))

@@ -70,12 +70,16 @@ def test_the_same_call_gives_the_same_episodes_to_the_byte(tmp_path):
     assert json.loads((first / "results.json").read_text())["provenance"]["host"]
 
 
-@pytest.mark.parametrize("num_envs", [1, 3, 8])
-def test_the_number_of_envs_changes_no_episode(tmp_path, num_envs):
-    for envs in (num_envs, 5):
-        run("checkpoint=random", *INLINE, "eval.episodes=11", "eval.videos=0", f"eval.num_envs={envs}")
-    first, again = tmp_path / "runs/evaluate-random", tmp_path / "runs/evaluate-random-2"
-    assert (first / "episodes.csv").read_bytes() == (again / "episodes.csv").read_bytes()
+@pytest.mark.parametrize("policy", ["random", "scripted:Reaches"])
+def test_the_number_of_envs_and_where_they_run_change_no_episode(tmp_path, policy):
+    """One row, three, eight in one worker, and five in two workers."""
+    two = 'placement={"sim,policy": "cpu:0-1*2", learner: "cpu:0-1"}'
+    for number, last in enumerate(["eval.num_envs=1", "eval.num_envs=3", "eval.num_envs=8", "eval.num_envs=5"]):
+        where = [two if number == 3 and key.startswith("placement") else key for key in INLINE]
+        run(f"checkpoint={policy}", *where, "eval.episodes=11", "eval.videos=0", "run.dir=runs", last)
+    found = [path.read_bytes() for path in (tmp_path / "runs").glob("*/episodes.csv")]
+    assert len(found) == 4 and len(set(found)) == 1
+    assert policy == "random" or b",true,true," in found[0]
 
 
 def test_several_tasks_are_played_in_one_call_each_the_same_as_alone(tmp_path):
@@ -118,6 +122,32 @@ def test_options_that_the_protocol_fixes_are_refused(tmp_path, capsys):
     assert {episode.length for episode in episodes} == {50}
 
 
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """The cache of the Hugging Face hub; nothing beyond it can be reached."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_a_policy_on_the_hub_is_evaluated_like_its_folder(tmp_path, hub):
+    from embodied.data import ActionSpec, EnvSpec
+    from embodied.policies import make_policy
+    from embodied.policies.config import MLPConfig
+
+    snapshot = hub / "models--org--reacher" / "snapshots" / "0123abc"
+    policy = make_policy(MLPConfig(), EnvSpec(ActionSpec(2), state_dim=6), seed=0)
+    policy.save_pretrained(snapshot)
+    (hub / "models--org--reacher" / "refs").mkdir()
+    (hub / "models--org--reacher" / "refs" / "main").write_text("0123abc")
+    for checkpoint in ("org/reacher", snapshot):
+        run(f"checkpoint={checkpoint}", *INLINE, "eval.episodes=4", "eval.videos=0")
+    found, episodes = results(tmp_path / "runs/evaluate-org-reacher")
+    assert found["policy"]["name"] == "org-reacher" and len(found["policy"]["sha256"]) == 64
+    assert episodes == results(snapshot.parent / "eval/0123abc")[1]
+
+
+@pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(
     ("checkpoint", "code", "says"),
     [

@@ -1,0 +1,119 @@
+"""What an evaluation costs beyond stepping its simulator, and whether memory stays flat over many of them.
+
+    python -m benchmarks.evaluation_cost [--checkpoint random] [--task PushCube-v1] [--rounds 6] [--episodes 200]
+
+One process: evaluations of ManiSkill episodes take turns with stepping the same number of equal envs with random
+actions for as many env steps, resets included. Time is CPU time of the process, since both sides keep one core busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmarks.common import RESULTS, code_commit, environment, machine, markdown, packages, tree_bytes, write_json
+
+WARM_UP = 2  # rounds whose memory is not counted: allocators and caches fill up
+
+
+def configured(arguments, folder: Path):
+    """The loop, ready to evaluate, in this process."""
+    from embodied import commands
+    from embodied.config import load
+    from embodied.targets import find_all
+    from embodied.workflows.embodied import EmbodiedLoop
+
+    told = [f"checkpoint={arguments.checkpoint}", "recipe=maniskill_ppo", f"env.task={arguments.task}"]
+    told += [f"eval.episodes={arguments.episodes}", f"eval.videos={arguments.videos}", "cluster.backend=inline"]
+    told += ['placement={"sim,policy": "cpu:0", learner: "cpu:0"}', f"run.dir={folder}"]
+    loaded = load(told, entry="evaluate")
+    (target,) = find_all(loaded.checkpoints)
+    config, plan = commands.planned(loaded.config, learn=False)
+    config = config.model_copy(update={"policy": target.config})
+    cluster = commands.cluster(config, plan, folder / "logs")
+    return config, target, cluster, lambda: EmbodiedLoop(config, cluster.__enter__(), learn=False)
+
+
+def cost(work) -> tuple[float, float]:
+    """CPU and wall seconds of some work."""
+    gc.collect()
+    cpu, wall = time.process_time(), time.perf_counter()
+    work()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+def bare_stepping(env, episodes: int) -> None:
+    """As many episodes as an evaluation plays, with random actions."""
+    rng = np.random.default_rng(0)
+    size = (env.num_envs, 1, env.env_spec.action.dim)
+    env.reset(seed=0)
+    left = episodes - env.num_envs
+    while True:
+        result = env.step_chunk(rng.uniform(-1, 1, size).astype(np.float32))
+        if result.done.any():
+            if left <= 0:
+                return
+            left -= int(result.done.sum())
+            env.reset(options={"reset_mask": result.done})
+
+
+def slope(megabytes: list[float], episodes: int) -> float:
+    """Of memory, in MB per 100 episodes, once warm."""
+    warm = megabytes[WARM_UP:]
+    return float(np.polyfit(np.arange(len(warm)) * episodes / 100, warm, 1)[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", default="random")
+    parser.add_argument("--task", default="PushCube-v1")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--episodes", type=int, default=200)
+    parser.add_argument("--videos", type=int, default=0)
+    parser.add_argument("--out", default="evaluation_cost.json", help="name of the file of results")
+    arguments = parser.parse_args()
+    if arguments.rounds < WARM_UP + 2:
+        parser.error(f"--rounds: at least {WARM_UP + 2}, for a slope of memory after {WARM_UP} to warm up")
+    os.environ.update(environment())
+    import torch
+
+    torch.set_num_threads(1)
+    from embodied.envs import make_env
+    from embodied.workflows.embodied import eval_rows
+
+    found: dict[str, list[float]] = {name: [] for name in ("evaluate", "bare", "ratio", "wall_ratio", "resident_mb")}
+    with tempfile.TemporaryDirectory() as folder:
+        config, target, cluster, make = configured(arguments, Path(folder))
+        loop = make()
+        loop.start()
+        loop.adopt(target.weights)
+        env = make_env(loop.eval_env, eval_rows(arguments.episodes, config.env.num_envs, 1))
+        bare_stepping(env, env.num_envs)
+        for number in range(arguments.rounds):
+            played, played_wall = cost(lambda at=number: loop.evaluate(Path(folder) / str(at)))
+            stepped, stepped_wall = cost(lambda: bare_stepping(env, arguments.episodes))
+            gc.collect()
+            row = (played, stepped, played / stepped, played_wall / stepped_wall, tree_bytes(os.getpid()) / 1e6)
+            for name, value in zip(found, row, strict=True):
+                found[name].append(round(value, 3))
+            print({name: values[-1] for name, values in found.items()}, flush=True)
+        env.close()
+        cluster.__exit__(None, None, None)
+    growth = slope(found["resident_mb"], arguments.episodes)
+    rows = [[name, *[f"{pick(values):.2f}" for pick in (median, min, max)]] for name, values in found.items()]
+    print(markdown([f"{arguments.episodes} episodes", "median", "lowest", "highest"], rows))
+    print(f"memory grows by {growth:.2f} MB per 100 episodes")
+    told = {"commit": code_commit(), "machine": machine(), "packages": packages(), **vars(arguments)}
+    told["checkpoint"] = target.name
+    write_json(RESULTS / arguments.out, told | found | {"mb_per_100_episodes": growth})
+
+
+if __name__ == "__main__":
+    main()
