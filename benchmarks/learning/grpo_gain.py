@@ -55,7 +55,7 @@ class Case:
 
 CASES = {
     "pickcube": Case("pickcube_grpo", (), "pickcube_start/seed-{seed}-*"),
-    "pushcube": Case("maniskill_grpo", (), "grpo_pushcube/start-*"),
+    "pushcube": Case("maniskill_grpo", ("algo.groups=8", "run.iterations=10"), "grpo_pushcube/start-*"),
 }
 
 
@@ -74,7 +74,7 @@ def main() -> None:
         start = options.start or find_start(options.case, case, seed, env)
         identity = {
             "commit": code_commit(),
-            "config": config_hash(resolved(case.recipe, *case.options, *changes)),
+            "config": config_hash(resolved(case.recipe, *settled(case.options, changes))),
             "start": digest(start),
         }
         path = folder / f"{name}.json"
@@ -116,7 +116,13 @@ def gain(name: str, case: Case, run: str, seed: int, start: Path, changes: Seque
     """Train from the start, and compare with it."""
     runs = ROOT / "runs" / f"grpo_{name}"
     before = play(start, case, runs, env)
-    given = [f"seed={seed}", f"run.start_from={start}", f"run.dir={runs}", f"run.name={run}", *case.options, *changes]
+    given = [
+        f"seed={seed}",
+        f"run.start_from={start}",
+        f"run.dir={runs}",
+        f"run.name={run}",
+        *settled(case.options, changes),
+    ]
     there = set(runs.glob(f"{run}-*"))
     cost = measure(train_command(case.recipe, *given, *HELD_OUT, *ONE_CORE), env, TIMEOUT_S)
     (trained,) = set(runs.glob(f"{run}-*")) - there
@@ -137,11 +143,17 @@ def gain(name: str, case: Case, run: str, seed: int, start: Path, changes: Seque
 def play(start: Path, case: Case, runs: Path, env: dict) -> dict[str, str]:
     """The held-out episodes with the policy to start from: a training run of one iteration that changes nothing."""
     there = set(runs.glob("before-*"))
-    given = [f"run.start_from={start}", f"run.dir={runs}", "run.name=before", "run.iterations=1", "algo.lr=0"]
-    quick = ["algo.groups=4", "algo.max_rounds=1"]
-    measure(train_command(case.recipe, *given, *case.options, *quick, *HELD_OUT, *ONE_CORE), env, TIMEOUT_S)
+    given = [f"run.start_from={start}", f"run.dir={runs}", "run.name=before"]
+    quick = settled(case.options, ["run.iterations=1", "algo.lr=0", "algo.groups=4", "algo.max_rounds=1"])
+    measure(train_command(case.recipe, *given, *quick, *HELD_OUT, *ONE_CORE), env, TIMEOUT_S)
     (run,) = set(runs.glob("before-*")) - there
     return episodes_of(run)
+
+
+def settled(*options: Sequence[str]) -> list[str]:
+    """All of them, the last word on each key."""
+    said = {option.partition("=")[0]: option for part in options for option in part}
+    return list(said.values())
 
 
 def episodes_of(run: Path) -> dict[str, str]:
