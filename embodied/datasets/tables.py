@@ -12,6 +12,8 @@ import numpy as np
 from embodied.datasets.layout import Features, cameras
 from embodied.datasets.stats import QUANTILES
 
+GROUP = 2000  # rows that are written at once: each group's description stays in memory until the file is complete
+
 
 class TableFiles:
     """Rows into one parquet file after the other; what is added at once stays in one file."""
@@ -21,30 +23,47 @@ class TableFiles:
         self.path, self.schema, self.file_bytes = path, schema, file_bytes
         self.file = 0  # into which the next rows go
         self._writer = None
-        self._written = 0
+        self._bytes = 0  # of this file so far
+        self._waiting: list[Any] = []  # tables that are not written yet
 
     def add(self, columns: dict[str, Any]) -> int:
         """Write these rows; returns the number of their file."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         file, arrays = self.file, [as_column(columns[field.name], field.type) for field in self.schema]
         table = pa.Table.from_arrays(arrays, schema=self.schema)
-        if self._writer is None:
-            self.path(file).parent.mkdir(parents=True, exist_ok=True)
-            self._writer, self._written = pq.ParquetWriter(self.path(file), self.schema), 0
-        self._writer.write_table(table)
-        self._written += table.nbytes
-        if self._written >= self.file_bytes:
+        self._waiting.append(table)
+        self._bytes += table.nbytes
+        if self._bytes >= self.file_bytes:
             self.close()
             self.file += 1
+        elif sum(map(len, self._waiting)) >= GROUP:
+            self._write()
         return file
 
     def close(self) -> None:
         """Complete the file that is open."""
+        self._write()
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
+            self._writer, self._bytes = None, 0
+
+    def discard(self) -> None:
+        """Write no more."""
+        self._waiting.clear()
+        self.close()
+
+    def _write(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not self._waiting:
+            return
+        if self._writer is None:
+            self.path(self.file).parent.mkdir(parents=True, exist_ok=True)
+            self._writer = pq.ParquetWriter(self.path(self.file), self.schema)
+        self._writer.write_table(pa.concat_tables(self._waiting), row_group_size=GROUP)
+        self._waiting.clear()
 
 
 def as_column(values: Any, kind) -> Any:

@@ -104,7 +104,7 @@ class DatasetWriter:
     def discard(self) -> None:
         """Leave nothing behind. Harmless after `close`."""
         for table in (self._data, self._episodes):
-            table.close()
+            table.discard()
         shutil.rmtree(self._root, ignore_errors=True)
 
     def __enter__(self) -> DatasetWriter:
