@@ -1,0 +1,71 @@
+"""Envs whose observations are tensors: the base treats them as it treats arrays, and fetches nothing large."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.arrays import host, map_obs
+from embodied.data import EpisodeSpec
+from embodied.envs import make_env
+from embodied.envs.config import ExternalEnvConfig
+from embodied.errors import NotFinite
+
+N, CHUNK = 3, 4
+
+
+@pytest.fixture(autouse=True)
+def watched_env(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    yield
+    sys.modules.pop("watched_env", None)
+
+
+def build(kind):
+    env = make_env(ExternalEnvConfig(name=f"watched_env:{kind}", max_episode_steps=6), N)
+    episodes = [EpisodeSpec("reach", -1, seed, seed) for seed in range(N)]
+    env.reset(options={"episodes": episodes})
+    again = [EpisodeSpec("reach", -1, 9, 9), None, None]
+    env.step_chunk(as_given(kind, np.zeros((N, 1, 2), np.float32)))
+    env.reset(options={"reset_mask": np.array([True, False, False]), "episodes": again})  # row 0 is a step behind
+    return env
+
+
+def as_given(kind, actions):
+    return torch.from_numpy(actions) if kind == "TensorEnv" else actions
+
+
+def test_a_chunk_in_which_episodes_end_gives_the_same_as_tensors():
+    plain, tensors = build("ImageEnv"), build("TensorEnv")
+    rng = np.random.default_rng(0)
+    for _ in range(2):  # rows 1 and 2 end in the second chunk before row 0 does
+        actions = rng.uniform(-2, 2, (N, CHUNK, 2)).astype(np.float32)
+        a, b = plain.step_chunk(actions), tensors.step_chunk(torch.from_numpy(actions))
+        np.testing.assert_array_equal(a.rewards, b.rewards)
+        np.testing.assert_array_equal(a.mask, b.mask)
+        assert all(isinstance(part, torch.Tensor) for part in (b.obs["state"], b.obs["images"]["near"]))
+        seen = map_obs(b.obs, host, list)
+        np.testing.assert_array_equal(a.obs["state"], seen["state"])
+        for camera, frames in a.obs["images"].items():
+            np.testing.assert_array_equal(frames, seen["images"][camera])
+    assert a.done.all() and a.mask.sum(axis=1).tolist() == [2, 1, 1]
+
+
+def test_actions_and_states_that_are_not_finite_are_refused_by_row(monkeypatch):
+    env = build("TensorEnv")
+    actions = torch.zeros((N, 1, 2))
+    actions[1, 0, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"actions of env rows \[1\] are NaN or infinite"):
+        env.step_chunk(actions)
+    observe = env._observe
+
+    def broken():
+        obs = observe()
+        obs["state"][2, 0] = torch.inf
+        return obs
+
+    monkeypatch.setattr(env, "_observe", broken)
+    with pytest.raises(NotFinite, match=r"state is NaN or infinite in env rows \[2\]"):
+        env.step_chunk(torch.zeros((N, 1, 2)))
