@@ -22,8 +22,18 @@ AMOUNTS = {
 }
 
 
+def check_plannable(config: RunConfig) -> None:
+    """An iteration of GRPO plays until its groups are full: how much that is nobody knows beforehand."""
+    if config.algo.name != "ppo":
+        raise ConfigError(
+            f"algo.name={config.algo.name}: profiles and plans are of recipes with a fixed number of decisions per "
+            "iteration so far (algo.name=ppo); name a placement instead, for example placement=collocated"
+        )
+
+
 def workflow_of(config: RunConfig) -> Workflow:
     """What an iteration of this recipe asks for."""
+    check_plannable(config)
     decisions, envs = config.algo.rollout_decisions, config.env.num_envs
     items = decisions * envs
     minibatch = min(config.algo.minibatch_size, items)
@@ -56,6 +66,7 @@ def stored_profile(config: RunConfig) -> Path | None:
 
 
 def newest_profile(config: RunConfig) -> Path:
+    check_plannable(config)
     path = stored_profile(config)
     if path is None:
         name = config.run.name or "NAME"

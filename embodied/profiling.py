@@ -29,7 +29,7 @@ from embodied.placement.curves import Curve, constant, fit
 from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Link, Profile, Sync, write_profile
 from embodied.placement.topology import Topology
-from embodied.profiles import cost_key, processor, profile_path, workflow_of
+from embodied.profiles import check_plannable, cost_key, processor, profile_path, workflow_of
 from embodied.runtime import Cluster, HostPlan
 from embodied.trial import Trial
 
@@ -94,6 +94,7 @@ def split_seconds(argv: list[str]) -> tuple[float, list[str]]:
 
 def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Profile:
     """Probe the parts, then calibrate with short real runs."""
+    check_plannable(config)
     clock = Clock(seconds)
     topology = discover()
     cores = cores_here()
