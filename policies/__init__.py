@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from embodied.data import EnvSpec
     from embodied.policies.base import Policy
 
-FAMILIES = {"mlp": "embodied.policies.mlp:MLPPolicy", "cnn": "embodied.policies.cnn:CNNPolicy"}
+FAMILIES = {
+    "mlp": "embodied.policies.mlp:MLPPolicy",
+    "cnn": "embodied.policies.cnn:CNNPolicy",
+    "openvla": "embodied.policies.openvla.policy:OpenVLAPolicy",
+}
 
 
 def policy_class(name: str) -> type[Policy]:

@@ -93,8 +93,11 @@ class Policy(nn.Module):
         specs = {name: spec_of(tensor) for name, tensor in own.items()}
         whole = own.items() if tensors is None else tensors
         write_safetensors(folder / WEIGHTS, specs, ((name, blob_of(tensor)) for name, tensor in whole))
-        description = {"policy": self.config.model_dump(mode="json"), "env_spec": dataclasses.asdict(self.spec)}
-        (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+        (folder / CONFIG).write_text(json.dumps(self.description(), indent=2) + "\n")
+
+    def description(self) -> dict[str, Any]:
+        """What config.json says."""
+        return {"policy": self.config.model_dump(mode="json"), "env_spec": dataclasses.asdict(self.spec)}
 
     def check_names(self, names: Iterable[str]) -> None:
         """Refuse weights of another policy."""

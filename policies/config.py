@@ -33,7 +33,7 @@ class ActorCriticConfig(Strict):
 
 
 class MLPConfig(ActorCriticConfig):
-    name: Literal["mlp"] = Field("mlp", description="Policy family: mlp, cnn, or my_pkg.my_module:MyPolicy.")
+    name: Literal["mlp"] = Field("mlp", description="Policy family: mlp, cnn, openvla, or my_pkg.my_module:MyPolicy.")
 
 
 class CNNConfig(ActorCriticConfig):
@@ -53,6 +53,31 @@ class CNNConfig(ActorCriticConfig):
         return self
 
 
+class OpenVLAConfig(Strict):
+    name: Literal["openvla"] = Field(description="One image and an instruction in, an action as seven tokens out.")
+    preset: Literal["tiny", "full"] = Field(
+        "tiny", description="Size of a model with fresh weights; with policy.pretrained the folder says."
+    )
+    pretrained: str | None = Field(
+        None, description="Folder of a published OpenVLA, or of a policy of ours; its weights are the initial ones."
+    )
+    statistics: str | None = Field(
+        None, description="Data set whose action range is used, where the model was trained on several."
+    )
+    camera: str | None = Field(None, description="Camera it looks through, where the env has several.")
+    instruction: str | None = Field(None, description="What it is told where the env gives no instruction.")
+    temperature: float = Field(
+        1.0, gt=0, description="Logits are divided by it, in acting and in learning; 1.6 explores more."
+    )
+    crop_area: float = Field(
+        1.0, gt=0, le=1, description="Part of the image it looks at; 0.9 for models tuned on randomly cropped images."
+    )
+    gripper: Literal["as_is", "libero", "bridge"] = Field(
+        "as_is", description="How the last number, from 0 (closed) to 1 (open), becomes what the env takes."
+    )
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
+
+
 class ExternalPolicyConfig(Strict):
     name: str = Field(pattern=r"^[\w.]+:\w+$", description="Your own policy class, as my_pkg.my_module:MyPolicy.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to your class as it is.")
@@ -66,6 +91,7 @@ def _family(value: Any) -> str:
 PolicyConfig = Annotated[
     Annotated[MLPConfig, Tag("mlp")]
     | Annotated[CNNConfig, Tag("cnn")]
+    | Annotated[OpenVLAConfig, Tag("openvla")]
     | Annotated[ExternalPolicyConfig, Tag("external")],
     Discriminator(_family),
 ]

@@ -22,10 +22,18 @@ def read_description(folder: Path) -> tuple[dict, EnvSpec]:
         raise CheckpointError(f"{folder} is not a policy folder: {CONFIG} is missing")
     try:
         content = json.loads(path.read_text())
+        if "model_type" in content and "policy" not in content:
+            raise CheckpointError(
+                f"{folder} is a published {content['model_type']} model, which does not say for which env; "
+                f"train it with policy.name={content['model_type']} policy.pretrained={folder}"
+            )
         spec = dict(content["env_spec"])
         spec["action"] = ActionSpec(**spec["action"])
         spec["images"] = {camera: tuple(size) for camera, size in spec["images"].items()}
-        return content["policy"], EnvSpec(**spec)
+        policy = dict(content["policy"])
+        if policy.get("pretrained") == ".":  # the folder itself holds what the policy was built from
+            policy["pretrained"] = str(folder)
+        return policy, EnvSpec(**spec)
     except (KeyError, TypeError, ValueError) as err:
         raise CheckpointError(f"{path} cannot be read as a policy description: {err}") from None
 

@@ -1,0 +1,112 @@
+"""From camera frames to what the towers eat, in one batch on the policy's device, as the published processor does it.
+
+Resizing rounds to whole grey levels between its two passes as image libraries do, and so stays within one level of
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from embodied.errors import CheckpointError, ConfigError
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
+
+Moments = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """`normalize` holds mean and deviation of each tower's pixels, from 0 to 1."""
+
+    size: int
+    strategy: str
+    normalize: tuple[Moments, ...]
+    crop_area: float = 1.0  # the part of the frame that is looked at, around its middle
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ConfigError(f"image_resize_strategy={self.strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
+
+    def __call__(self, frames: Tensor) -> Tensor:
+        """uint8 [N, H, W, 3] -> float32 [N, 3 * towers, size, size]."""
+        pixels = frames.permute(0, 3, 1, 2).float()
+        if self.strategy == "letterbox":
+            pixels = letterbox(pixels, self.normalize[0][0])
+        pixels = resize(pixels, self._shape(*pixels.shape[2:]))
+        pixels = middle(pixels, self.size)
+        if self.crop_area < 1.0:
+            pixels = crop(pixels, self.crop_area)
+        pixels = pixels / 255
+        return torch.cat([(pixels - column(mean)) / column(std) for mean, std in self._moments(pixels)], dim=1)
+
+    def _shape(self, height: int, width: int) -> tuple[int, int]:
+        """What a frame is resized to."""
+        if self.strategy != "resize-crop":
+            return self.size, self.size
+        short = min(height, width)  # the short side fits; the long one is cut
+        return int(self.size * height / short), int(self.size * width / short)
+
+    def _moments(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [tuple(torch.tensor(part, device=like.device) for part in moments) for moments in self.normalize]
+
+
+def processor_of(published: dict, kinds: list[str], size: int, strategy: str, crop_area: float) -> ImageProcessor:
+    """`published` is preprocessor_config.json (or empty): the numbers it normalises with come before the usual ones."""
+    usual = {"dinov2": IMAGENET, "siglip": HALVES}
+    stored = published.get("tvf_normalize_params")
+    if stored is None:
+        moments = tuple(usual[kind] for kind in kinds)
+    elif len(stored) == len(kinds):
+        moments = tuple((tuple(part["mean"]), tuple(part["std"])) for part in stored)
+    else:
+        raise CheckpointError(f"preprocessor_config.json normalises {len(stored)} images for {len(kinds)} towers")
+    strategy = published.get("image_resize_strategy", strategy)
+    return ImageProcessor(size, strategy, moments, crop_area)
+
+
+def column(numbers: Tensor) -> Tensor:
+    return numbers.view(1, -1, 1, 1)
+
+
+def resize(pixels: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Bicubic with antialiasing, first across, then down, each time to whole grey levels."""
+    for part in ((pixels.shape[2], shape[1]), shape):
+        if tuple(pixels.shape[2:]) != part:
+            pixels = F.interpolate(pixels, size=part, mode="bicubic", antialias=True, align_corners=False)
+            pixels = pixels.round().clamp(0, 255)
+    return pixels
+
+
+def letterbox(pixels: Tensor, mean: tuple[float, ...]) -> Tensor:
+    """Make frames square with bars of the mean colour."""
+    height, width = pixels.shape[2:]
+    side = max(height, width)
+    bars = [(side - width) // 2, (side - height) // 2]
+    canvas = column(torch.tensor([float(int(255 * part)) for part in mean], device=pixels.device))
+    canvas = canvas.expand(len(pixels), 3, height + 2 * bars[1], width + 2 * bars[0]).clone()
+    canvas[:, :, bars[1] : bars[1] + height, bars[0] : bars[0] + width] = pixels
+    return canvas
+
+
+def middle(pixels: Tensor, size: int) -> Tensor:
+    """The square of this size in the middle."""
+    top, left = (round((side - size) / 2) for side in pixels.shape[2:])
+    return pixels[:, :, top : top + size, left : left + size]
+
+
+def crop(pixels: Tensor, area: float) -> Tensor:
+    """Look at this part of a square frame only: bilinear, from corner pixel to corner pixel, and to whole grey levels
+    as TensorFlow converts them, whose images published models were tuned on."""
+    reach = math.sqrt(area)
+    theta = torch.tensor([[reach, 0.0, 0.0], [0.0, reach, 0.0]], device=pixels.device).expand(len(pixels), 2, 3)
+    grid = F.affine_grid(theta, list(pixels.shape), align_corners=True)
+    looked = F.grid_sample(pixels, grid, mode="bilinear", padding_mode="border", align_corners=True)
+    return (looked * (255.5 / 255)).floor().clamp(0, 255)

@@ -1,0 +1,150 @@
+"""A Llama decoder with transformers' key names, and the memory of keys and values that lets it write token by token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodied.policies.openvla.settings import LlamaSettings
+
+
+class Cache:
+    """Keys and values of every layer in memory of a fixed size, `width` tokens for each row; `length` are filled."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.rows, self.width, self.length = rows, width, 0
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new tokens behind those there are; -> all of them."""
+        if layer not in self.layers:
+            shape = (self.rows, k.shape[1], self.width, k.shape[3])
+            self.layers[layer] = (k.new_empty(shape), v.new_empty(shape))
+        end = self.length + k.shape[2]
+        keys, values = self.layers[layer]
+        keys[:, :, self.length : end] = k
+        values[:, :, self.length : end] = v
+        return keys[:, :, :end], values[:, :, :end]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self, settings: LlamaSettings, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = settings.dim // settings.heads
+        self.groups = settings.heads // settings.kv_heads
+        self.q_proj = nn.Linear(settings.dim, settings.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(settings.dim, settings.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(settings.dim, settings.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(settings.heads * self.head_dim, settings.dim, bias=False)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, cache: Cache | None):
+        rows, tokens, _ = x.shape
+        q, k, v = (
+            project(x).view(rows, tokens, -1, self.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, *turn), rotate(k, *turn)
+        if cache is not None:
+            k, v = cache.add(self.layer, k, v)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.groups > 1)
+        return self.o_proj(out.transpose(1, 2).reshape(rows, tokens, -1))
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, hidden, bias=False)
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, settings: LlamaSettings, layer: int) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(settings, layer)
+        self.mlp = LlamaMLP(settings.dim, settings.mlp)
+        self.input_layernorm = RMSNorm(settings.dim, settings.eps)
+        self.post_attention_layernorm = RMSNorm(settings.dim, settings.eps)
+
+    def forward(
+        self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, cache: Cache | None = None
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turn, mask, causal, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaStack(nn.Module):
+    """Everything up to the last norm."""
+
+    def __init__(self, settings: LlamaSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.embed_tokens = nn.Embedding(settings.vocab, settings.dim)
+        self.layers = nn.ModuleList(LlamaLayer(settings, layer) for layer in range(settings.depth))
+        self.norm = RMSNorm(settings.dim, settings.eps)
+
+    def forward(
+        self, x: Tensor, present: Tensor, cache: Cache | None = None, bidirectional: bool = False, padded: bool = True
+    ) -> Tensor:
+        """Hidden states [N, L, D] of embeddings [N, L, D].
+
+        `present` [N, everything so far] is False for padding; tokens of a cache come first in it. `padded` says that
+        there may be any. `bidirectional` lets every token see every other one.
+        """
+        new, total = x.shape[1], present.shape[1]
+        position = (present.long().cumsum(1) - 1).clamp(min=0)[:, -new:]
+        turn = turns(position, self.settings, x.dtype)
+        plain = not padded and (bidirectional or new in (1, total))
+        mask = None if plain else visible(present, new, bidirectional)
+        causal = plain and not bidirectional and new > 1
+        for layer in self.layers:
+            x = layer(x, turn, mask, causal, cache)
+        if cache is not None:
+            cache.length += new
+        return self.norm(x)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, settings: LlamaSettings) -> None:
+        super().__init__()
+        self.model = LlamaStack(settings)
+        self.lm_head = nn.Linear(settings.dim, settings.vocab, bias=False)
+
+
+def visible(present: Tensor, new: int, bidirectional: bool) -> Tensor:
+    """Who sees whom [N, 1, new, everything]; padding sees itself, so that its rows stay finite."""
+    total = present.shape[1]
+    here = torch.arange(total, device=present.device)
+    seen = torch.ones(new, total, dtype=torch.bool, device=present.device)
+    if not bidirectional:
+        seen = here <= here[-new:, None]
+    return ((seen & present[:, None]) | (here == here[-new:, None]))[:, None]
+
+
+def turns(position: Tensor, settings: LlamaSettings, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [N, 1, L, head_dim] of the rotary embedding."""
+    half = torch.arange(0, settings.dim // settings.heads, 2, device=position.device).float()
+    speed = settings.rope_theta ** (-half / (settings.dim // settings.heads))
+    angle = (position[:, None, :, None].float() * speed).repeat(1, 1, 1, 2)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin
