@@ -40,6 +40,7 @@ BATCHED_TASKS = (
     "PokeCube-v1",
 )
 BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
+DRAWING = threading.RLock()  # torch.rand and torch's generator belong to the process: one env draws at a time
 
 
 RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"
@@ -84,7 +85,8 @@ class ManiSkillEnv(VectorEnv):
         env = self.envs[0]
         low, high = env.single_action_space.low, env.single_action_space.high
         self._scale, self._offset = (high - low) / 2, (high + low) / 2
-        info = env.reset(seed=0)[1]
+        with DRAWING:
+            info = env.reset(seed=0)[1]
         from mani_skill.utils.registration import REGISTERED_ENVS
 
         limit = config.max_episode_steps or REGISTERED_ENVS[config.task].max_episode_steps or 100
@@ -116,7 +118,8 @@ class ManiSkillEnv(VectorEnv):
             return to_numpy(info["success"])[rows] if self.env_spec.has_success else None
         success = np.zeros(len(rows), bool)
         for i, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
-            obs, info = self.envs[row].reset(seed=episode.seed)
+            with DRAWING:
+                obs, info = self.envs[row].reset(seed=episode.seed)
             if info["reconfigure"]:
                 self._cameras.pop(row, None)  # it looked into the scene that is gone
                 self._prepare(self.envs[row])
@@ -215,7 +218,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     view = {"height": height, "width": width} if config.cameras else {}
     if config.image_fov is not None:
         view["fov"] = math.radians(config.image_fov)
-    with quiet():
+    with quiet(), DRAWING:
         import gymnasium
         import mani_skill.envs  # noqa: F401  registers the tasks
 

@@ -7,7 +7,6 @@ task's code draws for all rows in one call, the rows' own draws are handed to it
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 
+from embodied.envs.maniskill import DRAWING
 from embodied.envs.maniskill_physics import BatchedCpuPhysics
 
 # Tasks that draw once for all rows, in calls that follow on one another whatever was drawn.
@@ -28,7 +28,7 @@ DRAWN_TOGETHER = (
     "RollBall-v1",
     "PokeCube-v1",
 )
-REPLACING = threading.RLock()
+TORCH_RAND = torch.rand
 
 
 @torch.no_grad()
@@ -94,13 +94,12 @@ class RowsOfUniforms:
     def __init__(self, seeds: list[int], device: torch.device) -> None:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.device = device
-        self.rand = torch.rand
 
     def __call__(self, *size: Any, **options: Any) -> torch.Tensor:
         size = options.get("size", size)
         shape = torch.Size(size if len(size) != 1 or isinstance(size[0], int) else size[0])
         assert shape[0] == len(self.generators), f"a draw of shape {list(shape)} for {len(self.generators)} rows"
-        drawn = [self.rand(1, *shape[1:], generator=generator, device="cpu") for generator in self.generators]
+        drawn = [TORCH_RAND(1, *shape[1:], generator=generator, device="cpu") for generator in self.generators]
         return torch.cat(drawn).to(self.device)
 
 
@@ -117,8 +116,7 @@ class RowsOfNormals:
 
 @contextmanager
 def replaced_rand(rand: Any) -> Iterator[None]:
-    """One thread at a time: the name belongs to the process."""
-    with REPLACING:
+    with DRAWING:
         torch.rand, before = rand, torch.rand
         try:
             yield
@@ -129,15 +127,16 @@ def replaced_rand(rand: Any) -> Iterator[None]:
 @contextmanager
 def own_draws(device: torch.device) -> Iterator[Callable[[int], Any]]:
     """A function that seeds what ManiSkill draws from; afterwards torch's generators are as they were."""
-    if device.type == "cpu":  # torch.manual_seed would also format a stack trace for a GPU that is not there: 0.5 ms
-        before = torch.default_generator.get_state()
-        try:
-            yield torch.default_generator.manual_seed
-        finally:
-            torch.default_generator.set_state(before)
-        return
-    with torch.random.fork_rng():
-        yield torch.manual_seed
+    with DRAWING:
+        if device.type == "cpu":  # torch.manual_seed would also write a stack trace for an absent GPU: 0.5 ms
+            before = torch.default_generator.get_state()
+            try:
+                yield torch.default_generator.manual_seed
+            finally:
+                torch.default_generator.set_state(before)
+            return
+        with torch.random.fork_rng():
+            yield torch.manual_seed
 
 
 def stand_still(env: Any) -> None:

@@ -85,9 +85,9 @@ def test_images_are_the_right_way_up(env):
 
 
 def test_mirrored_images_are_the_raw_frames_turned_by_180_degrees(env):
-    upright = env._observe_rows(np.array([0]))["images"]
+    upright = env._paint(np.array([0]))
     env.config = env.config.model_copy(update={"mirrored": True})
-    mirrored = env._observe_rows(np.array([0]))["images"]
+    mirrored = env._paint(np.array([0]))
     env.config = env.config.model_copy(update={"mirrored": False})
     for name, image in upright.items():
         raw = image[0][::-1]  # as OpenGL and LIBERO give it

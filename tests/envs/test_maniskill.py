@@ -3,6 +3,7 @@ seconds."""
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -178,3 +179,22 @@ def env_with(**more):
     import os
 
     return {**os.environ, **more}
+
+
+def test_envs_in_threads_draw_as_they_do_alone():
+    """The inline backend runs several sim workers in one process, and one may be built while another resets."""
+
+    def states(task: str) -> np.ndarray:
+        env = make_env(ManiSkillConfig(task=task, backend="cpu_batched"), 2)
+        begun = []
+        for seed in range(20):
+            episodes = [EpisodeSpec(task, -1, seed + row, row) for row in range(2)]
+            begun.append(env.reset(options={"episodes": episodes})[0]["state"].copy())
+        env.close()
+        return np.array(begun)
+
+    tasks = ["PushCube-v1", "StackCube-v1"]
+    alone = [states(task) for task in tasks]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(states, tasks))
+    assert all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))
