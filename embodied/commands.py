@@ -176,7 +176,8 @@ def what_next(folder: RunFolder, error: Exception) -> list[str]:
     """After a worker failed for good: lines for who has to mend it."""
     lines = []
     if any(folder.checkpoints.glob("v[0-9]*")):
-        lines.append(f"  continue from the last checkpoint: python -m embodied.train resume={folder.path}")
+        command = folder.info().get("command", "train")
+        lines.append(f"  continue from the last checkpoint: python -m embodied.{command} resume={folder.path}")
     if "its process" in str(error) or "hung" in str(error):
         lines.append("  if this repeats: python -m embodied.doctor")
     return lines

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
-from embodied.algorithms.config import AlgoConfig, PPOConfig
+from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
 from embodied.config_base import LocalPath, Strict
 from embodied.envs.config import EnvConfig
 from embodied.explain import config_error, explain, missing_recipe
@@ -36,6 +36,11 @@ class RunSection(Strict):
     eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
     save_every: int | None = Field(
         None, gt=0, description="Save a checkpoint every so many iterations; null: only at the end."
+    )
+    start_from: LocalPath | None = Field(
+        None,
+        description="Begin with this policy's weights instead of random ones: a run's folder, one of its checkpoints, "
+        "or a policy folder. The policy's options must be the same.",
     )
     trace: int = Field(
         5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
@@ -89,12 +94,19 @@ class EvalSection(Strict):
     )
 
 
+class CollectSection(Strict):
+    episodes: int = Field(50, gt=0, description="Episodes that are played, never those of training or evaluation.")
+    keep: Literal["successes", "all"] = Field("successes", description="Which of them become demonstrations.")
+
+
 class RunConfig(Strict):
     seed: int = Field(0, ge=0, lt=2**63, description="All randomness of the run follows from it.")
     run: RunSection = Field(description="How long, and where results go.")
     env: EnvConfig = Field(description="The simulator and its task.")
     policy: PolicyConfig = Field(MLPConfig(), description="The robot policy.")
     algo: AlgoConfig = Field(PPOConfig(), description="How the policy learns.")
+    sft: SFTConfig = Field(SFTConfig(), description="How the policy imitates demonstrations.")
+    collect: CollectSection = Field(CollectSection(), description="How demonstrations are collected.")
     learner: LearnerConfig = Field(LearnerConfig(), description="How the learners compute.")
     placement: PlacementConfig = Field(
         "auto", description="Who runs where: auto, collocated, disaggregated, hybrid, or a map from roles to devices."
@@ -165,9 +177,27 @@ class Command:
     own: dict[str, str]  # key -> help
     unused: tuple[str, ...] = ()
 
+    def ignores(self, key: str) -> bool:
+        return any(key == name or key.startswith(f"{name}.") for name in self.unused)
+
 
 COMMANDS = {
-    "train": Command("train", "Train a policy.", {}),
+    "train": Command("train", "Train a policy.", {}, unused=("sft", "collect")),
+    "sft": Command(
+        "sft",
+        "Train a policy to imitate demonstrations, for sft.epochs passes over sft.data.",
+        {},
+        unused=("algo", "collect", "run.env_steps", "run.iterations"),
+    ),
+    "collect": Command(
+        "collect",
+        "Play episodes with a scripted expert or a policy and write them down as demonstrations.",
+        {
+            "out": "The folder to write, in LeRobot's layout 3.0; it must not be there yet.",
+            "checkpoint": "Whose episodes: expert, or what embodied.evaluate takes [expert].",
+        },
+        unused=("run", "policy", "algo", "sft", "learner", "resume"),
+    ),
     "evaluate": Command(
         "evaluate",
         "Play a fixed list of episodes with a trained policy and report its success.",
@@ -175,7 +205,7 @@ COMMANDS = {
             "checkpoint": "A run's folder, one of its checkpoints, a policy folder, random, zero, "
             "or my_pkg.my_module:MyPolicy; several as [A,B,random] play the same episodes and are compared."
         },
-        unused=("policy", "algo", "resume"),
+        unused=("policy", "algo", "sft", "collect", "resume"),
     ),
 }
 
@@ -232,10 +262,11 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     problems += [
         f"{key} has no effect in {command.name}; leave it out"
         for key, where in tree.sources.items()
-        if where == COMMAND_LINE and key.split(".")[0] in command.unused
+        if where == COMMAND_LINE and command.ignores(key)
     ]
     if recipe and tree.values.get("run") and tree.values["run"].get("name") is None:
-        put(tree, ("run", "name"), Path(recipe).stem, "the recipe's name")
+        prefix = "sft-" if command.name == "sft" else ""
+        put(tree, ("run", "name"), prefix + Path(recipe).stem, "the recipe's name")
     try:
         config = RunConfig.model_validate(tree.values, context={"unused": command.unused})
     except ValidationError as err:
@@ -256,7 +287,7 @@ def base_recipe(
             return str(found)
     if isinstance(values.get("resume"), str) and values["resume"] != "auto":
         problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
-    elif "checkpoint" in command.own and "checkpoint" not in own:
+    elif command.name == "evaluate" and "checkpoint" not in own:
         problems.append(
             f"which policy? python -m embodied.{command.name} checkpoint=runs/... or checkpoint=random recipe=NAME"
         )

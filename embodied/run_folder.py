@@ -29,8 +29,8 @@ class RunFolder:
         self._curves = None
 
     @classmethod
-    def create(cls, parent: Path, recipe: str, config_yaml: str) -> RunFolder:
-        """A new folder `<recipe>-<date>`; a number is added if that name is taken."""
+    def create(cls, parent: Path, recipe: str, config_yaml: str, command: str = "train") -> RunFolder:
+        """A new folder `<recipe>-<date>`; a number is added if that name is taken. `command` makes and continues it."""
         stem = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
         for attempt in range(1, 1000):
             path = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
@@ -42,15 +42,17 @@ class RunFolder:
         run = cls(path)
         run.logs.mkdir()
         (path / "config.yaml").write_text(config_yaml)
-        run._write({"state": "running", "started": now(), "provenance": provenance()})
+        run._write({"state": "running", "command": command, "started": now(), "provenance": provenance()})
         return run
 
     @classmethod
-    def reopen(cls, path: Path) -> RunFolder:
-        """Continue in the folder of an earlier run."""
+    def reopen(cls, path: Path, command: str = "train") -> RunFolder:
+        """Continue in the folder of an earlier run of the same command."""
         run = cls(path)
         if not (path / "run.json").is_file():
             raise CheckpointError(f"{path} is not a run folder: run.json is missing")
+        if (made_by := run.info().get("command", "train")) != command:
+            raise CheckpointError(f"{path} is a run of another command: python -m embodied.{made_by} resume={path}")
         resumed = [*run.info().get("resumed", []), {"at": now(), "provenance": provenance()}]
         run._write({**run.info(), "state": "running", "resumed": resumed})
         run.logs.mkdir(exist_ok=True)

@@ -14,7 +14,7 @@ from embodied.checkpoints import digest, locate, name_of, read_json
 from embodied.config import COMMAND_LINE, Loaded, stored_recipe
 from embodied.errors import ConfigError
 from embodied.hub import fetch
-from embodied.overrides import read_yaml
+from embodied.overrides import read_yaml, write_yaml
 
 if TYPE_CHECKING:
     from embodied.data import EnvSpec
@@ -79,6 +79,22 @@ def find(checkpoint: str) -> Target:
     label = f"{run.resolve().name}-{name_of(version)}" if run else (version_folder or policy).resolve().name
     config = TypeAdapter(PolicyConfig).validate_python(raw)
     return Target(label, config, spec, Weights(version, read_blobs(policy)), policy, out)
+
+
+def find_start(start: Path, policy: Any) -> Target:
+    """The policy that `run.start_from` names, whose options must be those of this run's policy."""
+    target = find(str(start))
+    there, here = target.config.model_dump(mode="json"), policy.model_dump(mode="json")
+    odd = [
+        f"policy.{key}={write_yaml(there.get(key))} there, {write_yaml(here.get(key))} here"
+        for key in sorted(there.keys() | here.keys())
+        if key != "dtype" and there.get(key) != here.get(key)
+    ]
+    if odd:
+        raise ConfigError(
+            f"run.start_from={start} is another policy: {'; '.join(odd)}; set these keys as they are there"
+        )
+    return target
 
 
 def check_fits(target: Target, env: Any, spec: EnvSpec) -> None:

@@ -21,6 +21,7 @@ from embodied.reporting.console import Console
 from embodied.reporting.report import report_or_say_why
 from embodied.reporting.timeline import Timeline
 from embodied.run_folder import RunFolder
+from embodied.targets import Target, check_fits, find_start
 from embodied.workflows.embodied import EmbodiedLoop
 
 
@@ -29,41 +30,59 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
-    """Read the recipe, open or continue a run folder, train, and close the folder with what happened."""
     loaded = load(argv)
-    if loaded is None:
-        return 0
+    return 0 if loaded is None else follow(loaded, EmbodiedLoop)
+
+
+def follow(loaded: Loaded, program: type[EmbodiedLoop]) -> int:
+    """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
+    happened."""
     config, plan = commands.planned(loaded.config)
+    origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
         print(commands.describe(config, plan))
         return 0
     with commands.Interruption() as interruption:
-        folder, checkpoint = open_folder(loaded)
+        folder, checkpoint = open_folder(loaded, program.command)
         with commands.closing(folder, interruption):
-            console = Console(folder.path, folder.note)
+            console = Console(folder.path, folder.note, command=program.command)
             folder.record(placement=asdict(plan))
             console.say(commands.describe(config, plan, folder.path))
-            train(config, plan, folder, checkpoint, console, interruption)
+            train(program, config, plan, origin, folder, checkpoint, console, interruption)
     return interruption.exit_code
 
 
-def open_folder(loaded: Loaded) -> tuple[RunFolder, Path | None]:
+def open_folder(loaded: Loaded, command: str) -> tuple[RunFolder, Path | None]:
     """A new folder, or the one to resume with its newest whole checkpoint."""
     config = loaded.config
     found = config.resume and commands.run_to_resume(config.resume, config.run.dir, loaded.name)
     if not found:
-        return RunFolder.create(config.run.dir, loaded.name, loaded.yaml), None
-    return RunFolder.reopen(found), newest(found)
+        return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command), None
+    return RunFolder.reopen(found, command), newest(found)
 
 
-def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, console: Console, interruption) -> None:
+def train(
+    program: type[EmbodiedLoop],
+    config: RunConfig,
+    plan,
+    origin: Target | None,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    console: Console,
+    interruption,
+) -> None:
+    """`origin` is the policy to start from, `checkpoint` that of this run to continue from."""
     with commands.cluster(config, plan, folder.logs) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         meeting = meeting_point(ranks, config.cluster.backend, folder.logs, timeout_s)
-        loop = EmbodiedLoop(config, cluster, meeting=meeting, tell=partial(restarted, folder, console))
-        loop.start()
+        tell, start = partial(restarted, folder, console), origin and origin.folder
+        loop = program(config, cluster, meeting=meeting, tell=tell, start_folder=start)
+        spec = loop.start()
+        if origin:
+            check_fits(origin, config.env, spec)
+            folder.record(started_from=origin.described())
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop)
-        total = total_iterations(config)
+        total = loop.total_iterations()
         timeline = Timeline(loop.groups, loop.timers, folder.new_trace(), config.run.trace)
         while state["iteration"] < total and not interruption.requested and not loop.collection.exhausted:
             iterate(loop, state, total, folder, console)
@@ -82,14 +101,6 @@ def train(config: RunConfig, plan, folder: RunFolder, checkpoint: Path | None, c
     console.end(state, interruption.requested or bool(exhausted), spent)
     if exhausted:
         raise NothingToLearn(exhausted)
-
-
-def total_iterations(config: RunConfig) -> int:
-    """`run.env_steps` in whole iterations (unmasked steps may be a little fewer with chunks), or `run.iterations`."""
-    if config.run.iterations is not None:
-        return config.run.iterations
-    chunk = getattr(config.policy, "chunk", 1)
-    return max(1, config.run.env_steps // (config.env.num_envs * config.algo.rollout_decisions * chunk))
 
 
 def fresh(loop: EmbodiedLoop) -> dict:

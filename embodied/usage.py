@@ -42,7 +42,7 @@ def help_text(command: Command, schema: Section) -> str:
     section = ""
     for key, field, only in leaves(schema):
         head = key.partition(".")[0]
-        if head in command.unused:
+        if command.ignores(key):
             continue
         if head != section:
             section = head

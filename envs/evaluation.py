@@ -15,7 +15,7 @@ from embodied.data import EpisodeResult, EpisodeSpec, Note, Recording
 from embodied.envs.base import VectorEnv
 from embodied.envs.drafts import Drafts
 from embodied.envs.film import Films
-from embodied.envs.line import Line
+from embodied.envs.pilots import Pilot
 from embodied.envs.rows import Rows
 from embodied.runtime import Channel, Timers
 
@@ -23,7 +23,7 @@ from embodied.runtime import Channel, Timers
 def play_episodes(
     env: VectorEnv,
     episodes: list[EpisodeSpec],
-    line: Line,
+    pilot: Pilot,
     recording: Recording,
     notes: Channel,
     alone: frozenset[int],
@@ -41,7 +41,7 @@ def play_episodes(
         if not len(free):
             return None
         specs = [waiting.popleft() for _ in free]
-        notes.put(Note(line.source, begun=tuple(spec.index for spec in specs)))
+        notes.put(Note(pilot.source, begun=tuple(spec.index for spec in specs)))
         by_row: list = [None] * env.num_envs
         mask = np.zeros(env.num_envs, bool)
         mask[free] = True
@@ -50,6 +50,7 @@ def play_episodes(
         with timers.measure("reset"):
             obs, info = env.reset(options={"reset_mask": mask, "episodes": by_row})
         rows.begin(free, specs, info.get("success"))
+        pilot.begin(free)
         playing[free] = True
         films.begin(free, specs, obs.get("instruction"))
         drafts.begin(free, specs, obs.get("instruction"))
@@ -63,11 +64,10 @@ def play_episodes(
         obs = refill(np.arange(env.num_envs))
         while playing.any():
             at = np.flatnonzero(playing)
-            line.ask(obs=take_rows(obs, at), episodes=rows.episode[at], decisions=rows.decision[at])
             with timers.measure("wait"):
-                reply = line.answer()
-            actions = spread(reply.output.actions, at, env.num_envs)
-            films.decided(at, reply.values)
+                decisions, values = pilot.act(take_rows(obs, at), rows, at)
+            actions = spread(decisions, at, env.num_envs)
+            films.decided(at, values)
             drafts.decided(obs, actions)
             with timers.measure("step"):
                 result = env.step_chunk(actions, on_frame=on_frame)
@@ -80,7 +80,7 @@ def play_episodes(
                 results += outcomes
                 films.finish(done, outcomes)
                 drafts.finish(done, outcomes)
-                notes.put(Note(line.source, finished=tuple(outcomes)))
+                notes.put(Note(pilot.source, finished=tuple(outcomes)))
                 playing[done] = False
                 fresh = refill(np.flatnonzero(~playing) if waiting and waiting[0].index in alone else done)
                 obs = obs if fresh is None else fresh

@@ -46,8 +46,8 @@ class Films:
         self._shoot([row for row, _ in wanted])
 
     def decided(self, rows: np.ndarray, values: np.ndarray) -> None:
-        """The policy has answered for these rows."""
-        for row, value in zip(rows, values, strict=True):
+        """Who plays has decided for these rows."""
+        for row, value in zip(rows, values, strict=False):  # an expert gives none
             if int(row) in self.told:
                 self.told[int(row)].value = float(value)
 

@@ -11,7 +11,9 @@ import numpy as np
 from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, PlayedEpisodes, Recording, RolloutStats, Route
 from embodied.envs import make_env
 from embodied.envs.evaluation import play_episodes
+from embodied.envs.experts import make_expert
 from embodied.envs.line import Line
+from embodied.envs.pilots import ExpertPilot, PolicyPilot
 from embodied.envs.rollout import Record, Stage
 from embodied.envs.whole import Player, play_whole
 from embodied.episodes import EpisodeList, arrays_of, choose_episodes, env_blocks, episodes_from, join_episodes
@@ -137,12 +139,14 @@ class SimWorker(Worker):
         recording: Recording,
         notes: Channel,
         alone: frozenset[int],
+        by_expert: bool = False,
     ) -> list[EpisodeResult]:
-        """Play these episodes to the end in separate envs, some of them with no other beside them. `notes` hears of
-        every beginning and end."""
+        """Play these episodes to the end in separate envs, some of them with no other beside them, with the policy or
+        with the task's scripted expert. `notes` hears of every beginning and end."""
         self.eval_spec()
         line = Line(route.sources[0], route.requests[0], route.replies[0])
-        return play_episodes(self.eval_env, episodes, line, recording, notes, alone, self.timers)
+        pilot = ExpertPilot(make_expert(self.eval_env), line.source) if by_expert else PolicyPilot(line)
+        return play_episodes(self.eval_env, episodes, pilot, recording, notes, alone, self.timers)
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing

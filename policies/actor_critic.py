@@ -96,6 +96,9 @@ class ActorCritic(Policy):
         mine = {id(p) for p in value}
         return {"policy": [p for p in self.parameters() if id(p) not in mine], "value": value}
 
+    def deviations(self) -> list[nn.Parameter]:
+        return [] if self.spec.action.discrete else [self.log_std]
+
     def observation_moments(self, obs: Observation) -> np.ndarray | None:
         return None if self.normalizer is None else state_moments(host(obs["state"]))
 

@@ -73,6 +73,10 @@ class Policy(nn.Module):
         """Parameters by learning rate: "policy" and, where it has weights of its own, "value"."""
         return {"policy": list(self.parameters())}
 
+    def deviations(self) -> list[nn.Parameter]:
+        """Parameters that only say how random continuous actions are."""
+        return []
+
     def observation_moments(self, obs: Observation) -> np.ndarray | None:
         """Moments of a rollout's observations [T, N, ...], one row per env; None for policies that track none."""
         return None

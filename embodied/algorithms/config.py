@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from embodied.config_base import Strict
+from embodied.config_base import LocalPath, Strict
 
 
 class PolicyGradientConfig(Strict):
@@ -181,6 +181,26 @@ class GRPOConfig(PolicyGradientConfig):
                 f"env.num_envs={num_envs} is more than algo.groups={self.groups} * algo.group_size={self.group_size} "
                 f"= {episodes} episodes an iteration, so some would never play; try env.num_envs={episodes}"
             )
+
+
+class SFTConfig(Strict):
+    data: LocalPath | None = Field(None, description="The demonstrations: a folder in LeRobot's layout 3.0.")
+    episodes: int | None = Field(None, gt=0, description="Use only so many of them, from the first; null: all.")
+    epochs: int = Field(50, gt=0, description="Passes over the demonstrations; each is an iteration of the run.")
+    minibatch_size: int = Field(256, gt=0, description="Demonstrated env steps per gradient step, over all learners.")
+    lr: float = Field(1e-3, ge=0, description="Adam's learning rate.")
+    lr_schedule: Literal["constant", "linear"] = Field(
+        "linear", description="linear: the learning rate falls in a straight line to 0 at the end of the run."
+    )
+    adam_eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Gradients with a larger global norm are scaled down to it; null: never."
+    )
+    learn_deviation: bool = Field(
+        True,
+        description="Fit how random continuous actions are as well (maximum likelihood); false: it stays at "
+        "policy.initial_log_std, and the mean is fitted by least squares.",
+    )
 
 
 def algorithm(value: Any) -> str:

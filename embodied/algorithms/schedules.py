@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from embodied.algorithms.config import AlgoConfig, GRPOConfig
+from embodied.algorithms.config import AlgoConfig, GRPOConfig, SFTConfig
 
 
-def learning_rates(config: AlgoConfig) -> dict[str, float]:
-    """Of a policy's groups of parameters. GRPO has no value function to learn."""
-    if isinstance(config, GRPOConfig):
+def learning_rates(config: AlgoConfig | SFTConfig) -> dict[str, float]:
+    """Of a policy's groups of parameters. GRPO and imitation have no value function to learn."""
+    if isinstance(config, GRPOConfig | SFTConfig):
         return {"policy": config.lr, "value": 0.0}
     return {"policy": config.lr, "value": config.lr if config.value_lr is None else config.value_lr}
 

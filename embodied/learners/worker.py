@@ -25,7 +25,8 @@ from embodied.learners.optimizer import Optimizer
 from embodied.learners.sharding import leave, load_whole, shard, whole_tensors
 from embodied.learners.update import prepare, update_policy
 from embodied.policies import make_policy
-from embodied.policies.folder import read_blobs
+from embodied.policies.base import Policy
+from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Channel, Worker, served_while_busy
 from embodied.runtime.blobs import blob_of, spec_of, tensor_of
 from embodied.runtime.weights import Publication, WeightStore
@@ -51,10 +52,11 @@ class LearnerWorker(Worker):
     def meet_at(self, address: MeetingAddress) -> None:
         self.meeting = address
 
-    def build(self, spec: EnvSpec, store: str, snapshot: bool) -> None:
-        """The policy with its initial weights (the same on every rank) and a fresh optimizer. Published weights are
-        known under the name `store`; they need a snapshot if somebody outside the learners' processes acts."""
-        self.policy = make_policy(self.policy_config, spec, self.seed).eval().to(self.device)
+    def build(self, spec: EnvSpec, store: str, snapshot: bool, start: Path | None = None) -> None:
+        """The policy with its initial weights (the same on every rank), those of the policy folder `start` if there is
+        one, and a fresh optimizer. Published weights are known under the name `store`; they need a snapshot if somebody
+        outside the learners' processes acts."""
+        self.policy = self.new_policy(spec, start)
         self.reference = self._frozen_copy() if getattr(self.algo, "kl_coef", 0) else None
         self.model = Model(self.policy, self.config, self.tick)
         if self.config.shard:
@@ -69,6 +71,12 @@ class LearnerWorker(Worker):
         specs = {name: spec_of(tensor) for name, tensor in weights.items()}
         snapshot = self.rank == 0 and (snapshot or live is None)
         self.store = WeightStore(specs, snapshot, live, store)
+
+    def new_policy(self, spec: EnvSpec, start: Path | None) -> Policy:
+        policy = make_policy(self.policy_config, spec, self.seed).eval()
+        if start:
+            policy.load_weights(read_weights(start))
+        return policy.to(self.device)
 
     def update(
         self, trajectories: Channel, sources: tuple[str, ...], env_ids: np.ndarray, iteration: int, total: int

@@ -17,9 +17,12 @@ RECENT = 100  # episodes the training success rate and return are taken over
 
 
 class Console:
-    def __init__(self, folder: Path, note: Callable[[str], None] | None = None, stream=None) -> None:
-        """`note` also gets every line, for a log."""
+    def __init__(
+        self, folder: Path, note: Callable[[str], None] | None = None, stream=None, command: str = "train"
+    ) -> None:
+        """`note` also gets every line, for a log. `command` goes on with the run."""
         self.folder = folder
+        self.command = command
         self.note = note or (lambda _: None)
         self.stream = stream or sys.stdout
         self.live = self.stream.isatty()
@@ -60,6 +63,7 @@ class Console:
             f"{row['steps_per_s']:,.0f} steps/s",
             *([f"success {success:.0%}"] if success is not None else []),
             f"return {row['return']:.2f}" if row["return"] is not None else "return -",
+            *([f"loss {numbers['train/loss']:.3f}"] if "train/loss" in numbers else []),
             f"ETA {left:.0f} s",
         ]
         text = "  ".join(parts)
@@ -96,7 +100,7 @@ class Console:
         if self.last_checkpoint:
             self.say(f"  checkpoint  {self.last_checkpoint}")
         self.say(f"  evaluate    python -m embodied.evaluate checkpoint={self.folder} eval.episodes=200")
-        self.say(f"  resume      python -m embodied.train resume={self.folder}")
+        self.say(f"  resume      python -m embodied.{self.command} resume={self.folder}")
 
     def _recent_means(self) -> dict[str, float | None]:
         def mean(values: list) -> float | None:

@@ -36,6 +36,10 @@ LEARNER = "embodied.learners.worker:LearnerWorker"
 
 
 class EmbodiedLoop:
+    command = "train"  # what runs this loop
+    learner = LEARNER
+    collects = True  # whether sims play for the learners
+
     def __init__(
         self,
         config: RunConfig,
@@ -44,20 +48,22 @@ class EmbodiedLoop:
         meeting=None,
         tell: Callable[[str], None] = lambda line: None,
         eval_tasks: tuple[str, ...] = (),
+        start_folder: Path | None = None,
     ) -> None:
         """`tell` hears of every restart of a worker. `eval_tasks` are all tasks of an evaluation of which this env
-        plays some."""
+        plays some. `start_folder` is that of a policy whose weights are the first ones."""
         self.config = config
+        self.start_folder = start_folder
         self.cluster = cluster
         self.timers = Timers()
         kind = env_class(config.env)
         tasks = kind.tasks(config.env)
         self.protocol = choose_protocol(kind, config.env, config.eval.protocol)
         self.eval_env = self.protocol.apply(config.env)
-        self.collection = (Slices if config.algo.name == "ppo" else Groups)(config, tasks)
+        self.collection = self.what_to_learn_from(config, tasks)
         fixed = EpisodeList(config.eval.seed, "eval", eval_tasks or tasks, self.protocol.stored_states)
         self.eval_episodes = [spec for spec in fixed.first(config.eval.episodes) if spec.task in tasks]
-        stages = config.pipeline.stages if learn else 0
+        stages = config.pipeline.stages if learn and self.collects else 0
         journal = cluster.channel("journal", capacity=None)
         self.notes = cluster.channel("evaluation notes", capacity=None)
         num_sims = sum(host.roles.count("sim") for host in cluster.hosts)
@@ -68,8 +74,25 @@ class EmbodiedLoop:
         self.crew = Crew(cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell)
         self.learners = None
         if learn:
-            options = (config.policy, config.algo, config.learner)
-            self.learners = cluster.launch(LEARNER, "learner", *options, config.seed, meeting, device)
+            options = (config.policy, self.algorithm, config.learner)
+            self.learners = cluster.launch(self.learner, "learner", *options, config.seed, meeting, device)
+
+    def what_to_learn_from(self, config: RunConfig, tasks: tuple[str, ...]) -> Slices | Groups:
+        return (Slices if config.algo.name == "ppo" else Groups)(config, tasks)
+
+    @property
+    def algorithm(self):
+        """The options of how the learners learn."""
+        return self.config.algo
+
+    def total_iterations(self) -> int:
+        """`run.env_steps` in whole iterations (unmasked steps may be a little fewer with chunks), or
+        `run.iterations`."""
+        run, algo = self.config.run, self.config.algo
+        if run.iterations is not None:
+            return run.iterations
+        chunk = getattr(self.config.policy, "chunk", 1)
+        return max(1, run.env_steps // (self.config.env.num_envs * algo.rollout_decisions * chunk))
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -85,7 +108,7 @@ class EmbodiedLoop:
                 (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
                 self.learners.meet_at(address).wait()
             others = {*self.policies.process().wait()} - {*learning}
-            builds.append(self.learners.build(spec, new_name(), snapshot=bool(others)))
+            builds.append(self.learners.build(spec, new_name(), snapshot=bool(others), start=self.start_folder))
         for build in builds:
             build.wait()
         channel, faults = self.cluster.channel, self.config.faults
@@ -143,9 +166,9 @@ class EmbodiedLoop:
             write_dataset(out, dataset or out / "dataset", self.eval_spec, results)
         return results
 
-    def _play(self, episodes: list[EpisodeSpec], recording: Recording) -> list[EpisodeResult]:
+    def _play(self, episodes: list[EpisodeSpec], recording: Recording, by_expert: bool = False) -> list[EpisodeResult]:
         def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
-            return self.sims[sim].evaluate(share, route, recording, self.notes, alone)
+            return self.sims[sim].evaluate(share, route, recording, self.notes, alone, by_expert)
 
         return play_fixed(self.crew, episodes, begin, self.notes, self.config.eval.temperature)
 

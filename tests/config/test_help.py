@@ -19,7 +19,7 @@ print(json.dumps({{"code": code, "modules": sorted(sys.modules), "cpu_s": used.r
 """
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "report", "doctor", "list"])
+@pytest.mark.parametrize("command", ["train", "sft", "collect", "evaluate", "report", "doctor", "list"])
 def test_help_answers_at_once_without_torch_ray_or_a_simulator(command):
     told = subprocess.run(
         [sys.executable, "-c", PROBE.format(command=command)], capture_output=True, text=True, check=True
@@ -32,6 +32,8 @@ def test_help_answers_at_once_without_torch_ray_or_a_simulator(command):
 
 def test_help_names_every_key_with_its_meaning(capsys):
     assert load(["--help", "nonsense"]) is None
+    assert load(["--help"], entry="sft") is None
+    assert load(["--help"], entry="collect") is None
     text = capsys.readouterr().out
     for key, field, _ in leaves(root(RunConfig)):
         assert f"  {key} " in text

@@ -1,0 +1,112 @@
+"""Write demonstrations: python -m embodied.collect recipe=maniskill_ppo env.task=PickCube-v1 out=demos/pickcube
+
+A scripted expert of the task plays (or the policy that `checkpoint` names) in sim workers, which record what it sees
+and does; the driver puts the episodes worth keeping into one dataset.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from embodied import commands
+from embodied.config import Loaded, RunConfig, load
+from embodied.data import EnvSpec, EpisodeResult
+from embodied.envs import env_class
+from embodied.envs.protocols import AS_TRAINED
+from embodied.errors import ConfigError, EmbodiedError
+from embodied.reporting.console import describe_results, describe_tasks
+from embodied.reporting.stats import summarize
+from embodied.run_folder import provenance
+from embodied.targets import Target, check_fits, find
+
+EXPERT = "expert"
+SOURCE = "meta/source.json"  # beside LeRobot's own files: who played, in which env, how well
+
+
+def main(argv: list[str] | None = None) -> int:
+    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+
+
+def start(argv: list[str]) -> int:
+    """Find out who plays, play, keep what is worth it, say what came of it."""
+    loaded = load(argv, entry="collect")
+    if loaded is None:
+        return 0
+    out, name = place_of(loaded), one_of(loaded)
+    target = find("random" if name == EXPERT else name)  # with an expert the policy workers have nothing to do
+    config = as_played(loaded.config, target)
+    config, plan = commands.planned(config, learn=False)
+    print(commands.describe(config, plan).replace(target.config.name, name), flush=True)
+    if loaded.dry_run:
+        return 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    drafts = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    spec, episodes = play(config, plan, target, drafts, by_expert=name == EXPERT)
+    results = summarize(episodes)
+    kept = write(out, spec, config, episodes, drafts)
+    source = {"by": name, "policy": None if name == EXPERT else target.described(), "played": results["overall"]}
+    about = {**source, "env": config.env.model_dump(mode="json"), "provenance": provenance()}
+    (out / SOURCE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(drafts)  # after a failure it stays, with the workers' logs
+    print(f"{name}: {describe_results(results)}{describe_tasks(results)}")
+    print(f"  kept        {kept} of {len(episodes)} episodes")
+    print(f"  dataset     {out}")
+    return 0
+
+
+def place_of(loaded: Loaded) -> Path:
+    asked = loaded.own.get("out", ())
+    if len(asked) != 1:
+        raise ConfigError("where to? out=demos/NAME, a folder that is not there yet")
+    out = Path(asked[0]).expanduser()
+    if out.exists():
+        raise ConfigError(f"out={out} is there already; name another folder")
+    return out
+
+
+def one_of(loaded: Loaded) -> str:
+    asked = loaded.own.get("checkpoint", (EXPERT,))
+    if len(asked) != 1:
+        raise ConfigError(f"checkpoint={list(asked)}: one at a time; the folders can differ")
+    return asked[0]
+
+
+def as_played(config: RunConfig, target: Target) -> RunConfig:
+    """Episodes end as in training; as many env rows play as there are envs in it."""
+    kind = env_class(config.env)
+    if len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
+        raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} plays one task at a time; name one")
+    rules = {"protocol": AS_TRAINED.name, "episodes": config.collect.episodes}
+    return config.model_copy(update={"policy": target.config, "eval": config.eval.model_copy(update=rules)})
+
+
+def play(config: RunConfig, plan, target: Target, drafts: Path, by_expert: bool) -> tuple[EnvSpec, list[EpisodeResult]]:
+    from embodied.workflows.demonstrations import DemonstrationLoop
+
+    with commands.cluster(config, plan, drafts / "logs") as cluster:
+        loop = DemonstrationLoop(config, cluster, learn=False, tell=lambda line: print(line, flush=True))
+        check_fits(target, config.env, loop.start())
+        loop.adopt(target.weights)
+        return loop.demonstrate(drafts, by_expert)
+
+
+def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeResult], drafts: Path) -> int:
+    """The dataset of those episodes that are worth keeping; -> how many."""
+    from embodied.datasets import DatasetWriter, draft_name, features_of, fps_of
+
+    everything = config.collect.keep == "all" or not spec.has_success
+    kept = [episode for episode in episodes if not episode.error and (everything or episode.success_once)]
+    if not kept:
+        raise EmbodiedError(f"none of {len(episodes)} episodes was a success; collect.keep=all keeps them all the same")
+    with DatasetWriter(out, fps_of(spec), features_of(spec)) as writer:
+        for episode in kept:
+            writer.add_draft(drafts / draft_name(episode.index))
+    return len(kept)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

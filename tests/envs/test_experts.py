@@ -1,0 +1,72 @@
+"""Scripted experts: the arm's kinematics, what they solve, and what they refuse."""
+
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from embodied.data import Recording
+from embodied.envs import panda
+from embodied.envs.config import GymConfig, ManiSkillConfig, PointMassConfig
+from embodied.envs.evaluation import play_episodes
+from embodied.envs.experts import make_expert
+from embodied.envs.pilots import ExpertPilot
+from embodied.envs.pointmass import PointMassEnv
+from embodied.episodes import EpisodeList
+from embodied.errors import ConfigError
+from embodied.runtime import Timers
+
+REST = np.array([0, np.pi / 8, 0, -np.pi * 5 / 8, 0, np.pi * 3 / 4, np.pi / 4])
+
+
+def play(env, count):
+    pilot = ExpertPilot(make_expert(env), "expert")
+    episodes = EpisodeList(0, "demonstrations", (env.config.task,)).first(count)
+    return play_episodes(env, episodes, pilot, Recording(), SimpleQueue(), frozenset(), Timers())
+
+
+def test_the_jacobian_tells_how_small_joint_steps_move_the_hand():
+    joints = REST + np.random.default_rng(0).uniform(-0.5, 0.5, (5, 7))
+    at, turned, jacobian = panda.hand(joints)
+    for joint in range(7):
+        step = np.zeros(7)
+        step[joint] = 1e-6
+        moved, turned_then, _ = panda.hand(joints + step)
+        spin = (turned_then - turned) @ turned.transpose(0, 2, 1) / 1e-6
+        assert np.allclose((moved - at) / 1e-6, jacobian[:, :3, joint], atol=1e-5)
+        assert np.allclose(spin[:, [2, 0, 1], [1, 2, 0]], jacobian[:, 3:, joint], atol=1e-5)
+
+
+def test_a_joint_step_moves_the_hand_as_asked():
+    joints = REST[None] + 0.1
+    at, _, jacobian = panda.hand(joints)
+    asked = np.array([[0.001, -0.002, 0.001, 0, 0, 0.002]])
+    moved, _, _ = panda.hand(joints + panda.joint_step(jacobian, asked))
+    assert np.allclose(moved - at, asked[:, :3], atol=1e-4)
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_the_toys_expert_always_arrives(discrete):
+    env = PointMassEnv(PointMassConfig(name="pointmass", discrete=discrete), 8)
+    assert all(result.success_once for result in play(env, 24))
+
+
+def test_maniskills_expert_picks_the_cube_and_the_arm_is_where_its_kinematics_say():
+    pytest.importorskip("mani_skill")
+    from embodied.envs.maniskill import ManiSkillEnv
+    from embodied.envs.maniskill_expert import look
+
+    env = ManiSkillEnv(ManiSkillConfig(task="PickCube-v1"), 6)
+    assert sum(result.success_once for result in play(env, 6)) >= 5
+    world, tcp = look(env), env.envs[0].agent.tcp.pose
+    assert np.allclose(world.hand, tcp.p.numpy(), atol=1e-5)
+    env.close()
+
+
+def test_tasks_without_an_expert_are_refused():
+    config = ManiSkillConfig(task="PullCube-v1")
+    with pytest.raises(ConfigError, match=r"no expert for env\.task=PullCube-v1.*PickCube-v1"):
+        make_expert(SimpleNamespace(config=config))
+    with pytest.raises(ConfigError, match=r"no expert for env\.name=gym:CartPole-v1"):
+        make_expert(SimpleNamespace(config=GymConfig(name="gym:CartPole-v1")))

@@ -1,0 +1,115 @@
+"""From a scripted expert to a policy that imitates it, by the commands, on the toy env."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from embodied.collect import main as collect
+from embodied.datasets import read_dataset
+from embodied.evaluate import main as evaluate
+from embodied.sft import main as sft
+from embodied.train import main as train
+
+TOY = ["recipe=pointmass_ppo", "cluster.backend=inline", "env.num_envs=8"]
+POLICY = ["policy.hidden=[32]", "policy.normalize_observations=true"]
+LEARN = [*TOY, *POLICY, "eval.episodes=40", "eval.videos=0", "sft.minibatch_size=16", "sft.lr=3e-3"]
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demos") / "toy"
+    assert collect([*TOY, f"out={out}", "collect.episodes=40"]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def cloned(demos, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("runs")
+    assert sft([*LEARN, f"sft.data={demos}", f"run.dir={runs}", "sft.epochs=20"]) == 0
+    (run,) = runs.glob("sft-pointmass_ppo-*")
+    return run
+
+
+def overall(folder):
+    (path,) = folder.glob("eval/*/results.json")
+    return json.loads(path.read_text())["overall"]
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_experts_successes_become_demonstrations(demos):
+    dataset = read_dataset(demos)
+    source = json.loads((demos / "meta/source.json").read_text())
+    assert source["by"] == "expert" and source["env"]["name"] == "pointmass"
+    assert len(dataset) == source["played"]["success_once"]["count"] >= 36
+    for episode in list(dataset)[:3]:
+        position, velocity = np.split(episode.obs["state"][:, :4], 2, axis=1)
+        assert (np.abs(episode.actions) <= 1).all()
+        assert np.allclose(velocity[1:], 0.7 * velocity[:-1] + 0.03 * episode.actions[:-1], atol=1e-6)
+        assert np.allclose(position[1:], position[:-1] + velocity[1:], atol=1e-6), "what was seen before each action"
+        assert episode.done.tolist() == [False] * (len(episode) - 1) + [True]
+
+
+def test_a_policy_that_imitates_solves_the_task(cloned):
+    assert overall(cloned)["success_once"]["rate"] >= 0.7
+    losses = [row["train/loss"] for row in metrics(cloned)]
+    assert len(losses) == 20 and losses[-1] < losses[0]
+
+
+def test_the_clone_is_evaluated_and_trained_further_like_any_policy(cloned, tmp_path):
+    told = [f"checkpoint={cloned}", "eval.episodes=40", "eval.videos=0", "cluster.backend=inline"]
+    assert evaluate(told) == 0
+    again = json.loads(next(cloned.glob("eval/*-evaluate/results.json")).read_text())
+    first = json.loads((cloned / "eval/v000020/results.json").read_text())
+    assert again["overall"] == first["overall"]
+    rl = [*TOY, *POLICY, f"run.dir={tmp_path}", f"run.start_from={cloned}", "run.iterations=1", "algo.lr=0"]
+    assert train([*rl, "eval.episodes=40", "eval.videos=0"]) == 0
+    (run,) = tmp_path.glob("pointmass*")
+    assert overall(run)["success_once"]["rate"] >= 0.7
+
+
+def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(demos, cloned, tmp_path):
+    told = [*LEARN, f"sft.data={demos}", f"run.dir={tmp_path}", "run.save_every=15"]
+    assert sft([*told, "sft.epochs=20"]) == 0
+    (run,) = tmp_path.glob("sft-*")
+    for folder in (run / "checkpoints/v000020", run / "eval"):
+        shutil.rmtree(folder)
+    assert train([f"resume={run}"]) == 1, "another command's run"
+    assert sft([f"resume={run}"]) == 0
+    model = "checkpoints/v000020/policy/model.safetensors"
+    assert (run / model).read_bytes() == (cloned / model).read_bytes()
+    assert len(metrics(run)) == 20
+
+
+def test_however_many_learners_share_the_episodes_the_steps_are_the_same(demos, cloned, tmp_path):
+    placement = 'placement={"sim,policy": "cpu:0", "learner": "cpu:0"}'
+    assert sft([*LEARN, f"sft.data={demos}", f"run.dir={tmp_path}", "sft.epochs=1", placement]) == 0
+    (run,) = tmp_path.glob("sft-*")
+    assert metrics(run)[0]["train/loss"] == pytest.approx(metrics(cloned)[0]["train/loss"], abs=1e-4)
+
+
+def test_a_fixed_deviation_stays(demos, tmp_path):
+    import safetensors.numpy
+
+    told = [*LEARN, f"sft.data={demos}", f"run.dir={tmp_path}", "sft.epochs=1", "sft.learn_deviation=false"]
+    assert sft([*told, "policy.initial_log_std=-1.25"]) == 0
+    (model,) = tmp_path.glob("*/checkpoints/v000001/policy/model.safetensors")
+    assert (safetensors.numpy.load_file(model)["log_std"] == -1.25).all()
+
+
+def test_mistakes_are_told_before_anything_starts(demos, tmp_path, capsys):
+    assert collect([*TOY, f"out={demos}"]) == 2
+    assert collect(TOY) == 2
+    assert sft([*LEARN, f"run.dir={tmp_path}"]) == 2
+    assert sft([*LEARN, f"run.dir={tmp_path}", f"sft.data={demos}", "run.iterations=3"]) == 2
+    told = capsys.readouterr().err
+    assert "out=demos/NAME" in told and "which demonstrations?" in told and "run.iterations has no effect" in told
+    other = ["recipe=pointmass_ppo", "env.state=proprio", "cluster.backend=inline", f"run.dir={tmp_path}"]
+    assert sft([*other, f"sft.data={demos}"]) == 2
+    assert "observation.state is [4] here, [6] there" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""What docs/demonstrations.md says runs, where it is short enough."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from embodied.collect import main as collect
+from embodied.sft import main as sft
+from embodied.train import main as train
+
+PAGE = (Path(__file__).parents[1] / "docs" / "demonstrations.md").read_text()
+COMMANDS = re.findall(r"^python -m embodied\.(\w+) (.*)", PAGE, re.M)
+INLINE = ["cluster.backend=inline"]
+MAINS = {"collect": collect, "sft": sft, "train": train}
+
+
+def test_the_three_commands_of_the_toy_follow_on_each_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    toy = [(name, told.split()) for name, told in COMMANDS if "pointmass" in told]
+    assert [name for name, _ in toy] == ["collect", "sft", "train"]
+    short = {"train": ["run.iterations=1", "eval.episodes=2"], "sft": ["eval.episodes=2"], "collect": []}
+    for name, told in toy:
+        done = [str(path) for path in Path("runs").glob("sft-*")]
+        told = [word.replace("runs/sft-pointmass_ppo-DATE", done[0]) if done else word for word in told]
+        told = [word for word in told if not word.startswith("sft.epochs")]
+        more = ["sft.epochs=1", "eval.videos=0"] if name == "sft" else ["eval.videos=0"] if name == "train" else []
+        assert MAINS[name]([*told, *INLINE, *short[name], *more]) == 0
+
+
+@pytest.mark.parametrize(("name", "told"), [(name, told) for name, told in COMMANDS if "pointmass" not in told])
+def test_longer_commands_are_understood(name, told, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("mani_skill")
+    monkeypatch.chdir(tmp_path)
+    assert MAINS[name]([*told.split(), "--cfg"]) == 0
+    assert "PickCube-v1" in capsys.readouterr().out

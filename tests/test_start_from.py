@@ -1,0 +1,49 @@
+"""A run that begins with another run's policy."""
+
+import json
+
+import pytest
+from safetensors.numpy import load_file
+
+from embodied.train import main as train
+
+TINY = [
+    "recipe=pointmass_ppo",
+    "cluster.backend=inline",
+    "env.num_envs=4",
+    "policy.hidden=[8]",
+    "policy.normalize_observations=true",
+    "algo.rollout_decisions=8",
+    "algo.minibatch_size=32",
+    "run.iterations=1",
+    "eval.episodes=2",
+    "eval.videos=0",
+]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The folder of a run, whose policy later runs begin with."""
+    folder = tmp_path_factory.mktemp("first")
+    assert train([*TINY, f"run.dir={folder}"]) == 0
+    return next(folder.glob("pointmass*"))
+
+
+def weights(run):
+    return load_file(run / "checkpoints/v000001/policy/model.safetensors")
+
+
+def test_a_run_that_learns_nothing_ends_with_the_weights_it_began_with(first, tmp_path):
+    assert train([*TINY, f"run.dir={tmp_path}", f"run.start_from={first}", "algo.lr=0", "seed=9"]) == 0
+    (run,) = tmp_path.glob("pointmass*")
+    before, after = weights(first), weights(run)
+    assert all((before[name] == after[name]).all() for name in before if not name.startswith("normalizer"))
+    assert after["normalizer.count"] == 2 * before["normalizer.count"], "its statistics go on"
+    assert json.loads((run / "run.json").read_text())["started_from"]["sha256"]
+
+
+def test_another_policy_is_refused_before_anything_starts(first, tmp_path, capsys):
+    wider = [told.replace("hidden=[8]", "hidden=[9]") for told in TINY]
+    assert train([*wider, f"run.dir={tmp_path}", f"run.start_from={first}"]) == 2
+    assert "policy.hidden=[8] there, [9] here" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
