@@ -111,7 +111,8 @@ def choices(annotation: Any) -> list[Any]:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """`, did you mean 'x'?` for the closest known word, or nothing."""
+    """`, did you mean 'x'?` for the closest known word (all that end alike, for the bare name of a key), or nothing."""
     same_leaf = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]]
-    close = same_leaf[:1] if len(same_leaf) == 1 else difflib.get_close_matches(word, known, n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+    plain = len(same_leaf) == 1 or (same_leaf and "." not in word)
+    close = same_leaf if plain else difflib.get_close_matches(word, known, n=1)
+    return f", did you mean {' or '.join(map(repr, close))}?" if close else ""

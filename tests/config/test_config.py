@@ -139,7 +139,7 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ("env=maniskill", "did you mean env.name=maniskill?"),
         ("env=null", "env is a section"),
         ("algo=3", "algo is a section; set its keys: algo.name"),
-        ("lr=1e-3", "did you mean 'algo.lr'?"),
+        ("lr=1e-3", "did you mean 'algo.lr' or 'sft.lr'?"),
         ("enviroment.num_envs=3", "did you mean 'env.num_envs'?"),
         ("algo.lr=.nan", "NaN and infinity are refused"),
         ("algo.lr=nan", "finite"),
