@@ -159,6 +159,7 @@ class Scene:
 
 
 _drawing = threading.Lock()
+_loading = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -173,8 +174,14 @@ def own_draws(seed: int) -> Iterator[None]:
             np.random.set_state(before)
 
 
-@cache
 def simulator() -> tuple[Any, Any]:
+    """Loaded once, whoever asks first: it changes what belongs to the process."""
+    with _loading:
+        return load_simulator()
+
+
+@cache
+def load_simulator() -> tuple[Any, Any]:
     """MuJoCo's module and a function from a task file to robosuite's env, without cameras.
 
     robosuite opens a log file with a fixed name and prints advice when it is imported, and picks a renderer for the
@@ -232,7 +239,8 @@ def warn(message: str) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    """One thread at a time: stdout belongs to the process."""
+    with _loading, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
         yield
