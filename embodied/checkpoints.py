@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def write_checkpoint(
     """Write one checkpoint. `fill` writes the learner's and the policy's files into the folder it is given."""
     parent.mkdir(parents=True, exist_ok=True)
     final = parent / name_of(version)
-    if final.is_dir():
+    if is_whole(final):
         return final  # this version was saved before (a resumed run that ends at once, say)
     draft = parent / f".writing-{name_of(version)}"
     shutil.rmtree(draft, ignore_errors=True)
@@ -48,6 +49,7 @@ def write_checkpoint(
             flush(draft / name)
         for folder in [draft, *(p for p in draft.rglob("*") if p.is_dir())]:
             flush(folder)
+        shutil.rmtree(final, ignore_errors=True)  # only a damaged one can be there
         os.rename(draft, final)
         flush(parent)
     except BaseException:
@@ -59,14 +61,24 @@ def write_checkpoint(
 
 def verify(checkpoint: Path) -> dict:
     """The checkpoint's driver state, after every file was checked against the manifest."""
-    manifest = read_json(checkpoint / MANIFEST)
-    for name, expected in manifest.get("files", {}).items():
+    files = read_json(checkpoint / MANIFEST).get("files")
+    if not isinstance(files, dict) or not {STATE, SIMS} <= files.keys():
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {MANIFEST} does not list its files")
+    for name, expected in files.items():
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"checkpoint {checkpoint} is incomplete: {name} is missing")
         if digest(path) != expected:
             raise CheckpointError(f"checkpoint {checkpoint} is damaged: {name} does not match its checksum")
     return read_json(checkpoint / STATE)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except CheckpointError:
+        return False
+    return True
 
 
 def newest(run: Path) -> Path:
@@ -77,11 +89,15 @@ def newest(run: Path) -> Path:
     for candidate in candidates:
         try:
             verify(candidate)
-            return candidate
         except CheckpointError as err:
             problems.append(str(err))
-    detail = "; ".join(problems) or "nothing was saved yet"
-    raise CheckpointError(f"{run} has no usable checkpoint: {detail}")
+            continue
+        if problems:
+            print("\n".join([*problems, f"using {candidate.name}, the newest whole one"]), file=sys.stderr)
+        return candidate
+    more = [f"and {len(problems) - 3} more like these"] if len(problems) > 3 else []
+    detail = "\n  ".join(["", *problems[:3], *more]) if problems else " nothing was saved yet"
+    raise CheckpointError(f"{run} has no usable checkpoint:{detail}")
 
 
 def locate(text: str) -> tuple[Path, Path | None, Path | None]:
@@ -106,9 +122,13 @@ def read_sims(checkpoint: Path) -> dict[str, np.ndarray]:
 
 def read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as err:
-        raise CheckpointError(f"{path} cannot be read: {err}") from None
+        told = err.strerror if isinstance(err, OSError) else err
+        raise CheckpointError(f"{path} cannot be read: {told}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} cannot be read: it holds no mapping")
+    return content
 
 
 def replace_text(path: Path, text: str) -> None:

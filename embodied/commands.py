@@ -10,7 +10,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
+from shlex import quote
 from textwrap import wrap
 
 from embodied.config import RunConfig
@@ -20,6 +22,7 @@ from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.footprint import check_pictures, gigabytes, picture_bytes
 from embodied.placement import PlacementError, PlacementPlan, make_plan, named_nodes
+from embodied.policies import check_package
 from embodied.reporting.report import report_or_say_why
 from embodied.run_folder import RunFolder
 from embodied.runtime import Cluster, HostPlan, choose_backend, describe_backend, nodes_of
@@ -40,6 +43,9 @@ def run(body: Callable[[], int]) -> int:
     except BrokenPipeError:  # who reads what we print, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except MemoryError as err:
+        print(f"error: not enough memory: {err}; try a smaller env.num_envs", file=sys.stderr)
+        return 1
     except OSError as err:
         where = f" ({err.filename})" if err.filename else ""
         print(f"error: {err.strerror or err}{where}; free some space or choose another run.dir", file=sys.stderr)
@@ -60,6 +66,8 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
             "learner.device=cuda needs an NVIDIA GPU, and this machine shows none; try learner.device=cpu"
         )
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
+    if learn and ":" in config.policy.name:
+        check_package(config.policy.name)
     config, nodes = chosen_cluster(config)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     try:
@@ -177,7 +185,8 @@ def what_next(folder: RunFolder, error: Exception) -> list[str]:
     lines = []
     if any(folder.checkpoints.glob("v[0-9]*")):
         command = folder.info().get("command", "train")
-        lines.append(f"  continue from the last checkpoint: python -m embodied.{command} resume={folder.path}")
+        resume = quote(f"resume={folder.path}")
+        lines.append(f"  continue from the last checkpoint: python -m embodied.{command} {resume}")
     if "its process" in str(error) or "hung" in str(error):
         lines.append("  if this repeats: python -m embodied.doctor")
     return lines
@@ -198,5 +207,5 @@ def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:
         if not Path(resume).is_dir():
             raise CheckpointError(f"resume={resume}: no such run folder")
         return Path(resume)
-    runs = [path for path in parent.glob(f"{recipe}-[0-9]*") if any((path / "checkpoints").glob("v[0-9]*"))]
+    runs = [path for path in parent.glob(f"{escape(recipe)}-[0-9]*") if any((path / "checkpoints").glob("v[0-9]*"))]
     return max(runs, key=lambda path: (path / "run.json").stat().st_mtime, default=None)

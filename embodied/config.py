@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
 from embodied.config_base import LocalPath, Strict
@@ -45,6 +45,13 @@ class RunSection(Strict):
     trace: int = Field(
         5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
     )
+
+    @field_validator("name")
+    @classmethod
+    def _one_part_of_a_path(cls, name: str | None) -> str | None:
+        if name is not None and (not name.strip() or "/" in name or name.startswith(".") or len(name.encode()) > 100):
+            raise ValueError("should be a short name without /; the folder around it is run.dir")
+        return name
 
     @model_validator(mode="after")
     def _one_length(self) -> RunSection:

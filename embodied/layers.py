@@ -76,7 +76,7 @@ def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -
         path = (folder / Path(recipe).expanduser()).resolve()
         if path.is_file():
             return path
-        beside = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern))
+        beside = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern) if p.is_file())
         hint = nearest(str(path), beside)
         problems.append(f"{asked_by or 'recipe='}{recipe}: there is no file {path}{hint}")
         return None

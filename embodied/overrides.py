@@ -66,7 +66,10 @@ for _kind in (Loader, Dumper):
 
 def read_yaml(text: str) -> Any:
     """The value of a YAML text; yaml.YAMLError says what is wrong with it."""
-    return yaml.load(text, Loader)  # noqa: S506 - Loader is a SafeLoader
+    try:
+        return yaml.load(text, Loader)  # noqa: S506 - Loader is a SafeLoader
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
 
 
 def write_yaml(value: Any) -> str:

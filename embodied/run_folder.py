@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ class RunFolder:
         self.logs = path / "logs"
         self._metrics = None
         self._curves = None
+        self._lock = None
 
     @classmethod
     def create(cls, parent: Path, recipe: str, config_yaml: str, command: str = "train") -> RunFolder:
@@ -41,6 +43,7 @@ class RunFolder:
                 continue
         run = cls(path)
         run.logs.mkdir()
+        run._hold()
         (path / "config.yaml").write_text(config_yaml)
         run._write({"state": "running", "command": command, "started": now(), "provenance": provenance()})
         return run
@@ -53,9 +56,10 @@ class RunFolder:
             raise CheckpointError(f"{path} is not a run folder: run.json is missing")
         if (made_by := run.info().get("command", "train")) != command:
             raise CheckpointError(f"{path} is a run of another command: python -m embodied.{made_by} resume={path}")
+        run.logs.mkdir(exist_ok=True)
+        run._hold()
         resumed = [*run.info().get("resumed", []), {"at": now(), "provenance": provenance()}]
         run._write({**run.info(), "state": "running", "resumed": resumed})
-        run.logs.mkdir(exist_ok=True)
         return run
 
     def info(self) -> dict:
@@ -69,8 +73,8 @@ class RunFolder:
         """Drop the metrics of iterations after `iteration`: a resumed run makes them again."""
         path = self.path / "metrics.jsonl"
         if path.is_file():
-            rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-            kept = [row for row in rows if row["iteration"] <= iteration]
+            rows = map(row_of, path.read_text(errors="replace").splitlines())
+            kept = [row for row in rows if row and row["iteration"] <= iteration]
             replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def log(self, row: dict) -> None:
@@ -102,9 +106,36 @@ class RunFolder:
                 file.close()
         self._metrics = self._curves = None
         self._write({**self.info(), "state": state, "cause": cause, "ended": now(), **more})
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _hold(self) -> None:
+        """Keep others from continuing this run while it goes on. The kernel lets go when this process ends."""
+        lock = os.open(self.logs / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise CheckpointError(
+                f"{self.path}: this run is going on in another process; stop that one first"
+            ) from None
+        except OSError:  # a file system without locks: two runs in one folder go unnoticed there
+            os.close(lock)
+        else:
+            self._lock = lock
 
     def _write(self, content: dict) -> None:
         replace_text(self.path / "run.json", json.dumps(content, indent=2) + "\n")
+
+
+def row_of(line: str) -> dict | None:
+    """A line of metrics.jsonl; None for what a crash or a full disk has left of one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("iteration"), int) else None
 
 
 def now() -> str:

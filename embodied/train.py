@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from embodied import commands
-from embodied.checkpoints import name_of, newest, read_sims, verify, write_checkpoint
+from embodied.checkpoints import STATE, name_of, newest, read_json, read_sims, verify, write_checkpoint
 from embodied.config import Loaded, RunConfig, load
 from embodied.errors import ConfigError, NothingToLearn
 from embodied.evaluate import evaluate_run
@@ -58,7 +58,13 @@ def open_folder(loaded: Loaded, command: str) -> tuple[RunFolder, Path | None]:
     found = config.resume and commands.run_to_resume(config.resume, config.run.dir, loaded.name)
     if not found:
         return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command), None
-    return RunFolder.reopen(found, command), newest(found)
+    checkpoint = newest(found)
+    trained = read_json(checkpoint / STATE).get("num_envs")
+    if trained != config.env.num_envs:
+        raise ConfigError(
+            f"this run was started with env.num_envs={trained}; resume with this number or start a new run"
+        )
+    return RunFolder.reopen(found, command), checkpoint
 
 
 def train(
@@ -111,10 +117,6 @@ def fresh(loop: EmbodiedLoop) -> dict:
 def resume(loop: EmbodiedLoop, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
     """Continue from a checkpoint: weights, optimizer, env rows, counters; later metrics are dropped and made again."""
     state = verify(checkpoint)
-    if state["num_envs"] != loop.config.env.num_envs:
-        raise ConfigError(
-            f"this run was started with env.num_envs={state['num_envs']}; resume with this number or start a new run"
-        )
     folder.keep_metrics(state["iteration"])
     abandoned = loop.restore(checkpoint, read_sims(checkpoint), state["version"])
     state["abandoned_episodes"] += abandoned

@@ -48,7 +48,9 @@ Tasks = Annotated[str | tuple[str, ...], BeforeValidator(a_name_or_names)]
 
 
 class CommonEnvConfig(Strict):
-    num_envs: int = Field(32, gt=0, description="Env rows in the whole run, shared out among the sim workers.")
+    num_envs: int = Field(
+        32, gt=0, le=2**20, description="Env rows in the whole run, shared out among the sim workers."
+    )
     max_episode_steps: int | None = Field(
         None, gt=0, description="Env steps after which an episode is cut off; unset: the task's own limit."
     )

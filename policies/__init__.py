@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +32,23 @@ def policy_class(name: str) -> type[Policy]:
         raise ConfigError(
             f"policy.name={name!r} is unknown; families: {', '.join(FAMILIES)}, or my_pkg.my_module:MyPolicy"
         )
-    if where is name and "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    if where is name:
+        check_package(name)
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as err:
         raise ConfigError(f"policy.name={name!r}: {err}; is it importable from {Path.cwd()}?") from None
     except AttributeError:
         raise ConfigError(f"policy.name={name!r}: module {module} has no {attribute}") from None
+
+
+def check_package(name: str) -> None:
+    """Refuse a policy of a package that is not there. Imports nothing: what it needs may take seconds."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    package = name.partition(":")[0].partition(".")[0]
+    if not package or find_spec(package) is None:
+        raise ConfigError(f"policy.name={name!r}: No module named {package!r}; is it importable from {Path.cwd()}?")
 
 
 def make_policy(config: Any, spec: EnvSpec, seed: int | None = None) -> Policy:

@@ -118,3 +118,26 @@ def test_saving_the_same_version_twice_keeps_the_first(tmp_path):
     assert write(tmp_path, 3) == first
     assert first.stat().st_mtime_ns == stamp
     assert checkpoints.name_of(3) == "v000003"
+
+
+@pytest.mark.parametrize("manifest", ["[]", "{}", '{"files": []}', '{"files": {}}', "null", "{"])
+def test_a_manifest_that_lists_nothing_proves_nothing(tmp_path, manifest):
+    first, second = write(tmp_path, 1), write(tmp_path, 2)
+    (second / "manifest.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        verify(second)
+    assert newest(tmp_path) == first
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_version_is_saved_again(tmp_path):
+    path = write(tmp_path, 3)
+    (path / "policy" / "model.safetensors").write_bytes(b"y" * 1000)
+    assert verify(write(tmp_path, 3)) == {"version": 3}
+
+
+def test_falling_back_to_an_older_checkpoint_is_said(tmp_path, capsys):
+    write(tmp_path, 1)
+    (write(tmp_path, 2) / "manifest.json").unlink()
+    newest(tmp_path)
+    assert "v000002/manifest.json cannot be read" in (said := capsys.readouterr().err)
+    assert "using v000001" in said

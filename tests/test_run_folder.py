@@ -6,6 +6,7 @@ import json
 import pytest
 
 from embodied import checkpoints
+from embodied.errors import CheckpointError
 from embodied.run_folder import RunFolder
 
 
@@ -50,3 +51,24 @@ def test_a_failed_write_keeps_the_old_text_and_leaves_no_draft(tmp_path, monkeyp
         checkpoints.replace_text(tmp_path / "latest", "v000002\n")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
     assert (tmp_path / "latest").read_text() == "v000001\n"
+
+
+def test_a_run_that_goes_on_is_not_continued_by_another(tmp_path):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    before = folder.info()
+    with pytest.raises(CheckpointError, match="going on in another process"):
+        RunFolder.reopen(folder.path)
+    assert folder.info() == before
+    folder.finish("stopped")
+    RunFolder.reopen(folder.path).finish("finished")
+
+
+def test_lines_that_a_crash_has_broken_are_dropped_from_the_metrics(tmp_path):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    folder.log(row(1))
+    folder.finish("stopped")
+    path = folder.path / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"iteration": 2, "a":\n}\n{}\n[]\n\xff\x00}\n')
+    folder.keep_metrics(5)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [row(1)]

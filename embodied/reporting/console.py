@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 from embodied.data import EpisodeResult
 
@@ -99,8 +100,8 @@ class Console:
             self.say(f"  video       {videos[-1]}")
         if self.last_checkpoint:
             self.say(f"  checkpoint  {self.last_checkpoint}")
-        self.say(f"  evaluate    python -m embodied.evaluate checkpoint={self.folder} eval.episodes=200")
-        self.say(f"  resume      python -m embodied.{self.command} resume={self.folder}")
+        self.say(f"  evaluate    python -m embodied.evaluate {quote(f'checkpoint={self.folder}')} eval.episodes=200")
+        self.say(f"  resume      python -m embodied.{self.command} {quote(f'resume={self.folder}')}")
 
     def _recent_means(self) -> dict[str, float | None]:
         def mean(values: list) -> float | None:
