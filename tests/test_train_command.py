@@ -252,6 +252,8 @@ def test_mistakes_are_a_few_lines_and_exit_code_2(tmp_path):
     assert "algo.minibatch_size=128" in output
     output = run("evaluate", "checkpoint=nowhere", "recipe=pointmass_ppo", cwd=tmp_path, code=1)
     assert "nowhere" in output and "Traceback" not in output
+    output = run("train", "recipe=pointmass_ppo", "policy.name=nowhere.nets:Net", cwd=tmp_path, code=2)
+    assert "No module named 'nowhere'" in output
     assert not (tmp_path / "runs").exists()
 
 

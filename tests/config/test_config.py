@@ -148,6 +148,8 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ("algo.epochs=true", "should be a number"),
         ("algo.epochs=2.5", "should be a whole number"),
         ("run.name=7", "write run.name='\"7\"'"),
+        ("run.name=../x", "short name without /"),
+        ("env.num_envs=10000000", "less than or equal to 1048576"),
         ("policy.hidden=64", "write policy.hidden=[64]"),
         ("policy.hidden=[a, 1]", "policy.hidden.0='a': should be a whole number"),
         ("env.discrete=maybe", "should be true or false"),
@@ -191,6 +193,7 @@ def test_the_same_key_twice_is_a_mistake_wherever_it_happens(recipe):
         ("extends: ./mine.yaml", "extend each other in a circle"),
         ("recipe: pointmass_ppo", "`extends`"),
         ("1: 2", "1: unknown key"),
+        ("seed: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
     ],
 )
 def test_a_broken_recipe_file_says_what_is_wrong_with_it(recipe, text, answer):
