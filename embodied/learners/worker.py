@@ -57,6 +57,7 @@ class LearnerWorker(Worker):
         one, and a fresh optimizer. Published weights are known under the name `store`; they need a snapshot if somebody
         outside the learners' processes acts."""
         self.policy = self.new_policy(spec, start)
+        self.started = start is not None
         self.reference = self._frozen_copy() if getattr(self.algo, "kl_coef", 0) else None
         self.model = Model(self.policy, self.config, self.tick)
         if self.config.shard:
@@ -97,7 +98,9 @@ class LearnerWorker(Worker):
             parts = receive(trajectories, sources)
         played = join_episodes(parts)
         share = prepare_groups(played, batch, self.algo, self.collective, self.model.dtype, self.reference)
-        rows = moments_of(played, batch.last - batch.first, self.policy.observation_moments)
+        rows = None
+        if not self.started:  # else what the policy was trained with stays
+            rows = moments_of(played, batch.last - batch.first, self.policy.observation_moments)
         return self._learn(share, rows, iteration, total)
 
     def _learn(self, share, moments: np.ndarray | None, iteration: int, total: int) -> dict[str, float]:

@@ -41,19 +41,20 @@ MANY_LEARNERS = {"sim,policy": "cpu:0", "learner": "cpu:0-3*4"}
 
 
 class Run:
-    def __init__(self, folder, placement, *arguments, backend="inline", stages=1):
+    def __init__(self, folder, placement, *arguments, backend="inline", stages=1, start=None):
         changed = {argument.partition("=")[0] for argument in arguments}
         own = [argument for argument in ARGUMENTS if argument.partition("=")[0] not in changed]
         given = [*own, f"cluster.backend={backend}", f"pipeline.stages={stages}", *arguments]
         self.config = load(given).config
         plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, stages)
         self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
-        self.folder, self.told = folder, []
+        self.folder, self.told, self.start = folder, [], start
 
     def __enter__(self):
         self.cluster = commands.cluster(self.config, self.plan, self.folder)
         meeting = meeting_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
-        self.loop = EmbodiedLoop(self.config, self.cluster, meeting=meeting, tell=self.told.append)
+        options = {"meeting": meeting, "tell": self.told.append, "start_folder": self.start}
+        self.loop = EmbodiedLoop(self.config, self.cluster, **options)
         self.loop.start()
         return self
 
@@ -148,6 +149,17 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(reference, tmp_path):
         run.train(2)
         again = run.weights()
     assert far(again, reference[1]) < 1e-9
+
+
+def test_a_policy_to_start_from_is_the_reference_and_keeps_its_statistics(reference, tmp_path):
+    with Run(tmp_path / "first", ONE_OF_EACH, *DROPS) as run:
+        run.train()
+        begin = run.weights()
+    assert far(begin, reference[1]) < 1e-9
+    with Run(tmp_path / "second", ONE_OF_EACH, *DROPS, "algo.lr=0", start=tmp_path / "first/saved/policy") as run:
+        rows = [row for _, row in run.train(0, 2)]
+        assert far(run.weights(), begin) == 0
+    assert all(abs(row["train/reference_kl"]) < 1e-12 and row["train/grad_norm"] > 0 for row in rows)
 
 
 FOUR_HOSTS = {"sim": "cpu:0-3*4", "policy,learner": "cpu:0"}
