@@ -115,6 +115,10 @@ class Host:
     def stop(self, seconds: float) -> list[str]:
         """Closes the workers; -> the names of those that are still busy after that time."""
         until = time.monotonic() + seconds
+        with self._lock:
+            remotes = [end for end in self._ends.values() if isinstance(end, Remote)]
+        for end in remotes:  # their homes are closing too, and may be gone before they have answered
+            end.home_died("the driver", "the cluster is closing", restarts=False)
         for thread in self._workers.values():
             thread.stop()
         for thread in self._workers.values():
