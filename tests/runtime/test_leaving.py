@@ -119,7 +119,7 @@ def test_large_arrays_flow_without_growing_anything(processes):
 
 
 DRIVER = """
-import ctypes, os, sys, time
+import ctypes, os, signal, sys, time
 import numpy as np
 from embodied.runtime import Cluster, HostPlan, Worker
 
@@ -133,6 +133,8 @@ class Held(Worker):  # of the main program itself
 
 print("main is run as", __name__, file=sys.stderr)
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore these two
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with Cluster("local", [HostPlan("one", ("a",)), HostPlan("two", ("a",))], log_dir=sys.argv[1]) as cluster:
         workers = cluster.launch(Held, "a")
         pids = workers.pid().wait()
