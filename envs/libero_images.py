@@ -8,7 +8,6 @@ simulation went on.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import threading
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from embodied.envs.libero_scene import Row, Scene
 from embodied.errors import ConfigError
+from embodied.vulkan import loads
 
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}  # our names of MuJoCo's cameras
 ARRAYS = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")
@@ -39,14 +39,6 @@ def opengl() -> str:
         "LIBERO's images need OpenGL without a screen, and this machine has neither EGL nor OSMesa. "
         f"Install the system packages {PACKAGES}: sudo apt-get install {PACKAGES.partition(' (')[0]}"
     )
-
-
-def loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
 
 
 def make_current() -> None:

@@ -12,9 +12,7 @@ code, recipe and start.
 
 from __future__ import annotations
 
-import argparse
-import csv
-import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,26 +22,19 @@ import numpy as np
 from benchmarks.common import (
     RESULTS,
     ROOT,
-    code_commit,
     config_hash,
     environment,
-    machine,
     markdown,
     measure,
-    packages,
     read_metrics,
     resolved,
     train_command,
-    write_json,
 )
-from benchmarks.learning.pushcube import EVAL_SEED, newest_results, rate, read_done
+from benchmarks.learning.seeds import HELD_OUT, TIMEOUT_S, begin_well, new_folder, once, outcomes, parser, program, rate
 
-EPISODES = 200
+UNJUDGED = ("eval.episodes=8", "eval.videos=0")  # what training itself plays at its end decides nothing here
 RESAMPLES = 10_000
-GOAL = 0.2, 0.7  # of the start's success rate: something to reward, something to gain
-TIMEOUT_S = 3600.0
-HELD_OUT = [f"eval.episodes={EPISODES}", f"eval.seed={EVAL_SEED}", "eval.videos=0"]
-ONE_CORE = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", "learner": "cpu:0"}']
+ONE_CORE = ("cluster.backend=inline", 'placement={"sim,policy": "cpu:0", "learner": "cpu:0"}')
 
 
 @dataclass(frozen=True)
@@ -53,6 +44,18 @@ class Case:
     start: str  # where the policies to start from lie: a pattern below runs/, {seed} being the seed
 
 
+@dataclass(frozen=True)
+class Trained:
+    """One training: of what, from where, and where it goes."""
+
+    case: Case
+    runs: Path
+    name: str
+    seed: int
+    start: Path
+    options: list[str]
+
+
 CASES = {
     "pickcube": Case("pickcube_grpo", (), "pickcube_start/seed-{seed}-*"),
     "pushcube": Case("maniskill_grpo", ("algo.groups=8", "run.iterations=10"), "grpo_pushcube/start-*"),
@@ -60,11 +63,9 @@ CASES = {
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask = parser(__doc__, (0, 1, 2))
     ask.add_argument("case", choices=CASES)
-    ask.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     ask.add_argument("--start", type=Path, help="the policy to start from, for all seeds")
-    ask.add_argument("--resume", action="store_true", help="leave out what was measured with this code and recipe")
     options = ask.parse_args()
 
     case, env, done = CASES[options.case], environment(), []
@@ -72,17 +73,10 @@ def main() -> None:
     plan = [(f"seed-{seed}", seed, ()) for seed in options.seeds] + [("control", options.seeds[0], ("algo.lr=0",))]
     for name, seed, changes in plan:
         start = options.start or find_start(options.case, case, seed, env)
-        identity = {
-            "commit": code_commit(),
-            "config": config_hash(resolved(case.recipe, *settled(case.options, changes))),
-            "start": digest(start),
-        }
-        path = folder / f"{name}.json"
-        result = read_done(path, identity) if options.resume else None
-        if result is None:
-            about = {"seed": seed, **identity, "machine": machine(), "packages": packages()}
-            result = about | gain(options.case, case, name, seed, start, changes, env)
-            write_json(path, result)
+        given = settled(case.options, changes)
+        about = {"seed": seed, "config": config_hash(resolved(case.recipe, *given)), "start": weights_digest(start)}
+        trained = Trained(case, ROOT / "runs" / f"grpo_{options.case}", name, seed, start, given)
+        result = once(folder / f"{name}.json", about, options.resume, lambda trained=trained: gain(trained, env))
         done.append((name, result))
         print(describe(name, result), flush=True)
     print(report(done))
@@ -104,50 +98,38 @@ def newest(pattern: str) -> Path | None:
     return max((ROOT / "runs").glob(pattern), key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
-def digest(start: Path) -> str:
+def weights_digest(start: Path) -> str:
     """Of the weights to start from."""
-    from embodied.checkpoints import locate
+    from embodied.checkpoints import digest, locate
 
-    weights = locate(str(start))[0] / "model.safetensors"
-    return hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
+    return digest(locate(str(start))[0] / "model.safetensors")[:16]
 
 
-def gain(name: str, case: Case, run: str, seed: int, start: Path, changes: Sequence[str], env: dict) -> dict:
-    """Train from the start, and compare with it."""
-    runs = ROOT / "runs" / f"grpo_{name}"
-    before = play(start, case, runs, env)
-    given = [
-        f"seed={seed}",
-        f"run.start_from={start}",
-        f"run.dir={runs}",
-        f"run.name={run}",
-        *settled(case.options, changes),
-    ]
-    there = set(runs.glob(f"{run}-*"))
-    cost = measure(train_command(case.recipe, *given, *HELD_OUT, *ONE_CORE), env, TIMEOUT_S)
-    (trained,) = set(runs.glob(f"{run}-*")) - there
-    after = episodes_of(trained)
-    rows = read_metrics(trained)
+def gain(asked: Trained, env: dict) -> dict:
+    """Train from the start, then let both play the same episodes in the same env."""
+    given = [f"seed={asked.seed}", f"run.start_from={asked.start}", f"run.dir={asked.runs}", f"run.name={asked.name}"]
+    command, costs = train_command(asked.case.recipe, *given, *asked.options, *UNJUDGED, *ONE_CORE), []
+    run = new_folder(asked.runs, asked.name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
+    both = f"checkpoint=[{asked.start},{run}]"
+    play = program("evaluate", both, f"recipe={asked.case.recipe}", f"run.dir={run}", *HELD_OUT, *ONE_CORE)
+    measure(play, env, TIMEOUT_S)
+    before, after = (outcomes(folder) for folder in in_order(run / "compare"))
+    rows = read_metrics(run)
     return {
         "start_success": summary(before),
         "final_success": summary(after),
-        "gain": paired_gain([b == "true" for b in before.values()], [after[key] == "true" for key in before]),
+        "gain": paired_gain(before, after),
         "iterations": len(rows),
         "env_steps": rows[-1]["env_steps"],
         "train_s": rows[-1]["train_s"],
-        "cpu_s": round(cost.cpu_s, 1),
+        "cpu_s": round(costs[0].cpu_s, 1),
         "curve": [[row["env_steps"], row["success_once"], row["groups/used"]] for row in rows],
     }
 
 
-def play(start: Path, case: Case, runs: Path, env: dict) -> dict[str, str]:
-    """The held-out episodes with the policy to start from: a training run of one iteration that changes nothing."""
-    there = set(runs.glob("before-*"))
-    given = [f"run.start_from={start}", f"run.dir={runs}", "run.name=before"]
-    quick = settled(case.options, ["run.iterations=1", "algo.lr=0", "algo.groups=4", "algo.max_rounds=1"])
-    measure(train_command(case.recipe, *given, *quick, *HELD_OUT, *ONE_CORE), env, TIMEOUT_S)
-    (run,) = set(runs.glob("before-*")) - there
-    return episodes_of(run)
+def in_order(folder: Path) -> list[Path]:
+    """Where the results of each of the compared policies lie."""
+    return [folder / name for name in json.loads((folder / "comparison.json").read_text())["policies"]]
 
 
 def settled(*options: Sequence[str]) -> list[str]:
@@ -156,20 +138,10 @@ def settled(*options: Sequence[str]) -> list[str]:
     return list(said.values())
 
 
-def episodes_of(run: Path) -> dict[str, str]:
-    """Episode -> success_once of the last evaluation."""
-    newest_results(run)
-    newest = max(run.glob("eval/*/episodes.csv"), key=lambda path: path.stat().st_mtime_ns)
-    with newest.open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == EPISODES and not any(row["error"] for row in rows), newest
-    return {row["seed"]: row["success_once"] for row in rows}
-
-
-def summary(episodes: dict[str, str]) -> dict:
+def summary(outcomes: Sequence[bool]) -> dict:
     from embodied.reporting.stats import measure as of
 
-    return of([success == "true" for success in episodes.values()])
+    return of(list(outcomes))
 
 
 def paired_gain(before: Sequence[bool], after: Sequence[bool]) -> dict:
@@ -196,12 +168,8 @@ def report(done: list[tuple[str, dict]]) -> str:
         rows.append([name, begin, end, gained, f"{result['env_steps']:,}", f"{result['cpu_s']:.0f}"])
     seeds = [result for name, result in done if name != "control"]
     above = sum(result["gain"]["bootstrap_interval"][0] > 0 for result in seeds)
-    low, high = GOAL
-    inside = sum(low <= result["start_success"]["rate"] <= high for result in seeds)
-    return (
-        f"{markdown(header, rows)}\n\n{above} of {len(seeds)} seeds gain for certain; {inside} begin between {low:.0%} "
-        f"and {high:.0%}"
-    )
+    begun = begin_well([result["start_success"]["rate"] for result in seeds])
+    return f"{markdown(header, rows)}\n\n{above} of {len(seeds)} seeds gain for certain; {begun}"
 
 
 if __name__ == "__main__":

@@ -9,48 +9,38 @@ recipe. The runs stay in runs/pickcube_start; what comes next: python -m embodie
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import sys
 
-from benchmarks.common import (
-    RESULTS,
-    ROOT,
-    code_commit,
-    config_hash,
-    environment,
-    machine,
-    markdown,
-    measure,
-    packages,
-    resolved,
-    write_json,
+from benchmarks.common import RESULTS, ROOT, config_hash, environment, markdown, measure, resolved
+from benchmarks.learning.seeds import (
+    EVAL_SEED,
+    TIMEOUT_S,
+    begin_well,
+    evaluate,
+    new_folder,
+    once,
+    parser,
+    program,
+    rate,
 )
-from benchmarks.learning.pushcube import EPISODES, EVAL_SEED, evaluate, newest_results, rate, read_done
 
 RECIPE = "pickcube_sft"
 SEEDS = (0, 1, 2)
-GOAL = 0.20, 0.70  # of the success rate: something to reward, something to gain
 PLACE = RESULTS / "pickcube_start"
 RUNS = ROOT / "runs" / "pickcube_start"
 DEMONSTRATIONS = 60
-TIMEOUT_S = 3600.0
 
 
 def measure_seed(seed: int, env: dict) -> dict:
     """Demonstrations of its own for every seed, imitation, evaluation in a process of its own."""
     demos = RUNS / f"demos-{seed}"
     shutil.rmtree(demos, ignore_errors=True)
-    program = [sys.executable, "-m"]
     asked = [f"recipe={RECIPE}", f"out={demos}", f"collect.episodes={DEMONSTRATIONS}", f"seed={seed}"]
-    collected = measure([*program, "embodied.collect", *asked], env, TIMEOUT_S)
-    before = set(RUNS.glob(f"seed-{seed}-*"))
+    costs = [measure(program("collect", *asked), env, TIMEOUT_S)]
     asked = [f"recipe={RECIPE}", f"sft.data={demos}", f"seed={seed}", f"run.dir={RUNS}", f"run.name=seed-{seed}"]
-    imitated = measure([*program, "embodied.sft", *asked], env, TIMEOUT_S)
-    (run,) = set(RUNS.glob(f"seed-{seed}-*")) - before
-    evaluate(run, env)
-    results = newest_results(run)
-    assert results["overall"]["episodes"] == EPISODES, results["overall"]
+    imitate = program("sft", *asked)
+    run = new_folder(RUNS, f"seed-{seed}", lambda: costs.append(measure(imitate, env, TIMEOUT_S)))
+    results, (collected, imitated) = evaluate(run, env), costs
     return {
         "run": run.name,
         "collect_cpu_s": round(collected.cpu_s, 1),
@@ -65,33 +55,18 @@ def report(done: list[dict]) -> str:
         [str(one["seed"]), rate(one["success_once"]), rate(one["success_at_end"]), f"{one['imitate_cpu_s']:.0f}"]
         for one in done
     ]
-    low, high = GOAL
-    between = sum(low <= one["success_once"]["rate"] <= high for one in done)
     table = markdown(["seed", "success_once", "success_at_end", "CPU s of imitation"], rows)
-    return f"{table}\n\n{between} of {len(done)} seeds begin between {low:.0%} and {high:.0%} of {EPISODES} episodes"
+    return f"{table}\n\n{begin_well([one['success_once']['rate'] for one in done])}"
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--resume", action="store_true", help="leave out what was measured with this code and recipe")
-    ask.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    options = ask.parse_args()
-
-    identity = {
-        "commit": code_commit(),
-        "config": config_hash(resolved(RECIPE)),
-        "demonstrations": DEMONSTRATIONS,
-        "eval_seed": EVAL_SEED,
-    }
+    options = parser(__doc__, SEEDS).parse_args()
+    about = {"config": config_hash(resolved(RECIPE)), "demonstrations": DEMONSTRATIONS, "eval_seed": EVAL_SEED}
     env, done = environment(), []
     RUNS.mkdir(parents=True, exist_ok=True)
     for seed in options.seeds:
         path = PLACE / f"seed-{seed}.json"
-        result = read_done(path, identity) if options.resume else None
-        if result is None:
-            about = {"seed": seed, **identity, "machine": machine(), "packages": packages()}
-            result = about | measure_seed(seed, env)
-            write_json(path, result)
+        result = once(path, {"seed": seed, **about}, options.resume, lambda seed=seed: measure_seed(seed, env))
         done.append(result)
         print(f"seed {seed}: success_once {rate(result['success_once'])}", flush=True)
     print(report(done))

@@ -1,6 +1,6 @@
 """PushCube-v1 from five fixed seeds: the final checkpoint on 200 fresh episodes, with what it took to train.
 
-    python -m benchmarks.learning.pushcube [--resume]
+    python -m benchmarks.learning.pushcube [--seeds 0 1] [--resume]
 
 Writes results/pushcube/seed-S.json as each seed is done. --resume leaves out seeds that were measured with the same
 code and recipe; all others are measured again.
@@ -8,46 +8,33 @@ code and recipe; all others are measured again.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from pathlib import Path
 from statistics import median
 
 from benchmarks.common import (
     RESULTS,
     ROOT,
-    code_commit,
     config_hash,
     environment,
-    machine,
     markdown,
     measure,
-    packages,
     read_metrics,
     resolved,
     train_command,
-    write_json,
 )
+from benchmarks.learning.seeds import TIMEOUT_S, evaluate, new_folder, once, parser, rate
 
 RECIPE = "maniskill_ppo"
 SEEDS = (0, 1, 2, 3, 4)
-EPISODES = 200
-EVAL_SEED = 1_000  # fresh: neither training's episodes nor those of the evaluations during training
 PLACE = RESULTS / "pushcube"
 RUNS = ROOT / "runs" / "pushcube"
-TIMEOUT_S = 1800.0
 
 
 def measure_seed(seed: int, env: dict) -> dict:
     """Train, then evaluate the final checkpoint in a process of its own."""
-    before = set(RUNS.glob(f"seed-{seed}-*"))
-    trained = measure(train_command(RECIPE, f"seed={seed}", f"run.dir={RUNS}", f"run.name=seed-{seed}"), env, TIMEOUT_S)
-    (run,) = set(RUNS.glob(f"seed-{seed}-*")) - before
-    evaluate(run, env)
-    results = newest_results(run)
-    assert results["overall"]["episodes"] == EPISODES, results["overall"]
-    last = read_metrics(run)[-1]
+    name, costs = f"seed-{seed}", []
+    command = train_command(RECIPE, f"seed={seed}", f"run.dir={RUNS}", f"run.name={name}")
+    run = new_folder(RUNS, name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
+    results, last, (trained,) = evaluate(run, env), read_metrics(run)[-1], costs
     assert results["policy_version"] == last["policy_version"], "this is not the final checkpoint"
     return {
         "env_steps": last["env_steps"],
@@ -58,24 +45,6 @@ def measure_seed(seed: int, env: dict) -> dict:
         "success_once": results["overall"]["success_once"],
         "success_at_end": results["overall"]["success_at_end"],
     }
-
-
-def evaluate(run: Path, env: dict) -> None:
-    told = [f"checkpoint={run}", f"eval.episodes={EPISODES}", f"eval.seed={EVAL_SEED}", "eval.videos=0"]
-    measure([sys.executable, "-m", "embodied.evaluate", *told], env, TIMEOUT_S)
-
-
-def newest_results(run: Path) -> dict:
-    newest = max(run.glob("eval/*/results.json"), key=lambda path: path.stat().st_mtime_ns)
-    return json.loads(newest.read_text())
-
-
-def read_done(path: Path, identity: dict) -> dict | None:
-    """An earlier result, if it comes from the same code and recipe."""
-    if not path.is_file():
-        return None
-    done = json.loads(path.read_text())
-    return done if all(done.get(key) == value for key, value in identity.items()) else None
 
 
 def report(done: list[dict]) -> str:
@@ -100,25 +69,12 @@ def report(done: list[dict]) -> str:
     )
 
 
-def rate(measured: dict) -> str:
-    low, high = measured["interval"]
-    return f"{measured['rate']:.1%} [{low:.1%}, {high:.1%}]"
-
-
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--resume", action="store_true", help="leave out what was measured with this code and recipe")
-    options = ask.parse_args()
-
-    identity = {"commit": code_commit(), "config": config_hash(resolved(RECIPE))}
-    env, done = environment(), []
-    for seed in SEEDS:
-        path = PLACE / f"seed-{seed}.json"
-        result = read_done(path, identity) if options.resume else None
-        if result is None:
-            about = {"seed": seed, **identity, "machine": machine(), "packages": packages()}
-            result = about | measure_seed(seed, env)
-            write_json(path, result)
+    options = parser(__doc__, SEEDS).parse_args()
+    env, config, done = environment(), config_hash(resolved(RECIPE)), []
+    for seed in options.seeds:
+        about = {"seed": seed, "config": config}
+        result = once(PLACE / f"seed-{seed}.json", about, options.resume, lambda seed=seed: measure_seed(seed, env))
         done.append(result)
         print(f"seed {seed}: success_once {rate(result['success_once'])}, {result['train_s']:.1f} s", flush=True)
     print(report(done))

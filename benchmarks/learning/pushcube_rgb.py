@@ -8,9 +8,7 @@ action). --resume continues runs that were stopped, from their last checkpoint, 
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
 from benchmarks.common import (
@@ -27,6 +25,7 @@ from benchmarks.common import (
     train_command,
     write_json,
 )
+from benchmarks.learning.seeds import parser, program, rate
 
 RECIPE = "maniskill_ppo_rgb"
 SEEDS = (0, 1)
@@ -40,7 +39,7 @@ def train(seed: int, env: dict, resume: bool) -> Path:
     before = newest_run(seed)
     if resume and before is not None:
         if state_of(before) != "finished":
-            measure([sys.executable, "-m", "embodied.train", f"resume={before}"], env, TIMEOUT_S)
+            measure(program("train", f"resume={before}"), env, TIMEOUT_S)
         return before
     told = [f"seed={seed}", f"run.dir={RUNS}", f"run.name=seed-{seed}"]
     measure(train_command(RECIPE, *told), env, TIMEOUT_S)
@@ -74,22 +73,12 @@ def report(curves: dict[int, list[dict]]) -> str:
     header = ["env steps", *(f"seed {seed}" for seed in curves)]
     steps = sorted({point["env_steps"] for points in curves.values() for point in points})
     found = {seed: {point["env_steps"]: point["success_once"] for point in points} for seed, points in curves.items()}
-    return markdown(header, [[f"{step:,}", *(rate(found[seed].get(step)) for seed in curves)] for step in steps])
-
-
-def rate(measured: dict | None) -> str:
-    if measured is None:
-        return ""
-    low, high = measured["interval"]
-    return f"{measured['rate']:.0%} [{low:.0%}, {high:.0%}]"
+    rows = [[f"{step:,}", *(rate(found[seed].get(step), digits=0) for seed in curves)] for step in steps]
+    return markdown(header, rows)
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--resume", action="store_true", help="continue what was stopped, leave out what is finished")
-    ask.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    options = ask.parse_args()
-
+    options = parser(__doc__, SEEDS).parse_args()
     env, curves = environment(), {}
     for seed in options.seeds:
         run = train(seed, env, options.resume)

@@ -47,18 +47,7 @@ def ppo_loss_sum(
     logprobs: Tensor, entropy: Tensor, values: Tensor, items: PPOItems, config: PPOConfig
 ) -> tuple[Tensor, Stats]:
     """The whole loss of new log-probs and entropies [B, C, A] and values [B]: a sum over items, and its parts."""
-    level = config.logprob_level
-    policy_loss, stats = policy_loss_sum(
-        logprobs,
-        items.logprobs,
-        items.advantages,
-        items.mask,
-        items.weights,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-        level=level,
-    )
+    policy_loss, bonus, stats = _surrogate(logprobs, entropy, items, config)
     value_loss, value_stats = value_loss_sum(
         values,
         items.values,
@@ -67,7 +56,6 @@ def ppo_loss_sum(
         value_clip=config.value_clip,
         huber_delta=config.huber_delta,
     )
-    bonus = entropy_sum(entropy, items.mask, items.weights, level)
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * bonus
     parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": bonus}
     return loss, {name: part.detach() for name, part in parts.items()} | stats | value_stats
@@ -75,6 +63,28 @@ def ppo_loss_sum(
 
 def grpo_loss_sum(logprobs: Tensor, entropy: Tensor, items: GRPOItems, config: GRPOConfig) -> tuple[Tensor, Stats]:
     """The whole loss of new log-probs and entropies [B, C, A]: a sum over items, and its parts."""
+    policy_loss, bonus, stats = _surrogate(logprobs, entropy, items, config)
+    loss = policy_loss - config.entropy_coef * bonus
+    divergence = torch.zeros_like(policy_loss)
+    if items.reference is not None:
+        divergence = reference_kl_sum(
+            logprobs,
+            items.logprobs,
+            items.reference,
+            items.mask,
+            items.weights,
+            config.kl_estimator,
+            config.logprob_level,
+        )
+        loss = loss + config.kl_coef * divergence
+    parts = {"policy_loss": policy_loss, "entropy": bonus, "reference_kl": divergence}
+    return loss, {name: part.detach() for name, part in parts.items()} | stats
+
+
+def _surrogate(
+    logprobs: Tensor, entropy: Tensor, items: PPOItems | GRPOItems, config: PPOConfig | GRPOConfig
+) -> tuple[Tensor, Tensor, Stats]:
+    """What PPO and GRPO share: the clipped policy loss, the entropy, and their parts."""
     level = config.logprob_level
     policy_loss, stats = policy_loss_sum(
         logprobs,
@@ -87,16 +97,7 @@ def grpo_loss_sum(logprobs: Tensor, entropy: Tensor, items: GRPOItems, config: G
         dual_clip=config.dual_clip,
         level=level,
     )
-    bonus = entropy_sum(entropy, items.mask, items.weights, level)
-    loss = policy_loss - config.entropy_coef * bonus
-    divergence = torch.zeros_like(policy_loss)
-    if items.reference is not None:
-        divergence = reference_kl_sum(
-            logprobs, items.logprobs, items.reference, items.mask, items.weights, config.kl_estimator, level
-        )
-        loss = loss + config.kl_coef * divergence
-    parts = {"policy_loss": policy_loss, "entropy": bonus, "reference_kl": divergence}
-    return loss, {name: part.detach() for name, part in parts.items()} | stats
+    return policy_loss, entropy_sum(entropy, items.mask, items.weights, level), stats
 
 
 def reference_kl_sum(

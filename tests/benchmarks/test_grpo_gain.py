@@ -34,4 +34,4 @@ def test_the_report_counts_certain_gains():
     }
     flat = one | {"gain": {"mean": 0.0, "bootstrap_interval": [-0.01, 0.01]}}
     told = grpo_gain.report([("seed-0", one), ("seed-1", flat), ("control", flat)])
-    assert "1 of 2 seeds gain for certain; 2 begin between 20% and 70%" in told
+    assert "1 of 2 seeds gain for certain; 2 of 2 begin between 20% and 70%" in told

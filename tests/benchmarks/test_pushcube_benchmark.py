@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from benchmarks.learning import pushcube
-from benchmarks.learning.pushcube import read_done, report
+from benchmarks.learning import pushcube, seeds
+from benchmarks.learning.pushcube import report
+from benchmarks.learning.seeds import read_done
 
 IDENTITY = {"commit": "abc", "config": "123"}
 
@@ -31,7 +32,7 @@ def world(tmp_path, monkeypatch):
     measured = []
     monkeypatch.setattr(pushcube, "PLACE", tmp_path)
     monkeypatch.setattr(pushcube, "environment", dict)
-    monkeypatch.setattr(pushcube, "code_commit", lambda: IDENTITY["commit"])
+    monkeypatch.setattr(seeds, "code_commit", lambda: IDENTITY["commit"])
     monkeypatch.setattr(pushcube, "config_hash", lambda config: IDENTITY["config"])
     monkeypatch.setattr(pushcube, "measure_seed", lambda seed, env: measured.append(seed) or result(seed, 0.98, 30.0))
     return measured
