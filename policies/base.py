@@ -6,6 +6,7 @@ policy owns no randomness; the worker hands it noise that is keyed by episode an
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import warnings
@@ -84,6 +85,11 @@ class Policy(nn.Module):
     def merge_observation_moments(self, rows: np.ndarray) -> None:
         """Merge the moments of all ranks, in env order, after an update."""
 
+    def reference(self) -> Policy:
+        """The policy as it is now, for comparisons later on. What is not trained is not copied but shared."""
+        frozen = [p for p in self.parameters() if not p.requires_grad]
+        return copy.deepcopy(self, {id(p): p for p in frozen}).requires_grad_(False)
+
     def blocks(self) -> list[nn.Module]:
         """The large parts that run one after the other (transformer blocks, say), for learners that shard, compile or
         recompute them one by one."""
@@ -93,11 +99,15 @@ class Policy(nn.Module):
         """`tensors` are the whole weights, one by one, where this process holds only shards of them."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        own = self.state_dict()
-        specs = {name: spec_of(tensor) for name, tensor in own.items()}
+        own, saved = self.state_dict(), self.saved()
+        specs = {name: spec_of(tensor) for name, tensor in own.items() if name in saved}
         whole = own.items() if tensors is None else tensors
-        write_safetensors(folder / WEIGHTS, specs, ((name, blob_of(tensor)) for name, tensor in whole))
+        write_safetensors(folder / WEIGHTS, specs, ((name, blob_of(tensor)) for name, tensor in whole if name in saved))
         (folder / CONFIG).write_text(json.dumps(self.description(), indent=2) + "\n")
+
+    def saved(self) -> set[str]:
+        """Names of the weights that a folder of this policy holds."""
+        return set(self.state_dict())
 
     def description(self) -> dict[str, Any]:
         """What config.json says."""

@@ -53,29 +53,38 @@ class CNNConfig(ActorCriticConfig):
         return self
 
 
-class OpenVLAConfig(Strict):
-    name: Literal["openvla"] = Field(description="One image and an instruction in, an action as seven tokens out.")
-    preset: Literal["tiny", "full"] = Field(
-        "tiny", description="Size of a model with fresh weights; with policy.pretrained the folder says."
-    )
+class VLAConfig(Strict):
+    """What vision-language-action families have in common."""
+
     pretrained: str | None = Field(
-        None, description="Folder of a published OpenVLA, or of a policy of ours; its weights are the initial ones."
+        None, description="Folder of a published model, or of a policy of ours; its weights are the initial ones."
     )
     statistics: str | None = Field(
         None, description="Data set whose action range is used, where the model was trained on several."
     )
-    camera: str | None = Field(None, description="Camera it looks through, where the env has several.")
     instruction: str | None = Field(None, description="What it is told where the env gives no instruction.")
+    gripper: Literal["as_is", "libero", "bridge"] = Field(
+        "as_is", description="How the last number, from 0 (closed) to 1 (open), becomes what the env takes."
+    )
+    lora_rank: int | None = Field(
+        None, gt=0, description="Train adapters of this rank beside frozen weights (LoRA); null: train all weights."
+    )
+    lora_scale: float = Field(1.0, gt=0, description="What an adapter's effect is multiplied by: its alpha / rank.")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
+
+
+class OpenVLAConfig(VLAConfig):
+    name: Literal["openvla"] = Field(description="One image and an instruction in, an action as seven tokens out.")
+    preset: Literal["tiny", "full"] = Field(
+        "tiny", description="Size of a model with fresh weights; with policy.pretrained the folder says."
+    )
+    camera: str | None = Field(None, description="Camera it looks through, where the env has several.")
     temperature: float = Field(
         1.0, gt=0, description="Logits are divided by it, in acting and in learning; 1.6 explores more."
     )
     crop_area: float = Field(
         1.0, gt=0, le=1, description="Part of the image it looks at; 0.9 for models tuned on randomly cropped images."
     )
-    gripper: Literal["as_is", "libero", "bridge"] = Field(
-        "as_is", description="How the last number, from 0 (closed) to 1 (open), becomes what the env takes."
-    )
-    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
 
 
 class ExternalPolicyConfig(Strict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from embodied.runtime.blobs import Blob, array_of, read_safetensors
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+ADAPTER_END = ".lora_A.default.weight"  # of the names that peft gives
 
 
 def read_description(folder: Path) -> tuple[dict, EnvSpec]:
@@ -39,11 +42,53 @@ def read_description(folder: Path) -> tuple[dict, EnvSpec]:
 
 
 def read_blobs(folder: Path) -> dict[str, Blob]:
-    """The weights as bytes, which are read when they are used."""
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {WEIGHTS}")
-    return read_safetensors(path)
+    """The weights, whole or in shards, as bytes that are read when they are used; with those they were trained on
+    top of, where the folder holds only adapters."""
+    blobs = _shards(folder) if (folder / INDEX).is_file() else _whole(folder)
+    base = read_json(folder / CONFIG).get("base") if (folder / CONFIG).is_file() else None
+    if base is None:
+        return blobs
+    if not Path(base).is_dir():
+        raise CheckpointError(f"{folder} holds adapters for the model in {base}, which is not there any more")
+    adapted = {name.removesuffix(ADAPTER_END) for name in blobs if name.endswith(ADAPTER_END)}
+    return {own_name(name, adapted): blob for name, blob in read_blobs(Path(base)).items()} | blobs
+
+
+def own_name(published: str, adapted: set[str]) -> str:
+    """Of a layer's weight here, if the layer is one of those that have an adapter."""
+    layer, _, leaf = published.rpartition(".")
+    return f"{layer}.base_layer.{leaf}" if layer in adapted else published
+
+
+def _whole(folder: Path) -> dict[str, Blob]:
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
+    return read_safetensors(folder / WEIGHTS)
+
+
+def _shards(folder: Path) -> dict[str, Blob]:
+    where = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(where, dict):
+        raise CheckpointError(f"{folder / INDEX} is damaged: it has no weight_map")
+    files = sorted(set(where.values()))
+    if odd := [name for name in files if Path(name).name != name or not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder} is incomplete: {', '.join(odd[:4])} of {INDEX} missing")
+    blobs: dict[str, Blob] = {}
+    for name in files:
+        blobs |= read_safetensors(folder / name)
+    if lost := sorted(where.keys() - blobs.keys()):
+        raise CheckpointError(f"{folder}: no shard holds {', '.join(lost[:4])}")
+    return blobs
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as err:
+        raise CheckpointError(f"{path} is damaged: {err}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no object")
+    return content
 
 
 def read_weights(folder: Path) -> dict[str, np.ndarray]:

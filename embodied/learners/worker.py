@@ -6,7 +6,6 @@ step, and everything that is normalised (advantages, observations, gradient norm
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +111,7 @@ class LearnerWorker(Worker):
 
     def _frozen_copy(self) -> Model:
         """The reference: the policy as the run begins."""
-        return Model(copy.deepcopy(self.policy).requires_grad_(False), self.config, self.tick)
+        return Model(self.policy.reference(), self.config, self.tick)
 
     def publish(self, version: int) -> Publication | None:
         """Make the current weights visible as this version. Rank 0 says where they are."""

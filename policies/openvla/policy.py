@@ -18,14 +18,18 @@ from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.errors import CheckpointError, ConfigError
 from embodied.policies.base import Policy, Scores
 from embodied.policies.config import OpenVLAConfig
-from embodied.policies.openvla.actions import GRIPPERS, ActionTokens, statistics_of
-from embodied.policies.openvla.folder import copy_companions, read_published, read_shards, write_published
-from embodied.policies.openvla.images import processor_of
+from embodied.policies.folder import read_blobs
+from embodied.policies.openvla.actions import ActionTokens
+from embodied.policies.openvla.folder import copy_companions, read_published, write_published
 from embodied.policies.openvla.llama import Cache, LanguageModel
 from embodied.policies.openvla.sampling import action_scores, pick
 from embodied.policies.openvla.settings import PRESETS, settings_of
-from embodied.policies.openvla.text import align, prompt, tokenizer_of
+from embodied.policies.openvla.text import prompt, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
+from embodied.policies.vla.images import processor_of
+from embodied.policies.vla.lora import UP, add_lora, is_adapter, merged, published_name, save_adapters
+from embodied.policies.vla.statistics import GRIPPERS, statistics_of
+from embodied.policies.vla.text import align
 from embodied.runtime.blobs import tensor_of as tensor_of_blob
 
 VALUE = "value_head."
@@ -61,22 +65,29 @@ class OpenVLAPolicy(Policy):
         self.value_head = nn.Sequential(
             nn.Linear(settings.llama.dim, 512), nn.GELU(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 1, bias=False)
         )
+        if self.config.lora_rank:
+            add_lora(self.networks(), self.config.lora_rank, self.config.lora_scale)
+            self.language_model.lm_head.requires_grad_(False)
+
+    def networks(self) -> list[nn.Module]:
+        """Those that LoRA adapts."""
+        return [self.vision_backbone, self.projector, self.language_model.model]
 
     @torch.no_grad()
     def initialise(self, rng: np.random.Generator) -> None:
         """Published weights where the recipe names some, drawn ones for what is left."""
         draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
-        stored = read_shards(self.source) if self.source else {}
+        stored = read_blobs(self.source) if self.source else {}
         own = self.state_dict(keep_vars=True)
-        fresh = {name for name in own if name.startswith(VALUE)} if self.source else set(own)
-        fresh -= stored.keys()
-        if stored and (odd := sorted((own.keys() - fresh) ^ stored.keys())):
+        where = {name: name if name in stored else published_name(name) for name in own}
+        fresh = {name for name in own if not stored or (where[name] not in stored and is_extra(name))}
+        if stored and (odd := sorted({where[name] for name in own.keys() - fresh} ^ stored.keys())):
             raise CheckpointError(f"{self.source}: its weights do not fit its config.json: {', '.join(odd[:4])}")
         for name, parameter in own.items():
             if name in fresh:
                 start(name, parameter, draw)
             else:
-                self.use_weights({name: tensor_of_blob(stored[name]).clone()})
+                self.use_weights({name: tensor_of_blob(stored[where[name]]).clone()})
 
     def noise_spec(self) -> NoiseSpec:
         return NoiseSpec("uniform", self.spec.action.dim)
@@ -139,18 +150,36 @@ class OpenVLAPolicy(Policy):
     def description(self) -> dict[str, Any]:
         """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""
         ours = super().description()
+        if self.base:
+            ours |= {"base": str(self.base)}
         ours["policy"]["pretrained"] = "." if self.source else None
         return self.settings.published | {"norm_stats": self.norm_stats} | ours
+
+    @property
+    def base(self) -> Path | None:
+        """The folder that a saved policy refers to for all that was not trained: LoRA saves its adapters only."""
+        return self.source and self.source.resolve() if self.config.lora_rank else None
+
+    def saved(self) -> set[str]:
+        if not self.base:
+            return super().saved()
+        return {name for name, tensor in self.state_dict(keep_vars=True).items() if tensor.requires_grad}
 
     def save_pretrained(self, folder: Path | str, tensors=None) -> None:
         super().save_pretrained(folder, tensors)
         copy_companions(self.source, Path(folder))
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
-        """The layout that other programs read: no value head, large weights in shards."""
-        weights = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(VALUE)}
+        """The layout that other programs read: no value head, adapters merged, large weights in shards."""
+        weights = merged(self.state_dict().items(), self.config.lora_scale)
+        weights = {name: tensor for name, tensor in weights if not name.startswith(VALUE)}
         config = self.settings.published | {"norm_stats": self.norm_stats}
         write_published(Path(folder), config, weights, self.source, shard_bytes)
+
+    def save_adapters(self, folder: Path | str) -> None:
+        """As peft reads them."""
+        config = self.config
+        save_adapters(Path(folder), self.state_dict().items(), config.lora_rank, config.lora_scale, str(self.source))
 
     # Inside
 
@@ -180,9 +209,15 @@ class OpenVLAPolicy(Policy):
         return self.value_head(hidden).squeeze(-1).to(self.exact)
 
 
+def is_extra(name: str) -> bool:
+    """A weight that published folders do not hold."""
+    return name.startswith(VALUE) or is_adapter(name)
+
+
 def start(name: str, parameter: Tensor, draw: torch.Generator) -> None:
-    """The initial numbers of a weight: ones for norms and scales, zero biases, small normal numbers."""
-    if name.endswith("bias"):
+    """The initial numbers of a weight: ones for norms and scales, zero biases, small normal numbers. An adapter begins
+    without effect."""
+    if name.endswith(("bias", UP)):
         parameter.zero_()
     elif parameter.ndim == 1:
         parameter.fill_(1.0)

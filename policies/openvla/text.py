@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from embodied.errors import CheckpointError, ConfigError
 from embodied.policies.openvla.settings import Settings
+from embodied.policies.vla.text import fast_tokenizer, hashed_words
 
 TOKENIZER = "tokenizer.json"
 BOS = 1
@@ -28,12 +26,8 @@ class FolderTokenizer:
     """The tokeniser of a published folder."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer as Fast
-        except ModuleNotFoundError:
-            raise ConfigError("a published OpenVLA needs the package tokenizers; pip install tokenizers") from None
         self.content = path.read_text()
-        self._fast = Fast.from_str(self.content)
+        self._fast = fast_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
         ids = self._fast.encode(text).ids
@@ -50,7 +44,7 @@ class WordTokenizer:
         self.words = settings.first_action_id - 3  # 0, 1 and 2 are unknown, begin and end
 
     def encode(self, text: str) -> list[int]:
-        return [BOS, *(3 + zlib.crc32(word.encode()) % self.words for word in text.split())]
+        return [BOS, *(3 + number for number in hashed_words(text, self.words))]
 
 
 def tokenizer_of(folder: Path | None, settings: Settings) -> Tokenizer:
@@ -67,15 +61,3 @@ def tokenizer_of(folder: Path | None, settings: Settings) -> Tokenizer:
             "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it"
         )
     return FolderTokenizer(path)
-
-
-def align(sequences: list[list[int]], pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [N, L] and which of them are there: the first id of a row comes first, its others last, padding between."""
-    width = max(map(len, sequences))
-    ids = np.full((len(sequences), width), pad, np.int64)
-    present = np.zeros((len(sequences), width), bool)
-    for row, sequence in enumerate(sequences):
-        ids[row, 0], present[row, 0] = sequence[0], True
-        rest = len(sequence) - 1
-        ids[row, width - rest :], present[row, width - rest :] = sequence[1:], True
-    return ids, present

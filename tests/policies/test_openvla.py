@@ -10,10 +10,12 @@ from embodied.data import ActionSpec, EnvSpec
 from embodied.errors import CheckpointError, ConfigError
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import OpenVLAConfig
-from embodied.policies.openvla.actions import ActionTokens, Statistics, statistics_of
+from embodied.policies.openvla.actions import ActionTokens
 from embodied.policies.openvla.sampling import pick
 from embodied.policies.openvla.settings import TINY
-from embodied.policies.openvla.text import FolderTokenizer, align, prompt
+from embodied.policies.openvla.text import FolderTokenizer, prompt
+from embodied.policies.vla.statistics import Statistics, statistics_of
+from embodied.policies.vla.text import align
 
 SPEC = EnvSpec(ActionSpec(7), images={"top": (48, 48, 3)}, instruction=True)
 SMALL = TINY | {

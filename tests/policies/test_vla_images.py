@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 
 from embodied.errors import CheckpointError, ConfigError
-from embodied.policies.openvla.images import HALVES, IMAGENET, ImageProcessor, processor_of
+from embodied.policies.vla.images import HALVES, IMAGENET, ImageProcessor, processor_of
 
 
 def picture(height, width, seed=0):

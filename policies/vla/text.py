@@ -1,0 +1,38 @@
+"""Words to ids: the tokeniser of a folder, hashed words for small models, and rows of unequal length side by side."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from embodied.errors import ConfigError
+
+
+def fast_tokenizer(path: Path):
+    """The one that tokenizer.json describes."""
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"{path} needs the package tokenizers, which is not installed: python -m pip install 'embodied-loop[vla]'"
+        ) from None
+    return Tokenizer.from_str(path.read_text())
+
+
+def hashed_words(text: str, count: int) -> list[int]:
+    """A number below `count` for every word: for small models without a vocabulary file."""
+    return [zlib.crc32(word.encode()) % count for word in text.split()]
+
+
+def align(sequences: list[list[int]], pad: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [N, L] and which of them are there: the first id of a row comes first, its others last, padding between."""
+    width = max(map(len, sequences))
+    ids = np.full((len(sequences), width), pad, np.int64)
+    present = np.zeros((len(sequences), width), bool)
+    for row, sequence in enumerate(sequences):
+        ids[row, 0], present[row, 0] = sequence[0], True
+        rest = len(sequence) - 1
+        ids[row, width - rest :], present[row, width - rest :] = sequence[1:], True
+    return ids, present

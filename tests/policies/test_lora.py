@@ -1,0 +1,108 @@
+"""Adapters beside frozen weights: what is trained, saved, merged and compared with."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from embodied.data import ActionSpec, EnvSpec
+from embodied.errors import CheckpointError
+from embodied.policies import load_policy, make_policy
+from embodied.policies.config import OpenVLAConfig
+
+peft = pytest.importorskip("peft")
+
+SPEC = EnvSpec(ActionSpec(2), images={"top": (16, 16, 3)}, instruction=True)
+OBS = {
+    "images": {"top": np.arange(2 * 16 * 16 * 3, dtype=np.uint8).reshape(2, 16, 16, 3)},
+    "instruction": ["go", "a b"],
+}
+NOISE = np.random.default_rng(1).random((2, 2))
+
+
+def build(**options):
+    return make_policy(OpenVLAConfig(name="openvla", **options), SPEC, 0)
+
+
+def logprobs(policy):
+    return policy({"obs": OBS, "tokens": torch.full((2, 1, 2), 100)}).logprobs.detach()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    build().save_published(folder)
+    return folder
+
+
+@pytest.fixture
+def adapted(base):
+    """As after some training."""
+    made = build(pretrained=str(base), lora_rank=4, lora_scale=0.5)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.05, generator=draw)
+    return made
+
+
+def test_adapters_begin_without_effect_and_are_all_that_trains(base):
+    plain, made = build(pretrained=str(base)), build(pretrained=str(base), lora_rank=4)
+    torch.testing.assert_close(logprobs(plain), logprobs(made), atol=1e-6, rtol=0)
+    trained = {name for name, p in made.named_parameters() if p.requires_grad}
+    assert all("lora_" in name or name.startswith("value_head.") for name in trained)
+    output = made.act(OBS, NOISE)
+    scores = made({"obs": OBS, "tokens": torch.from_numpy(output.replay["tokens"])})
+    (scores.logprobs.sum() + scores.values.sum()).backward()
+    assert all(p.grad is not None for p in made.parameters() if p.requires_grad)
+
+
+def test_a_checkpoint_holds_adapters_and_finds_the_rest_where_it_was(adapted, base, tmp_path):
+    adapted.save_pretrained(tmp_path / "saved")
+    names = set(load_file(tmp_path / "saved" / "model.safetensors"))
+    assert names and all("lora_" in name or name.startswith("value_head.") for name in names)
+    assert torch.equal(logprobs(load_policy(tmp_path / "saved")), logprobs(adapted))
+    again = build(pretrained=str(tmp_path / "saved"), lora_rank=4, lora_scale=0.5)
+    assert torch.equal(logprobs(again), logprobs(adapted))
+    text = (tmp_path / "saved" / "config.json").read_text()
+    (tmp_path / "saved" / "config.json").write_text(text.replace(str(base), "/nowhere"))
+    with pytest.raises(CheckpointError, match="adapters for the model in /nowhere"):
+        load_policy(tmp_path / "saved")
+
+
+def test_merged_weights_act_as_the_adapted_ones(adapted, tmp_path):
+    adapted.save_published(tmp_path)
+    made = build(pretrained=str(tmp_path))
+    torch.testing.assert_close(logprobs(made), logprobs(adapted), atol=1e-5, rtol=0)
+    assert not torch.allclose(logprobs(made), logprobs(build()), atol=1e-3)
+
+
+def test_peft_reads_the_saved_adapters(adapted, tmp_path):
+    adapted.save_adapters(tmp_path)
+    stack = build().language_model.model  # part of a model is a model: its names lack what is in front
+    stored = peft.utils.load_peft_weights(str(tmp_path), device="cpu")
+    config = peft.LoraConfig.from_pretrained(str(tmp_path))
+    assert config.r == 4 and config.lora_alpha == 2.0
+    config.base_model_name_or_path = None
+    prefix = "base_model.model.language_model.model."
+    config.target_modules = {name for name, layer in stack.named_modules() if isinstance(layer, torch.nn.Linear)}
+    model = peft.get_peft_model(stack, config)
+    found = {"base_model.model." + n.removeprefix(prefix): t for n, t in stored.items() if n.startswith(prefix)}
+    assert not peft.set_peft_model_state_dict(model, found).unexpected_keys
+    x, present = torch.randn(1, 3, 192, generator=torch.Generator().manual_seed(2)), torch.ones(1, 3, dtype=torch.bool)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, present), adapted.language_model.model(x, present))
+
+
+def test_a_reference_copies_only_what_trains(adapted):
+    before = logprobs(adapted)
+    reference = adapted.reference()
+    own, other = dict(adapted.named_parameters()), dict(reference.named_parameters())
+    shared = {name for name in own if own[name].data_ptr() == other[name].data_ptr()}
+    assert shared == {name for name, p in own.items() if not p.requires_grad}
+    with torch.no_grad():
+        for p in adapted.parameters():
+            if p.requires_grad:
+                p.add_(0.1)
+    assert torch.equal(logprobs(reference), before) and not torch.equal(logprobs(adapted), before)
