@@ -89,20 +89,20 @@ def train(
             folder.record(started_from=origin.described())
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop)
         total = loop.total_iterations()
-        timeline = Timeline(loop.groups, loop.timers, folder.new_trace(), config.run.trace)
-        while state["iteration"] < total and not interruption.requested and not loop.collection.exhausted:
-            iterate(loop, state, total, folder, console)
-            last = state["iteration"] == total or bool(loop.collection.exhausted)
-            if last or due(state["iteration"], config.run.save_every):
+        with Timeline(loop.groups, loop.timers, folder.new_trace(), config.run.trace) as timeline:
+            while state["iteration"] < total and not interruption.requested and not loop.collection.exhausted:
+                iterate(loop, state, total, folder, console)
+                last = state["iteration"] == total or bool(loop.collection.exhausted)
+                if last or due(state["iteration"], config.run.save_every):
+                    console.saved(save(loop, state, folder))
+                if not interruption.requested and (last or due(state["iteration"], config.run.eval_every)):
+                    out = folder.path / "eval" / name_of(loop.version)
+                    console.evaluated(loop.version, evaluate_run(loop, out, folder.checkpoints / name_of(loop.version)))
+                    report_or_say_why(folder.path)
+                timeline.collect(state["iteration"])
+            if interruption.requested:
                 console.saved(save(loop, state, folder))
-            if not interruption.requested and (last or due(state["iteration"], config.run.eval_every)):
-                out = folder.path / "eval" / name_of(loop.version)
-                console.evaluated(loop.version, evaluate_run(loop, out, folder.checkpoints / name_of(loop.version)))
-                report_or_say_why(folder.path)
-            timeline.collect(state["iteration"])
-        if interruption.requested:
-            console.saved(save(loop, state, folder))
-        spent = timeline.end()
+            spent = timeline.end()
         exhausted = loop.collection.exhausted
     console.end(state, interruption.requested or bool(exhausted), spent)
     if exhausted:

@@ -1,5 +1,6 @@
-"""The command as a user runs it: whole processes, a toy env, real files."""
+"""The commands as a user runs them on a toy env, with real files; in processes of their own where that matters."""
 
+import importlib
 import json
 import os
 import signal
@@ -55,6 +56,20 @@ def run(module, *args, cwd, code=0):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == code, output
     return output
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """The command in this process, from the test's folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(module, *args, code=0):
+        returned = importlib.import_module(f"embodied.{module}").main(list(args))
+        output = "".join(capsys.readouterr())
+        assert returned == code, output
+        return output
+
+    return call
 
 
 def only_run(folder: Path) -> Path:
@@ -113,16 +128,16 @@ def test_a_run_says_what_it_does_and_leaves_a_whole_folder(finished):
     assert video.stat().st_size > 500
 
 
-def test_evaluating_a_checkpoint_gives_the_episodes_of_the_run_itself(finished, tmp_path):
+def test_evaluating_a_checkpoint_gives_the_episodes_of_the_run_itself(finished, tmp_path, call):
     _, path = finished
-    output = run("evaluate", f"checkpoint={path / 'checkpoints' / 'v000006'}", "eval.videos=0", cwd=tmp_path)
+    output = call("evaluate", f"checkpoint={path / 'checkpoints' / 'v000006'}", "eval.videos=0")
     assert episodes(output, tmp_path) == (path / "eval" / "v000006" / "episodes.csv").read_text()
 
 
 @pytest.mark.parametrize("change", ["env.num_envs=3", "env.num_envs=1", "cluster.backend=local"])
-def test_which_episodes_an_evaluation_plays_and_their_outcome_do_not_depend_on_where(finished, tmp_path, change):
+def test_which_episodes_an_evaluation_plays_and_their_outcome_do_not_depend_on_where(finished, tmp_path, call, change):
     _, path = finished
-    output = run("evaluate", f"checkpoint={path}", "eval.videos=0", change, cwd=tmp_path)
+    output = call("evaluate", f"checkpoint={path}", "eval.videos=0", change)
     assert episodes(output, tmp_path) == (path / "eval" / "v000006" / "episodes.csv").read_text()
 
 
@@ -143,8 +158,8 @@ def test_a_stop_during_the_start_or_an_evaluation_is_saved_too(tmp_path):
     assert (path / "checkpoints" / "latest").read_text() == "v000001\n"
 
 
-@pytest.mark.parametrize("backend", [pytest.param("inline", marks=pytest.mark.slow), "local"])
-def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, backend):
+@pytest.mark.parametrize("backend", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, call, backend):
     process = start("train", *tiny(f"cluster.backend={backend}", "run.iterations=60"), cwd=tmp_path)
     lines = []
     for line in process.stdout:
@@ -158,7 +173,7 @@ def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(fi
     assert json.loads((path / "run.json").read_text())["state"] == "stopped"
     stopped_at = int((path / "checkpoints" / "latest").read_text().strip()[1:])
     assert 3 <= stopped_at < 6, "the toy run is too fast for this test"
-    output = run("train", f"resume={path}", "run.iterations=6", cwd=tmp_path)
+    output = call("train", f"resume={path}", "run.iterations=6")
     assert "resumed from" in output
     _, whole = finished
     ours, theirs = weights(path, 6), weights(whole, 6)
@@ -193,7 +208,7 @@ def test_ctrl_c_saves_and_exits_130(tmp_path):
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     long_steps = tiny(
-        "algo.rollout_decisions=2000", "algo.minibatch_size=1000", "run.iterations=100", "run.save_every=9"
+        "algo.rollout_decisions=1000", "algo.minibatch_size=500", "run.iterations=100", "run.save_every=9"
     )
     process = start("train", *long_steps, cwd=tmp_path, start_new_session=True)
     read_until(process, "iteration 1/")
@@ -207,23 +222,23 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
     assert json.loads((only_run(tmp_path) / "run.json").read_text())["state"] == "stopped"
 
 
-def test_resume_auto_continues_the_newest_run_and_leaves_a_finished_one_as_it_is(tmp_path):
+def test_resume_auto_continues_the_newest_run_and_leaves_a_finished_one_as_it_is(tmp_path, call):
     quick = ["resume=auto", "cluster.backend=inline", "eval.episodes=1", "eval.videos=0"]
-    run("train", *tiny(*quick, "run.iterations=2"), cwd=tmp_path)
+    call("train", *tiny(*quick, "run.iterations=2"))
     path = only_run(tmp_path)
     before = {file: file.read_bytes() for file in (path / "checkpoints").rglob("*") if file.is_file()}
     metrics = (path / "metrics.jsonl").read_text()
-    output = run("train", *tiny(*quick, "run.iterations=2"), cwd=tmp_path)
+    output = call("train", *tiny(*quick, "run.iterations=2"))
     assert "resumed from" in output and only_run(tmp_path) == path
     assert before == {file: file.read_bytes() for file in (path / "checkpoints").rglob("*") if file.is_file()}
     assert (path / "metrics.jsonl").read_text() == metrics
     assert json.loads((path / "run.json").read_text())["state"] == "finished"
-    run("train", *tiny(*quick, "run.iterations=3"), cwd=tmp_path)
+    call("train", *tiny(*quick, "run.iterations=3"))
     assert only_run(tmp_path) == path and (path / "checkpoints" / "v000003").is_dir()
 
 
-def test_training_that_diverges_says_so(tmp_path):
-    output = run("train", *tiny("algo.lr=1e30", "cluster.backend=inline"), cwd=tmp_path, code=1)
+def test_training_that_diverges_says_so(tmp_path, call):
+    output = call("train", *tiny("algo.lr=1e30", "cluster.backend=inline"), code=1)
     assert "algo.lr" in output and "Traceback" not in output
     state = json.loads((only_run(tmp_path) / "run.json").read_text())
     assert state["state"] == "failed" and "algo.lr" in state["cause"]
@@ -245,14 +260,14 @@ def test_a_full_disk_is_a_message_and_a_failed_run(tmp_path):
     assert not list((only_run(tmp_path) / "checkpoints").glob("v*"))
 
 
-def test_mistakes_are_a_few_lines_and_exit_code_2(tmp_path):
-    output = run("train", "recipe=pointmass_ppo", "algo.gama=1", "env.num_env=3", cwd=tmp_path, code=2)
+def test_mistakes_are_a_few_lines_and_exit_code_2(tmp_path, call):
+    output = call("train", "recipe=pointmass_ppo", "algo.gama=1", "env.num_env=3", code=2)
     assert "algo.gamma" in output and "env.num_envs" in output and "Traceback" not in output
-    output = run("train", *tiny("algo.minibatch_size=100000"), cwd=tmp_path, code=2)
+    output = call("train", *tiny("algo.minibatch_size=100000"), code=2)
     assert "algo.minibatch_size=128" in output
-    output = run("evaluate", "checkpoint=nowhere", "recipe=pointmass_ppo", cwd=tmp_path, code=1)
+    output = call("evaluate", "checkpoint=nowhere", "recipe=pointmass_ppo", code=1)
     assert "nowhere" in output and "Traceback" not in output
-    output = run("train", "recipe=pointmass_ppo", "policy.name=nowhere.nets:Net", cwd=tmp_path, code=2)
+    output = call("train", "recipe=pointmass_ppo", "policy.name=nowhere.nets:Net", code=2)
     assert "No module named 'nowhere'" in output
     assert not (tmp_path / "runs").exists()
 

@@ -64,6 +64,14 @@ class Timeline:
             timers.record(True)
         self.began = perf_counter()
 
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Where a run fails, its trace stays as it is: readable, without the last bracket."""
+        if self.writer is not None:
+            self.writer.file.close()
+
     def collect(self, iteration: int) -> None:
         """Write what was done since the last call, as part of this iteration (counted from 1)."""
         if self.writer is None:
