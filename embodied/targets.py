@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied.checkpoints import digest, locate, name_of, read_json
-from embodied.config import COMMAND_LINE, Loaded, stored_recipe
+from embodied.config import COMMAND_LINE, Loaded, RunConfig, stored_recipe
 from embodied.errors import ConfigError
 from embodied.hub import fetch
 from embodied.overrides import read_yaml, write_yaml
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = {"random": "embodied.policies.simple:RandomPolicy", "zero": "embodied.policies.simple:ZeroPolicy"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+KEPT = ("env.name", "env.num_envs", "algo.name")  # for a whole run, besides its policy
 UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's recipe may differ from how it is evaluated
 
 
@@ -84,17 +85,40 @@ def find(checkpoint: str) -> Target:
 def find_start(start: Path, policy: Any) -> Target:
     """The policy that `run.start_from` names, whose options must be those of this run's policy."""
     target = find(str(start))
-    there, here = target.config.model_dump(mode="json"), policy.model_dump(mode="json")
-    odd = [
-        f"policy.{key}={write_yaml(there.get(key))} there, {write_yaml(here.get(key))} here"
-        for key in sorted(there.keys() | here.keys())
-        if key != "dtype" and there.get(key) != here.get(key)
-    ]
-    if odd:
+    if odd := [line for line in differing("policy", target.config, policy) if not line.startswith("policy.dtype=")]:
         raise ConfigError(
             f"run.start_from={start} is another policy: {'; '.join(odd)}; set these keys as they are there"
         )
     return target
+
+
+def check_continues(run: Path, checkpoint: Path, config: RunConfig) -> None:
+    """A run is resumed as what it is: its checkpoint holds this policy, these env rows and this algorithm's state."""
+    trained = find(str(checkpoint)).config
+    odd = differing("policy", trained, config.policy) if trained.name == config.policy.name else []
+    if trained.name != config.policy.name:
+        odd = [f"policy.name={trained.name} there, {config.policy.name} here"]
+    stored = read_yaml((run / "config.yaml").read_text(encoding="utf-8")) if (run / "config.yaml").is_file() else {}
+    now = config.model_dump(mode="json")
+    for section, key in (name.split(".") for name in KEPT):
+        before = (stored.get(section) or {}).get(key, now[section][key])
+        if before != now[section][key]:
+            odd.append(f"{section}.{key}={before} there, {now[section][key]} here")
+    if odd:
+        raise ConfigError(
+            f"{run} cannot go on as another run: {'; '.join(odd)}; leave these keys out, or begin a new run with "
+            f"run.start_from={run} where the policy is the same"
+        )
+
+
+def differing(section: str, there: Any, here: Any) -> list[str]:
+    """`policy.hidden=[64, 64] there, [8, 8] here` for every option in which two configs differ."""
+    one, two = there.model_dump(mode="json"), here.model_dump(mode="json")
+    return [
+        f"{section}.{key}={write_yaml(one.get(key))} there, {write_yaml(two.get(key))} here"
+        for key in sorted(one.keys() | two.keys())
+        if one.get(key) != two.get(key)
+    ]
 
 
 def check_fits(target: Target, env: Any, spec: EnvSpec) -> None:

@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 
 from embodied import commands
-from embodied.checkpoints import STATE, name_of, newest, read_json, read_sims, verify, write_checkpoint
+from embodied.checkpoints import name_of, newest, read_sims, verify, write_checkpoint
 from embodied.config import Loaded, RunConfig, load
-from embodied.errors import ConfigError, NothingToLearn
+from embodied.errors import NothingToLearn
 from embodied.evaluate import evaluate_run
 from embodied.learners.meeting import meeting_point
 from embodied.reporting.console import Console
 from embodied.reporting.report import report_or_say_why
 from embodied.reporting.timeline import Timeline
 from embodied.run_folder import RunFolder
-from embodied.targets import Target, check_fits, find_start
+from embodied.targets import Target, check_continues, check_fits, find_start
 from embodied.workflows.embodied import EmbodiedLoop
 
 
@@ -59,11 +59,7 @@ def open_folder(loaded: Loaded, command: str) -> tuple[RunFolder, Path | None]:
     if not found:
         return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command), None
     checkpoint = newest(found)
-    trained = read_json(checkpoint / STATE).get("num_envs")
-    if trained != config.env.num_envs:
-        raise ConfigError(
-            f"this run was started with env.num_envs={trained}; resume with this number or start a new run"
-        )
+    check_continues(found, checkpoint, config)
     return RunFolder.reopen(found, command), checkpoint
 
 
@@ -89,6 +85,8 @@ def train(
             folder.record(started_from=origin.described())
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop)
         total = loop.total_iterations()
+        if state["iteration"] >= total:
+            console.nothing_left(state["iteration"], total)
         with Timeline(loop.groups, loop.timers, folder.new_trace(), config.run.trace) as timeline:
             while state["iteration"] < total and not interruption.requested and not loop.collection.exhausted:
                 iterate(loop, state, total, folder, console)
@@ -142,11 +140,10 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
 
 
 def save(loop: EmbodiedLoop, state: dict, folder: RunFolder) -> Path:
-    content = {**state, "num_envs": loop.config.env.num_envs}
     write = loop.learners.save
     with loop.timers.measure("save"):
         return write_checkpoint(
-            folder.checkpoints, state["version"], lambda draft: write(draft).wait(), content, loop.save_sims()
+            folder.checkpoints, state["version"], lambda draft: write(draft).wait(), state, loop.save_sims()
         )
 
 

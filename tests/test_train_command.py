@@ -237,6 +237,28 @@ def test_resume_auto_continues_the_newest_run_and_leaves_a_finished_one_as_it_is
     assert only_run(tmp_path) == path and (path / "checkpoints" / "v000003").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["policy.hidden=[8,8]"], "policy.hidden=[16, 16] there, [8, 8] here"),
+        (["env.num_envs=4"], "env.num_envs=8 there, 4 here"),
+        (["algo.name=grpo"], "algo.name=ppo there, grpo here"),
+        (["env.name=gym:CartPole-v1", "env.task=null"], "env.name=pointmass there, gym:CartPole-v1 here"),
+    ],
+)
+def test_a_run_goes_on_as_what_it_is_or_not_at_all(finished, call, changes, said):
+    _, path = finished
+    before = (path / "run.json").read_text()
+    output = call("train", f"resume={path}", "run.iterations=9", *changes, code=2)
+    assert said in output and "run.start_from" in output
+    assert (path / "run.json").read_text() == before
+
+
+def test_a_run_that_has_all_its_iterations_says_so(finished, call):
+    _, path = finished
+    assert "6 of 4 iterations are done" in call("train", f"resume={path}", "run.iterations=4")
+
+
 def test_training_that_diverges_says_so(tmp_path, call):
     output = call("train", *tiny("algo.lr=1e30", "cluster.backend=inline"), code=1)
     assert "algo.lr" in output and "Traceback" not in output

@@ -88,6 +88,10 @@ class Console:
         lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
         self.say(f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} env steps){lost}")
 
+    def nothing_left(self, done: int, total: int) -> None:
+        more = f"run.iterations={done + 10} would add 10"
+        self.say(f"nothing left to train: {done} of {total} iterations are done; {more}")
+
     def end(self, state: dict, stopped: bool, spent: str) -> None:
         """Where the time went, where everything is, and what to type next."""
         verb = "stopped" if stopped else "finished"
