@@ -17,6 +17,7 @@ from textwrap import wrap
 
 from embodied.config import RunConfig
 from embodied.datasets.layout import check_pyarrow
+from embodied.devices import check_devices, devices_here, environment, offers
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
@@ -25,7 +26,7 @@ from embodied.placement import PlacementError, PlacementPlan, make_plan, named_n
 from embodied.policies import check_package
 from embodied.reporting.report import report_or_say_why
 from embodied.run_folder import RunFolder
-from embodied.runtime import Cluster, HostPlan, choose_backend, describe_backend, nodes_of
+from embodied.runtime import Cluster, HostPlan, choose_backend, describe_backend
 
 WIDTH = 118
 
@@ -68,12 +69,13 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
-    config, nodes = chosen_cluster(config)
+    config = chosen_cluster(config)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     try:
-        config, plan = placed(config, cores, nodes, learn)
+        config, plan = placed(config, cores, learn)
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
+    check_devices(config, plan)
     if not learn:
         return config, plan.without("learner")
     check_pictures(config)
@@ -84,24 +86,21 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     return config, plan
 
 
-def placed(
-    config: RunConfig, cores: tuple[int, ...], nodes: dict[str, tuple[int, ...]], learn: bool
-) -> tuple[RunConfig, PlacementPlan]:
+def placed(config: RunConfig, cores: tuple[int, ...], learn: bool) -> tuple[RunConfig, PlacementPlan]:
     """The plan; placement=auto of a training run asks the profile that was measured here, if there is one."""
     if config.placement == "auto" and learn:
         from embodied.auto import plan_from_profile
 
         if found := plan_from_profile(config, cores):
             return found
-    return config, make_plan(config.placement, cores, config.env.num_envs, config.pipeline.stages, nodes)
+    envs, stages = config.env.num_envs, config.pipeline.stages
+    return config, make_plan(config.placement, cores, envs, stages, offers(config), devices_here(config))
 
 
-def chosen_cluster(config: RunConfig) -> tuple[RunConfig, dict[str, tuple[int, ...]]]:
-    """The config with the backend decided, and the cores of the nodes if the placement names some."""
-    several, address = bool(named_nodes(config.placement)), config.cluster.address
-    backend = choose_backend(config.cluster.backend, address, several)
-    cluster = config.cluster.model_copy(update={"backend": backend})
-    return config.model_copy(update={"cluster": cluster}), nodes_of(address) if several and address else {}
+def chosen_cluster(config: RunConfig) -> RunConfig:
+    """The config with the backend decided."""
+    backend = choose_backend(config.cluster.backend, config.cluster.address, bool(named_nodes(config.placement)))
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
 
 
 def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None) -> str:
@@ -123,7 +122,10 @@ def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None)
 
 
 def cluster(config: RunConfig, plan: PlacementPlan, logs: Path) -> Cluster:
-    hosts = [HostPlan(host.name, host.roles, host.cores, host.threads, node=host.node) for host in plan.hosts]
+    hosts = [
+        HostPlan(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held)
+        for host in plan.hosts
+    ]
     own = [
         name.partition(":")[0] for name in (config.env.name, config.policy.name) if ":" in name and name[:4] != "gym:"
     ]

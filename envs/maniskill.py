@@ -14,6 +14,7 @@ import difflib
 import io
 import logging
 import math
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                     control_mode=config.control_mode,
                     reward_mode=config.reward_mode,
                     sim_backend="physx_cuda" if config.backend == "cuda" else "physx_cpu",
-                    render_backend="gpu" if config.backend == "cuda" else "cpu",
+                    render_backend="gpu" if config.backend == "cuda" or os.environ.get("EMBODIED_RENDER") else "cpu",
                     sensor_configs=view,
                     human_render_camera_configs={"shader_pack": config.shader, **view},
                 )

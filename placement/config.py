@@ -7,18 +7,23 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from embodied.placement.grammar import MAP_EXAMPLE, MODES, parse_map
+from embodied.placement.grammar import MAP_EXAMPLE, MODES, PlacementError, parse_map
 
 
-def _readable(value: Any) -> str | dict[str, str]:
+def _readable(value: Any) -> str | dict[str, Any]:
     if isinstance(value, dict):
-        parse_map(value)
+        try:
+            parse_map(value)
+        except PlacementError as err:
+            raise PlacementError(f"{err}; try placement='{MAP_EXAMPLE}'") from None
         return value
     if value in MODES:
         return value
     close = difflib.get_close_matches(str(value), MODES, n=1)
-    meant = f"did you mean {close[0]!r}? " if close else ""
-    raise ValueError(f"neither a mode nor a map. {meant}Modes: {', '.join(MODES)}; a map: {MAP_EXAMPLE}")
+    meant = close[0] if close else "auto"
+    raise ValueError(
+        f"neither a mode nor a map; try placement={meant}. Modes: {', '.join(MODES)}; a map: {MAP_EXAMPLE}"
+    )
 
 
-PlacementConfig = Annotated[str | dict[str, str], BeforeValidator(_readable)]
+PlacementConfig = Annotated[str | dict[str, str | dict[str, str]], BeforeValidator(_readable)]

@@ -1,4 +1,4 @@
-"""Turns a layout of CPU cores into a placement that this machine can run: which process holds which roles and cores."""
+"""Turns a layout into a placement that one machine can run: which process holds which roles and devices."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from embodied.placement.layout import Layout, Zone
 
 
 def as_placement(pricer: Pricer, layout: Layout) -> dict[str, str]:
-    """The map of a layout. Every worker has one core; roles of a zone that can share a process do, but for learners,
+    """The map of a layout. Every worker has one device; roles of a zone that can share a process do, but for learners,
     which never share one with a simulator."""
     placement: dict[str, str] = {}
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
-        first = 0
+        taken: dict[str, int] = {}
         for zone in layer:
-            if zone.device_class != "cpu":
-                raise PlacementError(f"{layout} uses {zone.device_class}; workers run on CPU cores so far")
+            first = taken.get(zone.device_class, 0)
+            on = pricer.classes[zone.device_class]
+            if on.num_nodes > 1 or on.name != on.kind:  # then numbers do not name devices
+                raise PlacementError(f"{layout} is for several kinds of machines or GPUs; write the map by hand")
             counts = {name: int(pricer.count(name, at, layout.stages)) for name in zone.components}
             for roles in hosts_of(zone, counts):
                 count = counts[roles[0]]
-                last = first + count - 1
-                placement[",".join(roles)] = f"cpu:{first}" if count == 1 else f"cpu:{first}-{last}*{count}"
-            first += zone.devices
+                parts = f"*{count}" if on.kind == "cpu" else ""
+                several = f"{on.kind}:{first}-{first + count - 1}{parts}"
+                placement[",".join(roles)] = f"{on.kind}:{first}" if count == 1 else several
+            taken[zone.device_class] = first + zone.devices
     return placement
 
 

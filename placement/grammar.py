@@ -2,25 +2,30 @@
 
     {"sim,policy": "cpu:0-3*4", learner: "cpu:0-3"}
 
-`gpu:0-3` is four devices with one worker each, `gpu:0*2` two workers sharing one. `cpu:0-15` is one worker with
-sixteen cores, `cpu:0-15*4` four workers on disjoint quarters. Commas join several; `node1/gpu:0-3` names a node.
+`gpu:0-3` is four devices with one worker each, `gpu:0*2` two workers sharing one; the same goes for `fake:0` (a name to
+account for, nothing else) and for hardware that the recipe declares (`arm:0`). `cpu:0-15` is one worker with sixteen
+cores, `cpu:0-15*4` four workers on disjoint quarters. Commas join several; `node1/gpu:0-3` names a node. A simulator on
+cores can draw on a GPU: `sim: {devices: "cpu:0-15*8", render: "gpu:0"}`.
 Numbers count the devices this run may use: `cpu:0` is the first core of the process's affinity mask.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 ROLES = ("sim", "policy", "learner")
 MODES = ("auto", "collocated", "disaggregated", "hybrid")
 DEVICES = re.compile(
-    r"(?:(?P<node>[\w.-]+)/)?(?P<kind>cpu|gpu):(?P<first>\d+)(?:-(?P<last>\d+))?(?:\*(?P<workers>\d+))?"
+    r"(?:(?P<node>[\w.-]+)/)?(?P<kind>[a-z]\w*):(?P<first>\d+)(?:-(?P<last>\d+))?(?:\*(?P<workers>\d+))?"
 )
 EXAMPLES = (
     "examples: cpu:0-1 (one worker, two cores), cpu:0-1*2 (two workers, one core each), gpu:0-3, gpu:0*2, node1/gpu:0"
 )
-MAP_EXAMPLE = '{"sim,policy": "cpu:0-1*2", learner: "cpu:0-1"}'
+MAP_EXAMPLE = '{"sim,policy": "cpu:0", learner: "cpu:0"}'  # holds everywhere
+PLACE_KEYS = ("devices", "render")
 
 
 class PlacementError(ValueError):
@@ -34,6 +39,7 @@ class Slot:
     kind: str
     devices: tuple[int, ...]
     node: str = ""
+    render: str = ""  # gpu:0, where its simulator draws
 
 
 def parse_devices(text: str) -> list[Slot]:
@@ -54,7 +60,7 @@ def _parse_part(part: str, whole: str) -> list[Slot]:
     workers = None if found["workers"] is None else int(found["workers"])
     if workers == 0:
         raise PlacementError(f"{part!r} asks for no worker; write {kind}:{part.split(':')[1].split('*')[0]}")
-    if kind == "gpu":
+    if kind != "cpu":
         return [Slot(kind, (device,), node) for device in devices for _ in range(workers or 1)]
     return [Slot(kind, share, node) for share in split_cores(devices, workers or 1, part)]
 
@@ -73,31 +79,57 @@ def split_cores(cores: tuple[int, ...], workers: int, part: str) -> list[tuple[i
     return [cores[i * each : (i + 1) * each] for i in range(workers)]
 
 
-def parse_map(placement: dict[str, str]) -> dict[tuple[str, ...], list[Slot]]:
+def parse_map(placement: Mapping[str, Any]) -> dict[tuple[str, ...], list[Slot]]:
     """Roles of each kind of host -> one slot per host. Every role has exactly one place."""
     hosts: dict[tuple[str, ...], list[Slot]] = {}
-    for key, devices in placement.items():
+    for key, place in placement.items():
         roles = tuple(role.strip() for role in str(key).split(","))
         for role in roles:
             if role not in ROLES:
-                raise PlacementError(f"{role!r} is no role; roles: {', '.join(ROLES)}; example: {MAP_EXAMPLE}")
-        if devices is None:
+                raise PlacementError(f"{role!r} is no role; roles: {', '.join(ROLES)}")
+        if place is None:
             raise PlacementError(f"{key!r} has no devices; roles joined by a comma need quotes: {MAP_EXAMPLE}")
-        if not isinstance(devices, str):
-            raise PlacementError(f"the devices of {key!r} are {devices!r}, not text; {EXAMPLES}")
-        hosts[roles] = parse_devices(devices)
+        hosts[roles] = drawing(key, roles, place) if isinstance(place, Mapping) else parse_text(key, place)
     placed = [role for roles in hosts for role in roles]
     for role in ROLES:
         if placed.count(role) != 1:
             times = "has no place" if role not in placed else f"has {placed.count(role)} places"
-            raise PlacementError(f"{role!r} {times}; name every role once: {MAP_EXAMPLE}")
+            raise PlacementError(f"{role!r} {times}; name every role once")
     for roles in hosts:
         if {"sim", "learner"} <= set(roles):
             raise PlacementError(
                 f"{','.join(roles)!r} puts the simulator into the learner's process, where its crash would take the "
-                f"weights and the optimizer with it; try {MAP_EXAMPLE}"
+                f"weights and the optimizer with it"
             )
     return hosts
+
+
+def parse_text(key: str, text: Any) -> list[Slot]:
+    if not isinstance(text, str):
+        raise PlacementError(f"the devices of {key!r} are {text!r}, not text; {EXAMPLES}")
+    return parse_devices(text)
+
+
+def drawing(key: str, roles: tuple[str, ...], place: Mapping[str, Any]) -> list[Slot]:
+    """Slots of simulators on cores that draw on GPUs, which the workers share out in order."""
+    example = f'{key}: {{devices: "cpu:0", render: "gpu:0"}}'
+    if unknown := set(map(str, place)) - set(PLACE_KEYS):
+        raise PlacementError(f"{key!r} has {', '.join(sorted(unknown))}; keys: {', '.join(PLACE_KEYS)}: {example}")
+    if "devices" not in place:
+        raise PlacementError(f"{key!r} has no devices; write {example}")
+    slots = parse_text(key, place["devices"])
+    if place.get("render") is None:
+        return slots
+    if "sim" not in roles:
+        raise PlacementError(f"{key!r} has a render device, but only simulators draw; leave out render")
+    cards = parse_text(key, place["render"])
+    if any(card.kind != "gpu" or card.node for card in cards) or any(slot.kind != "cpu" for slot in slots):
+        raise PlacementError(
+            f"{key!r} on {place['devices']} draws on {place['render']}: render is a GPU of the same machine, for a "
+            f"simulator on CPU cores; write {example}"
+        )
+    shared = [cards[i * len(cards) // len(slots)] for i in range(len(slots))]
+    return [replace(slot, render=f"gpu:{card.devices[0]}") for slot, card in zip(slots, shared)]
 
 
 def number(count: int, noun: str) -> str:

@@ -38,6 +38,7 @@ TWO_LEARNERS = {"sim,policy": "cpu:0", "learner": "cpu:0-1*2"}
 THREE_LEARNERS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:0-2*3"}  # of 8 envs: 2, 3 and 3
 FOUR_LEARNERS = {"sim": "cpu:0", "policy,learner": "cpu:0-3*4"}
 ALL_APART = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
+FAKE = {"sim": "fake:0-1*2", "policy": "fake:2-3", "learner": "fake:2-4"}  # more devices than there are cores
 
 
 def trained(folder, placement, backend="inline", stages=1, options=(), route=None):
@@ -92,8 +93,19 @@ def test_the_reference_run_learns_and_stays_clear_of_every_threshold(tmp_path, m
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(
     "placement",
-    [ONE_OF_EACH, TWO_SIMS, TWO_LEARNERS, THREE_LEARNERS, ALL_APART, "auto", "collocated", "disaggregated", "hybrid"],
-    ids="one_of_each two_sims two_learners three_learners all_apart auto collocated disaggregated hybrid".split(),
+    [
+        ONE_OF_EACH,
+        TWO_SIMS,
+        TWO_LEARNERS,
+        THREE_LEARNERS,
+        ALL_APART,
+        FAKE,
+        "auto",
+        "collocated",
+        "disaggregated",
+        "hybrid",
+    ],
+    ids="one_of_each two_sims two_learners three_learners all_apart fake auto collocated disaggregated hybrid".split(),
 )
 def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stages):
     check_same(trained(tmp_path, placement, stages=stages)[0], reference)

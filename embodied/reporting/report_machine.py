@@ -187,14 +187,14 @@ def placement_picture(plan: dict[str, Any]) -> list[Html]:
         rows.append(tag("div", tag("span", label), tag("div", *cells, class_="cells"), class_="strip"))
     names = tag("div", *[tag("span", column.removeprefix("cpu:")) for column in ends(columns)], class_="ends")
     why = f"{plan['mode']}{': ' + plan['reason'] if plan.get('reason') else ''}"
-    note = f"{why}. {plan['num_envs']} envs. A row is a process, a column a core; a filled cell is one it may use."
+    note = f"{why}. {plan['num_envs']} envs. A row is a process, a column a device; a filled cell is one it may use."
     left_out = len(hosts) - MOST_ROWS
     more = tag("p", f"and {left_out} more processes", class_="note") if left_out > 0 else None
     return [tag("p", note, class_="note"), tag("div", *rows, strip("", names), more, class_="card placement")]
 
 
 def devices(host: dict[str, Any]) -> list[str]:
-    return [f"cpu:{core}" for core in host.get("cores", ())]
+    return [host["device"]] if host.get("device") else [f"cpu:{core}" for core in host.get("cores", ())]
 
 
 def device_order(device: str) -> tuple[str, int]:

@@ -74,13 +74,13 @@ def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
     return name
 
 
-def nodes_of(address: str) -> dict[str, tuple[int, ...]]:
-    """The nodes of a running Ray cluster, and the cores each may use."""
+def nodes_of(address: str) -> dict[str, tuple[tuple[int, ...], int]]:
+    """The nodes of a running Ray cluster: the cores each may use, and how many GPUs it has."""
     from embodied.runtime.ray_nodes import Connection
 
     connection = Connection(address)
     try:
-        return connection.cores()
+        return connection.machines()
     finally:
         connection.close()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from embodied.config_base import Strict
+
+HARDWARE = re.compile(r"(?:[\w.-]+/)?(?P<kind>[a-z]\w*):\d+")
 
 
 class ClusterConfig(Strict):
@@ -20,6 +23,18 @@ class ClusterConfig(Strict):
         description="host:port of a running Ray cluster to join, of which this machine is a node; without it "
         "backend=ray starts a private one on this machine",
     )
+    devices: tuple[str, ...] = Field(
+        (), description="Hardware that placements can name besides cores and GPUs: arm:0, or node1/arm:0 of a cluster."
+    )
+
+    @field_validator("devices")
+    @classmethod
+    def _one_device_each(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
+        for name in devices:
+            found = HARDWARE.fullmatch(name)
+            if not found or found["kind"] in ("cpu", "gpu", "fake"):
+                raise ValueError(f"{name!r} should be a device of your own by kind and number, arm:0 for example")
+        return devices
 
 
 class FaultsConfig(Strict):

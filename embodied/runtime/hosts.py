@@ -46,6 +46,7 @@ class HostPlan:
     threads: int = 1  # of OpenMP, BLAS and the software renderer
     env: dict[str, str] = field(default_factory=dict)
     node: str = ""  # of a Ray cluster; "" is the machine the driver is on
+    devices: tuple[str, ...] = ()  # that its workers hold, each by itself, while they are at work
 
     def environment(self) -> dict[str, str]:
         return {**dict.fromkeys(THREAD_VARIABLES, str(self.threads)), **self.env}

@@ -38,6 +38,7 @@ class Node:
     python: str
     here: bool  # on the driver's machine: they see the same files and processes
     folder: str  # where Ray keeps its logs
+    num_gpus: int = 0
 
 
 class Connection:
@@ -71,9 +72,9 @@ class Connection:
             raise ConfigError(f"placement names the node {name!r}, but {known}")
         return self._nodes[name] if name else self.own
 
-    def cores(self) -> dict[str, tuple[int, ...]]:
-        """Of every node that has a name of its own."""
-        return {name: node.cores for name, node in self._nodes.items()}
+    def machines(self) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Cores and number of GPUs of every node that has a name of its own."""
+        return {name: (node.cores, node.num_gpus) for name, node in self._nodes.items()}
 
     def close(self) -> None:
         if self._ours:
@@ -91,7 +92,8 @@ class Connection:
             except RayError as err:
                 raise EmbodiedError(f"a node of the Ray cluster cannot run our code: {_last_line(err)}") from None
         for node, (cores, python, here, folder) in zip(alive, seen):
-            one = Node(node["NodeName"], node["NodeID"], cores, python, here, folder)
+            gpus = int(node["Resources"].get("GPU", 0))
+            one = Node(node["NodeName"], node["NodeID"], cores, python, here, folder, gpus)
             if node["NodeID"] == own:
                 self.own = one
             if one.name in self._nodes:

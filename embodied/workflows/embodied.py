@@ -69,16 +69,25 @@ class EmbodiedLoop:
         num_sims = sum(host.roles.count("sim") for host in cluster.hosts)
         rows = eval_rows(len(self.eval_episodes), config.eval.num_envs or config.env.num_envs, num_sims)
         self.sims = cluster.launch(SIM, "sim", config.env, stages, journal, self.eval_env, rows)
-        device = config.learner.device_beside(getattr(config.env, "backend", ""))
-        self.policies = cluster.launch(POLICY, "policy", config.policy, config.seed, config.learner.precision, device)
+        options = (config.policy, config.seed, config.learner.precision, self.torch_device("policy"))
+        self.policies = cluster.launch(POLICY, "policy", *options)
         self.crew = Crew(cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell)
         self.learners = None
         if learn:
             options = (config.policy, self.algorithm, config.learner)
+            device = self.torch_device("learner")
             self.learners = cluster.launch(self.learner, "learner", *options, config.seed, meeting, device)
 
     def what_to_learn_from(self, config: RunConfig, tasks: tuple[str, ...]) -> Slices | Groups:
         return (Slices if config.algo.name == "ppo" else Groups)(config, tasks)
+
+    def torch_device(self, role: str) -> str:
+        """Where a role's networks compute: on its hosts' GPUs; on cores where only others have GPUs; else as the recipe
+        says."""
+        on_gpus = {r for host in self.cluster.hosts if any("gpu:" in d for d in host.devices) for r in host.roles}
+        if on_gpus:
+            return "cuda" if role in on_gpus else "cpu"
+        return self.config.learner.device_beside(getattr(self.config.env, "backend", ""))
 
     @property
     def algorithm(self):

@@ -156,7 +156,7 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ("policy.hidden=[1", "the value is not YAML"),
         ("env.name=pontmass", "did you mean 'pointmass'?"),
         ("algo.name=pop", "did you mean 'ppo'?"),
-        ("placement=hybird", "did you mean 'hybrid'?"),
+        ("placement=hybird", "try placement=hybrid."),
         ("placement.sim=cpu:0", "'policy' has no place"),
         ("cluster.backend=ray2", "known: auto"),
         ("eval.seed=-1", "greater than or equal to 0"),

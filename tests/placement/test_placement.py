@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied.placement import Host, PlacementError, make_plan
+from embodied.placement import Host, Offer, PlacementError, make_plan
 from embodied.placement.grammar import Slot, parse_devices, parse_map, span
 
 TWO = (0, 1)
@@ -28,7 +28,7 @@ def test_devices_are_read_one_slot_per_worker(text, slots):
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("cpus:0", "does not name devices; examples: cpu:0-1"),
+        ("cpus 0", "does not name devices; examples: cpu:0-1"),
         ("", "does not name devices"),
         ("cpu:", "does not name devices"),
         ("cpu:3-1", "write cpu:1-3"),
@@ -110,13 +110,26 @@ def test_numbers_count_the_cores_the_run_may_use():
             1,
             "cpu:2-3 is not there: this run may use 2 cores, cpu:0-1",
         ),
-        ({"sim,policy": "gpu:0", "learner": "cpu:0"}, 8, 1, "run on CPU cores so far"),
+        (
+            {"sim,policy": "cpus:0", "learner": "cpu:0"},
+            8,
+            1,
+            "cpus:0 is not there: devices are arm, cpu, fake, gpu,",
+        ),
+        ({"sim,policy": "gpu:1", "learner": "cpu:0"}, 8, 1, "gpu:1 is not there: this run may use gpu:0"),
+        (
+            {"sim,policy": "cpu:0", "learner": "gpu:0,cpu:0"},
+            8,
+            1,
+            "'learner' is on cpu and on gpu; its workers",
+        ),
+        ({"sim": "arm:0*2", "policy": "cpu:0", "learner": "cpu:0"}, 8, 1, "two sim workers are on arm:0"),
         ({"sim,policy": "n1/cpu:0", "learner": "cpu:0"}, 8, 1, "names the node 'n1'"),
         (
             {"sim,policy": "cpu:0-1*2", "learner": "cpu:0"},
             63,
             1,
-            "does not divide among 2 sim workers; try env.num_envs=62 or env.num_envs=64, or 1 sim worker",
+            "does not divide among 2 sim workers; env.num_envs=62 or env.num_envs=64 does",
         ),
         ({"sim,policy": "cpu:0-1*2", "learner": "cpu:0"}, 6, 2, "2 sim workers x pipeline.stages=2 = 4 parts"),
         (
@@ -129,14 +142,42 @@ def test_numbers_count_the_cores_the_run_may_use():
             {"sim": "cpu:0", "policy": "cpu:0-1*2", "learner": "cpu:0"},
             8,
             1,
-            "so 1 would have no work; try 1 policy worker",
+            "so 1 would have no work",
         ),
     ],
 )
 def test_explicit_plans_that_cannot_hold_show_the_arithmetic(placement, num_envs, stages, answer):
     with pytest.raises(PlacementError) as caught:
-        make_plan(placement, TWO, num_envs, stages)
+        make_plan(placement, TWO, num_envs, stages, devices=("gpu:0", "arm:0"))
     assert answer in str(caught.value)
+
+
+def test_any_role_can_be_on_any_device_of_any_node():
+    placement = {
+        "sim": {"devices": "cpu:0-3*2", "render": "gpu:0-1"},
+        "policy": "big/gpu:1*2",
+        "learner": "fake:0, fake:7, big/fake:0",
+    }
+    nodes = {"big": Offer((8, 9, 10, 11), ("gpu:0", "gpu:1"))}
+    plan = make_plan(placement, (4, 5, 6, 7), 8, nodes=nodes, devices=("gpu:0", "gpu:1"))
+    assert [(h.name, h.cores, h.threads, h.held, h.render) for h in plan.hosts] == [
+        ("sim-0", (4, 5), 2, ("cpu:4", "cpu:5"), "gpu:0"),
+        ("sim-1", (6, 7), 2, ("cpu:6", "cpu:7"), "gpu:1"),
+        ("policy-0", (10, 11), 2, ("big/gpu:1",), ""),  # with its share of the cores there
+        ("policy-1", (10, 11), 2, ("big/gpu:1",), ""),
+        ("learner-0", (4, 5, 6, 7), 1, ("fake:0",), ""),
+        ("learner-1", (4, 5, 6, 7), 1, ("fake:7",), ""),
+        ("learner-2", (8, 9, 10, 11), 1, ("big/fake:0",), ""),
+    ]
+    assert plan.describe()[1:3] == [
+        "2 x sim on cores 4-7, 2 each, drawing on gpu:0, gpu:1",
+        "2 x policy on gpu:1 of big",
+    ]
+
+
+def test_named_hardware_has_as_many_workers_as_there_is_of_it():
+    plan = make_plan({"sim": "arm:0-1", "policy,learner": "cpu:0"}, TWO, 8, devices=("arm:0", "arm:1"))
+    assert [(host.device, host.cores) for host in plan.hosts] == [("arm:0", TWO), ("arm:1", TWO), ("", (0,))]
 
 
 @given(

@@ -1,0 +1,71 @@
+"""Devices besides cores: which a run may use, what a process sees of them, and where its networks compute.
+
+Cores need no word here: every host has some. GPUs are looked for only where a placement names one.
+"""
+
+from __future__ import annotations
+
+import os
+
+from embodied.config import RunConfig
+from embodied.discovery import gpus
+from embodied.errors import ConfigError
+from embodied.placement import Host, Offer, PlacementPlan, named_kinds, named_nodes
+from embodied.runtime import nodes_of
+
+
+def devices_here(config: RunConfig) -> tuple[str, ...]:
+    """The GPUs of this machine, if the placement wants one, and hardware that the recipe declares for it, by name."""
+    cards = [f"gpu:{i}" for i in range(len(visible_gpus()))] if "gpu" in named_kinds(config.placement) else []
+    return (*cards, *(name for name in config.cluster.devices if "/" not in name))
+
+
+def offers(config: RunConfig) -> dict[str, Offer]:
+    """What the named machines of a Ray cluster have; empty where the placement names none."""
+    if not named_nodes(config.placement) or not config.cluster.address:
+        return {}
+    declared = [name.split("/", 1) for name in config.cluster.devices if "/" in name]
+    found = {}
+    for node, (cores, num_gpus) in nodes_of(config.cluster.address).items():
+        hardware = [device for where, device in declared if where == node]
+        found[node] = Offer(cores, (*(f"gpu:{i}" for i in range(num_gpus)), *hardware))
+    return found
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA names those that this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip()]
+    return [str(card.index) for card in gpus()]
+
+
+def environment(host: Host) -> dict[str, str]:
+    """What a host's process must find before it imports anything."""
+    card = host.device if host.device.startswith("gpu:") else host.render
+    found = {"EMBODIED_DEVICE": host.device} if host.device else {}
+    if card:
+        name = visible_name(card, host.node)
+        found |= {"CUDA_VISIBLE_DEVICES": name, "MUJOCO_EGL_DEVICE_ID": name}
+    return found | ({"EMBODIED_RENDER": host.render} if host.render else {})
+
+
+def visible_name(card: str, node: str) -> str:
+    place = int(card.partition(":")[2])
+    return str(place) if node else visible_gpus()[place]
+
+
+def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
+    """Raise ConfigError where the recipe computes elsewhere than the placement says."""
+    on_gpus = [host for host in plan.hosts if host.device.startswith("gpu:")]
+    for host in on_gpus:
+        if host.roles == ("sim",) and getattr(config.env, "backend", "") != "cuda":
+            raise ConfigError(
+                f"placement: sim on {host.device}, but {config.env.name} simulates on CPU cores here; "
+                f'try sim: {{devices: "cpu:0", render: "{host.device}"}} to draw on the GPU, or env.backend=cuda'
+            )
+        if host.roles != ("sim",) and config.learner.device == "cpu":
+            raise ConfigError(
+                f"placement: {' and '.join(host.roles)} on {host.device}, but learner.device=cpu; "
+                "try learner.device=auto"
+            )
