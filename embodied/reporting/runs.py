@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from embodied.checkpoints import read_json
 from embodied.data import EpisodeResult
-from embodied.errors import EmbodiedError
+from embodied.errors import CheckpointError, EmbodiedError
 from embodied.reporting.results import RESULTS, read_results
 
 IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations of the run itself; others were asked for by hand
@@ -102,9 +103,9 @@ def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
-        problems.append(f"{path} cannot be read: {err}")
+        return read_json(path)
+    except CheckpointError as err:
+        problems.append(str(err))
         return {}
 
 
