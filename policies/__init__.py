@@ -21,6 +21,7 @@ FAMILIES = {
     "mlp": "embodied.policies.mlp:MLPPolicy",
     "cnn": "embodied.policies.cnn:CNNPolicy",
     "openvla": "embodied.policies.openvla.policy:OpenVLAPolicy",
+    "openvla_oft": "embodied.policies.openvla.oft:OpenVLAOFTPolicy",
 }
 
 

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from embodied.errors import CheckpointError
-from embodied.policies.folder import CONFIG, read_json
+from embodied.policies.folder import CONFIG, read_blobs, read_json
+from embodied.policies.openvla.components import component_weights, find_components
 from embodied.policies.openvla.settings import Settings, settings_of
 from embodied.policies.openvla.text import TOKENIZER
-from embodied.policies.vla.shards import write_shards
+from embodied.policies.vla.shards import write_shards, write_tensors
+from embodied.runtime.blobs import Blob, blob_of
 
+OFT = "openvla_oft"
 STATISTICS = "dataset_statistics.json"
 PREPROCESSOR = "preprocessor_config.json"
 COMPANIONS = (
@@ -41,6 +44,8 @@ class Published:
     settings: Settings
     norm_stats: dict[str, Any]
     preprocessor: dict[str, Any]
+    components: dict[str, Path] = field(default_factory=dict)  # files beside the shards, by kind
+    oft: dict[str, Any] = field(default_factory=dict)  # what a folder of ours says of head, proprio and film
 
 
 def read_published(path: Path | str) -> Published:
@@ -58,17 +63,41 @@ def read_published(path: Path | str) -> Published:
             f"or {STATISTICS}, is missing; copy the latter from where the model was trained"
         )
     numbers = read_json(path / PREPROCESSOR) if (path / PREPROCESSOR).is_file() else {}
-    return Published(path, settings, stats, numbers)
+    return Published(path, settings, stats, numbers, find_components(path), config.get(OFT, {}))
+
+
+def read_stored(published: Published, kinds: tuple[str, ...]) -> dict[str, Blob]:
+    """All weights of a folder, with those of these components under the names of our networks."""
+    stored = read_blobs(published.path)
+    for kind in published.components.keys() & set(kinds):
+        own = component_weights(kind, published.components[kind])
+        for name in own:
+            stored.pop(unwrapped(name), None)
+        stored |= {name: blob_of(tensor) for name, tensor in own.items()}
+    return stored
+
+
+def unwrapped(name: str) -> str:
+    """Of a tower's weight where no FiLM is wrapped around its block."""
+    return name.replace(".block.", ".")
 
 
 def write_published(
-    path: Path, config: dict[str, Any], weights: dict[str, Tensor], source: Path | None, shard_bytes: int
+    path: Path,
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    components: dict[str, dict[str, Tensor]],
+    source: Published | None,
+    shard_bytes: int,
 ) -> None:
-    """Weights in shards of at most `shard_bytes`, beside them the files of `source`."""
+    """Weights in shards of at most `shard_bytes`, components in files of their own, beside them what `source` has."""
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    copy_companions(source, path)
+    copy_companions(source and source.path, path)
     write_shards(path, weights, shard_bytes)
+    for kind, tensors in components.items():
+        known = source.components.get(kind) if source else None
+        write_tensors(path / f"{known.stem if known else f'{kind}--0_checkpoint'}.safetensors", tensors)
 
 
 def copy_companions(source: Path | None, path: Path) -> None:

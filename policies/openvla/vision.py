@@ -56,9 +56,14 @@ class Block(nn.Module):
         self.mlp = MLP(tower.dim, tower.mlp)
         self.ls2 = scale(tower.dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.ls1(self.attn(self.norm1(x)))
+    def attend(self, x: Tensor) -> Tensor:
+        return x + self.ls1(self.attn(self.norm1(x)))
+
+    def think(self, x: Tensor) -> Tensor:
         return x + self.ls2(self.mlp(self.norm2(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.think(self.attend(x))
 
 
 class PatchEmbed(nn.Module):
@@ -101,14 +106,14 @@ class Tower(nn.Module):
         for part in unused:
             part.requires_grad_(False)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[N, 3, H, W] -> [N, patches, dim]."""
+    def forward(self, pixels: Tensor, *words: Tensor) -> Tensor:
+        """[N, 3, H, W] -> [N, patches, dim]; blocks with FiLM want the mean word too."""
         x = self.patch_embed(pixels) + self.pos_embed
         if self.skip:
             prefix = torch.cat([self.cls_token, self.reg_token], dim=1).expand(len(x), -1, -1)
             x = torch.cat([prefix.to(x.dtype), x], dim=1)
         for block in self.blocks[:-1]:
-            x = block(x)
+            x = block(x, *words)
         return x[:, self.skip :]
 
 
@@ -124,10 +129,10 @@ class VisionBackbone(nn.Module):
     def towers(self) -> list[Tower]:
         return list(self.children())
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, *words: Tensor) -> Tensor:
         """[N, 3 * towers, H, W] -> [N, patches, sum of the towers' dims]."""
         parts = pixels.split(3, dim=1)
-        return torch.cat([tower(part) for tower, part in zip(self.towers(), parts, strict=True)], dim=-1)
+        return torch.cat([tower(part, *words) for tower, part in zip(self.towers(), parts, strict=True)], dim=-1)
 
 
 class Projector(nn.Module):

@@ -22,9 +22,9 @@ ADAPTER = "default"
 DOWN, UP = ADAPTER_END, ADAPTER_END.replace("lora_A", "lora_B")
 
 
-def add_lora(parts: Iterable[nn.Module], rank: int, scale: float) -> None:
+def add_lora(parts: Iterable[nn.Module], rank: int, scale: float, whole: Iterable[nn.Module] = ()) -> None:
     """Freeze these networks, and give the linear layers that were to be trained an adapter each, whose effect is
-    multiplied by `scale`."""
+    multiplied by `scale`. The layers `whole` are trained themselves."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError:
@@ -32,15 +32,19 @@ def add_lora(parts: Iterable[nn.Module], rank: int, scale: float) -> None:
             "policy.lora_rank needs the package peft, which is not installed; "
             "python -m pip install 'embodied-loop[vla]'"
         ) from None
+    untouched = {id(layer) for layer in whole}
     for part in parts:
-        layers = [name for name, layer in part.named_modules() if type(layer) is nn.Linear and trained(layer)]
+        layers = [name for name, layer in part.named_modules() if adaptable(layer) and id(layer) not in untouched]
+        kept = [p for layer in part.modules() if id(layer) in untouched for p in layer.parameters() if p.requires_grad]
         part.requires_grad_(False)
         config = LoraConfig(r=rank, lora_alpha=scale * rank, target_modules=layers, init_lora_weights=False)
         inject_adapter_in_model(config, part, adapter_name=ADAPTER)
+        for parameter in kept:
+            parameter.requires_grad_(True)
 
 
-def trained(layer: nn.Linear) -> bool:
-    return layer.weight.requires_grad
+def adaptable(layer: nn.Module) -> bool:
+    return type(layer) is nn.Linear and layer.weight.requires_grad
 
 
 def is_adapter(name: str) -> bool:

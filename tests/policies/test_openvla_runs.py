@@ -1,11 +1,12 @@
 """Whole training runs of the tiny preset in one process: a toy env, its images and its instruction."""
 
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
-from embodied import evaluate, train
+from embodied import collect, evaluate, sft, train
 
 SHORT = [
     "recipe=pointmass_ppo_openvla_tiny",
@@ -41,3 +42,69 @@ def test_activations_computed_again_give_the_same_weights(tmp_path, monkeypatch)
         (run,) = (tmp_path / change / "runs").iterdir()
         norms.append([json.loads(line)["train/grad_norm"] for line in (run / "metrics.jsonl").read_text().splitlines()])
     np.testing.assert_allclose(norms[0], norms[1], rtol=1e-5)
+
+
+OFT = [
+    "recipe=pointmass_grpo_openvla_oft_tiny",
+    "run.iterations=2",
+    "env.num_envs=4",
+    "env.max_episode_steps=6",
+    "algo.groups=2",
+    "algo.group_size=2",
+    "algo.filter=none",
+    "algo.minibatch_size=2",
+    "cluster.backend=inline",
+    "eval.episodes=2",
+    "eval.videos=0",
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["algo.logprob_level=action_dim", "policy.temperature=1.6"],
+        pytest.param(
+            ["algo.logprob_level=action", "policy.head=l1", "algo.kl_coef=0.1", "policy.lora_rank=2"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["algo.logprob_level=chunk", "policy.film=true", "algo.kl_coef=0.1", "policy.proprio=false"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["recipe=maniskill_grpo_openvla_oft_tiny", "env.reward=own"],
+            marks=[pytest.mark.slow, pytest.mark.skipif(find_spec("mani_skill") is None, reason="needs ManiSkill")],
+        ),
+    ],
+)
+def test_chunks_train_at_every_level_and_with_a_reference(options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*options[:1], *OFT[1:], *options[1:]] if "recipe" in options[0] else [*OFT, *options]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["train/logprob_gap"] for row in rows) < 1e-5
+    assert all(row["train/grad_norm"] > 0 for row in rows)
+    if "algo.kl_coef=0.1" in options:
+        assert rows[-1]["train/reference_kl"] != 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ["policy.name=openvla_oft", "policy.chunk=4", "policy.head=l1", "policy.proprio=true"],
+        ["policy.name=openvla_oft", "policy.chunk=4", "policy.proprio=true", "policy.lora_rank=4"],
+        ["policy.name=openvla"],
+    ],
+)
+def test_each_family_imitates_and_rl_goes_on_from_there(policy, tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    assert collect.main([*OFT[:1], "cluster.backend=inline", "out=demos", "collect.episodes=8"]) == 0
+    told = ["recipe=pointmass_ppo_openvla_tiny", *OFT[8:], *policy]
+    assert sft.main([*told, "sft.data=demos", "sft.epochs=3", "sft.minibatch_size=16", "sft.lr=3e-4"]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    losses = [json.loads(line)["train/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    short = ["run.iterations=1", "algo.rollout_decisions=4", "env.num_envs=4", "algo.minibatch_size=16"]
+    assert train.main([*told, *short, f"run.start_from={run}"]) == 0

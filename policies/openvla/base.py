@@ -1,0 +1,260 @@
+"""What OpenVLA and its successors share: the networks, how a folder becomes weights and back, prompts and pictures.
+
+What surprises: weights stay empty until `initialise` or `load_weights`; building a model costs no memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodied.arrays import host, tensor_of
+from embodied.data import Array, EnvSpec, Observation
+from embodied.errors import CheckpointError, ConfigError
+from embodied.policies.base import Policy
+from embodied.policies.config import PrismaticConfig
+from embodied.policies.openvla.actions import ActionTokens
+from embodied.policies.openvla.folder import copy_companions, read_published, read_stored, write_published
+from embodied.policies.openvla.llama import LanguageModel
+from embodied.policies.openvla.settings import PRESETS, settings_of
+from embodied.policies.openvla.text import prompt, tokenizer_of
+from embodied.policies.openvla.vision import Projector, VisionBackbone
+from embodied.policies.vla.images import processor_of
+from embodied.policies.vla.lora import UP, add_lora, is_adapter, merged, published_name, save_adapters
+from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, statistics_of
+from embodied.policies.vla.text import align
+from embodied.runtime.blobs import Blob, blob_of
+from embodied.runtime.blobs import tensor_of as tensor_of_blob
+
+VALUE = "value_head."
+
+
+class PrismaticPolicy(Policy):
+    """A family says how actions are read from the language model: `act`, `value`, `forward`."""
+
+    extras: tuple[str, ...] = (VALUE,)  # how the names of weights begin that published folders may lack
+
+    def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
+        super().__init__(config, spec)
+        self.published = read_published(config.pretrained) if config.pretrained else None
+        self.source = self.published and self.published.path
+        published = self.published
+        self.settings = published.settings if published else settings_of(PRESETS[config.preset], "policy.preset")
+        self.norm_stats = published.norm_stats if published else fresh_statistics(spec)
+        self.where = str(self.source or "policy.preset")
+        self.statistics = self._statistics("action")
+        self.cameras = self.choose_cameras()
+        check_env(config, spec, len(self.statistics.low))
+        settings, numbers = self.settings, published.preprocessor if published else {}
+        kinds = [tower.kind for tower in settings.towers]
+        self.images = processor_of(numbers, kinds, settings.image_size, settings.resize, config.crop_area)
+        self.tokenizer = tokenizer_of(self.source, settings)
+        self.codes = ActionTokens(settings.bins)
+        self.dtype = getattr(torch, config.dtype)
+        self.exact = torch.promote_types(self.dtype, torch.float32)
+        with torch.device("meta"):
+            self.build()
+        self.to(self.dtype).to_empty(device="cpu")
+
+    def choose_cameras(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def build(self) -> None:
+        """The networks."""
+        settings = self.settings
+        self.vision_backbone = VisionBackbone(settings.towers, settings.image_size)
+        self.projector = Projector(settings.vision_dim, settings.llama.dim, len(settings.towers) > 1)
+        self.language_model = LanguageModel(settings.llama)
+        self.value_head = nn.Sequential(
+            nn.Linear(settings.llama.dim, 512), nn.GELU(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 1, bias=False)
+        )
+
+    def adapt(self, whole: tuple[nn.Module, ...] = ()) -> None:
+        """Put LoRA into the published networks, but for these parts of them, which are trained whole."""
+        if self.config.lora_rank:
+            parts = [self.vision_backbone, self.projector, self.language_model.model]
+            add_lora(parts, self.config.lora_rank, self.config.lora_scale, whole)
+            self.language_model.lm_head.requires_grad_(False)
+
+    @torch.no_grad()
+    def initialise(self, rng: np.random.Generator) -> None:
+        """Published weights where the recipe names some, drawn ones for what is left."""
+        draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
+        stored = read_stored(self.published, self.components()) if self.published else {}
+        own = self.state_dict(keep_vars=True)
+        where = {name: name if name in stored else self.published_name(name) for name in own}
+        fresh = {name for name in own if not stored or (where[name] not in stored and self.is_extra(name))}
+        if stored and (odd := sorted({where[name] for name in own.keys() - fresh} ^ stored.keys())):
+            raise CheckpointError(f"{self.source}: its weights do not fit its config.json: {', '.join(odd[:4])}")
+        for name, parameter in own.items():
+            if name in fresh:
+                self.start(name, parameter, draw)
+            else:
+                self.use_weights({name: tensor_of_blob(stored[where[name]]).clone()})
+
+    def start(self, name: str, parameter: Tensor, draw: torch.Generator) -> None:
+        """The initial numbers of a weight: ones for norms and scales, zero biases, small normal numbers. An adapter
+        begins without effect."""
+        if name.endswith(("bias", UP)):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=draw))
+
+    def published_name(self, name: str) -> str:
+        return published_name(name)
+
+    def is_extra(self, name: str) -> bool:
+        return name.startswith(self.extras) or is_adapter(name)
+
+    def stored_weights(self) -> dict[str, Blob]:
+        """Of the published folder, for acting only: what it lacks is zero."""
+        stored, found = read_stored(self.published, self.components()), {}
+        for name, tensor in self.state_dict().items():
+            blob = stored.get(name, stored.get(self.published_name(name)))
+            found[name] = blob_of(torch.zeros_like(tensor)) if blob is None else blob
+        return found
+
+    # From actions to what the networks write, and back
+
+    def _statistics(self, part: str) -> Statistics:
+        return statistics_of(self.norm_stats, self.config.statistics, self.where, part)
+
+    def actions_of(self, units: np.ndarray) -> np.ndarray:
+        """Numbers in [-1, 1], [..., A], in the units that the env takes."""
+        actions = self.statistics.from_unit(units)
+        actions[..., -1] = GRIPPERS[self.config.gripper](actions[..., -1])
+        return actions.astype(np.float32)
+
+    def units_of(self, actions: Array) -> np.ndarray:
+        """Demonstrated actions [..., A] as numbers in [-1, 1]."""
+        stored = host(actions).astype(np.float64)
+        stored[..., -1] = STORED_GRIPPERS[self.config.gripper](stored[..., -1])
+        return self.statistics.to_unit(stored)
+
+    def tokens_of(self, inputs: dict[str, Any]) -> Tensor:
+        """The tokens [B, C, A] that were written, or those of demonstrated actions."""
+        if "tokens" in inputs:
+            return tensor_of(inputs["tokens"], self.device)
+        return tensor_of(self.codes.encode(self.units_of(inputs["actions"])), self.device)
+
+    # What it is told and shown
+
+    def _words(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the prompts [N, L], and which of them are there."""
+        texts = obs["instruction"] if self.spec.instruction else [self.config.instruction] * count
+        return align([self.tokenizer.encode(prompt(text)) for text in texts], self.settings.pad_id)
+
+    def _pixels(self, obs: Observation) -> list[Tensor]:
+        """Of each camera [N, 3 * towers, size, size]."""
+        frames = [tensor_of(obs["images"][camera], self.device) for camera in self.cameras]
+        return [self.images(part).to(self.dtype) for part in frames]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Of the action tokens, tempered as the recipe says."""
+        first = self.settings.first_action_id
+        weight = self.language_model.lm_head.weight[first : first + self.settings.bins]
+        return nn.functional.linear(hidden, weight).to(self.exact) / self.config.temperature
+
+    def _value(self, hidden: Tensor) -> Tensor:
+        return self.value_head(hidden).squeeze(-1).to(self.exact)
+
+    # For learners
+
+    def blocks(self) -> list[nn.Module]:
+        towers = [block for tower in self.vision_backbone.towers() for block in tower.blocks[:-1]]
+        return [*towers, *self.language_model.model.layers]
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        named = list(self.named_parameters())
+        return {
+            "policy": [p for name, p in named if not name.startswith(VALUE)],
+            "value": [p for name, p in named if name.startswith(VALUE)],
+        }
+
+    # On disk
+
+    def description(self) -> dict[str, Any]:
+        """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""
+        ours = super().description()
+        if self.base:
+            ours |= {"base": str(self.base)}
+        ours["policy"]["pretrained"] = "." if self.source else None
+        return self.published_config() | ours
+
+    def published_config(self) -> dict[str, Any]:
+        return self.settings.published | {"norm_stats": self.norm_stats}
+
+    @property
+    def base(self) -> Path | None:
+        """The folder that a saved policy refers to for all that was not trained: LoRA saves its adapters only."""
+        return self.source and self.source.resolve() if self.config.lora_rank else None
+
+    def saved(self) -> set[str]:
+        if not self.base:
+            return super().saved()
+        return {name for name, tensor in self.state_dict(keep_vars=True).items() if tensor.requires_grad}
+
+    def save_pretrained(self, folder: Path | str, tensors=None) -> None:
+        super().save_pretrained(folder, tensors)
+        copy_companions(self.source, Path(folder))
+
+    def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
+        """The layout that other programs read: no value head, adapters merged, large weights in shards."""
+        weights = self.published_weights()
+        parts = {kind: self.component(kind, weights) for kind in self.components()}
+        inside = {self.published_name(n): t for n, t in weights.items() if not self.is_extra(n)}
+        write_published(Path(folder), self.published_config(), inside, parts, self.published, shard_bytes)
+
+    def published_weights(self) -> dict[str, Tensor]:
+        return dict(merged(self.state_dict().items(), self.config.lora_scale))
+
+    def components(self) -> tuple[str, ...]:
+        """Parts that upstream keeps in files of their own."""
+        return ()
+
+    def component(self, kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def save_adapters(self, folder: Path | str) -> None:
+        """As peft reads them."""
+        config = self.config
+        save_adapters(Path(folder), self.state_dict().items(), config.lora_rank, config.lora_scale, str(self.source))
+
+
+def fresh_statistics(spec: EnvSpec) -> dict[str, Any]:
+    """Of a model with fresh weights: actions are from -1 to 1, and what a robot feels within half a turn."""
+    dim, felt = spec.action.dim, spec.state_dim or 0
+    return {
+        "unit": {
+            "action": {"q01": [-1.0] * dim, "q99": [1.0] * dim, "mask": [True] * dim},
+            "proprio": {"q01": [-np.pi] * felt, "q99": [np.pi] * felt},
+        }
+    }
+
+
+def check_env(config: PrismaticConfig, spec: EnvSpec, dim: int) -> None:
+    if spec.action.discrete:
+        raise ConfigError(f"policy.name={config.name} writes continuous actions, but this env takes a choice")
+    if spec.action.dim != dim:
+        raise ConfigError(
+            f"this model was trained for {dim} action numbers, the env takes {spec.action.dim}; choose another "
+            "env.control_mode (pd_ee_delta_pose has 7), or policy.statistics"
+        )
+    if not spec.instruction and config.instruction is None:
+        raise ConfigError(
+            f"policy.name={config.name} needs an instruction, but this env gives none; set policy.instruction='...', "
+            "or env.instruction=true where the env has that option"
+        )
+
+
+def check_cameras(config: PrismaticConfig, spec: EnvSpec, chosen: tuple[str, ...], key: str) -> None:
+    if not spec.images:
+        raise ConfigError(f"policy.name={config.name} needs images, but this env offers none; set env.cameras")
+    if unknown := [name for name in chosen if name not in spec.images]:
+        raise ConfigError(f"{key}={unknown[0]!r} is none of this env's cameras: {', '.join(sorted(spec.images))}")

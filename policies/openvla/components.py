@@ -1,0 +1,90 @@
+"""Parts that OpenVLA-OFT keeps beside its shards, in files such as action_head--150000_checkpoint.pt.
+
+Upstream writes them with torch.save. They are read with a reader that makes tensors and nothing else, and written as
+safetensors: `python -m embodied.policies.openvla.components FOLDER` converts a folder's, with the same names and bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from embodied.errors import CheckpointError, EmbodiedError
+from embodied.policies.vla.lora import DOWN, merged
+from embodied.policies.vla.shards import write_tensors
+from embodied.runtime.blobs import read_safetensors, tensor_of
+
+FILE = re.compile(
+    r"(action_head|proprio_projector|vision_backbone|noisy_action_projector)--.+_checkpoint\.(pt|safetensors)"
+)
+FILM_ALPHA = 16  # the largest alpha that upstream gives the adapters inside a vision_backbone file
+
+
+def find_components(folder: Path) -> dict[str, Path]:
+    """By kind; a converted file comes before the one it was converted from."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):  # .pt before .safetensors
+        match = FILE.fullmatch(path.name)
+        if match is None:
+            continue
+        kind = match[1]
+        if kind in found and found[kind].stem != path.stem:
+            raise CheckpointError(f"{folder} holds both {found[kind].name} and {path.name}; keep the one to use")
+        found[kind] = path
+    if "noisy_action_projector" in found:
+        raise CheckpointError(f"{folder} is a model with a diffusion head, which is not supported")
+    return found
+
+
+def read_component(path: Path) -> dict[str, Tensor]:
+    """Its tensors, without the prefix that training on several devices leaves."""
+    if path.suffix == ".safetensors":
+        tensors = {name: tensor_of(blob) for name, blob in read_safetensors(path).items()}
+    else:
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as err:  # whatever a damaged file or one that holds code makes the reader say
+            raise CheckpointError(f"{path} cannot be read as tensors: {str(err).splitlines()[0]}") from None
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{path} holds something else than named tensors")
+    return {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
+
+
+def component_weights(kind: str, path: Path) -> dict[str, Tensor]:
+    """Under the names of our networks. Adapters inside a vision backbone are merged."""
+    tensors = read_component(path)
+    if kind != "vision_backbone":
+        return {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
+    rank = next((len(tensor) for name, tensor in tensors.items() if name.endswith(DOWN)), None)
+    return tensors if rank is None else dict(merged(tensors.items(), min(rank, FILM_ALPHA) / rank))
+
+
+def convert(folder: Path) -> list[Path]:
+    """Write every .pt component of a folder again as safetensors."""
+    written = []
+    for path in find_components(folder).values():
+        if path.suffix == ".pt":
+            write_tensors(path.with_suffix(".safetensors"), read_component(path))
+            written.append(path.with_suffix(".safetensors"))
+    return written
+
+
+def main(argv: list[str]) -> int:
+    try:
+        (folder,) = map(Path, argv)
+        print("\n".join(f"written {path}" for path in convert(folder)) or "nothing to convert")
+    except (ValueError, OSError):
+        print("usage: python -m embodied.policies.openvla.components FOLDER", file=sys.stderr)
+        return 2
+    except EmbodiedError as err:
+        print(err, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

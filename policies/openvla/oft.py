@@ -1,0 +1,183 @@
+"""OpenVLA-OFT as a policy: images, an instruction and perhaps the robot's state in, a whole chunk of actions out.
+
+All numbers of all actions are read in one pass, in which every token sees every other one. What surprises: a number is
+read one place before its own, empty token, where a model that writes word by word would have predicted it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodied.arrays import host, tensor_of
+from embodied.data import NoiseSpec, Observation, PolicyOutput
+from embodied.errors import ConfigError
+from embodied.policies.base import Scores
+from embodied.policies.openvla.base import VALUE, PrismaticPolicy, check_cameras
+from embodied.policies.openvla.folder import OFT, unwrapped
+from embodied.policies.openvla.heads import FiLM, L1Head, ProprioProjector, laplace, laplace_noise
+from embodied.policies.openvla.sampling import action_scores, pick
+from embodied.policies.vla.statistics import Statistics, statistics_of
+
+SLACK = 1e-8  # by which upstream widens every range
+STOP = 2
+LOG_SCALE = "log_scale"
+FILM = (".scale.weight", ".scale.bias", ".shift.weight", ".shift.bias")
+
+
+class OpenVLAOFTPolicy(PrismaticPolicy):
+    extras = (VALUE, LOG_SCALE, "action_head.", "proprio_projector.")
+
+    def choose_cameras(self) -> tuple[str, ...]:
+        check_cameras(self.config, self.spec, self.config.cameras, "policy.cameras")
+        return self.config.cameras or tuple(sorted(self.spec.images))
+
+    def build(self) -> None:
+        config, dim, numbers = self.config, self.settings.llama.dim, self.spec.action.dim
+        has = self.published.components if self.published else {}
+        says = self.published.oft if self.published else {}
+        self.head = config.head or says.get("head") or ("l1" if "action_head" in has else "discrete")
+        self.proprio = first(config.proprio, says.get("proprio"), "proprio_projector" in has)
+        self.film = first(config.film, says.get("film"), "vision_backbone" in has)
+        super().build()
+        if self.head == "l1":
+            if config.temperature != 1.0:
+                raise ConfigError("policy.temperature is of tokens, but policy.head=l1 writes none; leave it at 1")
+            self.language_model.lm_head.requires_grad_(False)  # it writes words, and nobody reads them
+            self.action_head = L1Head(dim, numbers)
+            self.log_scale = nn.Parameter(torch.empty(numbers))
+        if self.proprio:
+            self.felt = self._felt()
+            self.proprio_projector = ProprioProjector(self.spec.state_dim, dim)
+        self.adapt(self._wrap_blocks() if self.film else ())
+
+    def _felt(self) -> Statistics:
+        felt, there = self._statistics("proprio"), self.spec.state_dim
+        if there != len(felt.low):
+            raise ConfigError(
+                f"this model feels {len(felt.low)} numbers (policy.proprio), the env gives {there or 'none'}; "
+                "set env.state=proprio, or policy.proprio=false"
+            )
+        return felt
+
+    def _wrap_blocks(self) -> tuple[nn.Module, ...]:
+        """Put FiLM around all vision blocks; -> its layers."""
+        layers: list[nn.Module] = []
+        for tower, settings in zip(self.vision_backbone.towers(), self.settings.towers, strict=True):
+            wrapped = [FiLM(block, self.settings.llama.dim, settings.dim) for block in tower.blocks]
+            wrapped[-1].requires_grad_(False)
+            tower.blocks = nn.ModuleList(wrapped)
+            layers += [layer for film in wrapped for layer in (film.scale, film.shift)]
+        return tuple(layers)
+
+    def start(self, name: str, parameter: Tensor, draw: torch.Generator) -> None:
+        super().start(name, parameter, draw)
+        if name == LOG_SCALE:
+            parameter.fill_(self.config.initial_log_scale)
+
+    def noise_spec(self) -> NoiseSpec:
+        return NoiseSpec("uniform", self.config.chunk * self.spec.action.dim)
+
+    @torch.inference_mode()
+    def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
+        hidden = self._hidden(obs)
+        uniform = tensor_of(noise, self.device).view(hidden.shape[:3])
+        if self.head == "l1":
+            center = self._center(hidden)
+            units = center + temperature * self._log_scale().exp() * laplace_noise(uniform).to(self.exact)
+            logprobs, _ = laplace(center, self._log_scale(), units)
+            chosen, replay = host(units), {"units": host(units)}
+        else:
+            logits = self._logits(hidden)
+            tokens = pick(logits, uniform, temperature)
+            logprobs, _ = action_scores(logits, tokens)
+            chosen, replay = self.codes.decode(host(tokens)), {"tokens": host(tokens)}
+        return PolicyOutput(self.actions_of(chosen), host(logprobs), host(self._value(hidden[:, 0, 0])), replay)
+
+    @torch.inference_mode()
+    def value(self, obs: Observation) -> np.ndarray:
+        return host(self._value(self._hidden(obs)[:, 0, 0]))
+
+    def forward(self, inputs: dict[str, Any]) -> Scores:
+        hidden = self._hidden(inputs["obs"])
+        if self.head == "l1":
+            units = inputs["units"] if "units" in inputs else self.units_of(inputs["actions"])
+            scores = laplace(self._center(hidden), self._log_scale(), tensor_of(units, self.device).to(self.exact))
+        else:
+            scores = action_scores(self._logits(hidden), self.tokens_of(inputs))
+        return Scores(*scores, self._value(hidden[:, 0, 0]))
+
+    def deviations(self) -> list[nn.Parameter]:
+        return [self.log_scale] if self.head == "l1" else []
+
+    # Inside
+
+    def _hidden(self, obs: Observation) -> Tensor:
+        """Hidden states [N, C, A, D] from which the numbers of the chunk are read."""
+        images = self._pixels(obs)
+        count, numbers = len(images[0]), self.config.chunk * self.spec.action.dim
+        ids, there = self._words(obs, count)
+        if self.config.stop_token:
+            ids, there = (np.pad(part, ((0, 0), (0, 1)), constant_values=c) for part, c in ((ids, STOP), (there, True)))
+        present = tensor_of(there, self.device)
+        words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))
+        seen = self._seen(images, words, present)
+        if self.proprio:
+            state = self.felt.to_unit(host(obs["state"]).astype(np.float64))
+            seen = torch.cat([seen, self.proprio_projector(tensor_of(state, self.device).to(self.dtype))[:, None]], 1)
+        text = words.shape[1] - self.config.stop_token  # what comes after it follows the actions
+        blank = words.new_zeros(count, numbers, words.shape[2])
+        x = torch.cat([words[:, :1], seen.to(words.dtype), words[:, 1:text], blank, words[:, text:]], dim=1)
+        known = present.new_ones(1, 1).expand(count, -1)
+        parts = (present[:, :1], known.expand(-1, seen.shape[1]), present[:, 1:text], known.expand(-1, numbers))
+        mask = torch.cat([*parts, present[:, text:]], dim=1)
+        hidden = self.language_model.model(x, mask, bidirectional=self.config.bidirectional, padded=not there.all())
+        begin = seen.shape[1] + text - 1
+        return hidden[:, begin : begin + numbers].view(count, self.config.chunk, self.spec.action.dim, -1)
+
+    def _seen(self, images: list[Tensor], words: Tensor, present: Tensor) -> Tensor:
+        """Embeddings of all images, one after the other."""
+        told = ()
+        if self.film:
+            weights = present[:, :, None].to(words.dtype)
+            mean = (words * weights).sum(1) / weights.sum(1)
+            told = (mean.repeat(len(images), 1),)
+        patches = self.projector(self.vision_backbone(torch.cat(images), *told))
+        return torch.cat(patches.chunk(len(images)), dim=1)
+
+    def _center(self, hidden: Tensor) -> Tensor:
+        return self.action_head(hidden.flatten(2)).to(self.exact)
+
+    def _log_scale(self) -> Tensor:
+        return self.log_scale.to(self.exact)
+
+    def _statistics(self, part: str) -> Statistics:
+        return statistics_of(self.norm_stats, self.config.statistics, self.where, part, self.config.bounds, SLACK)
+
+    # On disk
+
+    def published_name(self, name: str) -> str:
+        return unwrapped(super().published_name(name))
+
+    def is_extra(self, name: str) -> bool:
+        return super().is_extra(name) or (self.film and name.endswith(FILM))
+
+    def published_config(self) -> dict[str, Any]:
+        return super().published_config() | {OFT: {"head": self.head, "proprio": self.proprio, "film": self.film}}
+
+    def components(self) -> tuple[str, ...]:
+        flags = {"action_head": self.head == "l1", "proprio_projector": self.proprio, "vision_backbone": self.film}
+        return tuple(kind for kind, there in flags.items() if there)
+
+    def component(self, kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        if kind == "vision_backbone":
+            return {name: tensor for name, tensor in weights.items() if name.startswith("vision_backbone.")}
+        return {n.removeprefix(f"{kind}."): tensor for n, tensor in weights.items() if n.startswith(f"{kind}.")}
+
+
+def first(*answers: bool | None) -> bool:
+    """The first that is one."""
+    return next(answer for answer in answers if answer is not None)
