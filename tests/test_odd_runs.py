@@ -1,6 +1,7 @@
 """Run folders that were damaged or oddly named: the commands say what is wrong, or do what was asked."""
 
 import importlib
+import json
 import shlex
 import shutil
 
@@ -49,13 +50,13 @@ def test_a_broken_state_is_named(copy, capsys, text):
 
 @pytest.mark.parametrize("name", ["a*b", "[x]", "two words", "it's", "-dash"])
 def test_any_name_can_be_resumed_and_evaluated_by_the_commands_that_are_printed(tmp_path, capsys, name):
-    told = ["recipe=pointmass_ppo", f"run.dir={tmp_path}", f"run.name={name}", *QUICK, *SMALL]
+    told = ["recipe=pointmass_ppo", f"run.dir={tmp_path}", f"run.name={json.dumps(name)}", *QUICK, *SMALL]
     assert run("train", *told) == 0
     output = capsys.readouterr().out
     printed = [shlex.split(line.split(None, 1)[1]) for line in output.splitlines() if "  python -m embodied." in line]
     (evaluate, resume) = (words for words in printed if words[2] in ("embodied.evaluate", "embodied.train"))
     assert run("evaluate", *evaluate[3:-1], "eval.episodes=1") == 0
     assert run("train", *resume[3:], "run.iterations=2") == 0
-    assert run("train", *told, "resume=auto", "run.iterations=3") == 0
+    assert run("train", *told[:3], *QUICK[1:], *SMALL, "resume=auto", "run.iterations=3") == 0
     assert "resumed from" in capsys.readouterr().out
     assert len(list(tmp_path.iterdir())) == 1
