@@ -22,7 +22,7 @@ from pathlib import Path
 from embodied.runtime.backend import Events
 from embodied.runtime.exits import describe_exit
 from embodied.runtime.hosts import DRIVER, Host, HostPlan, Links, ranges
-from embodied.runtime.payload import Payload, decode, encode
+from embodied.runtime.payload import Payload, decode, encode, segments
 from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign
 from embodied.runtime.wire import Loop, Wire, socket_pair
 
@@ -159,6 +159,7 @@ class LocalBackend:
                 thread.join(timeout=5)
             for process in processes:
                 process.free()
+            segments.drop()
 
     # Inside
 

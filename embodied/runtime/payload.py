@@ -1,31 +1,26 @@
 """Moves an object to another process: large buffers through anonymous shared memory, the rest as a short message.
 
-The writer copies every buffer of 64 KiB or more once into a memory file without a name (memfd); its descriptor travels
-with the message and the reader maps it. Nothing of it ever stands in /dev/shm: the kernel frees it with its last user,
-even after `kill -9`. Arrays arrive read-only. Torch CPU tensors arrive writable, on pages that are private to the
-reader, because torch knows no read-only tensors.
+The writer copies every buffer of 64 KiB or more once into a memory file without a name (segments.py); its descriptor
+travels with the message and the reader maps it. Arrays arrive read-only. Torch CPU tensors arrive writable, on pages
+that are private to the reader, because torch knows no read-only tensors.
 """
 
 from __future__ import annotations
 
-import ctypes
 import io
-import mmap
 import os
 import pickle
 import sys
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from embodied.runtime.segments import Segments, map_private
+
 OUT_OF_BAND_BYTES = 64 * 1024
 _ALIGNMENT = 64
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+segments = Segments()  # of this process
 
 
 @dataclass(frozen=True)
@@ -113,36 +108,11 @@ def _write(parts: list[memoryview], tensors: frozenset[int], body: memoryview) -
     for chunk in chunks:
         places.append((end, chunk.nbytes))
         end += -(-chunk.nbytes // _ALIGNMENT) * _ALIGNMENT
-    fd = os.memfd_create("embodied", os.MFD_CLOEXEC)
-    payload = Payload(body if inline_body else b"", Layout(end, tuple(places[: len(parts)]), tensors), fd)
-    os.ftruncate(fd, end)
+    fd, memory = segments.take(end)
     for (offset, size), chunk in zip(places, chunks):
-        done = 0
-        while done < size:  # the kernel writes at most 2 GiB at a time
-            done += os.pwrite(fd, chunk[done:], offset + done)
-    if not inline_body:
-        payload.layout = Layout(end, tuple(places[: len(parts)]), tensors, places[-1])
-    return payload
-
-
-def map_private(fd: int, size: int) -> memoryview:
-    """Maps copy-on-write: what is written here stays here, and pages nobody wrote here follow the file."""
-    return _map(fd, size, mmap.MAP_PRIVATE)
-
-
-def map_shared(fd: int, size: int) -> memoryview:
-    """Maps so that what is written here is seen by all."""
-    return _map(fd, size, mmap.MAP_SHARED)
-
-
-def _map(fd: int, size: int, kind: int) -> memoryview:
-    """Unmaps with the last view. `mmap.mmap` would keep a descriptor open for every array."""
-    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
-        raise OSError(ctypes.get_errno(), f"cannot map {size} bytes of shared memory")
-    memory = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
-    return memoryview(memory).cast("B")
+        memory[offset : offset + size] = chunk
+    layout = Layout(end, tuple(places[: len(parts)]), tensors, None if inline_body else places[-1])
+    return Payload(body if inline_body else b"", layout, fd)
 
 
 class _TorchPickler(pickle.Pickler):

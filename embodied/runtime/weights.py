@@ -26,7 +26,7 @@ import numpy as np
 from embodied.errors import EmbodiedError, StaleWeights
 from embodied.runtime.blobs import Blob, Spec, checksum, place
 from embodied.runtime.channel import Channel, put_all
-from embodied.runtime.payload import map_private, map_shared
+from embodied.runtime.segments import map_private, map_shared
 
 IN_FLIGHT_BYTES = 64 << 20  # of buckets: one that was put and one being put
 BUCKET_BYTES = IN_FLIGHT_BYTES // 2

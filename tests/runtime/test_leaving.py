@@ -13,6 +13,7 @@ import pytest
 
 from embodied.errors import ChannelClosed, WorkerFailed
 from embodied.runtime import Cluster, HostPlan, Worker
+from embodied.runtime.payload import segments
 
 HOSTS = [HostPlan("one", ("a",)), HostPlan("two", ("b",))]
 
@@ -115,6 +116,7 @@ def test_large_arrays_flow_without_growing_anything(processes):
                 early = len(os.listdir("/proc/self/fd"))
         work.wait()
         assert len(os.listdir("/proc/self/fd")) <= early
+        segments.drop()
         assert "memfd:embodied (" not in Path("/proc/self/maps").read_text()
 
 

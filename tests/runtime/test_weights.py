@@ -276,9 +276,10 @@ def resident(what):
         return next(int(line.split()[1]) for line in status if line.startswith(what))
 
 
-@pytest.mark.parametrize(("route", "sender", "reader"), [("buckets", 80, 128 + 80), ("snapshot", 8, 128 + 8)])
+@pytest.mark.parametrize(("route", "sender", "reader"), [("buckets", 112, 128 + 80), ("snapshot", 8, 128 + 8)])
 def test_memory_stays_within_one_snapshot_and_what_is_in_flight(tmp_path, route, sender, reader):
-    """A snapshot that is mapped counts in every process that maps it, so the reader may show those 128 MiB as well."""
+    """A snapshot that is mapped counts in every process that maps it, so the reader may show those 128 MiB as well. A
+    sender keeps the memory of three buckets: one is read, one waits, one is written."""
     with Cluster("local", [HostPlan("a", ("owner",)), HostPlan("b", ("reader",))], tmp_path, timeout_s=60) as cluster:
         owner, actor = cluster.launch(Large, "owner"), cluster.launch(Large, "reader")
         channel = cluster.channel("weights", home=actor, capacity=1)
