@@ -42,6 +42,7 @@ class LearnerWorker(Worker):
         self.meeting = meeting
         self.device = device
         self.collective: Collective = Alone()
+        self.store: WeightStore | None = None
 
     def listen(self, timeout_s: float) -> MeetingAddress:
         """Rank 0: become the meeting point of ranks on several machines."""
@@ -160,7 +161,8 @@ class LearnerWorker(Worker):
         self.loaded = True
 
     def close(self) -> None:
-        self.store.close()
+        if self.store is not None:
+            self.store.close()
         if self.config.shard:
             leave()
 

@@ -72,8 +72,9 @@ def test_a_folder_of_the_same_name_in_the_working_directory_shadows_nothing(whee
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_in_an_environment_without_the_checkout(wheel, tmp_path):
+def test_the_wheel_trains_in_an_environment_without_the_checkout(wheel, tmp_path, monkeypatch):
     """Dependencies are borrowed from here by their folder, which leaves the link to the checkout behind."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "env")
     site = next((tmp_path / "env").glob("lib/python*/site-packages"))
     zipfile.ZipFile(wheel).extractall(site)
