@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 Array = Any  # numpy array, or a torch tensor where data stays on a GPU
-Observation = dict[str, Any]  # "state": [N,D]; "images": {camera: uint8 [N,H,W,3]}; "instruction": list of N strings
+# "state": [N,D]; "images": {camera: uint8 [N,H,W,3]}; "instruction": list of N strings; "privileged": [N,P], numbers that
+# help to learn and that no action may depend on
+Observation = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class EnvSpec:
 
     action: ActionSpec
     state_dim: int | None = None
+    privileged_dim: int | None = None
     images: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # camera -> (H, W, 3)
     instruction: bool = False
     max_episode_steps: int = 0

@@ -130,6 +130,7 @@ def check_fits(target: Target, env: Any, spec: EnvSpec) -> None:
     words = {
         "actions": (made.action, spec.action),
         "state": (made.state_dim, spec.state_dim if made.state_dim else None),
+        "privileged numbers": (made.privileged_dim, spec.privileged_dim if made.privileged_dim else None),
         "images": (made.images, offered),
         "instruction": (made.instruction, made.instruction and spec.instruction),
     }

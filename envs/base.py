@@ -321,10 +321,13 @@ class VectorEnv(GymnasiumVectorEnv):
         """What these rows see is what the spec promises, in shape, and finite."""
         if self.env_spec.state_dim is not None:
             self._check_shape("state", obs.get("state"), (self.env_spec.state_dim,))
+        if self.env_spec.privileged_dim is not None:
+            self._check_shape("privileged", obs.get("privileged"), (self.env_spec.privileged_dim,))
         for camera, size in self.env_spec.images.items():
             self._check_shape(f"image {camera!r}", obs.get("images", {}).get(camera), size)
-        if "state" in obs and len(wrong := np.flatnonzero(~finite_rows(obs["state"]) & rows)):
-            raise NotFinite(self._where("state", wrong))
+        for what in ("state", "privileged"):
+            if what in obs and len(wrong := np.flatnonzero(~finite_rows(obs[what]) & rows)):
+                raise NotFinite(self._where(what, wrong))
 
     def _check_shape(self, what: str, array: Any, row: tuple[int, ...]) -> None:
         wanted = [self.num_envs, *row]
@@ -357,6 +360,8 @@ def observation_space(spec: EnvSpec, dtype: np.dtype) -> spaces.Dict:
     parts: dict[str, spaces.Space] = {}
     if spec.state_dim is not None:
         parts["state"] = spaces.Box(-np.inf, np.inf, (spec.state_dim,), dtype.type)
+    if spec.privileged_dim is not None:
+        parts["privileged"] = spaces.Box(-np.inf, np.inf, (spec.privileged_dim,), dtype.type)
     if spec.images:
         parts["images"] = spaces.Dict(
             {camera: spaces.Box(0, 255, size, np.uint8) for camera, size in spec.images.items()}

@@ -42,6 +42,11 @@ def known_reward(name: str) -> str:
 Side = Annotated[int, Field(ge=8, le=2048)]
 ImageSize = Annotated[tuple[Side, Side], BeforeValidator(height_and_width)]
 SIZE_HELP = "Height and width of these images in pixels; one number for both."
+PRIVILEGED = Field(
+    False,
+    description="With state=proprio: give the learner, never the actor, the numbers that `full` has beyond it; the "
+    "critic reads them.",
+)
 
 
 Tasks = Annotated[str | tuple[str, ...], BeforeValidator(a_name_or_names)]
@@ -90,6 +95,7 @@ class ManiSkillConfig(CommonEnvConfig):
     state: Literal["full", "proprio"] = Field(
         "full", description="Observed numbers: everything, or only what ManiSkill gives beside images: the robot's own."
     )
+    privileged: bool = PRIVILEGED
     cameras: tuple[str, ...] = Field(
         (), description="Cameras whose images are observed, by ManiSkill's names: base_camera, render_camera, ..."
     )
@@ -103,6 +109,11 @@ class ManiSkillConfig(CommonEnvConfig):
     shader: str = Field("default", description="ManiSkill shader pack of the camera that films episodes.")
     video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of filmed frames, in pixels.")
 
+    @model_validator(mode="after")
+    def _something_is_hidden(self) -> ManiSkillConfig:
+        check_privileged(self)
+        return self
+
 
 class PointMassConfig(CommonEnvConfig):
     name: Literal["pointmass"] = Field(description="A toy: move a point to a target, numpy only.")
@@ -112,12 +123,18 @@ class PointMassConfig(CommonEnvConfig):
     state: Literal["full", "proprio"] = Field(
         "full", description="Observed numbers: everything, or only what the point feels: its place and speed."
     )
+    privileged: bool = PRIVILEGED
     cameras: tuple[Literal["top", "near"], ...] = Field(
         (), description="Cameras whose images are observed: the whole world from above, the point's surroundings."
     )
     image_size: ImageSize = Field((32, 32), description=SIZE_HELP)
     instruction: bool = Field(False, description="Observe an instruction text as well.")
     dtype: Literal["float32", "float64"] = Field("float32", description="Precision of the physics, states and rewards.")
+
+    @model_validator(mode="after")
+    def _something_is_hidden(self) -> PointMassConfig:
+        check_privileged(self)
+        return self
 
 
 class LiberoConfig(CommonEnvConfig):
@@ -190,6 +207,11 @@ class ExternalEnvConfig(CommonEnvConfig):
         if not EXTERNAL.fullmatch(name):
             raise ValueError(unknown_env(name))
         return with_task(values, name.rpartition(":")[2])
+
+
+def check_privileged(config: Any) -> None:
+    if config.privileged and config.state == "full":
+        raise ValueError("env.privileged=true, but env.state=full hides nothing from the actor; try env.state=proprio")
 
 
 def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:

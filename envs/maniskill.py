@@ -91,9 +91,11 @@ class ManiSkillEnv(VectorEnv):
         from mani_skill.utils.registration import REGISTERED_ENVS
 
         limit = config.max_episode_steps or REGISTERED_ENVS[config.task].max_episode_steps or 100
+        seen = numbers(env, info, config.privileged)
         spec = EnvSpec(
             action=ActionSpec(env.single_action_space.shape[0]),
-            state_dim=int(numbers(env, info).shape[-1]),
+            state_dim=int(seen["state"].shape[-1]),
+            privileged_dim=int(seen["privileged"].shape[-1]) if config.privileged else None,
             images=dict.fromkeys(config.cameras, (*config.image_size, 3)),
             max_episode_steps=limit,
             has_success="success" in info,
@@ -107,7 +109,7 @@ class ManiSkillEnv(VectorEnv):
         super().__init__(config, num_envs, spec)
         for each in self.envs:
             self._prepare(each)
-        self._state = np.zeros((num_envs, spec.state_dim), np.float32)
+        self._numbers = {name: np.zeros((num_envs, part.shape[-1]), np.float32) for name, part in seen.items()}
         self._info_now: dict[str, Any] | None = None  # of the batched env, while its state is not observed yet
         self._cameras: dict[int, Any] = {}
 
@@ -124,7 +126,7 @@ class ManiSkillEnv(VectorEnv):
             if info["reconfigure"]:
                 self._cameras.pop(row, None)  # it looked into the scene that is gone
                 self._prepare(self.envs[row])
-            self._state[row] = self._seen(row, obs, info)
+            self._see(row, obs, info)
             success[i] = bool(info.get("success", False))
         return success
 
@@ -135,7 +137,7 @@ class ManiSkillEnv(VectorEnv):
         rewards, failed, success = np.zeros(self.num_envs, np.float32), *np.zeros((2, self.num_envs), bool)
         for row in np.flatnonzero(active):
             obs, reward, _, _, info = self.envs[row].step(actions[row])
-            self._state[row] = self._seen(row, obs, info)
+            self._see(row, obs, info)
             rewards[row] = float(reward)
             failed[row], success[row] = bool(info.get("fail", False)), bool(info.get("success", False))
         return StepResult(rewards, self._ends(failed), success if self.env_spec.has_success else None)
@@ -166,17 +168,20 @@ class ManiSkillEnv(VectorEnv):
             import torch
 
             with torch.no_grad():
-                self._state = numbers(self.envs[0], self._info_now).float()
-                if self.config.backend != "cuda":
-                    self._state = to_numpy(self._state)
+                seen = numbers(self.envs[0], self._info_now, self.config.privileged)
+                as_kept = to_numpy if self.config.backend != "cuda" else lambda tensor: tensor
+                self._numbers = {name: as_kept(part.float()) for name, part in seen.items()}
             self._info_now = None
         if self.config.backend != "cuda":
-            return {"state": self._state.copy()}
-        return {"state": self._state, **self._all_images()}
+            return {name: part.copy() for name, part in self._numbers.items()}
+        return {**self._numbers, **self._all_images()}
 
-    def _seen(self, row: int, obs: Any, info: dict[str, Any]) -> np.ndarray:
-        """The state of a plain env, which has computed all of it already."""
-        return to_numpy(obs if self.config.state == "full" else numbers(self.envs[row], info))[0]
+    def _see(self, row: int, obs: Any, info: dict[str, Any]) -> None:
+        """Keep the numbers of a plain env, which has computed all of a full state already."""
+        full = self.config.state == "full"
+        seen = {"state": obs} if full else numbers(self.envs[row], info, self.config.privileged)
+        for name, part in seen.items():
+            self._numbers[name][row] = to_numpy(part)[0]
 
     def _prepare(self, env: Any) -> None:
         """What a scene needs after ManiSkill has built it."""
@@ -249,12 +254,25 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
         return [make().unwrapped for _ in range(num_envs)]
 
 
-def numbers(env: Any, info: dict[str, Any]) -> Any:
-    """The observed numbers [N, D], a tensor: what ManiSkill calls the state, or without images' privileges."""
+def numbers(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[str, Any]:
+    """The observed numbers [N, D], tensors: what ManiSkill calls the state, or what of it goes with images and, apart
+    from that, what does not."""
     from mani_skill.utils import common
 
-    parts = {"agent": env._get_obs_agent(), "extra": env._get_obs_extra(info)}
-    return common.flatten_state_dict(parts, use_torch=True, device=env.device)
+    extra = env._get_obs_extra(info)
+    parts = {"state": {"agent": env._get_obs_agent(), "extra": extra}}
+    if privileged:
+        before = env._obs_mode, env.obs_mode_struct.state  # tasks ask one or the other what to tell
+        env._obs_mode, env.obs_mode_struct.state = "state", True
+        try:
+            parts["privileged"] = {name: part for name, part in env._get_obs_extra(info).items() if name not in extra}
+        finally:
+            env._obs_mode, env.obs_mode_struct.state = before
+        if not parts["privileged"]:
+            raise ConfigError(f"env.privileged=true, but {env.spec.id} hides no numbers where there are images")
+    return {
+        name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()
+    }
 
 
 def check_task(task: str) -> None:

@@ -38,6 +38,7 @@ class PointMassEnv(VectorEnv):
         spec = EnvSpec(
             action=ActionSpec(1, len(DIRECTIONS)) if config.discrete else ActionSpec(2),
             state_dim=6 if config.state == "full" else 4,
+            privileged_dim=2 if config.privileged else None,
             images=dict.fromkeys(config.cameras, (*config.image_size, 3)),
             instruction=config.instruction,
             max_episode_steps=config.max_episode_steps or STEPS,
@@ -71,6 +72,8 @@ class PointMassEnv(VectorEnv):
         if self.config.state == "full":
             parts.append(self._target - self._position)
         obs: Observation = {"state": np.concatenate(parts, axis=1) / self.dtype.type(self.config.size)}
+        if self.config.privileged:
+            obs["privileged"] = (self._target - self._position) / self.dtype.type(self.config.size)
         if self.config.instruction:
             obs["instruction"] = [INSTRUCTION] * self.num_envs
         return obs

@@ -1,6 +1,7 @@
 """What small policies share: an MLP for the action distribution and one for the value, both on the same features.
 
-Continuous actions are Gaussian with a learned, state-independent deviation per dimension; discrete ones are
+Where the env gives privileged numbers, the value reads these and the state instead: it is needed in training only, and
+no action depends on it. Continuous actions are Gaussian with a learned, state-independent deviation per dimension; discrete ones are
 categorical, sampled through Gumbel noise. Actions are stored as sampled; the env clips them.
 """
 
@@ -25,7 +26,8 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class ActorCritic(Policy):
-    """A family sets `features`: what it makes of an observation, `width` numbers for each row."""
+    """A family sets `features`: what it makes of an observation, `width` numbers for each row, without the privileged
+    ones."""
 
     def __init__(self, config: ActorCriticConfig, spec: EnvSpec, width: int) -> None:
         super().__init__(config, spec)
@@ -33,10 +35,11 @@ class ActorCritic(Policy):
         self.exact = torch.promote_types(self.dtype, torch.float32)  # what distributions and values are computed in
         self.per_step = spec.action.num_choices if spec.action.discrete else spec.action.dim
         self.actor = mlp(width, config.hidden, config.chunk * self.per_step, config.activation, self.dtype)
-        self.critic = mlp(width, config.hidden, 1, config.activation, self.dtype)
+        known = (spec.state_dim or 0) + (spec.privileged_dim or 0)
+        self.critic = mlp(known if spec.privileged_dim else width, config.hidden, 1, config.activation, self.dtype)
         self.normalizer = None
-        if config.normalize_observations and spec.state_dim is not None:
-            self.normalizer = ObservationNormalizer(spec.state_dim, config.normalize_floor)
+        if config.normalize_observations and known:
+            self.normalizer = ObservationNormalizer(known, config.normalize_floor)
         if not spec.action.discrete:
             self.log_std = nn.Parameter(torch.empty(spec.action.dim, dtype=self.dtype))
 
@@ -77,16 +80,21 @@ class ActorCritic(Policy):
         else:
             actions = head + temperature * self.log_std.to(self.exact).exp() * noise_t
         logprobs, _ = self._distribution(head, actions)
-        return PolicyOutput(as_asked(actions, obs), as_asked(logprobs, obs), host(self._value(features)))
+        return PolicyOutput(as_asked(actions, obs), as_asked(logprobs, obs), host(self._value(obs, features)))
 
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:
-        return host(self._value(self.features(obs)))
+        return host(self._value(obs))
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
-        features = self.features(inputs["obs"])
+        obs = inputs["obs"]
+        features = self.features(obs)
         logprobs, entropy = self._distribution(self._head(features), tensor_of(inputs["actions"], self.device))
-        return Scores(logprobs, entropy, self._value(features))
+        return Scores(logprobs, entropy, self._value(obs, features), self.own_loss(obs, features))
+
+    def own_loss(self, obs: Observation, features: Tensor) -> Tensor | None:
+        """What `Scores.own_loss` says."""
+        return None
 
     def blocks(self) -> list[nn.Module]:
         return [net for net, _ in self.nets()]
@@ -100,20 +108,35 @@ class ActorCritic(Policy):
         return [] if self.spec.action.discrete else [self.log_std]
 
     def observation_moments(self, obs: Observation) -> np.ndarray | None:
-        return None if self.normalizer is None else state_moments(host(obs["state"]))
+        if self.normalizer is None:
+            return None
+        return state_moments(np.concatenate([host(obs[name]) for name in ("state", "privileged") if name in obs], -1))
 
     def merge_observation_moments(self, rows: np.ndarray) -> None:
         self.normalizer.merge(rows)
 
     def state(self, obs: Observation) -> Tensor:
         """The observed numbers in the policy's precision, normalised where it does that."""
-        state = tensor_of(obs["state"], self.device).to(self.dtype)
-        return state if self.normalizer is None else self.normalizer(state)
+        return self._normal(obs["state"], 0)
+
+    def privileged(self, obs: Observation) -> Tensor:
+        """The same of what only training knows."""
+        return self._normal(obs["privileged"], self.spec.state_dim or 0)
+
+    def _normal(self, numbers: Any, first: int) -> Tensor:
+        """Numbers that are the `first` and following ones of all that is normalised."""
+        numbers = tensor_of(numbers, self.device).to(self.dtype)
+        return numbers if self.normalizer is None else self.normalizer(numbers, first)
 
     def _head(self, features: Tensor) -> Tensor:
         return self.actor(features).view(len(features), self.config.chunk, self.per_step).to(self.exact)
 
-    def _value(self, features: Tensor) -> Tensor:
+    def _value(self, obs: Observation, features: Tensor | None = None) -> Tensor:
+        if self.spec.privileged_dim:
+            known = [self.privileged(obs)] if self.spec.state_dim is None else [self.state(obs), self.privileged(obs)]
+            features = torch.cat(known, dim=-1)
+        elif features is None:
+            features = self.features(obs)
         return self.critic(features).squeeze(-1).to(self.exact)
 
     def _distribution(self, head: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:

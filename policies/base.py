@@ -35,10 +35,13 @@ class Scores:
     logprobs: Tensor  # [B, C, A]
     entropy: Tensor  # [B, C, A]
     values: Tensor  # [B]
+    own_loss: Tensor | None = None  # [B], of a policy that learns something beside acting (`Policy.own_losses`)
 
 
 class Policy(nn.Module):
     """A plug-in implements `act`, `value`, `forward` and `noise_spec`; saving and loading come from here."""
+
+    own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
 
     def __init__(self, config: Any, spec: EnvSpec) -> None:
         super().__init__()

@@ -44,6 +44,14 @@ class CNNConfig(ActorCriticConfig):
     kernels: tuple[int, ...] = Field((8, 4, 3), min_length=1, description="Width of each convolution's kernel.")
     strides: tuple[int, ...] = Field((4, 2, 1), min_length=1, description="Step of each convolution's kernel.")
     features: int = Field(128, gt=0, description="Numbers that each camera's image becomes.")
+    estimate: bool = Field(
+        False,
+        description="Learn to estimate the env's privileged numbers from the images, and act on these estimates and "
+        "the state; needs env.privileged.",
+    )
+    estimate_coef: float = Field(
+        1.0, gt=0, description="Weight of the squared error of the estimates, in deviations of each number."
+    )
 
     @model_validator(mode="after")
     def _layers_are_complete(self) -> CNNConfig:

@@ -27,11 +27,23 @@ class ObservationNormalizer(nn.Module):
         self.register_buffer("mean", torch.zeros(dim, dtype=torch.float64))
         self.register_buffer("m2", torch.zeros(dim, dtype=torch.float64))
 
-    def forward(self, state: Tensor) -> Tensor:
+    def forward(self, state: Tensor, first: int = 0) -> Tensor:
+        """Of numbers that are those from `first` on."""
         if self.count < 2:
             return state
-        std = (self.m2 / self.count + self.floor**2).sqrt()
-        return ((state - self.mean.to(state.dtype)) / std.to(state.dtype)).clamp(-CLIP, CLIP)
+        part = slice(first, first + state.shape[-1])
+        std, mean = self._deviation(self.floor)[part], self.mean[part]
+        return ((state - mean.to(state.dtype)) / std.to(state.dtype)).clamp(-CLIP, CLIP)
+
+    def spread(self, first: int, least: float) -> Tensor:
+        """The deviation of what `forward` gives, of the numbers from `first` on; of those that vary by less than
+        `least`, in units of the state, what that makes."""
+        if self.count < 2:
+            return torch.ones_like(self.mean[first:])
+        return (self._deviation(least) / self._deviation(self.floor))[first:]
+
+    def _deviation(self, floor: float) -> Tensor:
+        return (self.m2 / self.count + floor**2).sqrt()
 
     def merge(self, moments: np.ndarray) -> None:
         """Merge rows of (count, mean[D], M2[D]), one per env, in the order given (Chan's parallel formula)."""

@@ -89,7 +89,8 @@ def moments_of(played: PlayedEpisodes, count: int, moments: Callable[[Observatio
     """The observation moments of the first `count` episodes, a row each; None for policies that track none."""
     rows, start = [], 0
     for length in played.lengths.tolist():
-        found = moments({"state": played.obs["state"][start : start + length, None]} if "state" in played.obs else {})
+        rows_of = {name: played.obs[name] for name in ("state", "privileged") if name in played.obs}
+        found = moments({name: part[start : start + length, None] for name, part in rows_of.items()})
         if found is None:
             return None
         rows.append(found)

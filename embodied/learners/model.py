@@ -32,7 +32,8 @@ class Model:
         self.tick()
         with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
             scores = self.policy(inputs)
-        return Scores(*(part.to(self.dtype) for part in (scores.logprobs, scores.entropy, scores.values)))
+        parts = (scores.logprobs, scores.entropy, scores.values, scores.own_loss)
+        return Scores(*(None if part is None else part.to(self.dtype) for part in parts))
 
     def passes(self, count: int) -> int:
         """How often the network runs for so many items."""

@@ -94,6 +94,7 @@ def update_policy(
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     factor = lr_factor(config.lr_schedule, iteration / total)
     blocks = item_blocks(optimizer, share)
+    names = (*share.sums, *model.policy.own_losses)
     history: list[dict[str, float]] = []
     gap = None
     for epoch in range(config.epochs):
@@ -104,7 +105,7 @@ def update_policy(
             passes = max((model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
             stats, worst_gap = gradient(model, config, share, mine, len(minibatch), passes)
             totals, norm = optimizer.exchange(stats)
-            each = zip(share.sums, totals.tolist(), strict=True)
+            each = zip(names, totals.tolist(), strict=True)
             numbers = {name: value / len(minibatch) for name, value in each}
             numbers["grad_norm"] = norm
             check_finite(numbers, iteration, epoch)
@@ -137,12 +138,17 @@ def gradient(
 ) -> tuple[Tensor, float]:
     """Leave the gradient of this rank's part of a minibatch in the parameters; return the sums of its statistics."""
     batch = share.batch
-    sums, gap = share.advantages.new_zeros(len(share.sums)), 0.0
+    sums, gap = share.advantages.new_zeros(len(share.sums) + len(model.policy.own_losses)), 0.0
     for part, counts in model.micro_batches(mine, passes):
         scores = model.score(batch.inputs(part))
         loss, stats = share.loss_sum(scores, part, float(counts), config)
+        parts = [stats[name] for name in share.sums]
+        if scores.own_loss is not None:
+            own = scores.own_loss.sum() * float(counts)
+            loss = loss + own
+            parts.append(own.detach())
         (loss / count).backward()
-        sums += torch.stack([stats[name] for name in share.sums])
+        sums += torch.stack(parts)
         if counts:
             played = (take(batch.mask, part) & take(batch.current, part)[:, None])[:, :, None]
             gaps = torch.where(played, scores.logprobs.detach() - take(batch.logprobs, part), 0.0).abs()

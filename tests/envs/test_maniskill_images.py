@@ -12,7 +12,7 @@ from embodied.errors import ConfigError
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 pytest.importorskip("mani_skill")
 
-OPTIONS = {"cameras": ("base_camera",), "image_size": 32, "state": "proprio"}
+OPTIONS = {"cameras": ("base_camera",), "image_size": 32, "state": "proprio", "privileged": True}
 
 
 def build(num_envs, **options):
@@ -40,6 +40,7 @@ def test_batched_rows_look_like_single_envs(batched):
     many, one = reset(batched, [11, 12, 13]), reset(single, [12])
     np.testing.assert_array_equal(one["images"]["base_camera"][0], many["images"]["base_camera"][1])
     np.testing.assert_allclose(one["state"][0], many["state"][1], atol=1e-6)
+    np.testing.assert_allclose(one["privileged"][0], many["privileged"][1], atol=1e-6)
     actions = np.random.default_rng(0).uniform(-1, 1, (3, 5, 8)).astype(np.float32)
     many, one = batched.step_chunk(actions).obs, single.step_chunk(actions[1:2]).obs
     difference = one["images"]["base_camera"][0].astype(int) - many["images"]["base_camera"][1]
@@ -56,6 +57,14 @@ def test_proprio_tells_nothing_of_the_cube(batched):
     states, images = ([reset(batched, [seed, 0, 0])[part] for seed in (1, 2)] for part in ("state", "images"))
     assert np.abs(images[0]["base_camera"][0].astype(int) - images[1]["base_camera"][0]).max() > 50
     assert np.abs(states[0][0] - states[1][0]).max() < 0.2  # only the arm's own start differs
+
+
+def test_privileged_numbers_are_those_of_the_scene(batched):
+    known = reset(batched, [1, 2, 3])["privileged"]
+    cube, goal = batched.envs[0].obj.pose, batched.envs[0].goal_region.pose
+    assert batched.env_spec.privileged_dim == 3 + 7
+    np.testing.assert_allclose(known, np.concatenate([goal.p, cube.raw_pose], axis=1), atol=1e-6)
+    assert batched.step_chunk(np.ones((3, 1, 8), np.float32)).obs["privileged"].shape == (3, 10)
 
 
 def test_fast_images_show_the_same_scene_with_a_fraction_of_the_triangles(batched):

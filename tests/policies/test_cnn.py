@@ -1,5 +1,7 @@
 """The policy that sees: it scores as it acted, and says what it cannot look at."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -56,9 +58,41 @@ def test_tensors_are_answered_with_tensors_and_values_with_numpy():
     np.testing.assert_array_equal(output.actions.numpy(), usual.actions)
 
 
+def knowing(rows=5):
+    """Observations with two privileged numbers."""
+    return {**observation(rows), "privileged": np.random.default_rng(1).normal(size=(rows, 2))}
+
+
+def test_privileged_numbers_reach_the_critic_and_no_action():
+    policy, obs = build(replace(SPEC, privileged_dim=2), estimate=True, normalize_observations=True), knowing()
+    policy.merge_observation_moments(policy.observation_moments({n: obs[n][None] for n in ("state", "privileged")}))
+    other = {**obs, "privileged": obs["privileged"] + 1}
+    before, after = act(policy, obs), act(policy, other)
+    np.testing.assert_array_equal(before.actions, after.actions)
+    np.testing.assert_array_equal(before.logprobs, after.logprobs)
+    assert (before.values != after.values).all()
+    unseen = {n: frames * 0 for n, frames in obs["images"].items()}
+    np.testing.assert_array_equal(policy.value({**obs, "images": unseen}), before.values)
+
+
+def test_estimates_are_trained_in_deviations_of_each_number():
+    policy, obs = build(replace(SPEC, privileged_dim=2), estimate=True, normalize_observations=True), knowing(50)
+    obs["privileged"] = obs["privileged"] * [10, 0.1] + 5
+    policy.merge_observation_moments(policy.observation_moments({n: obs[n][None] for n in ("state", "privileged")}))
+    torch.nn.init.zeros_(policy.estimator[0].weight)  # every estimate is the mean: the error is one deviation
+    actions = torch.from_numpy(act(policy, obs).actions)
+    loss = policy({"obs": obs, "actions": actions}).own_loss
+    assert loss.shape == (50,)
+    assert float(loss.detach().mean()) == pytest.approx(1, abs=0.02)  # the least deviation, 0.01, is added to 0.1
+    loss.sum().backward()
+    assert policy.estimator[0].weight.grad.abs().max() > 0
+
+
 def test_what_it_cannot_look_at_is_refused():
     with pytest.raises(ConfigError, match=r"set env\.cameras, or try policy\.name=mlp"):
         build(EnvSpec(ActionSpec(3), state_dim=5))
+    with pytest.raises(ConfigError, match=r"set env\.privileged=true"):
+        build(estimate=True)
     with pytest.raises(ConfigError, match=r"camera 'wrist' has \(12x12\): a layer would get 5x5"):
         build(kernels=(4, 7))
     with pytest.raises(ValueError, match="describe the same layers"):
