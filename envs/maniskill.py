@@ -270,9 +270,7 @@ def numbers(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[st
             env._obs_mode, env.obs_mode_struct.state = before
         if not parts["privileged"]:
             raise ConfigError(f"env.privileged=true, but {env.spec.id} hides no numbers where there are images")
-    return {
-        name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()
-    }
+    return {name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()}
 
 
 def check_task(task: str) -> None:

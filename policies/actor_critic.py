@@ -1,7 +1,9 @@
 """What small policies share: an MLP for the action distribution and one for the value, both on the same features.
 
 Where the env gives privileged numbers, the value reads these and the state instead: it is needed in training only, and
-no action depends on it. Continuous actions are Gaussian with a learned, state-independent deviation per dimension; discrete ones are
+no action depends on it.
+
+Continuous actions are Gaussian with a learned, state-independent deviation per dimension; discrete ones are
 categorical, sampled through Gumbel noise. Actions are stored as sampled; the env clips them.
 """
 
@@ -71,7 +73,10 @@ class ActorCritic(Policy):
 
     @torch.inference_mode()
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
-        features = self.features(obs)
+        return self.decide(obs, self.features(obs), noise, temperature)
+
+    def decide(self, obs: Observation, features: Tensor, noise: np.ndarray, temperature: float) -> PolicyOutput:
+        """Act on these features."""
         head = self._head(features)
         noise_t = tensor_of(noise, self.device).to(self.exact).view_as(head)
         if self.spec.action.discrete:
@@ -87,14 +92,11 @@ class ActorCritic(Policy):
         return host(self._value(obs))
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
-        obs = inputs["obs"]
-        features = self.features(obs)
-        logprobs, entropy = self._distribution(self._head(features), tensor_of(inputs["actions"], self.device))
-        return Scores(logprobs, entropy, self._value(obs, features), self.own_loss(obs, features))
+        return self.score(inputs, self.features(inputs["obs"]))
 
-    def own_loss(self, obs: Observation, features: Tensor) -> Tensor | None:
-        """What `Scores.own_loss` says."""
-        return None
+    def score(self, inputs: dict[str, Any], features: Tensor) -> Scores:
+        logprobs, entropy = self._distribution(self._head(features), tensor_of(inputs["actions"], self.device))
+        return Scores(logprobs, entropy, self._value(inputs["obs"], features))
 
     def blocks(self) -> list[nn.Module]:
         return [net for net, _ in self.nets()]

@@ -1,22 +1,29 @@
 """Small convolutional trunks, one per camera, and the state: their features feed the actor's and the critic's MLP.
 
-With `policy.estimate` the actor sees no features but what they say of the env's privileged numbers (where a cube is,
-say), which the learner knows: that error and the policy's loss train the trunks together, and what a picture shows is
-learnt in minutes. Pixels stay uint8 until they are on the policy's device; there they become numbers from -0.5 to 0.5.
+With `policy.estimate` the trunks learn to tell the env's privileged numbers (where a cube is, say), which the learner
+knows, and the actor sees these estimates instead of features. It is trained on the estimates that it acted on, so that
+a better eye is not taken for another policy.
+
+Pixels stay uint8 until they are on the policy's device; there they become numbers from -0.5 to 0.5.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
 from torch.nn.utils import skip_init
 
-from embodied.arrays import tensor_of
-from embodied.data import EnvSpec, Observation
+from embodied.arrays import as_asked, tensor_of
+from embodied.data import EnvSpec, Observation, PolicyOutput
 from embodied.errors import ConfigError
 from embodied.policies.actor_critic import ActorCritic, mlp
+from embodied.policies.base import Scores
 from embodied.policies.config import CNNConfig
 
 LEAST = 0.01  # a privileged number that varies less, a centimetre say, need not be estimated
@@ -46,20 +53,35 @@ class CNNPolicy(ActorCritic):
         return [*own, *([(self.estimator, 0.01)] if self.estimator else []), *super().nets()]
 
     def features(self, obs: Observation) -> Tensor:
+        return self._with_state(self.look(obs), obs)
+
+    def look(self, obs: Observation) -> Tensor:
+        """What the pictures show: features, or estimates of the privileged numbers."""
         found = torch.cat([trunk(self._pixels(obs["images"][camera])) for camera, trunk in self.trunks.items()], dim=-1)
-        if self.estimator:
-            found = self.estimator(found)
+        return self.estimator(found) if self.estimator else found
+
+    @torch.inference_mode()
+    def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
+        found = self.look(obs)
+        output = self.decide(obs, self._with_state(found, obs), noise, temperature)
+        return replace(output, replay={"estimates": as_asked(found, obs)}) if self.estimator else output
+
+    def forward(self, inputs: dict[str, Any]) -> Scores:
+        if not self.estimator:
+            return super().forward(inputs)
+        scores = self.score(inputs, self._with_state(tensor_of(inputs["estimates"], self.device), inputs["obs"]))
+        return replace(scores, own_loss=self._estimate_loss(inputs["obs"]))
+
+    def _with_state(self, found: Tensor, obs: Observation) -> Tensor:
         return found if self.spec.state_dim is None else torch.cat([found, self.state(obs)], dim=-1)
 
-    def own_loss(self, obs: Observation, features: Tensor) -> Tensor | None:
-        """The mean squared error of the estimates, which are the first features, in deviations of each number."""
-        if not self.estimator:
-            return None
-        truth = self.privileged(obs)
-        error = features[:, : truth.shape[1]] - truth
+    def _estimate_loss(self, obs: Observation) -> Tensor:
+        """Of each row: the errors in deviations of each number, squared up to 1, linear beyond."""
+        found, truth = self.look(obs), self.privileged(obs)
         if self.normalizer is not None:
-            error = error / self.normalizer.spread(self.spec.state_dim or 0, LEAST).to(error.dtype)
-        return self.config.estimate_coef * error.square().mean(-1)
+            unit = self.normalizer.spread(self.spec.state_dim or 0, LEAST).to(truth.dtype)
+            found, truth = found / unit, truth / unit
+        return smooth_l1_loss(found, truth, reduction="none").mean(-1)
 
     def _pixels(self, frames) -> Tensor:
         """uint8 [N, H, W, 3] -> [N, 3, H, W]; the strides stay as they are, which convolutions like best."""

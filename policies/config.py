@@ -49,9 +49,6 @@ class CNNConfig(ActorCriticConfig):
         description="Learn to estimate the env's privileged numbers from the images, and act on these estimates and "
         "the state; needs env.privileged.",
     )
-    estimate_coef: float = Field(
-        1.0, gt=0, description="Weight of the squared error of the estimates, in deviations of each number."
-    )
 
     @model_validator(mode="after")
     def _layers_are_complete(self) -> CNNConfig:

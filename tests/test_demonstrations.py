@@ -113,3 +113,5 @@ def test_mistakes_are_told_before_anything_starts(demos, tmp_path, capsys):
     other = ["recipe=pointmass_ppo", "env.state=proprio", "cluster.backend=inline", f"run.dir={tmp_path}"]
     assert sft([*other, f"sft.data={demos}"]) == 2
     assert "observation.state is [4] here, [6] there" in capsys.readouterr().err
+    assert sft([*other, f"sft.data={demos}", "env.privileged=true"]) == 2
+    assert "set env.privileged=false" in capsys.readouterr().err

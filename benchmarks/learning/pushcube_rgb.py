@@ -1,9 +1,10 @@
-"""PushCube-v1 from images: success over the run, from two seeds.
+"""PushCube-v1 from images: success over the run, and the final checkpoint on 200 fresh episodes.
 
-    python -m benchmarks.learning.pushcube_rgb [--resume] [--seeds 0 1]
+    python -m benchmarks.learning.pushcube_rgb [--seeds 0 1] [--resume]
 
 Writes results/pushcube_rgb/seed-S.json with one point for every evaluation of the run (the same 50 episodes, the best
-action). --resume continues runs that were stopped, from their last checkpoint, and leaves out those that are finished.
+action). --resume continues runs that were stopped, from their last checkpoint, and leaves out seeds that were measured
+with the same code and recipe.
 """
 
 from __future__ import annotations
@@ -14,18 +15,15 @@ from pathlib import Path
 from benchmarks.common import (
     RESULTS,
     ROOT,
-    code_commit,
+    config_hash,
     environment,
-    machine,
     markdown,
     measure,
-    packages,
     read_metrics,
     resolved,
     train_command,
-    write_json,
 )
-from benchmarks.learning.seeds import parser, program, rate
+from benchmarks.learning.seeds import evaluate, once, parser, program, rate
 
 RECIPE = "maniskill_ppo_rgb"
 SEEDS = (0, 1)
@@ -34,16 +32,22 @@ RUNS = ROOT / "runs" / "pushcube_rgb"
 TIMEOUT_S = 4 * 3600.0
 
 
-def train(seed: int, env: dict, resume: bool) -> Path:
-    """The run of this seed, finished."""
+def measure_seed(seed: int, env: dict, resume: bool) -> dict:
+    run, cpu_s = train(seed, env, resume)
+    final = evaluate(run, env)["overall"]["success_once"]
+    return {"curve": curve(run), "final": final, "cpu_s": cpu_s}
+
+
+def train(seed: int, env: dict, resume: bool) -> tuple[Path, float | None]:
+    """The run of this seed, finished, and the processor time it took, if all was spent now."""
     before = newest_run(seed)
     if resume and before is not None:
         if state_of(before) != "finished":
             measure(program("train", f"resume={before}"), env, TIMEOUT_S)
-        return before
+        return before, None
     told = [f"seed={seed}", f"run.dir={RUNS}", f"run.name=seed-{seed}"]
-    measure(train_command(RECIPE, *told), env, TIMEOUT_S)
-    return newest_run(seed)
+    cost = measure(train_command(RECIPE, *told), env, TIMEOUT_S)
+    return newest_run(seed), round(cost.cpu_s, 1)
 
 
 def newest_run(seed: int) -> Path | None:
@@ -57,10 +61,11 @@ def state_of(run: Path) -> str:
 
 
 def curve(run: Path) -> list[dict]:
-    """Success of every evaluation, with what had been played and spent by then."""
+    """Success of every evaluation of the run (those of its checkpoints, made later, have longer names), with what had
+    been played and spent by then."""
     at = {row["policy_version"]: row for row in read_metrics(run)}
     points = []
-    for path in sorted(run.glob("eval/v*/results.json")):
+    for path in sorted(run.glob("eval/v??????/results.json")):
         results = json.loads(path.read_text())
         row = at.get(results["policy_version"])
         if row is not None:
@@ -79,13 +84,13 @@ def report(curves: dict[int, list[dict]]) -> str:
 
 def main() -> None:
     options = parser(__doc__, SEEDS).parse_args()
-    env, curves = environment(), {}
+    env, config, done = environment(), config_hash(resolved(RECIPE)), {}
     for seed in options.seeds:
-        run = train(seed, env, options.resume)
-        curves[seed] = curve(run)
-        about = {"seed": seed, "commit": code_commit(), "machine": machine(), "packages": packages()}
-        write_json(PLACE / f"seed-{seed}.json", {**about, "config": resolved(RECIPE), "curve": curves[seed]})
-    print(report(curves))
+        recipe = {"seed": seed, "config": config}
+        played = lambda seed=seed: measure_seed(seed, env, options.resume)  # noqa: E731
+        done[seed] = once(PLACE / f"seed-{seed}.json", recipe, options.resume, played)
+        print(f"seed {seed}: {rate(done[seed]['final'])} of fresh episodes", flush=True)
+    print(report({seed: result["curve"] for seed, result in done.items()}))
 
 
 if __name__ == "__main__":

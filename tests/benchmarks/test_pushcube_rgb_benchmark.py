@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks.common import Cost
 from benchmarks.learning import pushcube_rgb
 from benchmarks.learning.pushcube_rgb import curve, report
 
@@ -35,9 +36,9 @@ def test_a_curve_has_a_point_for_every_evaluation(tmp_path):
 def test_resume_continues_what_was_stopped_and_leaves_out_what_is_finished(tmp_path, monkeypatch, state, continued):
     commands = []
     monkeypatch.setattr(pushcube_rgb, "RUNS", tmp_path)
-    monkeypatch.setattr(pushcube_rgb, "measure", lambda command, *_: commands.append(command))
+    monkeypatch.setattr(pushcube_rgb, "measure", lambda command, *_: commands.append(command) or Cost(1.0, 2.0, 3))
     run = make_run(tmp_path, "seed-3-a", state, [1, 2])
-    assert pushcube_rgb.train(3, {}, resume=True) == run
+    assert pushcube_rgb.train(3, {}, resume=True) == (run, None)
     assert len(commands) == continued and all(f"resume={run}" in command for command in commands)
-    pushcube_rgb.train(3, {}, resume=False)
+    assert pushcube_rgb.train(3, {}, resume=False)[1] == 2.0
     assert "seed=3" in commands[-1]

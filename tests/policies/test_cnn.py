@@ -80,12 +80,23 @@ def test_estimates_are_trained_in_deviations_of_each_number():
     obs["privileged"] = obs["privileged"] * [10, 0.1] + 5
     policy.merge_observation_moments(policy.observation_moments({n: obs[n][None] for n in ("state", "privileged")}))
     torch.nn.init.zeros_(policy.estimator[0].weight)  # every estimate is the mean: the error is one deviation
-    actions = torch.from_numpy(act(policy, obs).actions)
-    loss = policy({"obs": obs, "actions": actions}).own_loss
-    assert loss.shape == (50,)
-    assert float(loss.detach().mean()) == pytest.approx(1, abs=0.02)  # the least deviation, 0.01, is added to 0.1
-    loss.sum().backward()
+    output = act(policy, obs)
+    scores = policy({"obs": obs, "actions": torch.from_numpy(output.actions), **output.replay})
+    z = (obs["privileged"] - obs["privileged"].mean(0)) / obs["privileged"].std(0)
+    wanted = np.where(np.abs(z) < 1, z**2 / 2, np.abs(z) - 0.5).mean(-1)
+    np.testing.assert_allclose(scores.own_loss.detach().numpy(), wanted, atol=0.02)  # 0.01 is added to deviation 0.1
+    scores.own_loss.sum().backward()
     assert policy.estimator[0].weight.grad.abs().max() > 0
+
+
+def test_a_better_eye_is_not_taken_for_another_policy():
+    policy, obs = build(replace(SPEC, privileged_dim=2), estimate=True), knowing()
+    output = act(policy, obs)
+    torch.nn.init.ones_(policy.estimator[0].weight)
+    scores = policy({"obs": obs, "actions": torch.from_numpy(output.actions), **output.replay})
+    np.testing.assert_allclose(scores.logprobs.detach().numpy(), output.logprobs, atol=1e-12)
+    scores.logprobs.sum().backward()
+    assert policy.estimator[0].weight.grad is None
 
 
 def test_what_it_cannot_look_at_is_refused():
