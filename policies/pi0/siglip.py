@@ -3,7 +3,6 @@ activation is the approximate GELU, unlike in OpenVLA's tower."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -102,8 +101,3 @@ class Projector(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
-
-
-def pixels_of(frames: Tensor) -> Tensor:
-    """uint8 [N, S, S, 3] -> [-1, 1] [N, 3, S, S]."""
-    return frames.permute(0, 3, 1, 2).to(torch.float32) / 255 * 2 - 1

@@ -1,0 +1,146 @@
+"""The whole network: images and words once (the prefix), then state, noisy actions and time (the suffix) as often as
+noise is taken away.
+
+Who sees whom: images and words see each other; the state sees them; actions see everything and each other. So nothing
+of the prefix depends on the suffix, and nothing of the state's token on actions or time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodied.policies.pi0.gemma import GemmaStack, KeysValues
+from embodied.policies.pi0.settings import Settings
+from embodied.policies.pi0.siglip import Projector, VisionTower
+
+PERIODS = (4e-3, 4.0)  # shortest and longest of the time's sines
+EXACT = ("embeddings.", "input_layernorm.", "post_attention_layernorm.", "model.norm.")  # float32 in half precision
+WORDS = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Prefix:
+    seen: list[KeysValues]
+    present: Tensor  # bool [N, L]
+    hidden: Tensor  # [N, L, dim]
+
+
+class Part(nn.Module):
+    """A name on the way to others."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+class Pi0Network(nn.Module):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.settings = settings
+        dim = settings.expert.dim
+        condition = dim if settings.adaptive else None
+        vlm = Part(
+            vision_tower=VisionTower(settings.vision),
+            multi_modal_projector=Projector(settings.vision.dim, settings.language.dim),
+            language_model=GemmaStack(settings.language, settings.vocab),
+        )
+        expert = Part(model=GemmaStack(settings.expert, condition_dim=condition))
+        self.paligemma_with_expert = Part(paligemma=Part(model=vlm), gemma_expert=expert)
+        self.action_in_proj = nn.Linear(settings.action_dim, dim)
+        self.action_out_proj = nn.Linear(dim, settings.action_dim)
+        if settings.adaptive:
+            self.time_mlp_in = nn.Linear(dim, dim)
+            self.time_mlp_out = nn.Linear(dim, dim)
+        else:
+            self.state_proj = nn.Linear(settings.state_dim, dim)
+            self.action_time_mlp_in = nn.Linear(2 * dim, dim)
+            self.action_time_mlp_out = nn.Linear(dim, dim)
+            self._freeze_unused()
+
+    @property
+    def vlm(self) -> nn.Module:
+        return self.paligemma_with_expert.paligemma.model
+
+    @property
+    def expert(self) -> GemmaStack:
+        return self.paligemma_with_expert.gemma_expert.model
+
+    def prefix(self, pixels: Tensor, ids: Tensor, there: Tensor) -> Prefix:
+        """`pixels` [N, cameras, 3, S, S], word ids and which are there [N, L]."""
+        rows, cameras = pixels.shape[:2]
+        patches = self.vlm.multi_modal_projector(self.vlm.vision_tower(pixels.flatten(0, 1)))
+        patches = patches.view(rows, -1, patches.shape[-1])
+        words = self.vlm.language_model.embed_tokens(ids) * math.sqrt(self.settings.language.dim)
+        present = torch.cat([there.new_ones(rows, patches.shape[1]), there], dim=1)
+        itself = torch.eye(present.shape[1], dtype=torch.bool, device=present.device)  # keeps padding's rows finite
+        mask = (present[:, None] | itself)[:, None]
+        position = (present.long().cumsum(1) - 1).clamp(min=0)
+        x = torch.cat([patches, words.to(patches.dtype)], dim=1)
+        hidden, seen = self.vlm.language_model(x, position, mask)
+        return Prefix(seen, present, hidden)
+
+    def suffix(self, prefix: Prefix, state: Tensor | None, x: Tensor | None, time: Tensor) -> Tensor:
+        """Hidden states of the state's token (Pi0 only) and of noisy actions [N, H, D] at `time` [N]; without actions
+        of the state's alone."""
+        wide = self.action_in_proj.weight
+        waves = sines(time, wide.shape[0]).to(wide.dtype)
+        tokens, condition = [], None
+        if self.settings.adaptive:
+            condition = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(waves))))
+        else:
+            tokens.append(self.state_proj(state.to(wide.dtype))[:, None])
+        if x is not None:
+            actions = self.action_in_proj(x.to(wide.dtype))
+            if not self.settings.adaptive:
+                both = torch.cat([actions, waves[:, None].expand_as(actions).to(actions.dtype)], dim=2)
+                actions = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
+            tokens.append(actions)
+        tokens = torch.cat(tokens, dim=1)
+        length = tokens.shape[1]
+        position = prefix.present.sum(1, keepdim=True) + torch.arange(length, device=tokens.device)
+        hidden, _ = self.expert(tokens, position, self._mask(prefix.present, length), prefix.seen, condition)
+        return hidden.to(wide.dtype)
+
+    def velocity(self, hidden: Tensor) -> Tensor:
+        """Where the noisy actions move, [N, H, D], of the suffix's hidden states."""
+        return self.action_out_proj(hidden[:, -self.settings.horizon :])
+
+    def blocks(self) -> list[nn.Module]:
+        towers = self.vlm.vision_tower.vision_model.encoder.layers
+        return [*towers, *self.vlm.language_model.layers, *self.expert.layers]
+
+    def _mask(self, present: Tensor, length: int) -> Tensor:
+        among = torch.ones(length, length, dtype=torch.bool, device=present.device)
+        if not self.settings.adaptive:
+            among[0, 1:] = False  # the state sees no actions
+        rows = len(present)
+        return torch.cat([present[:, None].expand(-1, length, -1), among.expand(rows, -1, -1)], dim=2)[:, None]
+
+    def _freeze_unused(self) -> None:
+        """Of the language model's last layer only keys and values are looked at."""
+        language = self.vlm.language_model
+        last = language.layers[-1]
+        attention = last.self_attn
+        for part in (attention.q_proj, attention.o_proj, last.mlp, last.post_attention_layernorm, language.norm):
+            part.requires_grad_(False)
+
+
+def sines(time: Tensor, dim: int) -> Tensor:
+    """Sines and cosines [N, dim] of a time from 0 to 1, in float64."""
+    part = torch.linspace(0, 1, dim // 2, dtype=torch.float64, device=time.device)
+    shortest, longest = PERIODS
+    angle = 2 * math.pi * time.double()[:, None] / (shortest * (longest / shortest) ** part)
+    return torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
+def in_half(network: nn.Module, dtype: torch.dtype) -> None:
+    """Weights in half precision, as upstream keeps them: embeddings of images, norms and small projections exact."""
+    for name, parameter in network.named_parameters():
+        if name.startswith("paligemma_with_expert.") and not any(part in name for part in EXACT):
+            parameter.data = parameter.data.to(dtype)
