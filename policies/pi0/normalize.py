@@ -1,0 +1,111 @@
+"""States and actions in the model's units and back: by mean and deviation (Pi0) or from quantile to quantile (Pi0.5).
+
+The figures are found in a published folder (openpi's assets/NAME/norm_stats.json, lerobot's normalising step), or in
+any dataset in LeRobot's layout. They become buffers of the policy and so travel with its weights.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embodied.errors import CheckpointError, ConfigError
+from embodied.policies.pi0.settings import MEAN_STD
+from embodied.runtime.blobs import array_of, read_safetensors
+
+NORM_STATS, STEPS = "norm_stats.json", "policy_preprocessor.json"
+WANTED = {"state": ("state", "observation.state"), "actions": ("actions", "action")}  # openpi's name, lerobot's
+Figures = dict[str, dict[str, list[float]]]  # "state" and "actions" -> "mean", "std", "q01", "q99" -> numbers
+
+
+class Scale(nn.Module):
+    """Numbers of a robot are `unit * scale + shift`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(width, dtype=torch.float64))
+        self.register_buffer("scale", torch.ones(width, dtype=torch.float64))
+
+    def adopt(self, figures: dict[str, list[float]], mode: str, eps: float, what: str) -> None:
+        names = ("mean", "std") if mode == MEAN_STD else ("q01", "q99")
+        if lost := [name for name in names if figures.get(name) is None]:
+            raise CheckpointError(f"{what} lack {' and '.join(lost)}, by which this model is normalised")
+        one, two = (torch.tensor(figures[name], dtype=torch.float64)[: len(self.shift)] for name in names)
+        if len(one) < len(self.shift):
+            raise ConfigError(f"{what} are of {len(one)} numbers, the env has {len(self.shift)}")
+        if mode == MEAN_STD:
+            self.shift.copy_(one)
+            self.scale.copy_(two + eps)
+        else:
+            self.scale.copy_((two - one + eps) / 2)
+            self.shift.copy_(one + self.scale)
+
+    def to_unit(self, numbers: Tensor) -> Tensor:
+        return (numbers.to(torch.float64) - self.shift) / self.scale
+
+    def from_unit(self, unit: Tensor) -> Tensor:
+        return unit.to(torch.float64) * self.scale + self.shift
+
+
+def read_figures(path: Path) -> dict[str, Figures]:
+    """All that a folder holds, by name; empty where it holds none."""
+    found = {}
+    for file in sorted([*path.glob(NORM_STATS), *path.glob(f"assets/**/{NORM_STATS}")]):
+        name = str(file.parent.relative_to(path)).removeprefix("assets").strip("/.")
+        found[name or "own"] = _chosen(_json(file).get("norm_stats", {}), file)
+    if (path / STEPS).is_file():
+        for step in _json(path / STEPS).get("steps", []):
+            if step.get("registry_name") == "normalizer_processor" and step.get("state_file"):
+                found["own"] = _from_step(path / Path(step["state_file"]).name)
+    if (path / "meta" / "stats.json").is_file():
+        found["own"] = _chosen(_json(path / "meta" / "stats.json"), path / "meta" / "stats.json")
+    return found
+
+
+def choose(found: dict[str, Figures], name: str | None, where: str) -> Figures:
+    """Those of the data set `name`, which may be left out where there is only one."""
+    if name is None and len(found) > 1:
+        raise ConfigError(
+            f"{where} was trained on several data sets; choose one: policy.statistics={'|'.join(list(found)[:8])}"
+        )
+    if name is not None and name not in found:
+        raise ConfigError(f"policy.statistics={name!r} is not in {where}; there are: {', '.join(found)}")
+    return found[name or next(iter(found))]
+
+
+def _from_step(path: Path) -> Figures:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, which holds the figures that {STEPS} normalises by")
+    nested: dict[str, dict[str, Any]] = {}
+    for key, blob in read_safetensors(path).items():
+        feature, _, figure = key.rpartition(".")
+        nested.setdefault(feature, {})[figure] = array_of(blob)
+    return _chosen(nested, path)
+
+
+def _chosen(figures: dict[str, Any], where: Path) -> Figures:
+    chosen = {}
+    for ours, names in WANTED.items():
+        name = next((name for name in names if name in figures), None)
+        if name is None:
+            raise CheckpointError(f"{where} has no figures of {' or '.join(names)}")
+        chosen[ours] = {
+            key: torch.as_tensor(value).flatten().tolist()
+            for key, value in figures[name].items()
+            if key in ("mean", "std", "q01", "q99") and value is not None
+        }
+    return chosen
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise CheckpointError(f"{path} is damaged: {err}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no object")
+    return content

@@ -1,0 +1,89 @@
+"""The prompt: the instruction, for Pi0.5 with the state as numbers from 0 to 255, and the tokenisers."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from embodied.errors import CheckpointError, ConfigError
+from embodied.policies.pi0.settings import Settings
+
+TOKENIZER = "tokenizer.json"
+BOS = 2
+EDGES = np.linspace(-1, 1, 257)[:-1]
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]:
+        """Begin, and the text's ids."""
+        ...
+
+
+def prompt(instruction: str, state: np.ndarray | None) -> str:
+    """`state` in the model's units; None: it is not told in words."""
+    text = instruction.strip().replace("_", " ").replace("\n", " ")
+    if state is None:
+        return f"{text}\n"
+    numbers = " ".join(str(number) for number in np.digitize(state, EDGES) - 1)
+    return f"Task: {text}, State: {numbers};\nAction: "
+
+
+class FolderTokenizer:
+    """The tokeniser of a published folder."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer as Fast
+        except ModuleNotFoundError:
+            raise ConfigError("a published Pi0 needs the package tokenizers; pip install tokenizers") from None
+        self._fast = Fast.from_str(path.read_text(encoding="utf-8"))
+
+    def encode(self, text: str) -> list[int]:
+        body = text.removesuffix("\n")  # the answer begins after a line end, which is a token of its own
+        ids = self._ids(body) + (self._ids("\n") if body != text else [])
+        return [BOS, *ids]
+
+    def _ids(self, text: str) -> list[int]:
+        return self._fast.encode(text, add_special_tokens=False).ids
+
+
+class WordTokenizer:
+    """For small models without a vocabulary file: numbers up to 255 have ids of their own, a word's is a hash of it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.words = settings.vocab - 260
+
+    def encode(self, text: str) -> list[int]:
+        return [BOS, *(self._id(word) for word in re.findall(r"-?\d+|\w+|[^\w ]", text))]
+
+    def _id(self, word: str) -> int:
+        if word.lstrip("-").isdecimal() and -1 <= int(word) < 256:
+            return 4 + int(word)
+        return 260 + zlib.crc32(word.encode()) % self.words
+
+
+def tokenizer_of(folder: Path | None, settings: Settings) -> Tokenizer:
+    if settings.tokenizer == "words":
+        return WordTokenizer(settings)
+    if folder is None:
+        raise ConfigError("policy.preset=full has no vocabulary of its own; give policy.pretrained=FOLDER of a Pi0")
+    if not (folder / TOKENIZER).is_file():
+        raise CheckpointError(
+            f"{folder} has no {TOKENIZER}; Pi0 reads with the tokeniser of google/paligemma-3b-pt-224: put its "
+            f"{TOKENIZER} beside the weights"
+        )
+    return FolderTokenizer(folder / TOKENIZER)
+
+
+def padded(sequences: list[list[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [N, L] and which of them are there, of at most so many a row; padding comes last."""
+    sequences = [sequence[:most] for sequence in sequences]
+    width = max(map(len, sequences))
+    ids, there = np.zeros((len(sequences), width), np.int64), np.zeros((len(sequences), width), bool)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)], there[row, : len(sequence)] = sequence, True
+    return ids, there
