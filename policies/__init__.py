@@ -22,6 +22,8 @@ FAMILIES = {
     "cnn": "embodied.policies.cnn:CNNPolicy",
     "openvla": "embodied.policies.openvla.policy:OpenVLAPolicy",
     "openvla_oft": "embodied.policies.openvla.oft:OpenVLAOFTPolicy",
+    "pi0": "embodied.policies.pi0.policy:Pi0Policy",
+    "pi05": "embodied.policies.pi0.policy:Pi0Policy",
 }
 
 

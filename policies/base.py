@@ -73,6 +73,20 @@ class Policy(nn.Module):
         """Score stored decisions: inputs holds "obs", "actions" [B, C, A] and what `act` put in `replay`."""
         raise NotImplementedError
 
+    @property
+    def horizon(self) -> int:
+        """Actions of a demonstration that it learns to predict from one observation."""
+        return getattr(self.config, "chunk", 1)
+
+    def imitation_noise(self) -> NoiseSpec | None:
+        """The randomness that one item of imitation needs."""
+        return None
+
+    def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
+        """How badly it predicts demonstrated actions [B, horizon, A]: a loss for each number [B, horizon, A]. `inputs`
+        holds "obs" and "actions"."""
+        return -self.forward(inputs).logprobs
+
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Parameters by learning rate: "policy" and, where it has weights of its own, "value"."""
         return {"policy": list(self.parameters())}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied import rng
 from embodied.algorithms.items import minibatches, owned, permutation
 from embodied.algorithms.schedules import lr_factor
 from embodied.arrays import join_rows, map_obs
@@ -59,8 +60,7 @@ class ImitationLearner(LearnerWorker):
         moments = [policy.observation_moments(with_axis(shown(episode, policy.spec))) for episode in episodes]
         if moments[0] is not None:
             policy.merge_observation_moments(np.concatenate(self.collective.gather(np.concatenate(moments))))
-        chunk = getattr(policy.config, "chunk", 1)
-        parts = [chunks(episode.actions, chunk) for episode in episodes]
+        parts = [chunks(episode.actions, policy.horizon) for episode in episodes]
         obs = join_rows([shown(episode, policy.spec) for episode in episodes])
         self.demos = Demonstrations(
             obs=map_obs(obs, torch.from_numpy, lambda texts: texts),
@@ -80,7 +80,7 @@ class ImitationLearner(LearnerWorker):
             for minibatch in minibatches(permutation(self.seed, iteration, 0, demos.total), config.minibatch_size):
                 mine = torch.from_numpy(owned(minibatch, demos.first, len(demos)))
                 passes = max((self.model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
-                totals, norm = self.optimizer.exchange(self._gradient(mine, len(minibatch), passes))
+                totals, norm = self.optimizer.exchange(self._gradient(mine, len(minibatch), passes, iteration))
                 rows.append({"loss": float(totals[0]) / len(minibatch), "grad_norm": norm})
                 check_finite(rows[-1], iteration, 0)
                 self.optimizer.step(norm, factor)
@@ -88,16 +88,24 @@ class ImitationLearner(LearnerWorker):
         means = {f"train/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return means | {"train/lr": config.lr * factor}
 
-    def _gradient(self, mine: Tensor, count: int, passes: int) -> Tensor:
+    def _gradient(self, mine: Tensor, count: int, passes: int, iteration: int) -> Tensor:
         """Leave the gradient of this rank's items in the parameters; return the sum of their losses."""
         demos, sums = self.demos, torch.zeros(1, dtype=self.model.dtype)
         for part, counts in self.model.micro_batches(mine, passes):
-            actions = demos.actions[part].to(self.device)
-            scores = self.model.score({"obs": take_items(demos.obs, part), "actions": actions})
-            loss = negative_log_likelihood(scores.logprobs, demos.mask[part].to(self.device)) * float(counts)
+            inputs = {"obs": take_items(demos.obs, part), "actions": demos.actions[part].to(self.device)}
+            losses = self.model.imitate(inputs, self._noise(part.numpy() + demos.first, iteration))
+            loss = mean_of_items(losses, demos.mask[part].to(self.device)) * float(counts)
             (loss / count).backward()
             sums += loss.detach().cpu()
         return sums
+
+    def _noise(self, items: np.ndarray, iteration: int) -> np.ndarray | None:
+        """Keyed by item and pass over the data, so it does not depend on how many learners share them."""
+        wanted = self.policy.imitation_noise()
+        if wanted is None:
+            return None
+        draw = rng.normal if wanted.kind == "normal" else rng.uniform
+        return draw(self.seed, "imitate", items, np.full(len(items), iteration), wanted.width)
 
     def _blocks(self) -> list[tuple[int, int]]:
         """(first item, number of items) of every rank where all must run the network equally often: it is sharded."""
@@ -107,11 +115,10 @@ class ImitationLearner(LearnerWorker):
         return [(int(row[0, 0]), int(row[0, 1])) for row in self.collective.gather(mine)]
 
 
-def negative_log_likelihood(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """logprobs [B, C, A], mask [B, C] -> the sum over items of the mean over an item's demonstrated numbers."""
-    shown = mask[:, :, None].expand_as(logprobs)
-    per_item = torch.where(shown, logprobs, 0.0).sum((1, 2)) / shown.sum((1, 2))
-    return -per_item.sum()
+def mean_of_items(losses: Tensor, mask: Tensor) -> Tensor:
+    """losses [B, C, A], mask [B, C] -> the sum over items of the mean over an item's demonstrated numbers."""
+    shown = mask[:, :, None].expand_as(losses)
+    return (torch.where(shown, losses, 0.0).sum((1, 2)) / shown.sum((1, 2))).sum()
 
 
 def chunks(actions: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -35,6 +35,11 @@ class Model:
         parts = (scores.logprobs, scores.entropy, scores.values, scores.own_loss)
         return Scores(*(None if part is None else part.to(self.dtype) for part in parts))
 
+    def imitate(self, inputs: dict, noise) -> Tensor:
+        self.tick()
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            return self.policy.imitate(inputs, noise).to(self.dtype)
+
     def passes(self, count: int) -> int:
         """How often the network runs for so many items."""
         return -(-count // (self.config.micro_batch_size or max(count, 1)))

@@ -54,6 +54,11 @@ def log_density(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
     return -0.5 * z * z - deviation.log() - HALF_LOG_2PI
 
 
+def unit_density(x: Tensor) -> Tensor:
+    """Of the noise that everything begins with."""
+    return -0.5 * x * x - HALF_LOG_2PI
+
+
 def entropy(deviation: Tensor) -> Tensor:
     return deviation.log() + (0.5 + HALF_LOG_2PI)
 

@@ -73,7 +73,7 @@ class Pi0Network(nn.Module):
 
     def prefix(self, pixels: Tensor, ids: Tensor, there: Tensor) -> Prefix:
         """`pixels` [N, cameras, 3, S, S], word ids and which are there [N, L]."""
-        rows, cameras = pixels.shape[:2]
+        rows = len(pixels)
         patches = self.vlm.multi_modal_projector(self.vlm.vision_tower(pixels.flatten(0, 1)))
         patches = patches.view(rows, -1, patches.shape[-1])
         words = self.vlm.language_model.embed_tokens(ids) * math.sqrt(self.settings.language.dim)

@@ -6,7 +6,6 @@ any dataset in LeRobot's layout. They become buffers of the policy and so travel
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied.errors import CheckpointError, ConfigError
+from embodied.policies.folder import read_json
 from embodied.policies.pi0.settings import MEAN_STD
 from embodied.runtime.blobs import array_of, read_safetensors
 
@@ -56,13 +56,13 @@ def read_figures(path: Path) -> dict[str, Figures]:
     found = {}
     for file in sorted([*path.glob(NORM_STATS), *path.glob(f"assets/**/{NORM_STATS}")]):
         name = str(file.parent.relative_to(path)).removeprefix("assets").strip("/.")
-        found[name or "own"] = _chosen(_json(file).get("norm_stats", {}), file)
+        found[name or "own"] = _chosen(read_json(file).get("norm_stats", {}), file)
     if (path / STEPS).is_file():
-        for step in _json(path / STEPS).get("steps", []):
+        for step in read_json(path / STEPS).get("steps", []):
             if step.get("registry_name") == "normalizer_processor" and step.get("state_file"):
                 found["own"] = _from_step(path / Path(step["state_file"]).name)
     if (path / "meta" / "stats.json").is_file():
-        found["own"] = _chosen(_json(path / "meta" / "stats.json"), path / "meta" / "stats.json")
+        found["own"] = _chosen(read_json(path / "meta" / "stats.json"), path / "meta" / "stats.json")
     return found
 
 
@@ -99,13 +99,3 @@ def _chosen(figures: dict[str, Any], where: Path) -> Figures:
             if key in ("mean", "std", "q01", "q99") and value is not None
         }
     return chosen
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as err:
-        raise CheckpointError(f"{path} is damaged: {err}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no object")
-    return content

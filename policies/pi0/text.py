@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from embodied.errors import CheckpointError, ConfigError
 from embodied.policies.pi0.settings import Settings
+from embodied.policies.vla.text import fast_tokenizer, hashed_words
 
 TOKENIZER = "tokenizer.json"
 BOS = 2
@@ -36,11 +36,7 @@ class FolderTokenizer:
     """The tokeniser of a published folder."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer as Fast
-        except ModuleNotFoundError:
-            raise ConfigError("a published Pi0 needs the package tokenizers; pip install tokenizers") from None
-        self._fast = Fast.from_str(path.read_text(encoding="utf-8"))
+        self._fast = fast_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
         body = text.removesuffix("\n")  # the answer begins after a line end, which is a token of its own
@@ -63,7 +59,7 @@ class WordTokenizer:
     def _id(self, word: str) -> int:
         if word.lstrip("-").isdecimal() and -1 <= int(word) < 256:
             return 4 + int(word)
-        return 260 + zlib.crc32(word.encode()) % self.words
+        return 260 + (hashed_words(word, self.words) or [0])[0]
 
 
 def tokenizer_of(folder: Path | None, settings: Settings) -> Tokenizer:

@@ -1,0 +1,127 @@
+"""Published folders on disk: openpi's and lerobot's names of weights, read as ours and written back byte by byte.
+
+What surprises: upstream ties the word embeddings to an unused output layer and files hold either name; and they hold an
+output layer of the expert that nobody uses, which we keep in a file beside our weights instead of in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied.errors import CheckpointError
+from embodied.policies.folder import CONFIG, read_blobs, read_json
+from embodied.policies.pi0.network import WORDS
+from embodied.policies.pi0.normalize import NORM_STATS, Figures, read_figures
+from embodied.policies.pi0.settings import Settings, settings_of
+from embodied.policies.pi0.text import TOKENIZER
+from embodied.runtime.blobs import Blob, read_safetensors, tensor_of, write_safetensors
+
+MODEL = "model."  # what our names, and lerobot's, begin with
+UNUSED = "unused.safetensors"
+LAYOUT = "published_weights"  # in our config.json: the names and precisions of the folder that the weights came from
+TIED = "paligemma_with_expert.paligemma.lm_head.weight"
+EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
+COMPANIONS = (TOKENIZER, "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "policy_*.json")
+FIGURES = ("policy_*.safetensors", NORM_STATS, f"assets/**/{NORM_STATS}")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A folder whose description was read; bytes are read when they are used."""
+
+    path: Path
+    settings: Settings
+    figures: dict[str, Figures]
+    layout: dict[str, str]  # published name -> precision
+    weights: dict[str, Blob]  # our names
+    unused: dict[str, Blob]  # published names
+
+
+def read_published(path: Path | str, kind: str) -> Published:
+    """`kind` is what the recipe takes it for."""
+    path = Path(path)
+    if not (path / CONFIG).is_file():
+        raise CheckpointError(f"{path} is not a folder of Pi0: {CONFIG} is missing")
+    config, stored = read_json(path / CONFIG), read_blobs(path)
+    layout = config.get(LAYOUT)
+    if layout is None:
+        layout = {name: blob.spec.dtype for name, blob in stored.items()}
+        unused = {name: blob for name, blob in stored.items() if own_name(name) is None}
+        weights = {own_name(name): blob for name, blob in stored.items() if name not in unused}
+    else:
+        unused = read_safetensors(path / UNUSED) if (path / UNUSED).is_file() else {}
+        weights = dict(stored)
+    config = {key: value for key, value in config.items() if key not in (LAYOUT, "policy", "env_spec")}
+    settings = settings_of(config, layout, str(path / CONFIG))
+    if settings.kind != kind:
+        raise CheckpointError(f"{path} holds a {settings.kind}, not a {kind}: policy.name={settings.kind}")
+    figures = read_figures(path)
+    if not figures:
+        raise CheckpointError(
+            f"{path} has no statistics, without which states and actions have no units: assets/NAME/{NORM_STATS} "
+            "(openpi) or the normalising step of policy_preprocessor.json (lerobot) is missing; copy it from where the "
+            "model was trained"
+        )
+    return Published(path, settings, figures, layout, weights, unused)
+
+
+def own_name(published: str) -> str | None:
+    """Our name of a published weight; None: nobody uses it."""
+    name = published.removeprefix(MODEL)
+    if name == EXPERT_HEAD:
+        return None
+    if name == TIED:
+        name = WORDS
+    return MODEL + name.replace(".vision_tower.vision_model.", ".vision_tower.").replace(
+        ".vision_tower.", ".vision_tower.vision_model."
+    )
+
+
+def write_back(path: Path, source: Published, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Write the files that belong to the weights; -> the weights under published names, in the precision they had."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / CONFIG).write_text(json.dumps(source.settings.published, indent=2) + "\n", encoding="utf-8")
+    copy_files(source.path, path, (*COMPANIONS, *FIGURES))
+    weights = {name: tensor_of(blob) for name, blob in source.unused.items()}
+    weights |= {name: own[own_name(name)] for name in source.layout if name not in weights}
+    return {name: weights[name].to(getattr(torch, dtype)) for name, dtype in source.layout.items()}
+
+
+def save_beside(path: Path, source: Published) -> None:
+    """What a checkpoint of ours needs besides config.json and weights."""
+    copy_files(source.path, path, (*COMPANIONS, *FIGURES))
+    if source.unused and source.path.resolve() != path.resolve():
+        specs = {name: blob.spec for name, blob in source.unused.items()}
+        write_safetensors(path / UNUSED, specs, source.unused.items())
+
+
+def copy_files(source: Path, path: Path, patterns: tuple[str, ...]) -> None:
+    if source.resolve() == path.resolve():
+        return
+    for file in (file for pattern in patterns for file in source.glob(pattern)):
+        there = path / file.relative_to(source)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, there)
+
+
+def drawn(name: str, tensor: Tensor, draw: torch.Generator) -> Tensor:
+    """The initial numbers of a weight: zero where Gemma adds 1 or a gate opens, ones for plain norms, small normal
+    numbers that keep the size of what goes through."""
+    if name.endswith("bias") or ".dense." in name or (name.endswith("norm.weight") and "vision" not in name):
+        return torch.zeros(tensor.shape)
+    if tensor.ndim == 1:
+        return torch.ones(tensor.shape)
+    deviation = tensor[0].numel() ** -0.5
+    return torch.empty(tensor.shape).normal_(0.0, deviation, generator=draw)
+
+
+def layout_of(settings: Settings, published: Published | None) -> dict[str, Any]:
+    """What our config.json says of it."""
+    return settings.published | ({LAYOUT: published.layout} if published else {})

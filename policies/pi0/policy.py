@@ -1,0 +1,304 @@
+"""Pi0 and Pi0.5 as a policy: images, state and an instruction in, a chunk of actions out of noise.
+
+What surprises: the noise that an action begins with is part of acting, also where the best actions are asked for; what
+`temperature` scales is the noise that RL adds on the way. And only actions that are played have log-probs. The value
+is read where neither noise nor time reaches: at the state's token (Pi0), or over the prefix (Pi0.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodied.arrays import tensor_of
+from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
+from embodied.errors import CheckpointError, ConfigError
+from embodied.policies.base import Policy, Scores
+from embodied.policies.config import Pi0Config
+from embodied.policies.pi0 import flow
+from embodied.policies.pi0.checks import check_env, views_of
+from embodied.policies.pi0.folder import MODEL, drawn, layout_of, read_published, save_beside, write_back
+from embodied.policies.pi0.images import pixels_of, resize_with_pad
+from embodied.policies.pi0.network import Pi0Network, Prefix, in_half
+from embodied.policies.pi0.normalize import Scale, choose, read_figures
+from embodied.policies.pi0.settings import PRESETS, settings_of
+from embodied.policies.pi0.text import padded, prompt, tokenizer_of
+from embodied.policies.vla.shards import write_shards
+from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
+from embodied.runtime.blobs import tensor_of as tensor_of_blob
+
+OWN_VALUE = "value_head."
+CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
+
+
+class Pi0Policy(Policy):
+    def __init__(self, config: Pi0Config, spec: EnvSpec) -> None:
+        super().__init__(config, spec)
+        self.source = read_published(config.pretrained, config.name) if config.pretrained else None
+        fresh = None if self.source else settings_of(PRESETS[config.preset], (), "policy.preset", config.name)
+        self.settings = fresh or self.source.settings
+        if config.horizon:
+            self.settings = replace(self.settings, horizon=config.horizon)
+        self.views = views_of(config, spec)
+        check_env(config, spec, self.settings)
+        self.tokenizer = tokenizer_of(self.source and self.source.path, self.settings)
+        self.exact = torch.float64 if config.dtype == "float64" else torch.float32
+        self.action_scale, self.state_scale = Scale(spec.action.dim), Scale(spec.state_dim or 0)
+        self.adopt_figures()
+        with torch.device("meta"):
+            self.model = Pi0Network(self.settings).to(self.exact)
+            self.value_head = critic(self.settings, config.name).to(self.exact)
+            if config.exploration == "flow_noise":
+                sizes = self.settings.expert.dim, self.settings.action_dim
+                self.noise_head = flow.NoiseHead(*sizes, *config.noise_range).to(self.exact)
+        if config.dtype == "bfloat16":
+            in_half(self.model, torch.bfloat16)
+        for part in (self.model, self.value_head, *([self.noise_head] if hasattr(self, "noise_head") else [])):
+            part.to_empty(device="cpu")
+        if config.train == "expert":
+            self.model.paligemma_with_expert.paligemma.requires_grad_(False)
+
+    def adopt_figures(self) -> None:
+        """What states and actions are normalised by."""
+        config, source = self.config, self.source
+        found, where, name = source.figures if source else {}, str(source and source.path), config.statistics
+        if name and name not in found and Path(name).is_dir():
+            found, where, name = read_figures(Path(name)), name, None
+            if not found:
+                raise CheckpointError(f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json")
+        if not found:
+            if name:
+                raise ConfigError(f"policy.statistics={name}: there is no such folder")
+            return
+        figures, mode = choose(found, name, where), self.settings.normalization
+        eps = 1e-8 if "type" in self.settings.published else 1e-6  # lerobot's, openpi's
+        self.action_scale.adopt(figures["actions"], mode, eps, f"the action statistics of {where}")
+        self.state_scale.adopt(figures["state"], mode, eps, f"the state statistics of {where}")
+
+    @torch.no_grad()
+    def initialise(self, rng: np.random.Generator) -> None:
+        """Published weights where the recipe names some, drawn ones for what is left."""
+        draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
+        stored = self.source.weights if self.source else {}
+        own = self.state_dict(keep_vars=True)
+        lost = {name for name in own if stored and name.startswith(MODEL) and name not in stored}
+        if odd := sorted(lost | (stored.keys() - own.keys())):
+            raise CheckpointError(f"{self.source.path}: its weights do not fit its config.json: {', '.join(odd[:4])}")
+        for name, weight in own.items():
+            if name in stored:
+                self.use_weights({name: tensor_of_blob(stored[name]).clone()})
+            elif not name.startswith(("action_scale.", "state_scale.")):
+                weight.copy_(drawn(name, weight, draw))
+
+    @property
+    def horizon(self) -> int:
+        return self.settings.horizon
+
+    def noise_spec(self) -> NoiseSpec:
+        points = self.horizon * self.settings.action_dim
+        return NoiseSpec("normal", points * (1 + self._noisy_steps()) + 1)
+
+    @torch.inference_mode()
+    def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
+        x, extra, first = self._split(tensor_of(noise, self.device))
+        prefix, state = self._read(obs)
+        chain, densities, values = [x], [flow.unit_density(x)] if self._joint else [], None
+        for step in range(self.config.steps):
+            k = torch.full((len(x),), step, device=x.device)
+            hidden, velocity = self._look(prefix, state, x, k)
+            values = self._value(prefix, hidden) if values is None else values
+            noisy = (k == first) | self._joint
+            draws = extra[:, step if self._joint else 0]
+            after = self._move(x, velocity, hidden, k, draws, temperature, noisy)
+            density = flow.log_density(after, *self._gaussian(x, velocity, hidden, k))
+            densities.append(torch.where(noisy[:, None, None], density, 0.0))
+            x = after
+            chain.append(x)
+        logprobs = torch.stack(densities).sum(0) / (len(densities) if self._joint else 1)
+        return PolicyOutput(
+            self._played(x, obs),
+            self._scored(logprobs).cpu().numpy(),
+            values.cpu().numpy(),
+            self._remember(chain, first),
+        )
+
+    @torch.inference_mode()
+    def value(self, obs: Observation) -> np.ndarray:
+        prefix, state = self._read(obs)
+        hidden = None
+        if not self.settings.adaptive:
+            hidden = self.model.suffix(prefix, state, None, torch.ones(len(state), device=self.device))
+        return self._value(prefix, hidden).cpu().numpy()
+
+    def forward(self, inputs: dict[str, Any]) -> Scores:
+        chain = tensor_of(inputs["chain"], self.device).to(self.exact)
+        first = tensor_of(inputs["first"], self.device)
+        prefix, state = self._read(inputs["obs"])
+        densities, entropies, values = [], [], None
+        if self._joint:
+            densities.append(flow.unit_density(chain[:, 0]))
+            entropies.append(flow.entropy(torch.ones_like(chain[:, 0])))
+        for number in range(chain.shape[1] - 1):
+            x, k = chain[:, number], first + number
+            hidden, velocity = self._look(prefix, state, x, k)
+            values = self._value(prefix, hidden) if values is None else values
+            mean, deviation = self._gaussian(x, velocity, hidden, k)
+            densities.append(flow.log_density(chain[:, number + 1], mean, deviation))
+            entropies.append(flow.entropy(deviation))
+        logprobs, entropy = (self._scored(torch.stack(parts).mean(0)) for parts in (densities, entropies))
+        return Scores(logprobs, entropy, values)
+
+    def imitation_noise(self) -> NoiseSpec:
+        return NoiseSpec("normal", self.horizon * self.settings.action_dim + 1)
+
+    def imitate(self, inputs: dict[str, Any], noise: np.ndarray) -> Tensor:
+        """The squared error of the velocity at a random time [B, H, action_dim]."""
+        numbers = tensor_of(noise, self.device)
+        time = flow.training_time(flow.uniform_of(numbers[:, -1]))
+        start = numbers[:, :-1].view(len(numbers), self.horizon, -1).to(self.exact)
+        actions = self._unit_actions(tensor_of(inputs["actions"], self.device), inputs["obs"])
+        prefix, state = self._read(inputs["obs"])
+        t = flow.column(time, start)
+        hidden = self.model.suffix(prefix, state, t * start + (1 - t) * actions, time)
+        return (start - actions - self.model.velocity(hidden).to(self.exact)) ** 2
+
+    def blocks(self) -> list[nn.Module]:
+        return self.model.blocks()
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        named = list(self.named_parameters())
+        return {
+            "policy": [p for name, p in named if not name.startswith(OWN_VALUE)],
+            "value": [p for name, p in named if name.startswith(OWN_VALUE)],
+        }
+
+    def description(self) -> dict[str, Any]:
+        """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""
+        ours = super().description()
+        if self.source:
+            ours["policy"]["pretrained"] = "."
+        elif self.config.statistics:
+            ours["policy"]["statistics"] = None  # they are among the weights
+        return layout_of(self.settings, self.source) | ours
+
+    def save_pretrained(self, folder: Path | str, tensors: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        super().save_pretrained(folder, tensors)
+        if self.source:
+            save_beside(Path(folder), self.source)
+
+    def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
+        """The layout the weights came in, for other programs: no value head, nothing of ours."""
+        if not self.source:
+            raise ConfigError("only what came from a published folder can be saved as one; policy.pretrained is unset")
+        weights = write_back(Path(folder), self.source, self.state_dict())
+        write_shards(Path(folder), weights, shard_bytes)
+
+    # Inside
+
+    @property
+    def _joint(self) -> bool:
+        """Whether every step is noisy and the log-prob is that of all."""
+        return self.config.exploration == "flow_noise"
+
+    def _noisy_steps(self) -> int:
+        return self.config.steps if self._joint else 1
+
+    def _split(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The noise to begin with [N, H, D], that of each noisy step [N, S, H, D], and which step is noisy [N]."""
+        shape = (len(noise), 1 + self._noisy_steps(), self.horizon, self.settings.action_dim)
+        points = noise[:, :-1].view(shape).to(self.exact)
+        steps = self.config.steps
+        first = (flow.uniform_of(noise[:, -1]) * steps).long().clamp(max=steps - 1)
+        return points[:, 0], points[:, 1:], first * 0 if self._joint else first
+
+    def _read(self, obs: Observation) -> tuple[Prefix, Tensor | None]:
+        """Images and words, and the state in the model's units."""
+        state = self._unit_state(obs)
+        texts = obs["instruction"] if self.spec.instruction else [self.config.instruction] * len(state)
+        told = state.cpu().numpy() if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)
+        sentences = [self.tokenizer.encode(prompt(text, row)) for text, row in zip(texts, told)]
+        ids, there = padded(sentences, self.settings.max_tokens)
+        size = self.settings.vision.image_size
+        frames = [resize_with_pad(tensor_of(obs["images"][view], self.device), size) for view in self.views]
+        pixels = torch.stack([pixels_of(view) for view in frames], dim=1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.train == "all"):
+            prefix = self.model.prefix(pixels, tensor_of(ids, self.device), tensor_of(there, self.device))
+        return prefix, F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
+
+    def _unit_state(self, obs: Observation) -> Tensor:
+        if not self.spec.state_dim:
+            rows = len(next(iter(obs["images"].values())))
+            return torch.zeros(rows, 0, dtype=torch.float64, device=self.device)
+        return self.state_scale.to_unit(tensor_of(obs["state"], self.device))
+
+    def _look(self, prefix: Prefix, state: Tensor, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states and velocities before the steps k [N]."""
+        hidden = self.model.suffix(prefix, state, x, flow.time_of(k, self.config.steps))
+        return hidden, self.model.velocity(hidden).to(self.exact)
+
+    def _gaussian(self, x: Tensor, velocity: Tensor, hidden: Tensor, k: Tensor, level: float = 1.0):
+        """Mean and deviation of where a noisy step leads, `level` times as noisy as in training."""
+        steps = self.config.steps
+        if not self._joint:
+            return flow.sde(x, velocity, k, steps, self.config.noise_level * level)
+        deviation = self.noise_head(hidden[:, -self.horizon :]).to(self.exact)
+        return flow.plain(x, velocity, steps), level * deviation
+
+    def _move(self, x, velocity, hidden, k, draws, temperature: float, noisy: Tensor) -> Tensor:
+        straight = flow.plain(x, velocity, self.config.steps)
+        mean, deviation = self._gaussian(x, velocity, hidden, k, temperature)
+        return torch.where(noisy[:, None, None], mean + deviation * draws, straight)
+
+    def _scored(self, numbers: Tensor) -> Tensor:
+        """[N, H, D] -> [N, C, A]: what the env is given."""
+        return numbers[:, : self.config.chunk, : self.spec.action.dim]
+
+    def _value(self, prefix: Prefix, hidden: Tensor | None) -> Tensor:
+        if self.settings.adaptive:
+            there = prefix.present[:, :, None].to(self.exact)
+            seen = (prefix.hidden.to(self.exact) * there).sum(1) / there.sum(1)
+        else:
+            seen = hidden[:, 0].to(self.exact)
+        return self.value_head(seen.detach() if self.config.detach_value else seen).squeeze(-1).to(self.exact)
+
+    def _remember(self, chain: list[Tensor], first: Tensor) -> dict[str, np.ndarray]:
+        """The points before and after what is scored, and the step that leads from the first to the next."""
+        points = torch.stack(chain, dim=1)
+        if not self._joint:
+            rows = torch.arange(len(points), device=points.device)
+            points = torch.stack([points[rows, first], points[rows, first + 1]], dim=1)
+        return {"chain": points.cpu().numpy(), "first": first.cpu().numpy()}
+
+    def _played(self, x: Tensor, obs: Observation) -> np.ndarray:
+        """What the env takes, of points in the model's units."""
+        actions = self.action_scale.from_unit(self._scored(x))
+        if count := self.config.relative_actions:
+            actions[..., :count] += tensor_of(obs["state"], self.device)[:, None, :count]
+        played = actions.cpu().numpy()
+        played[..., -1] = GRIPPERS[self.config.gripper](played[..., -1])
+        return played.astype(np.float32)
+
+    def _unit_actions(self, actions: Tensor, obs: Observation) -> Tensor:
+        """The reverse [B, H, action_dim], padded with zeros."""
+        actions = actions.to(torch.float64, copy=True)
+        actions[..., -1] = STORED_GRIPPERS[self.config.gripper](actions[..., -1])
+        if count := self.config.relative_actions:
+            actions[..., :count] -= tensor_of(obs["state"], self.device)[:, None, :count]
+        unit = self.action_scale.to_unit(actions).to(self.exact)
+        return F.pad(unit, (0, self.settings.action_dim - unit.shape[-1]))
+
+
+def critic(settings, kind: str) -> nn.Sequential:
+    width = settings.language.dim if settings.adaptive else settings.expert.dim
+    layers: list[nn.Module] = []
+    for size in CRITICS[kind]:
+        layers += [nn.Linear(width, size), nn.ReLU()]
+        width = size
+    return nn.Sequential(*layers, nn.Linear(width, 1))
