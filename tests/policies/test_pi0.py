@@ -1,0 +1,233 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from embodied.data import ActionSpec, EnvSpec
+from embodied.errors import CheckpointError, ConfigError
+from embodied.policies import load_policy, make_policy
+from embodied.policies.config import Pi0Config
+from embodied.policies.pi0.folder import EXPERT_HEAD, TIED, own_name
+from embodied.policies.pi0.network import WORDS
+from embodied.policies.pi0.settings import TINY
+
+SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 64, 3), "near": (32, 32, 3)}, instruction=True)
+FIGURES = {
+    "state": {"mean": [0.5] * 4, "std": [0.25] * 4, "q01": [0.0] * 4, "q99": [1.0] * 4},
+    "actions": {"mean": [1.0, 0, 0], "std": [0.1, 1, 1], "q01": [-2.0] * 3, "q99": [4.0] * 3},
+}
+
+
+def build(name="pi0", seed=0, spec=SPEC, **options):
+    return make_policy(Pi0Config(name=name, **options), spec, seed)
+
+
+def observe(rows=4, texts=("pick up the red cup", "go")):
+    draw = np.random.default_rng(0)
+    return {
+        "images": {name: draw.integers(0, 256, (rows, *size), np.uint8) for name, size in SPEC.images.items()},
+        "state": draw.normal(size=(rows, 4)).astype(np.float32),
+        "instruction": [texts[row % len(texts)] for row in range(rows)],
+    }
+
+
+def noise(policy, rows, seed=1):
+    return np.random.default_rng(seed).normal(size=(rows, policy.noise_spec().width))
+
+
+def replayed(policy, obs, output):
+    replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
+    return policy({"obs": obs, "actions": output.actions, **replay})
+
+
+@pytest.mark.parametrize("exploration", ["flow_sde", "flow_noise"])
+@pytest.mark.parametrize("name", ["pi0", "pi05"])
+def test_the_learner_scores_a_decision_as_the_actor_did(name, exploration):
+    policy = build(name, exploration=exploration)
+    obs = observe()  # two lengths of text, so there is padding
+    output = policy.act(obs, noise(policy, 4))
+    assert output.actions.shape == output.logprobs.shape == (4, 5, 3)
+    scores = replayed(policy, obs, output)
+    np.testing.assert_allclose(scores.logprobs.detach().numpy(), output.logprobs, atol=1e-5)
+    np.testing.assert_allclose(scores.values.detach().numpy(), output.values, atol=1e-5)
+    np.testing.assert_allclose(policy.value(obs), output.values, atol=1e-5)
+    assert output.logprobs.std() > 0.1 and output.values.std() > 0
+    alone = policy.act(
+        {
+            **obs,
+            **{k: v[1:2] for k, v in obs.items() if k != "images"},
+            "images": {view: frames[1:2] for view, frames in obs["images"].items()},
+        },
+        noise(policy, 4)[1:2],
+    )
+    np.testing.assert_allclose(alone.actions[0], output.actions[1], atol=1e-5)  # whatever its company
+
+
+def test_every_step_of_flow_sde_is_noisy_for_some():
+    policy = build(steps=3)
+    first = policy.act(observe(), noise(policy, 4)).replay["first"]
+    many = policy._split(torch.from_numpy(noise(policy, 2000)))[2]
+    assert set(first) <= {0, 1, 2} and np.allclose(np.bincount(many) / 2000, 1 / 3, atol=0.05)
+
+
+def test_without_temperature_only_the_first_noise_matters():
+    policy = build()
+    one, two = noise(policy, 2), noise(policy, 2, seed=2)
+    points = policy.horizon * 32
+    two[:, :points] = one[:, :points]
+    first, again = (policy.act(observe(2), draws, temperature=0.0).actions for draws in (one, two))
+    assert np.array_equal(first, again)
+    assert not np.allclose(first, policy.act(observe(2), one).actions)
+
+
+@pytest.mark.parametrize(("name", "train"), [("pi0", "all"), ("pi05", "all"), ("pi0", "expert")])
+def test_gradients_reach_every_weight_that_is_trained(name, train):
+    policy = build(name, train=train, exploration="flow_noise")
+    with torch.no_grad():
+        for module in policy.modules():
+            if hasattr(module, "dense"):
+                module.dense.bias.fill_(0.1)  # gates begin closed
+    output = policy.act(observe(2), noise(policy, 2))
+    scores = replayed(policy, observe(2), output)
+    (scores.logprobs.sum() + scores.values.sum()).backward()
+    assert not [name for name, p in policy.named_parameters() if p.requires_grad and p.grad is None]
+    seeing = [p.requires_grad for name, p in policy.named_parameters() if ".paligemma." in name]
+    assert any(seeing) is (train == "all")
+
+
+def test_imitation_at_time_one_by_hand():
+    policy = build(chunk=8)
+    obs = observe(2)
+    actions = np.random.default_rng(3).normal(size=(2, 8, 3))
+    draws = np.random.default_rng(4).normal(size=(2, policy.imitation_noise().width))
+    draws[:, -1] = 40.0  # a uniform number of 1, so time 1: only noise is seen
+    losses = policy.imitate({"obs": obs, "actions": torch.from_numpy(actions)}, draws)
+    start = draws[:, :-1].reshape(2, 8, 32)
+    wanted = start - np.pad(actions, ((0, 0), (0, 0), (0, 29)))
+    with torch.no_grad():
+        prefix, state = policy._read(obs)
+        _, velocity = policy._look(prefix, state, torch.from_numpy(start).float(), torch.zeros(2))
+    np.testing.assert_allclose(losses.detach().numpy(), (wanted - velocity.numpy()) ** 2, atol=1e-4, rtol=1e-4)
+
+
+def publish(folder, layout, name="pi0"):
+    """A folder as others publish it: shards, brain floats but for the norms, an output layer nobody uses."""
+    folder.mkdir()
+    draw = torch.Generator().manual_seed(0)
+    weights = {}
+    for ours, tensor in build(name).model.state_dict().items():
+        published = TIED if ours == WORDS else ours
+        exact = torch.float32 if "layernorm" in ours else torch.bfloat16
+        weights[published if layout == "openpi" else f"model.{published}"] = tensor.to(exact)
+    prefix = "" if layout == "openpi" else "model."
+    weights[prefix + EXPERT_HEAD] = torch.randn(7, 3, generator=draw).bfloat16()
+    names, index = sorted(weights), {}
+    for number, part in enumerate((names[:80], names[80:]), 1):
+        shard = f"model-{number:05d}-of-00002.safetensors"
+        save_file({key: weights[key] for key in part}, folder / shard)
+        index |= dict.fromkeys(part, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    if layout == "openpi":
+        (folder / "config.json").write_text(json.dumps(TINY))
+        (folder / "assets" / "lab" / "kitchen").mkdir(parents=True)
+        path = folder / "assets" / "lab" / "kitchen" / "norm_stats.json"
+        path.write_text(json.dumps({"norm_stats": FIGURES}))
+        return folder
+    sizes = {"chunk_size": 8, "max_action_dim": 32, "max_state_dim": 32, "tokenizer_max_length": 48}
+    keep = {key: TINY[key] for key in ("paligemma_variant", "action_expert_variant")}
+    (folder / "config.json").write_text(json.dumps({"type": name, **sizes, **keep}))
+    step = {"registry_name": "normalizer_processor", "state_file": "policy_preprocessor_step_5.safetensors"}
+    (folder / "policy_preprocessor.json").write_text(json.dumps({"steps": [{"registry_name": "x"}, step]}))
+    flat = {"observation.state": FIGURES["state"], "action": FIGURES["actions"]}
+    tensors = {f"{part}.{key}": torch.tensor(value) for part in flat for key, value in flat[part].items()}
+    save_file(tensors, folder / step["state_file"])
+    return folder
+
+
+def weights_of(folder):
+    files = sorted(folder.glob("model*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize(("layout", "name"), [("openpi", "pi0"), ("lerobot", "pi05")])
+def test_a_published_folder_comes_back_byte_by_byte(tmp_path, layout, name):
+    folder = publish(tmp_path / "there", layout, name)
+    policy = build(name, seed=3, pretrained=str(folder), dtype="bfloat16")
+    policy.save_pretrained(tmp_path / "ours")
+    again = load_policy((tmp_path / "ours").rename(tmp_path / "moved"))
+    one, two = (p.act(observe(2), noise(p, 2)) for p in (policy, again))
+    assert np.array_equal(one.actions, two.actions) and np.array_equal(one.values, two.values)
+    again.save_published(tmp_path / "back", shard_bytes=1_000_000)
+    before, after = weights_of(folder), weights_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
+    assert json.loads((folder / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
+    build(name, pretrained=str(tmp_path / "back"))  # statistics went along
+
+
+def test_statistics_give_states_and_actions_their_units(tmp_path):
+    policy = build(pretrained=str(publish(tmp_path / "there", "openpi")), relative_actions=1)
+    obs = observe(2)
+    np.testing.assert_allclose(policy._unit_state(obs).numpy(), (obs["state"] - 0.5) / (0.25 + 1e-6), rtol=1e-5)
+    unit = torch.ones(2, 8, 32)
+    played = policy._played(unit, obs)
+    np.testing.assert_allclose(played[:, 0, 0], 1.1 + obs["state"][:, 0], rtol=1e-5)  # 1 * 0.1 + 1, and the state
+    np.testing.assert_allclose(played[:, :, 1:], 1.0, rtol=1e-5)
+    np.testing.assert_allclose(policy._unit_actions(torch.from_numpy(played), obs)[:, :, :3], 1.0, atol=1e-4)
+    other = build("pi05", statistics=str(tmp_path / "there"))  # of a data set, without its model; by quantiles
+    np.testing.assert_allclose(other._played(unit, obs), 4.0, rtol=1e-5)
+    assert other.state_dict()["action_scale.scale"].tolist() == pytest.approx([3.0] * 3, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("assets", None, "no statistics.*norm_stats.json"),
+        ("model-00002-of-00002.safetensors", None, "incomplete: model-00002"),
+        ("config.json", None, "config.json is missing"),
+        ("config.json", {"type": "act"}, "type='act'"),
+        ("config.json", {"type": "pi0"}, "'paligemma_variant' is missing"),
+        ("config.json", TINY | {"paligemma_variant": "gemma_2b"}, "no tokenizer.json.*paligemma-3b-pt-224"),
+        ("config.json", TINY | {"action_expert_variant": "dummy"}, "this policy has"),
+    ],
+)
+def test_an_incomplete_folder_is_refused_and_says_what_is_missing(tmp_path, name, content, reason):
+    folder = publish(tmp_path / "whole", "openpi")
+    (tmp_path / "part").mkdir()
+    for file in folder.iterdir():
+        if file.name != name:
+            (tmp_path / "part" / file.name).symlink_to(file)
+    if content is not None:
+        (tmp_path / "part" / name).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=reason):
+        build(pretrained=str(tmp_path / "part"))
+    with pytest.raises(CheckpointError, match=r"holds a pi0, not a pi05: policy\.name=pi0"):
+        build("pi05", pretrained=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        ({"images": {}}, {}, "needs images"),
+        ({"state_dim": None}, {}, "env.state=proprio"),
+        ({"state_dim": 33}, {}, "room for 32 state numbers"),
+        ({"instruction": False}, {}, r"policy\.instruction"),
+        ({"action": ActionSpec(1, 4)}, {}, "takes a choice"),
+        ({}, {"chunk": 9}, "try policy.chunk=8"),
+        ({}, {"cameras": ("wrist",)}, "wrist is none of this env's cameras: top, near"),
+        ({}, {"statistics": "nowhere"}, "no such folder"),
+    ],
+)
+def test_an_env_it_cannot_act_in_is_refused_with_a_way_out(change, options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        build(spec=replace(SPEC, **change), **options)
+
+
+def test_names_of_both_layouts_become_ours():
+    tower = "paligemma_with_expert.paligemma.model.vision_tower"
+    assert own_name(TIED) == own_name(f"model.{TIED}") == f"model.{WORDS}"
+    assert own_name(f"model.{tower}.encoder.x") == own_name(f"{tower}.vision_model.encoder.x")
+    assert own_name(EXPERT_HEAD) is None
