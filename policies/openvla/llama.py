@@ -8,6 +8,9 @@ from torch.nn import functional as F
 
 from embodied.policies.openvla.settings import LlamaSettings
 
+ALL = slice(None)
+Turn = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
+
 
 class Cache:
     """Keys and values of every layer in memory of a fixed size, `width` tokens for each row; `length` are filled."""
@@ -50,17 +53,18 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(settings.dim, settings.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(settings.heads * self.head_dim, settings.dim, bias=False)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, cache: Cache | None):
-        rows, tokens, _ = x.shape
-        q, k, v = (
-            project(x).view(rows, tokens, -1, self.head_dim).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(q, *turn), rotate(k, *turn)
+    def forward(self, x: Tensor, turn: Turn, mask: Tensor | None, causal: bool, cache: Cache | None, read: slice):
+        cos, sin = turn
+        q, k, v = self._heads(self.q_proj(x[:, read])), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        q, k = rotate(q, cos[:, :, read], sin[:, :, read]), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.add(self.layer, k, v)
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.groups > 1)
-        return self.o_proj(out.transpose(1, 2).reshape(rows, tokens, -1))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[N, L, heads * head_dim] -> [N, heads, L, head_dim]."""
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
 class LlamaMLP(nn.Module):
@@ -83,9 +87,9 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(settings.dim, settings.eps)
 
     def forward(
-        self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, cache: Cache | None = None
+        self, x: Tensor, turn: Turn, mask: Tensor | None, causal: bool, cache: Cache | None = None, read: slice = ALL
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn, mask, causal, cache)
+        x = x[:, read] + self.self_attn(self.input_layernorm(x), turn, mask, causal, cache, read)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -100,9 +104,16 @@ class LlamaStack(nn.Module):
         self.norm = RMSNorm(settings.dim, settings.eps)
 
     def forward(
-        self, x: Tensor, present: Tensor, cache: Cache | None = None, bidirectional: bool = False, padded: bool = True
+        self,
+        x: Tensor,
+        present: Tensor,
+        cache: Cache | None = None,
+        bidirectional: bool = False,
+        padded: bool = True,
+        read: slice = ALL,
     ) -> Tensor:
-        """Hidden states [N, L, D] of embeddings [N, L, D].
+        """Hidden states [N, L, D] of embeddings [N, L, D], or of those at the places that are `read`: the last layer
+        computes no others.
 
         `present` [N, everything so far] is False for padding; tokens of a cache come first in it. `padded` says that
         there may be any. `bidirectional` lets every token see every other one.
@@ -113,8 +124,12 @@ class LlamaStack(nn.Module):
         plain = not padded and (bidirectional or new in (1, total))
         mask = None if plain else visible(present, new, bidirectional)
         causal = plain and not bidirectional and new > 1
-        for layer in self.layers:
+        *first, last = self.layers
+        for layer in first:
             x = layer(x, turn, mask, causal, cache)
+        if causal and read != ALL:
+            causal, mask = False, visible(present, new, False)
+        x = last(x, turn, mask if mask is None else mask[:, :, read], causal, cache, read)
         if cache is not None:
             cache.length += new
         return self.norm(x)

@@ -134,9 +134,10 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         known = present.new_ones(1, 1).expand(count, -1)
         parts = (present[:, :1], known.expand(-1, seen.shape[1]), present[:, 1:text], known.expand(-1, numbers))
         mask = torch.cat([*parts, present[:, text:]], dim=1)
-        hidden = self.language_model.model(x, mask, bidirectional=self.config.bidirectional, padded=not there.all())
-        begin = seen.shape[1] + text - 1
-        return hidden[:, begin : begin + numbers].view(count, self.config.chunk, self.spec.action.dim, -1)
+        begin, both = seen.shape[1] + text - 1, self.config.bidirectional
+        read = slice(begin, begin + numbers)
+        hidden = self.language_model.model(x, mask, bidirectional=both, padded=not there.all(), read=read)
+        return hidden.view(count, self.config.chunk, self.spec.action.dim, -1)
 
     def _seen(self, images: list[Tensor], words: Tensor, present: Tensor) -> Tensor:
         """Embeddings of all images, one after the other."""

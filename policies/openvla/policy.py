@@ -20,6 +20,8 @@ from embodied.policies.openvla.base import PrismaticPolicy, check_cameras
 from embodied.policies.openvla.llama import Cache
 from embodied.policies.openvla.sampling import action_scores, pick
 
+LAST = slice(-1, None)
+
 
 class OpenVLAPolicy(PrismaticPolicy):
     def choose_cameras(self) -> tuple[str, ...]:
@@ -42,7 +44,7 @@ class OpenVLAPolicy(PrismaticPolicy):
         x, present, padded = self._prefix(obs)
         uniform = torch.as_tensor(noise).to(x.device)
         cache = Cache(len(x), x.shape[1] + uniform.shape[1] - 1)
-        hidden = stack(x, present, cache, padded=padded)[:, -1]
+        hidden = stack(x, present, cache, padded=padded, read=LAST)[:, -1]
         values = self._value(hidden)
         tokens, logprobs = [], []
         for column in uniform.T:
@@ -63,14 +65,15 @@ class OpenVLAPolicy(PrismaticPolicy):
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:
         x, present, padded = self._prefix(obs)
-        return self._value(self.language_model.model(x, present, padded=padded)[:, -1]).cpu().numpy()
+        return self._value(self.language_model.model(x, present, padded=padded, read=LAST)[:, -1]).cpu().numpy()
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         tokens = self.tokens_of(inputs)[:, 0]
         x, present, padded = self._prefix(inputs["obs"])
         x = torch.cat([x, self._embed(tokens[:, :-1])], dim=1)
         present = nn.functional.pad(present, (0, tokens.shape[1] - 1), value=True)
-        hidden = self.language_model.model(x, present, padded=padded)[:, -tokens.shape[1] :]
+        written = slice(-tokens.shape[1], None)
+        hidden = self.language_model.model(x, present, padded=padded, read=written)
         logprobs, entropy = action_scores(self._logits(hidden), tokens)
         return Scores(logprobs[:, None], entropy[:, None], self._value(hidden[:, 0]))
 
