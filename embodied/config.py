@@ -7,7 +7,7 @@ checks that span sections. Nothing imported from here needs torch, Ray or a simu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -247,6 +247,8 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
 
     command = COMMANDS[entry]
     arguments = parse(argv, recipe_names())
+    if entry == "evaluate" and published(arguments.values):
+        command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
     if "--help" in arguments.flags:
         print(help_text(command, root(RunConfig)))
         return None
@@ -292,6 +294,8 @@ def base_recipe(
     for stored in (values.get("resume"), *own.get("checkpoint", ())):
         if isinstance(stored, str) and (found := stored_recipe(Path(stored).expanduser())):
             return str(found)
+    if family := published(own):
+        return protocol_recipe(str(values.get("policy.name", family)), values.get("env.name"), problems)
     if isinstance(values.get("resume"), str) and values["resume"] != "auto":
         problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
     elif command.name == "evaluate" and "checkpoint" not in own:
@@ -303,6 +307,29 @@ def base_recipe(
         problems.append(f"checkpoint={asked} is not in a run's folder, so name the env: recipe=NAME")
     elif not problems:
         problems.append(missing_recipe(command.name))
+    return None
+
+
+def published(values: dict[str, Any]) -> str | None:
+    """The family of the policy to evaluate, where it is a folder as others publish them."""
+    from embodied.policies.folder import published_family
+
+    named = values.get("checkpoint")
+    (checkpoint,) = named if isinstance(named, list | tuple) and len(named) == 1 else (named,)
+    return published_family(Path(checkpoint).expanduser()) if isinstance(checkpoint, str) else None
+
+
+def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
+    """How others evaluate models of this family on a benchmark."""
+    known = {
+        name.removesuffix(f"_published_{family}") for name in recipe_names() if name.endswith(f"_published_{family}")
+    }
+    if env in known:
+        return f"{env}_published_{family}"
+    problems.append(
+        f"this folder holds a published {family} model, which does not say for which env; there are protocols for "
+        f"env.name={'|'.join(sorted(known)) or 'none'}; for another env name a recipe with policy.name={family}"
+    )
     return None
 
 

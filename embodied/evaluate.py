@@ -19,6 +19,7 @@ from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import ConfigError
 from embodied.placement import PlacementPlan
+from embodied.published import describe
 from embodied.reporting.console import describe_results, describe_tasks
 from embodied.reporting.mosaic import write_mosaic
 from embodied.reporting.paired import describe_comparison, write_comparison
@@ -43,7 +44,7 @@ def start(argv: list[str]) -> int:
     loaded = load(argv, entry="evaluate")
     if loaded is None:
         return 0
-    targets = find_all(loaded.checkpoints)
+    targets = find_all(loaded)
     parts = [commands.planned(part, learn=False) for part in one_env_each(loaded.config)]
     announce(loaded, parts, targets)
     if loaded.dry_run:
@@ -85,6 +86,8 @@ def announce(loaded: Loaded, parts: list[Part], targets: list[Target]) -> None:
     if len(targets) > 1:
         print(f"policies    {', '.join(target.name for target in targets)}")
     for target in targets:
+        if target.published:
+            print(f"protocol    {describe(target.config, env)}")
         if note := other_training(target, loaded, protocol.options):
             print(f"note        {note}")
 
@@ -121,8 +124,9 @@ def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult
             loop = EmbodiedLoop(
                 config, cluster, learn=False, tell=lambda line: print(line, flush=True), eval_tasks=tasks
             )
-            check_fits(target, config.env, loop.start())
-            loop.adopt(target.weights)
+            spec = loop.start()
+            check_fits(target, config.env, spec)
+            loop.adopt(target.weights_for(spec))
             episodes += loop.evaluate(out, out / "dataset" / (config.env.task if len(parts) > 1 else ""))
             loops.append(loop)
     results = write_evaluation(out, loops, episodes, target.described())

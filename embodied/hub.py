@@ -6,7 +6,12 @@ from pathlib import Path
 
 from embodied.errors import CheckpointError
 
-FILES = ["config.json", "model.safetensors"]  # nothing else is fetched, and neither can run code
+FILES = [
+    "*.json",
+    "*.safetensors",
+    "tokenizer.model",
+    "*--*_checkpoint.pt",
+]  # no code; the last is read as tensors only
 
 
 def fetch(repository: str) -> Path:

@@ -15,6 +15,7 @@ from embodied.config import COMMAND_LINE, Loaded, RunConfig, stored_recipe
 from embodied.errors import ConfigError
 from embodied.hub import fetch
 from embodied.overrides import read_yaml, write_yaml
+from embodied.published import policy_of, weights_of
 
 if TYPE_CHECKING:
     from embodied.data import EnvSpec
@@ -37,29 +38,40 @@ class Target:
     folder: Path | None = None  # of the policy
     out: Path | None = None  # where the results of this policy alone go; None: into `run.dir`
 
+    @property
+    def published(self) -> bool:
+        return self.folder is not None and self.spec is None
+
+    def weights_for(self, spec: EnvSpec) -> Weights | None:
+        return weights_of(self.config, spec) if self.published else self.weights
+
     def described(self) -> dict[str, Any]:
-        """What results.json says of it."""
+        """What results.json says of it; of weights in shards the sum of their index."""
         path = self.folder and self.folder / "model.safetensors"
+        if path and not path.is_file():
+            path = path.with_name(f"{path.name}.index.json")
         told = {"name": self.name, "family": self.config.name, "folder": str(self.folder) if path else None}
         return {**told, "sha256": digest(path) if path else None}
 
 
-def find_all(checkpoints: tuple[str, ...]) -> list[Target]:
-    """All of them, each under a name of its own."""
+def find_all(loaded: Loaded) -> list[Target]:
+    """All that are to be evaluated, each under a name of its own."""
+    checkpoints = loaded.checkpoints
     targets: list[Target] = []
     for checkpoint in checkpoints:
-        found = find(checkpoint)
+        found = find(checkpoint, loaded)
         taken = {target.name for target in targets}
         names = [found.name, *(f"{found.name}-{number}" for number in range(2, len(checkpoints) + 1))]
         targets.append(Target(**{**vars(found), "name": next(name for name in names if name not in taken)}))
     return targets
 
 
-def find(checkpoint: str) -> Target:
+def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
+    """`loaded` says how a model that others published is evaluated."""
     from pydantic import TypeAdapter
 
     from embodied.policies.config import ExternalPolicyConfig, PolicyConfig
-    from embodied.policies.folder import read_blobs, read_description
+    from embodied.policies.folder import published_family, read_blobs, read_description
     from embodied.workflows.delivery import Weights
 
     here = Path(checkpoint).expanduser().exists()
@@ -69,10 +81,14 @@ def find(checkpoint: str) -> Target:
         return Target(label, ExternalPolicyConfig(name=where))
     if HUB_ID.fullmatch(checkpoint) and not here:
         policy = fetch(checkpoint)
+        if loaded and published_family(policy):
+            return Target(checkpoint.replace("/", "-"), policy_of(policy, loaded), folder=policy)
         raw, spec = read_description(policy)
         config = TypeAdapter(PolicyConfig).validate_python(raw)
         return Target(checkpoint.replace("/", "-"), config, spec, Weights(0, read_blobs(policy)), policy)
     policy, version_folder, run = locate(checkpoint)
+    if loaded and published_family(policy):
+        return Target(policy.resolve().name, policy_of(policy, loaded), folder=policy)
     raw, spec = read_description(policy)
     version = read_json(version_folder / "manifest.json")["version"] if version_folder else 0
     parent = (run or policy.parent) / "eval"

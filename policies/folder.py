@@ -41,6 +41,14 @@ def read_description(folder: Path) -> tuple[dict, EnvSpec]:
         raise CheckpointError(f"{path} cannot be read as a policy description: {err}") from None
 
 
+def published_family(folder: Path) -> str | None:
+    """policy.name of a model as others publish it; None for a policy of ours, and for what is none."""
+    content = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if "policy" in content or content.get("model_type") != "openvla":
+        return None
+    return "openvla_oft" if any(folder.glob("*--*_checkpoint.*")) else "openvla"
+
+
 def read_blobs(folder: Path) -> dict[str, Blob]:
     """The weights, whole or in shards, as bytes that are read when they are used; with those they were trained on
     top of, where the folder holds only adapters."""

@@ -25,7 +25,7 @@ from embodied.policies.openvla.text import prompt, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.vla.images import processor_of
 from embodied.policies.vla.lora import UP, add_lora, is_adapter, merged, published_name, save_adapters
-from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, statistics_of
+from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
 from embodied.policies.vla.text import align
 from embodied.runtime.blobs import Blob, blob_of
 from embodied.runtime.blobs import tensor_of as tensor_of_blob
@@ -59,6 +59,15 @@ class PrismaticPolicy(Policy):
         with torch.device("meta"):
             self.build()
         self.to(self.dtype).to_empty(device="cpu")
+
+    @classmethod
+    def choices(cls, config: PrismaticConfig, task: str) -> dict[str, Any]:
+        """Options for evaluating a published folder on a benchmark's task that the folder decides."""
+        stats, suite = read_published(config.pretrained).norm_stats, task.partition("/")[0]
+        if config.statistics is not None:
+            return {"statistics": choose_key(stats, config.statistics, config.pretrained)}
+        found = [key for key in stats if suite in (key, key.removesuffix("_no_noops"))]
+        return {"statistics": found[0] if found else next(iter(stats)) if len(stats) == 1 else None}
 
     def choose_cameras(self) -> tuple[str, ...]:
         raise NotImplementedError

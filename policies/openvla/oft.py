@@ -16,8 +16,9 @@ from embodied.arrays import host, tensor_of
 from embodied.data import NoiseSpec, Observation, PolicyOutput
 from embodied.errors import ConfigError
 from embodied.policies.base import Scores
+from embodied.policies.config import OpenVLAOFTConfig
 from embodied.policies.openvla.base import VALUE, PrismaticPolicy, check_cameras
-from embodied.policies.openvla.folder import OFT, unwrapped
+from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.heads import FiLM, L1Head, ProprioProjector, laplace, laplace_noise
 from embodied.policies.openvla.sampling import action_scores, pick
 from embodied.policies.vla.statistics import Statistics, statistics_of
@@ -30,6 +31,13 @@ FILM = (".scale.weight", ".scale.bias", ".shift.weight", ".shift.bias")
 
 class OpenVLAOFTPolicy(PrismaticPolicy):
     extras = (VALUE, LOG_SCALE, "action_head.", "proprio_projector.")
+
+    @classmethod
+    def choices(cls, config: OpenVLAOFTConfig, task: str) -> dict[str, Any]:
+        """Models that are told the robot's state see all cameras, others (RLinf's) the first, and no stop token."""
+        alone = "proprio_projector" not in read_published(config.pretrained).components
+        more = {"cameras": config.cameras[:1], "stop_token": False} if alone else {}
+        return super().choices(config, task) | more
 
     def choose_cameras(self) -> tuple[str, ...]:
         check_cameras(self.config, self.spec, self.config.cameras, "policy.cameras")
