@@ -19,7 +19,7 @@ class Switch(VectorEnv):
 
     def __init__(self, config, num_envs: int) -> None:
         images = {"eye": (16, 16, 3)} if config.kwargs.get("images") else {}
-        spec = EnvSpec(ActionSpec(1), 2, images, max_episode_steps=STEPS, has_success=True, control_hz=10.0)
+        spec = EnvSpec(ActionSpec(1), 2, images=images, max_episode_steps=STEPS, has_success=True, control_hz=10.0)
         super().__init__(config, num_envs, spec)
         self.seen = np.zeros((num_envs, 2), np.float32)
         self.stepped: list[list[int]] = []
