@@ -90,31 +90,39 @@ def test_the_reference_run_learns_and_stays_clear_of_every_threshold(tmp_path, m
     assert all(seen and min(seen) > 1e-6 for seen in margins.values()), {k: min(v) for k, v in margins.items()}
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+PLACEMENTS = {
+    **{"one_of_each": ONE_OF_EACH, "two_sims": TWO_SIMS, "two_learners": TWO_LEARNERS},
+    **{"three_learners": THREE_LEARNERS, "all_apart": ALL_APART, "fake": FAKE},
+    **{mode: mode for mode in ("auto", "collocated", "disaggregated", "hybrid")},
+}
+FAST = {("one_of_each", 2), ("three_learners", 1), ("all_apart", 2), ("auto", 1), ("collocated", 2)}
+
+
 @pytest.mark.parametrize(
-    "placement",
+    ("placement", "stages"),
     [
-        ONE_OF_EACH,
-        TWO_SIMS,
-        TWO_LEARNERS,
-        THREE_LEARNERS,
-        ALL_APART,
-        FAKE,
-        "auto",
-        "collocated",
-        "disaggregated",
-        "hybrid",
+        pytest.param(placement, stages, id=f"{name}-{stages}", marks=[] if (name, stages) in FAST else pytest.mark.slow)
+        for name, placement in PLACEMENTS.items()
+        for stages in (1, 2)
     ],
-    ids="one_of_each two_sims two_learners three_learners all_apart fake auto collocated disaggregated hybrid".split(),
 )
 def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stages):
     check_same(trained(tmp_path, placement, stages=stages)[0], reference)
 
 
-@pytest.mark.parametrize("placement", [ONE_OF_EACH, ALL_APART], ids=["one_of_each", "all_apart"])
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_processes_give_the_same_weights_as_threads(reference, tmp_path, placement, backend):
-    check_same(trained(tmp_path, placement, backend)[0], reference)
+ON_PROCESSES = {"one_of_each": ONE_OF_EACH, "all_apart": ALL_APART, "two_learners": TWO_LEARNERS, "four": FOUR_LEARNERS}
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("local", "all_apart"),
+        *(pytest.param("local", name, marks=pytest.mark.slow) for name in ("one_of_each", "two_learners", "four")),
+        *(pytest.param("ray", name, marks=pytest.mark.slow) for name in ON_PROCESSES),
+    ],
+)
+def test_processes_give_the_same_weights_as_threads(reference, tmp_path, backend, name):
+    check_same(trained(tmp_path, ON_PROCESSES[name], backend)[0], reference)
 
 
 def test_four_learners_that_each_act_with_their_own_weights_give_the_same(reference, tmp_path):
@@ -137,7 +145,11 @@ def test_how_learners_compute_and_send_changes_nothing(reference, tmp_path, plac
 
 @pytest.mark.parametrize(
     ("backend", "placement"),
-    [("inline", "collocated"), ("local", TWO_LEARNERS), pytest.param("local", "collocated", marks=pytest.mark.slow)],
+    [
+        ("inline", "collocated"),
+        pytest.param("local", TWO_LEARNERS, marks=pytest.mark.slow),
+        pytest.param("local", "collocated", marks=pytest.mark.slow),
+    ],
 )
 def test_repeating_a_plan_gives_the_same_bits(reference, tmp_path, backend, placement):
     first, again = (trained(tmp_path / str(attempt), placement, backend, stages=2)[0] for attempt in range(2))

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from embodied.reporting.timeline import read_trace
+from embodied.workflows.embodied import EmbodiedLoop
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TINY = {
@@ -141,6 +142,7 @@ def test_which_episodes_an_evaluation_plays_and_their_outcome_do_not_depend_on_w
     assert episodes(output, tmp_path) == (path / "eval" / "v000006" / "episodes.csv").read_text()
 
 
+@pytest.mark.slow
 def test_a_stop_during_the_start_or_an_evaluation_is_saved_too(tmp_path):
     process = start("train", *tiny("cluster.backend=inline", "run.iterations=60"), cwd=tmp_path)
     read_until(process, "results ")
@@ -158,24 +160,38 @@ def test_a_stop_during_the_start_or_an_evaluation_is_saved_too(tmp_path):
     assert (path / "checkpoints" / "latest").read_text() == "v000001\n"
 
 
-@pytest.mark.parametrize("backend", ["inline", pytest.param("local", marks=pytest.mark.slow)])
-def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, call, backend):
+def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, call, monkeypatch):
+    iterate = EmbodiedLoop.iterate
+
+    def stopped_in_the_third(loop, number, total):
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return iterate(loop, number, total)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EmbodiedLoop, "iterate", stopped_in_the_third)
+        call("train", *tiny("cluster.backend=inline"), code=143)
+    assert (only_run(tmp_path) / "checkpoints" / "latest").read_text() == "v000003\n"
+    check_resumed(only_run(tmp_path), finished[1], call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inline", "local"])
+def test_a_process_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, call, backend):
     process = start("train", *tiny(f"cluster.backend={backend}", "run.iterations=60"), cwd=tmp_path)
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "iteration 3/60" in line:
-            process.send_signal(signal.SIGTERM)
-            break
-    process.communicate(timeout=60)
-    assert process.returncode == 143, "".join(lines)
+    read_until(process, "iteration 3/60")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
     path = only_run(tmp_path)
-    assert json.loads((path / "run.json").read_text())["state"] == "stopped"
     stopped_at = int((path / "checkpoints" / "latest").read_text().strip()[1:])
     assert 3 <= stopped_at < 6, "the toy run is too fast for this test"
-    output = call("train", f"resume={path}", "run.iterations=6")
-    assert "resumed from" in output
-    _, whole = finished
+    check_resumed(path, finished[1], call)
+
+
+def check_resumed(path, whole, call):
+    assert json.loads((path / "run.json").read_text())["state"] == "stopped"
+    assert "resumed from" in call("train", f"resume={path}", "run.iterations=6")
     ours, theirs = weights(path, 6), weights(whole, 6)
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -206,6 +222,7 @@ def test_ctrl_c_saves_and_exits_130(tmp_path):
     assert (only_run(tmp_path) / "checkpoints" / "latest").is_file()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     long_steps = tiny(
         "algo.rollout_decisions=1000", "algo.minibatch_size=500", "run.iterations=100", "run.save_every=9"

@@ -39,8 +39,14 @@ def agree(kind, where, ranks):
         assert process.returncode == 0 and "agreed" in output, output
 
 
-@pytest.mark.parametrize("kind", ["Gloo", "SharedMemory"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("SharedMemory", 3),
+        *(pytest.param(kind, ranks, marks=pytest.mark.slow) for kind, ranks in (("Gloo", 2), ("Gloo", 4))),
+        pytest.param("SharedMemory", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_agree_and_leave_no_file(tmp_path, kind, ranks):
     agree(kind, str(tmp_path / "meet"), ranks)
     assert not list(tmp_path.glob("*sums*"))

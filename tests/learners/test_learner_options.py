@@ -189,6 +189,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow  # tests/test_invariance.py has a cheaper one
 def test_two_learners_that_hold_half_of_everything_learn_the_same(tmp_path):
     """With minibatches of three items, so that a learner sometimes has none of them; saved and loaded again."""
     started = [

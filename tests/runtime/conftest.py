@@ -21,11 +21,8 @@ def pytest_collection_modifyitems(items):
     """Ray takes a second of processor time per host, so only the tests that share their hosts are fast there."""
     for item in items:
         parameters = getattr(item, "callspec", None)
-        if (
-            parameters is not None
-            and "ray" in map(str, parameters.params.values())
-            and item.path.name != "test_channels.py"
-        ):
+        on_ray = parameters is not None and "ray" in map(str, parameters.params.values())
+        if on_ray and "shared_cluster" not in item.fixturenames:
             item.add_marker(pytest.mark.slow)
 
 

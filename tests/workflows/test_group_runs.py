@@ -98,9 +98,17 @@ def test_the_reference_run_learns_drops_and_carries_over(reference):
         assert row["groups/used"] == 5
 
 
-@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(
-    "placement", [TWO_SIMS, FOUR_SIMS, MANY_LEARNERS], ids=["two_sims", "four_sims", "many_learners"]
+    ("placement", "stages"),
+    [
+        pytest.param(TWO_SIMS, 1, marks=pytest.mark.slow),
+        (TWO_SIMS, 2),
+        (FOUR_SIMS, 1),
+        pytest.param(FOUR_SIMS, 2, marks=pytest.mark.slow),
+        pytest.param(MANY_LEARNERS, 1, marks=pytest.mark.slow),
+        pytest.param(MANY_LEARNERS, 2, marks=pytest.mark.slow),
+    ],
+    ids="two_sims-1 two_sims-2 four_sims-1 four_sims-2 many_learners-1 many_learners-2".split(),
 )
 def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stages):
     with Run(tmp_path, placement, *DROPS, stages=stages) as run:
@@ -165,7 +173,11 @@ def test_a_policy_to_start_from_is_the_reference_and_keeps_its_statistics(refere
 FOUR_HOSTS = {"sim": "cpu:0-3*4", "policy,learner": "cpu:0"}
 
 
-@pytest.mark.parametrize(("placement", "rounds", "used"), [(TWO_SIMS, 2, 4), (FOUR_HOSTS, 1, 3)], ids=["half", "less"])
+@pytest.mark.parametrize(
+    ("placement", "rounds", "used"),
+    [pytest.param(TWO_SIMS, 2, 4, marks=pytest.mark.chaos), (FOUR_HOSTS, 1, 3)],
+    ids=["half", "less"],
+)
 def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_half_is_missing(
     tmp_path, placement, rounds, used
 ):

@@ -110,6 +110,7 @@ def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_
         assert set(played) | lost | open_now == listed, "and none is skipped silently"
 
 
+@pytest.mark.chaos
 def test_a_smaller_slice_is_left_out_and_the_counts_follow(tmp_path):
     with Run(tmp_path, FOUR_SIMS, *faulty("exception", "rollout", tmp_path, worker="sim-2")) as run:
         _, numbers = run.iterate(0)
@@ -145,7 +146,8 @@ def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path):
     assert all(np.allclose(whole[1][name], broken[1][name], rtol=0, atol=1e-12) for name in whole[1])
 
 
-@pytest.mark.parametrize("worker", ["sim-0", pytest.param("policy-0", marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("worker", ["sim-0", "policy-0"])
 def test_who_dies_between_rollouts_is_replaced_without_loss(tmp_path, worker):
     with Run(tmp_path, TWO_SIMS) as run:
         run.iterate(0)
@@ -166,6 +168,7 @@ def test_an_evaluation_goes_on_where_a_dead_worker_left_it(tmp_path):
         assert len(run.told) == 1
 
 
+@pytest.mark.chaos
 def test_an_episode_that_kills_twice_is_an_error_and_costs_no_other(tmp_path):
     with Run(tmp_path, ONE_SIM, "eval.num_envs=4", "eval.videos=0", backend="inline") as run:
         whole = run.loop.evaluate(tmp_path / "videos")
