@@ -1,8 +1,9 @@
 """What becomes of a run whose simulator goes wrong: every fault, at every place, on every backend.
 
-    python -m benchmarks.fault_table [--backends local,ray] [--faults hang,sigkill] [--places rollout] [--always]
+    python -m benchmarks.fault_table [--worker sim-0|policy-0] [--backends local,ray] [--faults hang] [--places rollout]
 
-Each case is a short training run of the toy env with one fault planted in one of two sim workers (tests/faulty_env.py).
+Each case is a short training run of the toy env with one fault planted in one of two sim workers (tests/faulty_env.py)
+or in the policy worker (tests/faulty_policy.py).
 It must end within its deadline, either recovered (all env steps, all episodes, one restart) or in a message that names
 the worker, the cause and its log. Faults strike once; with --always they strike in every life of the worker as well.
 """
@@ -48,6 +49,7 @@ PLACEMENT = {
     "policy": "{sim: 'cpu:0-1*2', policy: 'cpu:0', learner: 'cpu:1'}",
 }
 
+OUTPUTS = ("nan_observation", "nan_action", "inf_reward", "wrong_shape")
 FAULTY = {"sim": ("env", "faulty_env:FaultyEnv"), "policy": ("policy", "faulty_policy:FaultyPolicy")}
 
 
@@ -84,11 +86,12 @@ class Outcome:
     said: str  # the line about the restart or the end
 
 
-def cases(faults: list[str], places: list[str], backends: list[str], always: bool) -> list[Case]:
-    """A constructor needs no second life to fail for good."""
-    found = [Case(*what) for what in product(faults, places, backends)]
+def cases(worker: str, faults: list[str], places: list[str], backends: list[str], always: bool) -> list[Case]:
+    """What is not an event but wrong output has no place in a constructor, which needs no second life to fail."""
+    whats = [what for what in product(faults, places, backends) if what[1] != "constructor" or what[0] not in OUTPUTS]
+    found = [Case(*what, worker=worker) for what in whats]
     if always:
-        found += [Case(*what, True) for what in product(faults, places, backends) if what[1] != "constructor"]
+        found += [Case(*what, True, worker) for what in whats if what[1] != "constructor"]
     return found
 
 
@@ -156,22 +159,28 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def main() -> None:
-    from faulty_env import FAULTS, PLACES
+    from faulty_env import FAULTS, OF_A_POLICY, PLACES
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", default="local,ray")
-    parser.add_argument("--faults", default=",".join(FAULTS))
-    parser.add_argument("--places", default=",".join(PLACES))
+    parser.add_argument("--worker", default="sim-0", choices=["sim-0", "policy-0"])
+    parser.add_argument("--faults")
+    parser.add_argument("--places")
     parser.add_argument("--always", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS / "fault_table.json")
+    parser.add_argument("--out", type=Path, help="default: fault_table-ROLE.json among the results")
     chosen = parser.parse_args()
+    role = chosen.worker.partition("-")[0]
+    faults = chosen.faults.split(",") if chosen.faults else {"sim": FAULTS, "policy": OF_A_POLICY}[role]
+    of_a_policy = [place for place in PLACES if place != "reset"]
+    places = chosen.places.split(",") if chosen.places else {"sim": PLACES, "policy": of_a_policy}[role]
+    out = chosen.out or RESULTS / f"fault_table-{role}.json"
     about = {"machine": machine(), "commit": code_commit(), "deadline_s": DEADLINE_S, "hang_s": HANG_S}
     outcomes = []
-    for case in cases(*(getattr(chosen, key).split(",") for key in ("faults", "places", "backends")), chosen.always):
+    for case in cases(chosen.worker, faults, places, chosen.backends.split(","), chosen.always):
         with tempfile.TemporaryDirectory() as folder:
             outcomes.append(play(case, Path(folder)))
         print(f"{table(outcomes[-1:]).splitlines()[-1]} {outcomes[-1].said.splitlines()[:1]}", flush=True)
-        write_json(chosen.out, {**about, "outcomes": [asdict(outcome) for outcome in outcomes]})
+        write_json(out, {**about, "outcomes": [asdict(outcome) for outcome in outcomes]})
     print(f"\n{table(outcomes)}")
     if bad := [outcome for outcome in outcomes if outcome.ended not in ("recovered", "message")]:
         raise SystemExit(f"{len(bad)} of {len(outcomes)} cases ended badly")

@@ -24,6 +24,7 @@ FAULTS = (
     *("exception", "exit", "os_exit", "nan_observation", "inf_reward", "wrong_shape", "memory_error"),
     *("out_of_memory", "sigkill", "sigsegv", "sigabrt", "sigstop", "hang", "hang_with_gil"),
 )
+OF_A_POLICY = tuple({"nan_observation": "nan_action"}.get(fault, fault) for fault in FAULTS if fault != "inf_reward")
 PLACES = ("constructor", "first_step", "rollout", "reset", "evaluation")
 MIDDLE = 5  # env steps (or resets) before a fault in the middle
 
@@ -33,7 +34,7 @@ class Fault:
 
     def __init__(self, fault: str, place: str, worker: str, once: str | None = None) -> None:
         """`once` is a file that does not exist yet."""
-        assert fault in FAULTS and place in PLACES, (fault, place)
+        assert fault in (*FAULTS, *OF_A_POLICY) and place in PLACES, (fault, place)
         self.fault, self.place, self.worker = fault, place, worker
         self.once = Path(once) if once else None
         self.count = 0

@@ -17,10 +17,15 @@ class FaultyPolicy(MLPPolicy):
     def __init__(self, config, spec) -> None:
         super().__init__(MLPConfig(hidden=(16, 16), dtype="float64"), spec)
         self.fault = Fault(**config.kwargs)
+        self.fault.strike("constructor")
 
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
+        if temperature == 1:
+            self.fault.strike("first_step")
         self.fault.strike("evaluation" if temperature < 1 else "rollout", MIDDLE)
         output = super().act(obs, noise, temperature)
-        if self.fault.broken:
+        if self.fault.broken == "nan_action":
             return dataclasses.replace(output, actions=output.actions * np.nan)
+        if self.fault.broken == "wrong_shape":
+            return dataclasses.replace(output, actions=output.actions[..., :-1])
         return output

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faulty_env import FAULTS
+from faulty_env import FAULTS, OF_A_POLICY
 
 from benchmarks.common import hosts
 from benchmarks.fault_table import ARGUMENTS, DEADLINE_S, PLACEMENT, Case, play
@@ -46,11 +46,18 @@ def test_a_fault_that_always_comes_back_ends_the_run_within_its_budget(fault, pl
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("place", ["rollout", "evaluation"])
-@pytest.mark.parametrize("fault", ["exception", "os_exit", "nan_observation", "sigsegv", "hang"])
+@pytest.mark.parametrize("place", ["first_step", "rollout", "evaluation"])
+@pytest.mark.parametrize("fault", OF_A_POLICY)
 def test_a_run_survives_a_fault_of_its_policy(fault, place, backend, tmp_path):
     outcome = play(Case(fault, place, backend, worker="policy-0"), tmp_path)
     assert outcome.ended == "recovered", outcome
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fault", ["exception", "os_exit", "sigkill"])
+def test_a_fault_in_the_constructor_of_a_policy_ends_the_run_with_its_cause(fault, backend, tmp_path):
+    outcome = play(Case(fault, "constructor", backend, always=True, worker="policy-0"), tmp_path)
+    assert outcome.ended == "message", outcome
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -124,20 +131,30 @@ def test_a_run_goes_on_when_a_host_is_killed_or_stopped(long_run, tmp_path, host
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_dead_learner_ends_the_run_with_its_cause_and_how_to_resume(tmp_path, backend):
+@pytest.mark.parametrize(
+    ("victim", "learners", "options"),
+    [
+        ("learner-0", "cpu:1", ()),
+        ("learner-1", "cpu:0-1*2", ()),
+        ("learner-0", "cpu:0-1*2", ("learner.shard=true", "policy.hidden=[32,32]")),
+    ],
+    ids=["alone", "one_of_two", "one_of_two_halves"],
+)
+def test_a_dead_learner_ends_the_run_with_its_cause_and_how_to_resume(tmp_path, backend, victim, learners, options):
     changes = {"run.iterations": 5000, "run.save_every": 1, "cluster.backend": backend}
-    arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, "placement": PLACEMENT["policy"], **changes}.items())
+    placement = f"{{sim: 'cpu:0-1*2', policy: 'cpu:0', learner: '{learners}'}}"
+    arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, "placement": placement, **changes}.items())
     process = subprocess.Popen(
-        [sys.executable, "-m", "embodied.train", *arguments],
+        [sys.executable, "-m", "embodied.train", *arguments, *options],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     next(line for line in process.stdout if "iteration 3/" in line)
-    os.kill(host_of(tmp_path, "learner-0"), signal.SIGKILL)
+    os.kill(host_of(tmp_path, victim), signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     (run,) = (tmp_path / "runs").iterdir()
-    assert "error: learner-0: its process was killed by SIGKILL" in output and "Traceback" not in output
+    assert f"error: {victim}: its process was killed by SIGKILL" in output and "Traceback" not in output, output
     assert f"python -m embodied.train resume={run.relative_to(tmp_path)}" in output
