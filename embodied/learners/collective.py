@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.errors import DeadlineExceeded
+from embodied.errors import ChannelClosed, DeadlineExceeded
 from embodied.learners.meeting import Meeting, MeetingAddress, MeetingFile, MeetingRoom
 from embodied.runtime import Timers
 
@@ -197,3 +200,21 @@ def join(meeting: Meeting | None, rank: int, world_size: int, device: str, timer
     if rank == 0:
         meeting.remove()
     return Measured(ranks, timers)
+
+
+def done_together(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks what all ranks of a role do: a connection to another rank that ends is a consequence, not the cause."""
+
+    @wraps(method)
+    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(worker, *args, **kwargs)
+        except RuntimeError as error:
+            import torch.distributed as dist
+
+            if "gloo/transport" not in str(error) and not isinstance(error, dist.DistError):
+                raise
+            role, told = worker.name.rpartition("-")[0], str(error).strip().splitlines()[-1]
+            raise ChannelClosed(f"between the {role}s", role, f"the connection to another one ended: {told}") from error
+
+    return call

@@ -15,7 +15,7 @@ from embodied.data import EnvSpec, GroupBatch, PlayedEpisodes, Trajectory
 from embodied.episodes import join_episodes
 from embodied.errors import CheckpointError, EmbodiedError
 from embodied.learners.batch import merge
-from embodied.learners.collective import Alone, Collective, join
+from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
 from embodied.learners.groups import moments_of, prepare_groups
 from embodied.learners.meeting import MeetingAddress, listen
@@ -79,6 +79,7 @@ class LearnerWorker(Worker):
             policy.load_weights(read_weights(start))
         return policy.to(self.device)
 
+    @done_together
     def update(
         self, trajectories: Channel, sources: tuple[str, ...], env_ids: np.ndarray, iteration: int, total: int
     ) -> dict[str, float]:
@@ -90,6 +91,7 @@ class LearnerWorker(Worker):
         share = prepare(whole, self.algo, self.collective, env_ids, self.model.dtype, self.device)
         return self._learn(share, self.policy.observation_moments(whole.obs), iteration, total)
 
+    @done_together
     def update_groups(
         self, trajectories: Channel, sources: tuple[str, ...], batch: GroupBatch, iteration: int, total: int
     ) -> dict[str, float]:
@@ -114,6 +116,7 @@ class LearnerWorker(Worker):
         """The reference: the policy as the run begins."""
         return Model(self.policy.reference(), self.config, self.tick)
 
+    @done_together
     def publish(self, version: int) -> Publication | None:
         """Make the current weights visible as this version. Rank 0 says where they are."""
         self._check_live()
@@ -141,6 +144,7 @@ class LearnerWorker(Worker):
         """Begin to put the published version into these channels; of no concern to an update in progress."""
         self.store.send_aside(channels, whole)
 
+    @done_together
     def save(self, folder: Path) -> None:
         """The policy folder and the optimizer, into a checkpoint that is being written; rank 0 writes."""
         try:

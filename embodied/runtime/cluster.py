@@ -31,6 +31,7 @@ from embodied.runtime.supervision import Budget, Supervisor
 from embodied.runtime.worker import Worker
 
 _FIRST_CAUSE_S = 0.5  # how long a consequence waits for its cause to be reported
+_RANK_DEATH_S = 10.0  # the same where another rank of the role must have died: not every backend tells at once
 CLOSE_S = 5.0  # how long workers may take to close before they are killed
 CLOSE_AFTER_ERROR_S = 1.0
 
@@ -268,13 +269,17 @@ class Cluster:
         while failure.follows is not None:
             cause = next((f for f in self._failures if (f.worker, f.cause) == failure.follows), None)
             if cause is None:  # a worker closed the channel itself, and may be about to say why
-                self._changed.wait_for(partial(self._spoke, failure.follows[0]), _FIRST_CAUSE_S)
+                peer = failure.follows[0]
+                patience_s = _RANK_DEATH_S if peer in self._groups else _FIRST_CAUSE_S
+                self._changed.wait_for(partial(self._spoke, peer), patience_s)
                 return self._news() or failure
             failure = cause
         return failure
 
     def _spoke(self, peer: str) -> bool:
-        return self._news() is not None or all(call.worker != peer for call in self._calls.values())
+        """`peer` is a worker, or a role whose ranks work together."""
+        working = {name for call in self._calls.values() for name in (call.worker, call.worker.rpartition("-")[0])}
+        return self._news() is not None or peer not in working
 
     def _news(self) -> Failure | None:
         """The first cause that no wait has raised yet, or that nobody can recover from."""

@@ -1,6 +1,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -60,6 +61,16 @@ class Counter(Worker):
 
     def unsendable(self):
         return lambda: None
+
+
+class Together(Worker):
+    """Ranks that work together: what one sees of another's death is a broken connection, and it may see that first."""
+
+    def work(self, channel):
+        if self.rank == 0:
+            raise ChannelClosed("between the pairs", "pair", "the connection to another one ended")
+        channel.get()
+        os._exit(3)
 
 
 class Light(Worker):
@@ -202,6 +213,22 @@ def test_a_worker_that_closes_a_channel_and_then_fails_is_the_cause(backend):
         first.close_then_fail(channel)
         with pytest.raises(WorkerFailed, match="role0-0: close_then_fail failed: RuntimeError: broken gripper"):
             waiting.wait()
+
+
+def test_the_death_of_a_rank_is_the_cause_and_not_what_its_peers_tell_before(tmp_path):
+    with Cluster("local", [HostPlan(f"h{i}", ("pair",)) for i in range(2)], timeout_s=60) as cluster:
+        pair = cluster.launch(Together, "pair")
+        handle = pair.work.each([(None,), (channel := cluster.channel("go"),)])
+
+        def let_die():
+            while not handle.failed:
+                time.sleep(0.01)
+            channel.put(1)
+
+        (dying := threading.Thread(target=let_die)).start()
+        with pytest.raises(WorkerFailed, match=r"pair-1: its process exited with code 3 during pair\.work"):
+            handle.wait()
+        dying.join(10)
 
 
 def test_a_killed_host_is_told_with_signal_process_cores_and_log(processes, tmp_path):
