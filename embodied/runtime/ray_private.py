@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -110,8 +112,11 @@ def keep(order: dict) -> None:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the cluster become children of this process
     threading.Thread(target=_end_with_driver, args=(order["folder"],), daemon=True).start()
-    address = _start(order)
-    print(address, flush=True)
+    try:
+        print(_start(order), flush=True)
+    except Exception:
+        traceback.print_exc()
+        os.close(sys.stdout.fileno())  # tells the driver, which then ends what has started
     threading.Event().wait()
 
 
@@ -131,8 +136,22 @@ def _children() -> list[int]:
 
 
 def _start(order: dict) -> str:
+    from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
+
+    find_node, until = services.get_node, time.monotonic() + START_S
+
+    def find_node_patiently(*arguments):
+        """Ray gives a node half a minute to start, which is not always enough on a busy machine."""
+        while True:
+            try:
+                return find_node(*arguments)
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+
+    services.get_node = find_node_patiently
 
     # Without a dashboard Ray would still start its process, only to send the usage reports that are off.
     Node.start_api_server = lambda node, **_: setattr(node, "_webui_url", "")
