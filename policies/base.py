@@ -41,6 +41,8 @@ class Scores:
 class Policy(nn.Module):
     """A plug-in implements `act`, `value`, `forward` and `noise_spec`; saving and loading come from here."""
 
+    any_image_size = False  # whether it scales images itself
+
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
 
     def __init__(self, config: Any, spec: EnvSpec) -> None:

@@ -36,6 +36,7 @@ VALUE = "value_head."
 class PrismaticPolicy(Policy):
     """A family says how actions are read from the language model: `act`, `value`, `forward`."""
 
+    any_image_size = True
     extras: tuple[str, ...] = (VALUE,)  # how the names of weights begin that published folders may lack
 
     def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:

@@ -39,6 +39,8 @@ CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
 
 
 class Pi0Policy(Policy):
+    any_image_size = True
+
     def __init__(self, config: Pi0Config, spec: EnvSpec) -> None:
         super().__init__(config, spec)
         self.source = read_published(config.pretrained, config.name) if config.pretrained else None

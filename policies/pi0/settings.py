@@ -61,7 +61,7 @@ GEMMAS = {
     "tiny_expert": GemmaSettings(128, 4, 384, 4, 1, 32),
 }
 SO400M = VisionSettings(1152, 27, 4304, 16, 14, 224)
-TINY_VISION = VisionSettings(128, 3, 384, 4, 8, 64)
+TINY_VISION = VisionSettings(128, 3, 384, 4, 16, 64)
 VOCAB, TINY_VOCAB = 257152, 1024
 MAX_TOKENS = {"pi0": 48, "pi05": 200}
 

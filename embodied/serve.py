@@ -1,0 +1,108 @@
+"""Answer robots and other programs with a policy's actions: python -m embodied.serve checkpoint=RUN_DIR
+
+The protocol is openpi's, so its client (the package openpi-client) and what is built on it can ask any policy of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from embodied import commands
+from embodied.errors import ConfigError
+from embodied.explain import config_error, explain
+from embodied.layers import COMMAND_LINE, Tree
+from embodied.overrides import parse
+from embodied.schema import leaves, root
+from embodied.serving.codec import check_packages
+from embodied.serving.config import TOKEN, ServeConfig
+from embodied.usage import plain, type_name
+
+if TYPE_CHECKING:
+    from embodied.policies.base import Policy
+
+
+def main(argv: list[str] | None = None) -> int:
+    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+
+
+def start(argv: list[str]) -> int:
+    config = read(argv)
+    if config is None:
+        return 0
+    check_packages()
+    policy = load(config)
+    asyncio.run(serve(policy, config))
+    return 0
+
+
+def read(argv: list[str]) -> ServeConfig | None:
+    """The options; None when --help has answered already."""
+    arguments = parse(argv, [])
+    if "--help" in arguments.flags:
+        print(usage())
+        return None
+    tree = Tree(arguments.values, dict.fromkeys(arguments.values, COMMAND_LINE), arguments.problems)
+    if "checkpoint" not in arguments.values:
+        tree.problems.append("which policy? python -m embodied.serve checkpoint=RUN_DIR")
+    try:
+        config = ServeConfig.model_validate(tree.values)
+    except ValidationError as err:
+        tree.problems += explain(err.errors(), root(ServeConfig), tree, incomplete=bool(tree.problems))
+    if tree.problems:
+        raise config_error(tree.problems)
+    return config
+
+
+def usage() -> str:
+    lines = [
+        "Answer robots and other programs with a policy's actions, by openpi's websocket protocol.",
+        "",
+        "usage: python -m embodied.serve checkpoint=... [key=value ...] [--help]",
+        f"       {TOKEN}=SECRET in the environment makes clients show this token (openpi-client: api_key=SECRET)",
+        "",
+    ]
+    for key, field, _ in leaves(root(ServeConfig)):
+        default = "needed" if field.is_required() else plain(field.get_default())
+        lines.append(f"  {key:<16} {type_name(field)} [{default}]  {field.description}")
+    return "\n".join(lines)
+
+
+def load(config: ServeConfig) -> Policy:
+    from embodied.policies import load_policy
+    from embodied.targets import find
+
+    target = find(config.checkpoint)
+    if target.folder is None:
+        raise ConfigError(f"checkpoint={config.checkpoint} has no weights to serve; name a run or a policy folder")
+    return load_policy(target.folder)
+
+
+async def serve(policy: Policy, config: ServeConfig) -> None:
+    """Until a signal asks to stop."""
+    from embodied.serving.server import Answers, Server
+
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    answers = Answers(policy, config)
+    told = answers.metadata()
+
+    def ready(port: int) -> None:
+        sees = ", ".join([*told["cameras"], *(["state"] if told["state_dim"] else [])]) or "nothing"
+        print(
+            f"policy      {told['policy']}: sees {sees}; {told['action_chunk']} actions of {told['action_dim']} numbers"
+        )
+        print(f"clients     {'show the token in ' + TOKEN if config.token else 'of this machine, without a token'}")
+        print(f"listening   ws://{config.host}:{port}", flush=True)
+
+    await Server(answers, config).run(ready, stop)
+    print("stopped", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,2 @@
+"""A policy behind a websocket that speaks openpi's protocol: `codec` the bytes, `questions` what clients ask, `server`
+the connections, `config` the options."""

@@ -1,0 +1,52 @@
+"""Options of `python -m embodied.serve`. Free of torch."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from embodied.config_base import Strict
+
+TOKEN = "EMBODIED_SERVE_TOKEN"
+SHORTEST = 16
+
+
+class ServeConfig(Strict):
+    token_variable: ClassVar = TOKEN
+
+    checkpoint: str = Field(description="A run's folder, one of its checkpoints, a policy folder, or a hub id.")
+    host: str = Field("127.0.0.1", description="Address to listen at; another than loopback asks clients for a token.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen at; 0: a free one, which is printed.")
+    device: str = Field("cpu", pattern="^(cpu|cuda(:[0-9]+)?)$", description="Where the policy computes.")
+    temperature: float = Field(
+        0.0, ge=0, le=1, description="How random actions are: 0 takes the best one, 1 samples as in training."
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="All randomness of the answers follows from it.")
+    max_request_mb: int = Field(32, gt=0, le=1024, description="Longer questions end the connection.")
+    max_clients: int = Field(8, gt=0, description="Connections at a time; more are turned away.")
+
+    @property
+    def token(self) -> str | None:
+        """What clients must show; read from the environment, since other users of a machine see command lines."""
+        return os.environ.get(TOKEN) or None
+
+    @property
+    def loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @model_validator(mode="after")
+    def _others_need_a_token(self) -> ServeConfig:
+        if self.token is None and not self.loopback:
+            raise ValueError(
+                f"host={self.host} can be reached by others, who must show a token: set the environment variable "
+                f"{TOKEN} (python -c 'import secrets; print(secrets.token_urlsafe())' makes one)"
+            )
+        if self.token is not None and len(self.token) < SHORTEST:
+            raise ValueError(f"the token in {TOKEN} has fewer than {SHORTEST} letters; take a longer one")
+        return self

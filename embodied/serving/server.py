@@ -1,0 +1,133 @@
+"""The connections: who may come in, how much may be said, and one answer at a time from the policy.
+
+What surprises: an error goes over the wire as text, in openpi's protocol the sign of one, and never says more than the
+client needs; what went wrong inside is printed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import http
+import itertools
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from embodied import rng
+from embodied.policies.base import Policy
+from embodied.serving.codec import BadMessage, pack, unpack
+from embodied.serving.config import ServeConfig
+from embodied.serving.questions import observation_of
+
+ANSWER_S, SEND_S = 120.0, 30.0  # most that an answer, and taking it, may last
+REFUSED, BROKEN = 1007, 1011  # codes of closing: what was sent is bad; what is here is
+
+
+class Answers:
+    """The policy, asked one question at a time."""
+
+    def __init__(self, policy: Policy, config: ServeConfig) -> None:
+        self.policy = policy.eval().to(config.device)
+        self.config = config
+        self.noise = policy.noise_spec()
+
+    def metadata(self) -> dict[str, Any]:
+        """What clients are told first."""
+        spec, config = self.policy.spec, self.policy.config
+        return {
+            "policy": config.name,
+            "cameras": {camera: list(size) for camera, size in spec.images.items()},
+            "state_dim": spec.state_dim or 0,
+            "instruction": spec.instruction,
+            "action_dim": spec.action.dim,
+            "discrete": spec.action.discrete,
+            "action_chunk": getattr(config, "chunk", 1),
+        }
+
+    def answer(self, data: bytes, client: int, number: int) -> bytes:
+        """`number` counts a client's questions: noise does not depend on what others ask."""
+        began = time.perf_counter()
+        obs = observation_of(unpack(data), self.policy.spec, self.policy.any_image_size)
+        draw = rng.normal if self.noise.kind == "normal" else rng.uniform
+        noise = draw(self.config.seed, "act/serve", np.array([client]), np.array([number]), self.noise.width)
+        output = self.policy.act(obs, noise, self.config.temperature)
+        actions = np.asarray(torch.as_tensor(output.actions).cpu())[0]
+        if not np.isfinite(actions).all():
+            raise BadMessage("the policy's actions are not finite for this observation")
+        spent = 1000 * (time.perf_counter() - began)
+        return pack({"actions": actions, "policy_timing": {"infer_ms": spent}})
+
+
+class Server:
+    def __init__(self, answers: Answers, config: ServeConfig, tell: Callable[[str], None] = print) -> None:
+        self.answers, self.config, self.tell = answers, config, tell
+        self.turn = asyncio.Lock()
+        self.clients = itertools.count()
+        self.connected = 0
+
+    async def run(self, ready: Callable[[int], None], stop: asyncio.Event) -> None:
+        """Serve until asked to stop; `ready` is told the port."""
+        from websockets.asyncio.server import serve
+
+        limit = self.config.max_request_mb * 1_000_000
+        async with serve(
+            self.talk,
+            self.config.host,
+            self.config.port,
+            process_request=self.admit,
+            origins=[None],  # browsers name the page they come from: no page may use this server behind its user's back
+            compression=None,
+            max_size=limit,
+            max_queue=2,
+        ) as server:
+            ready(server.sockets[0].getsockname()[1])
+            await stop.wait()
+
+    def admit(self, connection: Any, request: Any) -> Any:
+        if request.path == "/healthz":
+            return connection.respond(http.HTTPStatus.OK, "OK\n")
+        if self.config.token is not None:
+            shown = request.headers.get_all("Authorization")
+            wanted = f"Api-Key {self.config.token}"
+            if len(shown) != 1 or not hmac.compare_digest(shown[0].encode(), wanted.encode()):
+                return connection.respond(http.HTTPStatus.UNAUTHORIZED, "a valid token is needed\n")
+        if self.connected >= self.config.max_clients:
+            return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many clients\n")
+        return None
+
+    async def talk(self, connection: Any) -> None:
+        from websockets.exceptions import ConnectionClosed
+
+        client = next(self.clients)
+        self.connected += 1
+        self.tell(f"client {client} connected")
+        try:
+            await asyncio.wait_for(connection.send(pack(self.answers.metadata())), SEND_S)
+            for number in itertools.count():
+                data = await connection.recv()
+                await self._reply(connection, data, client, number)
+        except (ConnectionClosed, TimeoutError):
+            self.tell(f"client {client} is gone")
+        finally:
+            self.connected -= 1
+
+    async def _reply(self, connection: Any, data: bytes | str, client: int, number: int) -> None:
+        try:
+            if isinstance(data, str):
+                raise BadMessage("questions are bytes, not text")
+            async with self.turn:
+                reply = await asyncio.wait_for(asyncio.to_thread(self.answers.answer, data, client, number), ANSWER_S)
+        except BadMessage as err:
+            await asyncio.wait_for(connection.send(f"error: {err}"), SEND_S)
+            await connection.close(REFUSED, "the question cannot be answered")
+        except Exception:
+            self.tell(f"client {client}: {traceback.format_exc()}")
+            await asyncio.wait_for(connection.send("error: the policy failed; the server's log says why"), SEND_S)
+            await connection.close(BROKEN, "the policy failed")
+        else:
+            await asyncio.wait_for(connection.send(reply), SEND_S)

@@ -1,0 +1,222 @@
+"""A server in a thread of its own, asked over real sockets."""
+
+import asyncio
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from embodied import rng, serve
+from embodied.data import ActionSpec, EnvSpec
+from embodied.errors import ConfigError
+from embodied.policies import make_policy
+from embodied.policies.config import CNNConfig
+from embodied.serving import codec
+from embodied.serving.config import TOKEN, ServeConfig
+from embodied.serving.questions import observation_of
+
+msgpack = pytest.importorskip("msgpack")
+pytest.importorskip("websockets")
+
+from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
+from websockets.sync.client import connect  # noqa: E402
+
+from embodied.serving.server import Answers, Server  # noqa: E402
+
+SPEC = EnvSpec(ActionSpec(2), state_dim=3, images={"top": (16, 16, 3), "wrist": (16, 16, 3)}, instruction=True)
+SECRET = "a-secret-of-enough-letters"
+
+
+def question(seed=0):
+    draw = np.random.default_rng(seed)
+    images = (draw.integers(0, 256, (16, 16, 3), np.uint8) for _ in range(2))
+    names = ("observation/image", "observation/wrist_image")
+    return {**dict(zip(names, images)), "observation/state": draw.normal(size=3), "prompt": "go there"}
+
+
+@pytest.fixture(scope="module")
+def policy():
+    config = CNNConfig(name="cnn", chunk=4, hidden=(8,), channels=(4,), kernels=(4,), strides=(4,), features=8)
+    return make_policy(config, SPEC, seed=0)
+
+
+@contextlib.contextmanager
+def served(policy, **options):
+    config = ServeConfig(checkpoint="x", port=0, **options)
+    told, ports, started = [], [], threading.Event()
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+
+    def ready(port):
+        ports.append(port)
+        started.set()
+
+    server = Server(Answers(policy, config), config, told.append)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.run(ready, stop)))
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield f"ws://127.0.0.1:{ports[0]}", told
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+        loop.close()
+
+
+def ask(connection, message):
+    connection.send(codec.pack(message))
+    reply = connection.recv(timeout=30)
+    return reply if isinstance(reply, str) else codec.unpack(reply)
+
+
+def test_the_answer_is_what_the_policy_does(policy):
+    with served(policy, temperature=1.0) as (address, _), connect(address) as connection:
+        told = codec.unpack(connection.recv(timeout=30))
+        assert told["cameras"] == {"top": [16, 16, 3], "wrist": [16, 16, 3]} and told["action_chunk"] == 4
+        replies = [ask(connection, question(number))["actions"] for number in range(2)]
+    for number, actions in enumerate(replies):
+        noise = rng.normal(0, "act/serve", np.array([0]), np.array([number]), 8)
+        obs = observation_of(question(number), SPEC, False)
+        assert np.array_equal(actions, policy.act(obs, noise).actions[0]) and actions.shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"\xc1", "not msgpack"),
+        (b"", "not msgpack"),
+        (codec.pack({})[:0] + b"\x91" * 3000, "not msgpack"),
+        ("text", "questions are bytes"),
+        (msgpack.packb([1]), "map of names"),
+        (msgpack.packb({"prompt": 1}), "lacks 'images/top'"),
+        (msgpack.packb({"a": {b"__ndarray__": True, b"dtype": "|O", b"shape": [1], b"data": b"x" * 8}}), r"type '\|O'"),
+        (
+            msgpack.packb({"a": {b"__ndarray__": True, b"dtype": "<f8", b"shape": [2**40], b"data": b""}}),
+            "fit its bytes",
+        ),
+        (msgpack.packb({"a": {b"__ndarray__": True, b"dtype": "<f8", b"shape": [-1], b"data": b""}}), "has the shape"),
+    ],
+)
+def test_a_malformed_question_is_refused_and_the_next_client_is_served(policy, sent, reason):
+    with served(policy) as (address, told):
+        with connect(address) as connection:
+            connection.recv(timeout=30)
+            connection.send(sent)
+            assert re.search(reason, connection.recv(timeout=30))
+            with pytest.raises(ConnectionClosed):
+                connection.recv(timeout=30)
+        with connect(address) as connection:
+            connection.recv(timeout=30)
+            assert ask(connection, question())["actions"].shape == (4, 2)
+        assert not [line for line in told if "Traceback" in line]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"observation/image": np.zeros((8, 16, 3), np.uint8)}, r"'top' is \[8, 16, 3\], this policy wants"),
+        ({"observation/image": np.zeros((16, 16, 4), np.uint8)}, r"should be an array \[height, width, 3\]"),
+        ({"observation/state": np.zeros(4)}, "array of 3 numbers"),
+        ({"observation/state": np.array([0, np.nan, 0])}, "NaN"),
+        ({"prompt": ""}, "text of at most 2000"),
+    ],
+)
+def test_a_question_about_something_else_is_refused(change, reason):
+    with pytest.raises(codec.BadMessage, match=reason):
+        observation_of(question() | change, SPEC, False)
+
+
+def test_images_come_in_the_forms_that_openpi_takes():
+    image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+    forms = [image, np.moveaxis(image, 2, 0), (image / 255 + 1e-4).astype(np.float32)]
+    seen = [observation_of(question() | {"images": {"top": form}}, SPEC, False)["images"]["top"][0] for form in forms]
+    assert all(np.array_equal(image, other) for other in seen)
+    large = question() | {"top": np.zeros((20, 30, 3), np.uint8)}
+    del large["observation/image"]
+    assert observation_of(large, SPEC, True)["images"]["top"].shape == (1, 20, 30, 3)
+
+
+def test_long_questions_strangers_and_pages_of_browsers_are_turned_away(policy, monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+    with served(policy, max_request_mb=1, max_clients=1) as (address, _):
+        for headers in ({}, {"Authorization": "Api-Key wrong"}, {"Authorization": SECRET}):
+            with pytest.raises(InvalidStatus, match="401"):
+                connect(address, additional_headers=headers)
+        right = {"Authorization": f"Api-Key {SECRET}"}
+        with pytest.raises(InvalidStatus, match="403"):
+            connect(address, additional_headers=right, origin="https://example.com")
+        with connect(address, additional_headers=right) as connection:
+            connection.recv(timeout=30)
+            with pytest.raises(InvalidStatus, match="503"):
+                connect(address, additional_headers=right)
+            connection.send(b"0" * 1_000_001)
+            with pytest.raises(ConnectionClosed, match="1009"):
+                connection.recv(timeout=30)
+
+
+def test_what_goes_wrong_inside_is_printed_here_and_not_told(policy, monkeypatch):
+    with served(policy) as (address, told), connect(address) as connection:
+        connection.recv(timeout=30)
+        monkeypatch.setattr(policy, "act", lambda *_: {}["the weights are at /home/me"])
+        assert ask(connection, question()) == "error: the policy failed; the server's log says why"
+        with pytest.raises(ConnectionClosed):
+            connection.recv(timeout=30)
+    assert "the weights are at /home/me" in "".join(told)
+
+
+@pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager:DeprecationWarning")
+def test_openpis_own_client_is_served(policy, monkeypatch):
+    client = pytest.importorskip("openpi_client.websocket_client_policy", reason="needs the package openpi-client")
+    monkeypatch.setenv(TOKEN, SECRET)
+    with served(policy) as (address, _):
+        asking = client.WebsocketClientPolicy("127.0.0.1", int(address.rpartition(":")[2]), api_key=SECRET)
+        assert asking.get_server_metadata()["policy"] == "cnn"
+        answer = asking.infer(question())
+        assert answer["actions"].shape == (4, 2) and answer["policy_timing"]["infer_ms"] > 0
+        with pytest.raises(RuntimeError, match="lacks 'prompt'"):
+            asking.infer({key: value for key, value in question().items() if key != "prompt"})
+        asking._ws.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "which policy"),
+        (["checkpoint=x", "prot=1"], "port"),
+        (["checkpoint=x", "host=0.0.0.0"], TOKEN),
+        (["checkpoint=nowhere"], "nowhere"),
+        (["checkpoint=random"], "no weights to serve"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_a_line(arguments, reason, capsys):
+    assert serve.main(arguments) in (1, 2)
+    assert reason in capsys.readouterr().err
+
+
+def test_other_hosts_need_a_long_token(monkeypatch):
+    monkeypatch.setenv(TOKEN, "short")
+    with pytest.raises((ConfigError, ValueError), match="fewer than 16"):
+        ServeConfig(checkpoint="x", host="0.0.0.0")
+    monkeypatch.setenv(TOKEN, SECRET)
+    assert ServeConfig(checkpoint="x", host="0.0.0.0").token == SECRET
+
+
+@pytest.mark.slow
+def test_the_command_serves_a_policy_folder_until_it_is_asked_to_stop(policy, tmp_path):
+    policy.save_pretrained(tmp_path / "policy")
+    command = [sys.executable, "-m", "embodied.serve", f"checkpoint={tmp_path / 'policy'}", "port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            lines = [next(process.stdout) for _ in range(3)]
+            with connect(lines[-1].split()[1]) as connection:
+                connection.recv(timeout=30)
+                assert ask(connection, question())["actions"].shape == (4, 2)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert "sees top, wrist, state; 4 actions of 2 numbers" in lines[0] and "without a token" in lines[1]
