@@ -1,18 +1,20 @@
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from embodied.config import load
 from embodied.data import ActionSpec, EnvSpec
 from embodied.errors import CheckpointError, ConfigError
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import Pi0Config
 from embodied.policies.pi0.folder import EXPERT_HEAD, TIED, own_name
-from embodied.policies.pi0.network import WORDS
-from embodied.policies.pi0.settings import TINY
+from embodied.policies.pi0.network import WORDS, Pi0Network, in_half
+from embodied.policies.pi0.settings import FULL, TINY, settings_of
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 64, 3), "near": (32, 32, 3)}, instruction=True)
 FIGURES = {
@@ -231,3 +233,28 @@ def test_names_of_both_layouts_become_ours():
     assert own_name(TIED) == own_name(f"model.{TIED}") == f"model.{WORDS}"
     assert own_name(f"model.{tower}.encoder.x") == own_name(f"{tower}.vision_model.encoder.x")
     assert own_name(EXPERT_HEAD) is None
+
+
+@pytest.mark.parametrize(("name", "title"), [("pi0", "Pi0"), ("pi05", "Pi0.5")])
+def test_the_page_tells_the_memory_of_full_size(name, title):
+    with torch.device("meta"):
+        network = Pi0Network(settings_of(FULL, (), "here", name))
+    in_half(network, torch.bfloat16)
+    weights = list(network.named_parameters())
+
+    def learner_gb(trained):
+        """Copy, gradient twice, two moments; what is float32 needs no copy."""
+        sizes = [(p.numel(), p.element_size()) for p in trained]
+        return sum(count * (20 if size == 2 else 16) for count, size in sizes) / 1e9
+
+    expert = learner_gb(p for key, p in weights if ".paligemma." not in key)
+    everything = learner_gb(p for _, p in weights if p.requires_grad)
+    count, held = (sum(p.numel() * size(p) for _, p in weights) / 1e9 for size in (lambda p: 1, lambda p: p.itemsize))
+    row = f"| {title} | {count:.2f} B | {held:.1f} GB | {expert:.1f} GB | {everything:.1f} GB |"
+    assert row in (Path(__file__).parents[2] / "docs" / "pi0.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", ["libero_ppo_pi0", "maniskill_ppo_pi0"])
+def test_full_size_recipes_are_whole(recipe):
+    config = load([f"recipe={recipe}", "policy.pretrained=somewhere"]).config
+    assert config.policy.preset == "full" and config.policy.chunk <= config.policy.horizon
