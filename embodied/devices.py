@@ -6,11 +6,13 @@ Cores need no word here: every host has some. GPUs are looked for only where a p
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from embodied.config import RunConfig
 from embodied.discovery import gpus
 from embodied.errors import ConfigError
 from embodied.placement import Host, Offer, PlacementPlan, named_kinds, named_nodes
+from embodied.placement.topology import GB
 from embodied.runtime import nodes_of
 
 
@@ -38,6 +40,19 @@ def visible_gpus() -> list[str]:
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip()]
     return [str(card.index) for card in gpus()]
+
+
+def capacities(devices: Iterable[str], memory_gb: float | None) -> dict[str, float]:
+    """Bytes that each device holds: so many gigabytes, else what a GPU of this machine has; no limit elsewhere."""
+    if memory_gb is not None:
+        return dict.fromkeys(devices, memory_gb * GB)
+    found = dict.fromkeys(devices, float("inf"))
+    if any(device.startswith("gpu:") for device in found):
+        known = {str(card.index): card.memory_bytes for card in gpus()}
+        for place, name in enumerate(visible_gpus()):
+            if (card := f"gpu:{place}") in found:
+                found[card] = known.get(name, float("inf"))
+    return found
 
 
 def environment(host: Host) -> dict[str, str]:

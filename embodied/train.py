@@ -140,11 +140,8 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
 
 
 def save(loop: EmbodiedLoop, state: dict, folder: RunFolder) -> Path:
-    write = loop.learners.save
     with loop.timers.measure("save"):
-        return write_checkpoint(
-            folder.checkpoints, state["version"], lambda draft: write(draft).wait(), state, loop.save_sims()
-        )
+        return write_checkpoint(folder.checkpoints, state["version"], loop.save_learners, state, loop.save_sims())
 
 
 def due(iteration: int, every: int | None) -> bool:

@@ -13,8 +13,9 @@ from embodied.arrays import finite_rows
 from embodied.data import ActReply, ActRequest, Array, EnvSpec
 from embodied.errors import Unusable
 from embodied.policies import make_policy
-from embodied.runtime import Channel, Worker
+from embodied.runtime import Channel, Needs, Worker
 from embodied.runtime.blobs import Blob, tensor_of
+from embodied.runtime.residence import Residence, num_bytes
 from embodied.runtime.weights import Publication, WeightReader
 
 
@@ -26,10 +27,27 @@ class PolicyWorker(Worker):
         self.device = device
         self.bf16 = precision == "bf16"
         self.weights = WeightReader()
+        self.residence = Residence()
+        self.shares = False  # its weights are a learner's
 
     def build(self, spec: EnvSpec) -> None:
         self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.noise = self.policy.noise_spec()
+
+    def needs(self, shared: bool = False) -> Needs:
+        """None of its own where it acts with the weights of a learner."""
+        self.shares = shared
+        return Needs(0 if shared else num_bytes(self._tensors()))
+
+    def onload(self) -> None:
+        self.residence.onload()
+
+    def offload(self) -> None:
+        if not self.shares and not self.residence.away:
+            self.residence.offload(self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.policy.parameters(), *self.policy.buffers()]
 
     def route(self, publication: Publication) -> str:
         """How this process gets at published weights."""

@@ -1,14 +1,16 @@
 """Commands of docs/placement.md do what the page says, and its placements can be read."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from embodied import benchmark, plan, profiling
+from embodied import benchmark, plan, profiling, train
 from embodied.benchmark import MODES
 from embodied.placement import make_plan
 from embodied.placement.topology import read_topology
+from embodied.reporting.timeline import read_trace
 
 PAGE = (Path(__file__).parents[1] / "docs/placement.md").read_text()
 COMMANDS = re.findall(r"^python -m embodied\.(\w+) (.*)", PAGE, re.M)
@@ -28,12 +30,23 @@ def test_profile_plan_and_benchmark_follow_each_other(tmp_path, monkeypatch, cap
     small = ["env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16"]
     mains = {"profiling": profiling.main, "plan": plan.main, "benchmark": benchmark.main}
     for command, arguments in COMMANDS:
-        if "recipe=" in arguments:
+        if command in mains and "recipe=" in arguments:
             short = {"seconds": "seconds=20", "rounds": "rounds=2"}
             words = [short.get(word.partition("=")[0], word) for word in arguments.split()]
             assert mains[command]([*words, *small]) == 0, capsys.readouterr().err
     assert list(tmp_path.glob("runs/profiles/*.json"))
     assert list(tmp_path.glob("runs/bench/*/bench.html"))
+
+
+@pytest.mark.slow
+def test_roles_that_do_not_fit_together_swap_as_the_page_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (arguments,) = [shlex.split(arguments) for command, arguments in COMMANDS if command == "train"]
+    small = ["run.env_steps=2048", "eval.episodes=2", "eval.videos=0", "eval.failure_videos=0"]
+    assert train.main([*arguments, *small]) == 0
+    (trace,) = tmp_path.glob("runs/*/trace.json")
+    spans = {(span.worker, span.name) for span in read_trace(trace)}
+    assert {("learner-0", "offload"), ("learner-0", "onload"), ("driver", "switch")} <= spans
 
 
 def test_the_cluster_file_can_be_read(tmp_path):

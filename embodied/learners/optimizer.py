@@ -73,6 +73,21 @@ class Optimizer:
                 if p.dtype in HALVES:
                     local(p).copy_(master)
 
+    def masters_aside(self) -> list[Tensor]:
+        """Those that are not the parameters' own memory."""
+        return [master for p, master in zip(self.params, self.masters, strict=True) if p.dtype in HALVES]
+
+    def tensors(self) -> list[Tensor]:
+        """All that it keeps from step to step besides the parameters."""
+        return [*self.masters_aside(), *(value for state in self.adam.state.values() for value in state.values())]
+
+    def forget_gradients(self) -> None:
+        """Between updates nobody needs them."""
+        self.flat = None
+        self.adam.zero_grad(set_to_none=True)
+        for p in self.params:
+            p.grad = None
+
     def finite(self) -> bool:
         """Whether this rank's weights are."""
         return all(bool(torch.isfinite(master).all()) for master in self.masters)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
 from embodied.data import EnvSpec, GroupBatch, PlayedEpisodes, Trajectory
@@ -21,13 +22,14 @@ from embodied.learners.groups import moments_of, prepare_groups
 from embodied.learners.meeting import MeetingAddress, listen
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
-from embodied.learners.sharding import leave, load_whole, shard, whole_tensors
+from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
 from embodied.learners.update import prepare, update_policy
 from embodied.policies import make_policy
 from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
-from embodied.runtime import Channel, Worker, served_while_busy
+from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.blobs import blob_of, spec_of, tensor_of
+from embodied.runtime.residence import Residence, num_bytes
 from embodied.runtime.weights import Publication, WeightStore
 
 
@@ -43,6 +45,8 @@ class LearnerWorker(Worker):
         self.device = device
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
+        self.residence = Residence()
+        self.shares = False  # its weights are acted with in this process
 
     def listen(self, timeout_s: float) -> MeetingAddress:
         """Rank 0: become the meeting point of ranks on several machines."""
@@ -111,6 +115,30 @@ class LearnerWorker(Worker):
             if moments is not None:
                 self.policy.merge_observation_moments(np.concatenate(self.collective.gather(moments)))
         return numbers
+
+    def needs(self, shared: bool = False) -> Needs:
+        """Weights, gradients, the optimizer's two averages of them, and the reference; weights that others act with
+        stay."""
+        self.shares = shared
+        weights, trained = num_bytes(self._weights()), num_bytes(self.optimizer.masters)
+        aside = num_bytes(self.optimizer.masters_aside()) + num_bytes(self._reference())
+        return Needs(weights + 3 * trained + aside, weights if shared else 0)
+
+    def onload(self) -> None:
+        self.residence.onload()
+
+    def offload(self) -> None:
+        if not self.residence.away:
+            self.optimizer.forget_gradients()
+            weights = [] if self.shares else self._weights()
+            self.residence.offload([*weights, *self._reference(), *self.optimizer.tensors()])
+
+    def _weights(self) -> list[Tensor]:
+        return [local(tensor) for tensor in (*self.policy.parameters(), *self.policy.buffers())]
+
+    def _reference(self) -> list[Tensor]:
+        policy = self.reference.policy if self.reference else None
+        return [*policy.parameters(), *policy.buffers()] if policy else []
 
     def _frozen_copy(self) -> Model:
         """The reference: the policy as the run begins."""

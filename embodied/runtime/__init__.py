@@ -7,7 +7,7 @@ from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.hosts import HostPlan
 from embodied.runtime.supervision import Budget
 from embodied.runtime.timers import Timers
-from embodied.runtime.worker import Worker, served_while_busy
+from embodied.runtime.worker import Needs, Worker, served_while_busy
 
 __all__ = [
     "Budget",
@@ -15,6 +15,7 @@ __all__ = [
     "Cluster",
     "Handle",
     "HostPlan",
+    "Needs",
     "Timers",
     "Waiting",
     "Worker",

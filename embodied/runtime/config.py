@@ -27,6 +27,13 @@ class ClusterConfig(Strict):
         (), description="Hardware that placements can name besides cores and GPUs: arm:0, or node1/arm:0 of a cluster."
     )
 
+    memory_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Memory of every device to keep to: roles that do not fit on one together swap. null: what a GPU "
+        "has, no limit elsewhere.",
+    )
+
     @field_validator("devices")
     @classmethod
     def _one_device_each(cls, devices: tuple[str, ...]) -> tuple[str, ...]:

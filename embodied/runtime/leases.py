@@ -10,7 +10,7 @@ asks for is the caller's business (`turns.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from embodied.errors import EmbodiedError
@@ -45,12 +45,15 @@ class Action:
 class Coordinator:
     """`capacity` in bytes by device; `gangs` in the order of the workflow."""
 
-    def __init__(self, capacity: Mapping[str, float], gangs: Mapping[str, Sequence[Claim]]) -> None:
+    def __init__(
+        self, capacity: Mapping[str, float], gangs: Mapping[str, Sequence[Claim]], resident: Iterable[str] = ()
+    ) -> None:
+        """`resident` are the workers that have their memory already."""
         self.capacity = dict(capacity)
         self.gangs = {name: tuple(claims) for name, claims in gangs.items()}
         self.claims = {claim.worker: claim for claims in self.gangs.values() for claim in claims}
         self.order = list(self.gangs)
-        self.resident: dict[str, int] = {}  # worker -> when it was last at work, counted in grants
+        self.resident = dict.fromkeys(resident, 0)  # worker -> when it was last at work, counted in grants
         self.holders: dict[str, str] = {}  # device -> gang
         self.waiting: list[str] = []
         self.switching: dict[str, set[tuple[str, str]]] = {}  # chosen gangs -> (verb, worker) not done yet
@@ -70,9 +73,9 @@ class Coordinator:
                     if device in c.devices and c.worker not in mine
                 }
                 if mine and sum(mine.values()) + sum(others.values()) > limit:
-                    parts = [f"{worker} {num / GB:.1f} GB" for worker, num in {**mine, **others}.items() if num]
+                    parts = [f"{worker} {num / GB:.3g} GB" for worker, num in {**mine, **others}.items() if num]
                     raise LeaseError(
-                        f"{name} does not fit on {device}: {' + '.join(parts)} are more than its {limit / GB:.1f} GB, "
+                        f"{name} does not fit on {device}: {' + '.join(parts)} are more than its {limit / GB:.3g} GB, "
                         "even when all others have given back what they can; use more devices or smaller batches"
                     )
 

@@ -24,8 +24,9 @@ class Turns:
     @contextmanager
     def phase(self, gang: str) -> Iterator[None]:
         """The gang's devices are its own inside; others' memory leaves only if there is no room for both."""
-        with self.timers.measure("switch"):
-            self._carry_out(self.coordinator.acquire(gang))
+        if actions := self.coordinator.acquire(gang):
+            with self.timers.measure("switch"):
+                self._carry_out(actions)
         if not self.coordinator.granted(gang):
             raise LeaseError(f"{gang} needs devices that others hold: phases that share devices cannot be nested")
         try:

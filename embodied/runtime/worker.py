@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,6 +22,14 @@ def served_while_busy(method: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of device memory: at work, and still there when the rest was given back."""
+
+    num_bytes: int = 0
+    kept_bytes: int = 0
+
+
 class Worker:
     """Public methods are callable on the group and timed per rank. The attributes are set before the constructor."""
 
@@ -31,11 +40,15 @@ class Worker:
     tick: Callable[[], None] = staticmethod(lambda: None)
     """Says "still alive" from inside long work, to the host; every call and channel operation ticks too."""
 
+    def needs(self, shared: bool = False) -> Needs:
+        """Its device memory; `shared`: that of its weights is also used by another role in this process."""
+        return Needs()
+
     def onload(self) -> None:
-        """Takes device memory."""
+        """Takes device memory; nothing happens where it has it."""
 
     def offload(self) -> None:
-        """Gives device memory back."""
+        """Gives device memory back; nothing happens where it has done so."""
 
     def close(self) -> None:
         """Runs once when the cluster closes, unless the process died before."""

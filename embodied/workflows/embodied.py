@@ -24,6 +24,7 @@ from embodied.workflows.delivery import Delivery, Weights
 from embodied.workflows.evaluation import play_fixed
 from embodied.workflows.groups import Groups
 from embodied.workflows.keeping import first_recording, to_film_again, write_dataset
+from embodied.workflows.residency import ROLLOUT, UPDATE, take_turns
 from embodied.workflows.slices import Slices
 
 if TYPE_CHECKING:
@@ -128,14 +129,16 @@ class EmbodiedLoop:
         self.crew.start(spec, self.collection.noted if self.learners else None, self.delivery, budget)
         if self.learners:
             self.collection.start(self.crew, self.learners, self.trajectories)
+        groups = (self.sims, self.policies, self.learners)
+        self.turns = take_turns(self.cluster, *groups, self.config.cluster.memory_gb, self.timers)
         return spec
 
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
         """Collect a batch, update, publish. Returns the finished episodes and the numbers of the iteration."""
         restarts = self.crew.restarts
-        with self.timers.measure("rollout"):
+        with self.timers.measure("rollout"), self.turns.phase(ROLLOUT):
             batch = self.collection.collect(self.version)
-        with self.timers.measure("update"):
+        with self.timers.measure("update"), self.turns.phase(UPDATE):
             updating = self.collection.update(batch, iteration, total)
             losses = updating.wait()[0] if updating else {}
         publish_s = self.publish(self.version + 1)
@@ -150,14 +153,17 @@ class EmbodiedLoop:
     def publish(self, version: int) -> float:
         """Make the learner's weights the ones that act, as this version."""
         with self.timers.measure("publish"):
-            publishing = self.learners.publish(version)
-            self.crew.settle(publishing)
-            self.crew.settle(*self.delivery.deliver(publishing.wait()[0], self.learners[0].send))
+            with self.turns.phase(UPDATE):
+                publishing = self.learners.publish(version)
+                self.crew.settle(publishing)
+            with self.turns.phase(ROLLOUT):
+                self.crew.settle(*self.delivery.deliver(publishing.wait()[0], self.learners[0].send))
         return publishing.seconds("max")
 
     def adopt(self, weights: Weights | None) -> None:
         """Act with weights that come from a checkpoint instead of a learner; None: the policy needs none."""
-        self.crew.settle(*self.delivery.adopt(weights or Weights(0, {})))
+        with self.turns.phase(ROLLOUT):
+            self.crew.settle(*self.delivery.adopt(weights or Weights(0, {})))
 
     def evaluate(self, out: Path, dataset: Path | None = None) -> list[EpisodeResult]:
         """Play the fixed evaluation episodes with the current version; results in episode order. Films go into
@@ -179,7 +185,13 @@ class EmbodiedLoop:
         def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
             return self.sims[sim].evaluate(share, route, recording, self.notes, alone, by_expert)
 
-        return play_fixed(self.crew, episodes, begin, self.notes, self.config.eval.temperature)
+        with self.turns.phase(ROLLOUT):
+            return play_fixed(self.crew, episodes, begin, self.notes, self.config.eval.temperature)
+
+    def save_learners(self, draft: Path) -> None:
+        """Policy and optimizer, into a checkpoint that is being written."""
+        with self.turns.phase(UPDATE):
+            self.learners.save(draft).wait()
 
     def save_sims(self) -> dict[str, np.ndarray]:
         """What has been begun and not yet learned from, as arrays."""
@@ -187,7 +199,8 @@ class EmbodiedLoop:
 
     def restore(self, checkpoint: Path, sims: dict[str, np.ndarray], version: int) -> int:
         """Continue from a checkpoint; returns the number of open episodes that had to be abandoned."""
-        self.learners.load(checkpoint).wait()
+        with self.turns.phase(UPDATE):
+            self.learners.load(checkpoint).wait()
         self.publish(version)
         return self.collection.restore(sims) if sims else 0
 

@@ -64,7 +64,7 @@ def test_nobody_loads_before_room_was_made():
 def test_what_can_never_fit_is_refused_with_the_arithmetic():
     with pytest.raises(LeaseError) as caught:
         hybrid(6.5)
-    assert "rollout does not fit on fake:1: policy-0 6.0 GB + learner-0 1.0 GB are more than its 6.5 GB" in str(
+    assert "rollout does not fit on fake:1: policy-0 6 GB + learner-0 1 GB are more than its 6.5 GB" in str(
         caught.value
     )
     with pytest.raises(LeaseError, match="gpu:9: no such device; there are gpu:0"):

@@ -1,0 +1,49 @@
+"""Which workers of a run take turns on which devices, with how much memory.
+
+Rollouts are the sims' and the policies', updates the learners'. A worker holds the devices of its host. Memory moves
+only where a limit is known and both do not fit: a GPU's own, or `cluster.memory_gb`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from embodied.devices import capacities
+from embodied.runtime import Cluster, Timers, WorkerGroup
+from embodied.runtime.leases import Claim, Coordinator
+from embodied.runtime.turns import Turns
+
+ROLLOUT, UPDATE = "rollout", "update"
+
+
+def take_turns(
+    cluster: Cluster,
+    sims: WorkerGroup,
+    policies: WorkerGroup,
+    learners: WorkerGroup | None,
+    memory_gb: float | None,
+    timers: Timers,
+) -> Turns:
+    """All groups are built, and so have their memory. `memory_gb` is the limit of every device, if there is one."""
+    devices = {host.name: host.devices or (host.name,) for host in cluster.hosts}
+    acting, learning = (group.process().wait() if group else [] for group in (policies, learners))
+    rollout = claims_of(sims, devices, [False] * len(sims))
+    rollout += claims_of(policies, devices, [where in learning for where in acting])
+    gangs = {ROLLOUT: rollout}
+    if learners:
+        gangs[UPDATE] = claims_of(learners, devices, [where in acting for where in learning])
+    limits = capacities({device for held in devices.values() for device in held}, memory_gb)
+    everyone = [claim.worker for gang in gangs.values() for claim in gang]
+    groups = {group.role: group for group in (sims, policies, learners) if group}
+    return Turns(Coordinator(limits, gangs, resident=everyone), groups, timers)
+
+
+def claims_of(group: WorkerGroup, devices: Mapping[str, tuple[str, ...]], shared: list[bool]) -> list[Claim]:
+    """What a group's workers say they need, spread over the devices of each."""
+    needs = group.needs.each([(one,) for one in shared]).wait()
+    claims = []
+    for worker, host, need in zip(group.workers, group.hosts, needs, strict=True):
+        held = devices[host]
+        movable = need.num_bytes > need.kept_bytes
+        claims.append(Claim(worker, held, need.num_bytes / len(held), need.kept_bytes / len(held), movable))
+    return claims

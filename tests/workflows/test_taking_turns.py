@@ -1,0 +1,78 @@
+"""Policies and learners that do not fit on a device together swap there, and learn the same."""
+
+import numpy as np
+import pytest
+
+from embodied import commands
+from embodied.config import load
+from embodied.errors import EmbodiedError
+from embodied.learners.meeting import meeting_point
+from embodied.placement import make_plan
+from embodied.policies.folder import read_weights
+from embodied.reporting.timeline import Timeline, read_trace
+from embodied.workflows.embodied import EmbodiedLoop
+
+ARGUMENTS = [
+    "recipe=pointmass_ppo",
+    "env.num_envs=4",
+    "env.dtype=float64",
+    "policy.dtype=float64",
+    "policy.hidden=[16]",
+]
+ARGUMENTS += ["algo.rollout_decisions=8", "algo.minibatch_size=16", "algo.epochs=2"]
+ARGUMENTS += ["run.iterations=3"]
+SHARED = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:2"}
+WEIGHTS = 8 * (16 * 8 + 16 * 8 + 21)  # bytes
+LEARNING = 4  # times these: themselves, their gradients, two averages of those
+
+
+class Trained:
+    def __init__(self, folder, placement, memory=None, backend="inline", iterations=3):
+        """`memory`: bytes of a device."""
+        options = [f"cluster.memory_gb={memory / 1e9}"] if memory else []
+        config = load([*ARGUMENTS, f"cluster.backend={backend}", *options]).config
+        plan = make_plan(placement, (0,), config.env.num_envs)
+        folder.mkdir(parents=True, exist_ok=True)
+        with commands.cluster(config, plan, folder) as cluster:
+            loop = EmbodiedLoop(config, cluster, meeting=meeting_point(plan.count("learner"), backend, folder, 60))
+            loop.start()
+            timeline = Timeline(loop.groups, loop.timers, folder / "trace.json", iterations)
+            loop.publish(0)
+            for i in range(iterations):
+                loop.iterate(i, iterations)
+                timeline.collect(i)
+            loop.save_learners(folder / "saved")
+            self.moves = [(move.verb, move.worker) for move in loop.turns.moves]
+            self.bytes = {name: claim.num_bytes for name, claim in loop.turns.coordinator.claims.items()}
+            self.used = {d: loop.turns.coordinator.used_bytes(d) for d in loop.turns.coordinator.capacity}
+            timeline.end()
+        self.spans = {(span.worker, span.name) for span in read_trace(folder / "trace.json")}
+        self.weights = read_weights(folder / "saved" / "policy")
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory):
+    return Trained(tmp_path_factory.mktemp("roomy"), SHARED)
+
+
+def test_without_a_limit_nothing_moves_and_in_one_process_the_weights_are_there_once(roomy):
+    assert roomy.moves == []
+    assert roomy.bytes["policy-0"] == 0
+    assert roomy.used["fake:2"] == roomy.bytes["learner-0"] == LEARNING * WEIGHTS
+
+
+def test_policies_and_learners_swap_while_sims_keep_their_devices(roomy, tmp_path):
+    tight = Trained(tmp_path, SHARED, LEARNING * WEIGHTS + 1, "local")
+    assert tight.bytes["policy-0"] == WEIGHTS
+    to_learn = [("offload", "policy-0"), ("onload", "learner-0")]
+    to_act = [("offload", "learner-0"), ("onload", "policy-0")]
+    # What is built is there: the learner's first turn has only the policy leave. Three iterations, then saving.
+    assert tight.moves == to_learn[:1] + to_act + 3 * (to_learn + to_act) + to_learn
+    assert {("learner-0", "onload"), ("learner-0", "offload"), ("policy-0", "onload")} <= tight.spans
+    assert ("driver", "switch") in tight.spans
+    assert all(np.array_equal(tight.weights[name], roomy.weights[name]) for name in roomy.weights)
+
+
+def test_what_never_fits_is_refused_with_the_sum(tmp_path):
+    with pytest.raises(EmbodiedError, match=r"update does not fit on fake:2: learner-0 .* more than its"):
+        Trained(tmp_path, SHARED, LEARNING * WEIGHTS - 1)
