@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,17 +82,21 @@ def environment() -> dict[str, str]:
     from embodied.vulkan import ensure_vulkan
 
     ensure_vulkan()
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LP_NUM_THREADS")
+    threads = dict.fromkeys(names, "1")
     return {**os.environ, **threads, "PYTHONWARNINGS": "ignore"}
 
 
-def measure(command: Sequence[str], env: dict[str, str], timeout_s: float) -> Cost:
-    """Run a command to its end. Its output is shown only if it fails."""
+def measure(
+    command: Sequence[str], env: dict[str, str], timeout_s: float, look: Callable[[], None] = lambda: None
+) -> Cost:
+    """Run a command to its end, taking a `look` now and then. Its output is shown only if it fails."""
     started, cpu_before, peak = time.perf_counter(), children_cpu_s(), 0
     with tempfile.TemporaryFile("w+") as output:
         with subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT) as process:
             while process.poll() is None:
                 peak = max(peak, tree_bytes(process.pid))
+                look()
                 if time.perf_counter() - started > timeout_s:
                     process.kill()
                     raise SystemExit(f"not done after {timeout_s:.0f} s: {' '.join(command)}")
@@ -111,6 +115,12 @@ def children_cpu_s() -> float:
     """Of the children that have ended, and of theirs that they waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def process_cpu_s(pid: int) -> float:
+    """Of a running process and all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def tree_bytes(pid: int) -> int:

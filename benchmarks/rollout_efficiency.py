@@ -4,8 +4,9 @@
 
 Both sides play the same number of decisions in as many processes on the same cores and include resets. The policy is
 a random one and stays so (learning rate 0), so that episodes end as they do under the random actions of bare stepping.
-On a machine with other work the speeds differ by chance; `in the simulator` is the share of a rollout's own time that
-went into steps and resets of the envs (pictures included), where sims and policies take turns on their cores.
+On a machine with other work the speeds differ by chance; processor time per env step, of the processes with sims (and
+policies, where they share these), hardly does. `in the simulator` is the share of a rollout's own time that went into
+steps and resets of the envs (pictures included), where sims and policies take turns on their cores.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -24,11 +26,13 @@ from benchmarks.common import (
     RESULTS,
     code_commit,
     environment,
+    hosts,
     machine,
     markdown,
     measure,
     only_run,
     packages,
+    process_cpu_s,
     read_metrics,
     resolved,
     train_command,
@@ -39,24 +43,39 @@ TIMEOUT_S = 900.0
 START_S = 120.0  # the most that one process may be ready after another
 
 
-def rollout_speed(recipe: str, iterations: int, seed: int, env: dict) -> tuple[float, float]:
-    """Env steps per second of rollouts in a real run, and which share of them is simulation; the first iteration is
-    left out."""
+def rollout_speed(recipe: str, iterations: int, seed: int, env: dict, num_sims: int) -> tuple[float, float, float]:
+    """Env steps per second of rollouts in a real run, their processor time in ms per env step, and which share of them
+    is simulation; the first iteration is left out."""
     with tempfile.TemporaryDirectory() as folder:
         length = [f"run.iterations={iterations + 1}", "run.env_steps=null"]
         random = ["algo.lr=0", "algo.epochs=1"]
         rest = [f"run.dir={folder}", f"seed={seed}", "eval.episodes=1", "eval.videos=0"]
-        measure(train_command(recipe, *length, *random, *rest), env, TIMEOUT_S)
+        spent: dict[int, float] = {}  # by the number of iterations that are over
+
+        def look() -> None:
+            for run in Path(folder).glob("*/metrics.jsonl"):
+                over = run.read_text().count("\n")
+                sims = [pid for name, pid in hosts(run.parent / "logs").items() if "sim" in name]
+                if over and over not in spent and len(sims) == num_sims:
+                    with suppress(OSError):  # they have just ended
+                        spent[over] = sum(map(process_cpu_s, sims))
+
+        measure(train_command(recipe, *length, *random, *rest), env, TIMEOUT_S, look)
         rows = read_metrics(only_run(Path(folder)))
+    if len(spent) < 2:
+        raise SystemExit(f"{iterations} iterations were too short to look at; try --iterations {4 * iterations}")
+    first, last = min(spent), max(spent)
+    cpu_s = (spent[last] - spent[first]) / (rows[last - 1]["env_steps"] - rows[first - 1]["env_steps"])
     steps = rows[-1]["env_steps"] - rows[0]["env_steps"]
     seconds, simulating = (
         sum(row[f"time/{name}_s"] for row in rows[1:] for name in names) for names in (["rollout"], ["step", "reset"])
     )
-    return steps / seconds, simulating / seconds
+    return steps / seconds, 1e3 * cpu_s, simulating / seconds
 
 
-def stepping_speed(recipe: str, iterations: int, seed: int, shares: list[tuple[int, ...]]) -> float:
-    """Env steps per second of as many pinned processes as the run has sim workers, started together."""
+def stepping_speed(recipe: str, iterations: int, seed: int, shares: list[tuple[int, ...]]) -> tuple[float, float]:
+    """Env steps per second of as many pinned processes as the run has sim workers, started together, and their
+    processor time in ms per env step."""
     context = multiprocessing.get_context("spawn")
     together, answers = context.Barrier(len(shares)), context.Queue()
     told = [(recipe, iterations, seed, rank, shares, together, answers) for rank in range(len(shares))]
@@ -66,7 +85,8 @@ def stepping_speed(recipe: str, iterations: int, seed: int, shares: list[tuple[i
     parts = [answers.get(timeout=TIMEOUT_S) for _ in workers]
     for worker in workers:
         worker.join(timeout=60)
-    return sum(steps for steps, _ in parts) / max(seconds for _, seconds in parts)
+    steps = sum(part[0] for part in parts)
+    return steps / max(part[1] for part in parts), 1e3 * sum(part[2] for part in parts) / steps
 
 
 def step_randomly(recipe: str, iterations: int, seed: int, rank: int, shares: list, together, answers) -> None:
@@ -94,16 +114,16 @@ def step_randomly(recipe: str, iterations: int, seed: int, rank: int, shares: li
         env.reset(options={"reset_mask": rows, "episodes": specs, "elapsed": elapsed})
 
     begin(np.ones(num_envs, bool))
-    steps, started = 0, time.perf_counter()
+    steps, started, used = 0, time.perf_counter(), time.process_time()
     for decision in range(horizon * (iterations + 1)):
         if decision == horizon:
             together.wait(timeout=START_S)
-            steps, started = 0, time.perf_counter()
+            steps, started, used = 0, time.perf_counter(), time.process_time()
         result = env.step_chunk(random_actions(env.env_spec.action, num_envs, config.policy.chunk, rng))
         steps += int(result.mask.sum())
         if result.done.any():
             begin(result.done)
-    answers.put((steps, time.perf_counter() - started))
+    answers.put((steps, time.perf_counter() - started, time.process_time() - used))
     env.close()
 
 
@@ -123,16 +143,22 @@ def sim_shares(config: dict) -> list[tuple[int, ...]]:
     return [host.cores for host in plan.hosts if "sim" in host.roles]
 
 
-def report(rollouts: list[float], stepping: list[float], shares: list[float], processes: int) -> str:
-    header = ["env steps/s", "median", "lowest", "highest"]
+def report(speeds: dict) -> str:
+    """`speeds` as they are written: a list with one number for every round, and the number of processes."""
+    header = ["", "env steps/s: median", "lowest", "highest", "ms of processor per env step"]
     rows = [
-        [name, *(f"{value:,.0f}" for value in (median(speeds), min(speeds), max(speeds)))]
-        for name, speeds in (("rollouts with the policy", rollouts), ("stepping with random actions", stepping))
+        [
+            name,
+            *(f"{value:,.0f}" for value in (median(speeds[key]), min(speeds[key]), max(speeds[key]))),
+            f"{median(speeds[f'{key}_cpu_ms']):.3f}",
+        ]
+        for name, key in (("rollouts with the policy", "rollouts"), ("stepping with random actions", "stepping"))
     ]
-    ratio = median(rollouts) / median(stepping)
+    ratio = median(speeds["rollouts"]) / median(speeds["stepping"])
+    by_cpu = median(speeds["stepping_cpu_ms"]) / median(speeds["rollouts_cpu_ms"])
     return (
-        f"{markdown(header, rows)}\n\nrollouts / stepping: {ratio:.1%}, {processes} processes each; "
-        f"in the simulator: {median(shares):.1%}"
+        f"{markdown(header, rows)}\n\nrollouts / stepping: {ratio:.1%}, by processor time {by_cpu:.1%}; "
+        f"{speeds['processes']} processes each; in the simulator: {median(speeds['simulating']):.1%}"
     )
 
 
@@ -146,17 +172,17 @@ def main() -> None:
     env, config, where = environment(), resolved(options.recipe), machine()
     os.environ.update(env)  # the processes of bare stepping inherit it
     shares = sim_shares(config)
-    rollouts, stepping, simulating = [], [], []
+    names = ("rollouts", "rollouts_cpu_ms", "simulating", "stepping", "stepping_cpu_ms")
+    speeds: dict = {name: [] for name in names} | {"processes": len(shares)}
     for seed in range(options.rounds):
-        speed, share = rollout_speed(options.recipe, options.iterations, seed, env)
-        rollouts.append(speed)
-        simulating.append(share)
-        stepping.append(stepping_speed(options.recipe, options.iterations, seed, shares))
-        print(f"round {seed + 1}: rollouts {rollouts[-1]:,.0f}, stepping {stepping[-1]:,.0f} env steps/s", flush=True)
-    speeds = {"rollouts": rollouts, "stepping": stepping, "simulating": simulating, "processes": len(shares)}
+        found = rollout_speed(options.recipe, options.iterations, seed, env, len(shares))
+        found += stepping_speed(options.recipe, options.iterations, seed, shares)
+        for name, value in zip(names, found, strict=True):
+            speeds[name].append(value)
+        print(f"round {seed + 1}: rollouts {found[0]:,.0f}, stepping {found[3]:,.0f} env steps/s", flush=True)
     about = {"commit": code_commit(), "machine": where, "packages": packages(), "config": config}
     write_json(RESULTS / f"rollout_efficiency-{Path(options.recipe).stem}.json", about | speeds)
-    print(report(rollouts, stepping, simulating, len(shares)))
+    print(report(speeds))
 
 
 if __name__ == "__main__":

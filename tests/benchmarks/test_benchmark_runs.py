@@ -30,6 +30,13 @@ def test_the_work_and_memory_of_grandchildren_count(monkeypatch):
     assert cost.wall_s >= 0.2
 
 
+def test_the_processor_time_of_a_process_is_read():
+    before = common.process_cpu_s(os.getpid())
+    while time.process_time() < before + 0.05:
+        pass
+    assert before + 0.03 <= common.process_cpu_s(os.getpid()) <= time.process_time() + 0.05
+
+
 def test_a_failing_command_ends_the_benchmark_with_its_output():
     failing = [sys.executable, "-c", "print('no driver'); raise SystemExit(3)"]
     with pytest.raises(SystemExit, match="ended with 3:\nno driver"):
@@ -86,12 +93,15 @@ def test_tables_are_aligned_markdown():
 def test_stepping_with_random_actions_uses_the_plans_sim_workers():
     shares = sim_shares(resolved("pointmass_ppo"))
     assert len({core for share in shares for core in share}) == len(shares)
-    assert stepping_speed("pointmass_ppo", iterations=2, seed=0, shares=shares) > 0
+    speed, cpu_ms = stepping_speed("pointmass_ppo", iterations=2, seed=0, shares=shares)
+    assert speed > 0 and 0 < cpu_ms < 1
 
 
 def test_the_efficiency_is_the_ratio_of_the_medians():
-    assert report([850.0, 900.0, 100.0], [1000.0, 1100.0, 900.0], [0.9, 0.97, 0.96], 2).endswith(
-        "rollouts / stepping: 85.0%, 2 processes each; in the simulator: 96.0%"
+    cpu = {"rollouts_cpu_ms": [0.5, 0.4, 0.6], "stepping_cpu_ms": [0.45, 0.2, 0.46]}
+    speeds = {"rollouts": [850.0, 900.0, 100.0], "stepping": [1000.0, 1100.0, 900.0], "simulating": [0.9, 0.97, 0.96]}
+    assert report({**speeds, **cpu, "processes": 2}).endswith(
+        "rollouts / stepping: 85.0%, by processor time 90.0%; 2 processes each; in the simulator: 96.0%"
     )
 
 
