@@ -30,6 +30,7 @@ SEEDS = (0, 1)
 PLACE = RESULTS / "pushcube_rgb"
 RUNS = ROOT / "runs" / "pushcube_rgb"
 TIMEOUT_S = 4 * 3600.0
+PATIENCE = "faults.hang_s=1800"  # on a machine with other work a picture may take minutes
 
 
 def measure_seed(seed: int, env: dict, resume: bool) -> dict:
@@ -45,7 +46,7 @@ def train(seed: int, env: dict, resume: bool) -> tuple[Path, float | None]:
         if state_of(before) != "finished":
             measure(program("train", f"resume={before}"), env, TIMEOUT_S)
         return before, None
-    told = [f"seed={seed}", f"run.dir={RUNS}", f"run.name=seed-{seed}"]
+    told = [f"seed={seed}", f"run.dir={RUNS}", f"run.name=seed-{seed}", PATIENCE]
     cost = measure(train_command(RECIPE, *told), env, TIMEOUT_S)
     return newest_run(seed), round(cost.cpu_s, 1)
 
