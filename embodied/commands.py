@@ -121,6 +121,17 @@ def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None)
     return "\n".join([*lines, *([f"results     {folder}"] if folder else [])])
 
 
+def describe_memory(config: RunConfig) -> str:
+    """What a large policy needs in a learner; nothing of small ones, whose families are not imported."""
+    if not hasattr(config.policy, "pretrained"):
+        return ""
+    from embodied.learners.memory import estimate
+
+    found = estimate(config)
+    shared = " (shared out among the learners)" if config.learner.shard else ""
+    return f"memory      {found}{shared}\n" if found else ""
+
+
 def cluster(config: RunConfig, plan: PlacementPlan, logs: Path) -> Cluster:
     hosts = [
         HostPlan(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held)

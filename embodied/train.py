@@ -41,6 +41,7 @@ def follow(loaded: Loaded, program: type[EmbodiedLoop]) -> int:
     origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
         print(commands.describe(config, plan))
+        print(commands.describe_memory(config), end="")
         return 0
     with commands.Interruption() as interruption:
         folder, checkpoint = open_folder(loaded, program.command)

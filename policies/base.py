@@ -109,6 +109,11 @@ class Policy(nn.Module):
         frozen = [p for p in self.parameters() if not p.requires_grad]
         return copy.deepcopy(self, {id(p): p for p in frozen}).requires_grad_(False)
 
+    @classmethod
+    def counted(cls, config: Any, spec: EnvSpec) -> Policy | None:
+        """A policy of these sizes to count its memory, made without the files it may need; None for small ones."""
+        return None
+
     def blocks(self) -> list[nn.Module]:
         """The large parts that run one after the other (transformer blocks, say), for learners that shard, compile or
         recompute them one by one."""

@@ -21,7 +21,7 @@ from embodied.policies.openvla.actions import ActionTokens
 from embodied.policies.openvla.folder import copy_companions, read_published, read_stored, write_published
 from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.settings import PRESETS, settings_of
-from embodied.policies.openvla.text import prompt, tokenizer_of
+from embodied.policies.openvla.text import Tokenizer, WordTokenizer, prompt, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.vla.images import processor_of
 from embodied.policies.vla.lora import UP, add_lora, is_adapter, merged, published_name, save_adapters
@@ -53,7 +53,7 @@ class PrismaticPolicy(Policy):
         settings, numbers = self.settings, published.preprocessor if published else {}
         kinds = [tower.kind for tower in settings.towers]
         self.images = processor_of(numbers, kinds, settings.image_size, settings.resize, config.crop_area)
-        self.tokenizer = tokenizer_of(self.source, settings)
+        self.tokenizer = self.choose_tokenizer()
         self.codes = ActionTokens(settings.bins)
         self.dtype = getattr(torch, config.dtype)
         self.exact = torch.promote_types(self.dtype, torch.float32)
@@ -69,6 +69,14 @@ class PrismaticPolicy(Policy):
             return {"statistics": choose_key(stats, config.statistics, config.pretrained)}
         found = [key for key in stats if suite in (key, key.removesuffix("_no_noops"))]
         return {"statistics": found[0] if found else next(iter(stats)) if len(stats) == 1 else None}
+
+    @classmethod
+    def counted(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
+        words = {"choose_tokenizer": lambda self: WordTokenizer(self.settings)}
+        return type(cls.__name__, (cls,), words)(config.model_copy(update={"pretrained": None}), spec)
+
+    def choose_tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self.source, self.settings)
 
     def choose_cameras(self) -> tuple[str, ...]:
         raise NotImplementedError
