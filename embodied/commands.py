@@ -22,6 +22,7 @@ from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.footprint import check_pictures, gigabytes, picture_bytes
+from embodied.hub import with_folder
 from embodied.placement import PlacementError, PlacementPlan, make_plan, named_nodes
 from embodied.policies import check_package
 from embodied.reporting.report import report_or_say_why
@@ -60,6 +61,7 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
     kind.check(config.env)
     config = config.model_copy(update={"env": kind.resolve(config.env)})
+    config = config.model_copy(update={"policy": with_folder(config.policy)})
     if config.eval.dataset:
         check_pyarrow()
     if config.learner.device == "cuda" and not Path("/dev/nvidiactl").exists():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 from embodied.errors import CheckpointError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 FILES = [
     "*.json",
@@ -14,15 +18,15 @@ FILES = [
 ]  # no code; the last is read as tensors only
 
 
-def fetch(repository: str) -> Path:
+def fetch(repository: str, key: str = "checkpoint") -> Path:
     """The folder of the policy `ORG/NAME`."""
-    by_hand = f"hf download {repository} --local-dir DIR, then checkpoint=DIR"
+    by_hand = f"hf download {repository} --local-dir DIR, then {key}=DIR"
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ModuleNotFoundError:
         raise CheckpointError(
-            f"checkpoint={repository}: there is no such folder, and to fetch it as a Hugging Face hub id takes "
+            f"{key}={repository}: there is no such folder, and to fetch it as a Hugging Face hub id takes "
             "pip install huggingface_hub"
         ) from None
     try:
@@ -30,6 +34,14 @@ def fetch(repository: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as err:
         cause = str(err).strip().splitlines()[0]
         raise CheckpointError(
-            f"checkpoint={repository}: there is no such folder, and the Hugging Face hub did not give it ({cause}). "
+            f"{key}={repository}: there is no such folder, and the Hugging Face hub did not give it ({cause}). "
             f"Where it can be reached: {by_hand}"
         ) from None
+
+
+def with_folder(policy: Any) -> Any:
+    """The policy's options, `policy.pretrained` being a folder: a model that is named by its hub id is fetched."""
+    name = getattr(policy, "pretrained", None)
+    if name is None or Path(name).expanduser().exists() or not HUB_ID.fullmatch(name):
+        return policy
+    return policy.model_copy(update={"pretrained": str(fetch(name, "policy.pretrained"))})

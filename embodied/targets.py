@@ -5,7 +5,6 @@ Nothing here imports torch; a policy is its options, the env it was made for, an
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from embodied.checkpoints import digest, locate, name_of, read_json
 from embodied.config import COMMAND_LINE, Loaded, RunConfig, stored_recipe
 from embodied.errors import ConfigError
-from embodied.hub import fetch
+from embodied.hub import HUB_ID, fetch
 from embodied.overrides import read_yaml, write_yaml
 from embodied.published import policy_of, weights_of
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from embodied.workflows.delivery import Weights
 
 BUILT_IN = {"random": "embodied.policies.simple:RandomPolicy", "zero": "embodied.policies.simple:ZeroPolicy"}
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 KEPT = ("env.name", "env.num_envs", "algo.name")  # for a whole run, besides its policy
 UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's recipe may differ from how it is evaluated
 

@@ -25,10 +25,10 @@ def read_description(folder: Path) -> tuple[dict, EnvSpec]:
         raise CheckpointError(f"{folder} is not a policy folder: {CONFIG} is missing")
     try:
         content = json.loads(path.read_text())
-        if "model_type" in content and "policy" not in content:
+        if "policy" not in content and (family := published_family(folder) or content.get("model_type")):
             raise CheckpointError(
-                f"{folder} is a published {content['model_type']} model, which does not say for which env; "
-                f"train it with policy.name={content['model_type']} policy.pretrained={folder}"
+                f"{folder} is a published {family} model, which does not say for which env; "
+                f"train it with policy.name={family} policy.pretrained={folder}"
             )
         spec = dict(content["env_spec"])
         spec["action"] = ActionSpec(**spec["action"])
@@ -44,7 +44,12 @@ def read_description(folder: Path) -> tuple[dict, EnvSpec]:
 def published_family(folder: Path) -> str | None:
     """policy.name of a model as others publish it; None for a policy of ours, and for what is none."""
     content = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if "policy" in content or content.get("model_type") != "openvla":
+    if "policy" in content:
+        return None
+    if "action_expert_variant" in content:  # lerobot says which of the two it is, openpi's weights show it
+        adaptive = any(name.endswith("time_mlp_in.weight") and "action_" not in name for name in read_blobs(folder))
+        return content.get("type") or ("pi05" if adaptive else "pi0")
+    if content.get("model_type") != "openvla":
         return None
     return "openvla_oft" if any(folder.glob("*--*_checkpoint.*")) else "openvla"
 

@@ -22,7 +22,7 @@ def shard(policy: nn.Module, meeting: MeetingFile | MeetingAddress, rank: int, w
     """Keep this rank's part of every parameter. Gradients are sums over ranks, not means."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
     device = next(policy.parameters()).device.type
@@ -37,6 +37,7 @@ def shard(policy: nn.Module, meeting: MeetingFile | MeetingAddress, rank: int, w
     mesh = init_device_mesh(device, (world_size,))
     for part in [*policy.blocks(), policy]:
         fully_shard(part, mesh=mesh)
+    register_fsdp_forward_method(policy, "imitate")
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

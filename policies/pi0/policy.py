@@ -29,9 +29,10 @@ from embodied.policies.pi0.images import pixels_of, resize_with_pad
 from embodied.policies.pi0.network import Pi0Network, Prefix, in_half
 from embodied.policies.pi0.normalize import Scale, choose, read_figures
 from embodied.policies.pi0.settings import PRESETS, settings_of
-from embodied.policies.pi0.text import padded, prompt, tokenizer_of
+from embodied.policies.pi0.text import Tokenizer, padded, prompt, tokenizer_of
 from embodied.policies.vla.shards import write_shards
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
+from embodied.runtime.blobs import Blob, blob_of
 from embodied.runtime.blobs import tensor_of as tensor_of_blob
 
 OWN_VALUE = "value_head."
@@ -50,7 +51,7 @@ class Pi0Policy(Policy):
             self.settings = replace(self.settings, horizon=config.horizon)
         self.views = views_of(config, spec)
         check_env(config, spec, self.settings)
-        self.tokenizer = tokenizer_of(self.source and self.source.path, self.settings)
+        self.tokenizer = self.choose_tokenizer()
         self.exact = torch.float64 if config.dtype == "float64" else torch.float32
         self.action_scale, self.state_scale = Scale(spec.action.dim), Scale(spec.state_dim or 0)
         self.adopt_figures()
@@ -66,6 +67,34 @@ class Pi0Policy(Policy):
             part.to_empty(device="cpu")
         if config.train == "expert":
             self.model.paligemma_with_expert.paligemma.requires_grad_(False)
+
+    @classmethod
+    def choices(cls, config: Pi0Config, task: str) -> dict[str, Any]:
+        """Options for evaluating a published folder on a benchmark's task that the folder decides."""
+        found = read_published(config.pretrained, config.name).figures
+        if config.statistics is not None or len(found) == 1:
+            return {}
+        near = [name for name in found if task.partition("_")[0] in name]
+        return {"statistics": near[0] if len(near) == 1 else None}
+
+    @classmethod
+    def counted(cls, config: Pi0Config, spec: EnvSpec) -> Pi0Policy:
+        from embodied.policies.pi0.counted import CountedPi0
+
+        return CountedPi0(config.model_copy(update={"pretrained": None, "statistics": None}), spec)
+
+    def choose_tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self.source and self.source.path, self.settings)
+
+    def stored_weights(self) -> dict[str, Blob]:
+        """Of the published folder, for acting only: what it lacks is zero."""
+        stored = self.source.weights
+        own = self.state_dict()
+        whole = {name for name in own if name.startswith(("action_scale.", "state_scale."))}
+        return {
+            name: stored[name] if name in stored else blob_of(tensor if name in whole else torch.zeros_like(tensor))
+            for name, tensor in own.items()
+        }
 
     def adopt_figures(self) -> None:
         """What states and actions are normalised by."""
@@ -224,7 +253,7 @@ class Pi0Policy(Policy):
         """Images and words, and the state in the model's units."""
         state = self._unit_state(obs)
         texts = obs["instruction"] if self.spec.instruction else [self.config.instruction] * len(state)
-        told = state.cpu().numpy() if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)
+        told = self._told(state) if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)
         sentences = [self.tokenizer.encode(prompt(text, row)) for text, row in zip(texts, told)]
         ids, there = padded(sentences, self.settings.max_tokens)
         size = self.settings.vision.image_size
@@ -233,6 +262,10 @@ class Pi0Policy(Policy):
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.train == "all"):
             prefix = self.model.prefix(pixels, tensor_of(ids, self.device), tensor_of(there, self.device))
         return prefix, F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
+
+    def _told(self, state: Tensor) -> np.ndarray:
+        """The state that the prompt tells."""
+        return state.cpu().numpy()
 
     def _unit_state(self, obs: Observation) -> Tensor:
         if not self.spec.state_dim:

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from embodied import evaluate, hub
 from embodied.config import load
 from embodied.data import ActionSpec, EnvSpec
 from embodied.errors import CheckpointError, ConfigError
+from embodied.learners.memory import estimate
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import Pi0Config
 from embodied.policies.pi0.folder import EXPERT_HEAD, TIED, own_name
@@ -17,6 +20,7 @@ from embodied.policies.pi0.network import WORDS, Pi0Network, in_half
 from embodied.policies.pi0.settings import FULL, TINY, settings_of
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 64, 3), "near": (32, 32, 3)}, instruction=True)
+ARM = {"state": 8, "actions": 7}
 FIGURES = {
     "state": {"mean": [0.5] * 4, "std": [0.25] * 4, "q01": [0.0] * 4, "q99": [1.0] * 4},
     "actions": {"mean": [1.0, 0, 0], "std": [0.1, 1, 1], "q01": [-2.0] * 3, "q99": [4.0] * 3},
@@ -115,7 +119,7 @@ def test_imitation_at_time_one_by_hand():
     np.testing.assert_allclose(losses.detach().numpy(), (wanted - velocity.numpy()) ** 2, atol=1e-4, rtol=1e-4)
 
 
-def publish(folder, layout, name="pi0"):
+def publish(folder, layout, name="pi0", figures=FIGURES):
     """A folder as others publish it: shards, brain floats but for the norms, an output layer nobody uses."""
     folder.mkdir()
     draw = torch.Generator().manual_seed(0)
@@ -136,7 +140,7 @@ def publish(folder, layout, name="pi0"):
         (folder / "config.json").write_text(json.dumps(TINY))
         (folder / "assets" / "lab" / "kitchen").mkdir(parents=True)
         path = folder / "assets" / "lab" / "kitchen" / "norm_stats.json"
-        path.write_text(json.dumps({"norm_stats": FIGURES}))
+        path.write_text(json.dumps({"norm_stats": figures}))
         return folder
     sizes = {"chunk_size": 8, "max_action_dim": 32, "max_state_dim": 32, "tokenizer_max_length": 48}
     keep = {key: TINY[key] for key in ("paligemma_variant", "action_expert_variant")}
@@ -258,3 +262,29 @@ def test_the_page_tells_the_memory_of_full_size(name, title):
 def test_full_size_recipes_are_whole(recipe):
     config = load([f"recipe={recipe}", "policy.pretrained=somewhere"]).config
     assert config.policy.preset == "full" and config.policy.chunk <= config.policy.horizon
+
+
+@pytest.mark.skipif(find_spec("libero") is None, reason="needs LIBERO")
+def test_a_published_folder_is_evaluated_as_its_authors_do(tmp_path, capsys):
+    arm = {part: {key: [float(key in ("std", "q99"))] * size for key in FIGURES[part]} for part, size in ARM.items()}
+    folder = publish(tmp_path / "there", "openpi", "pi05", arm)
+    assert evaluate.main([f"checkpoint={folder}", "env.name=libero", "env.task=libero_spatial", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    for key in ("policy.state_in_prompt=false", "policy.steps=10", "policy.horizon=10", "env.mirrored=true"):
+        assert key in told
+    assert evaluate.main([f"checkpoint={folder}", "recipe=pointmass_ppo_pi0_tiny", "--dry-run"]) == 1
+
+
+def test_memory_of_a_recipe_is_counted_without_its_folder():
+    asked = ["recipe=libero_ppo_pi0", "policy.name=pi05", "policy.pretrained=nowhere", "learner.micro_batch_size=1"]
+    found = estimate(load(asked).config)
+    assert found.num_weights == pytest.approx(3.36e9, rel=2e-3)
+    assert 0.3e9 < found.num_trained < 0.45e9 and found.activations > 1e7
+
+
+def test_a_model_named_by_its_hub_id_is_fetched(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(hub, "fetch", lambda name, key: asked.append((name, key)) or tmp_path)
+    config = Pi0Config(name="pi0", pretrained="lab/pi0")
+    assert hub.with_folder(config).pretrained == str(tmp_path) and asked == [("lab/pi0", "policy.pretrained")]
+    assert hub.with_folder(Pi0Config(name="pi0", pretrained=str(tmp_path))).pretrained == str(tmp_path)
