@@ -38,11 +38,16 @@ def policy_class(name: str) -> type[Policy]:
     if where is name:
         check_package(name)
     try:
-        return getattr(importlib.import_module(module), attribute)
+        kind = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as err:
         raise ConfigError(f"policy.name={name!r}: {err}; is it importable from {Path.cwd()}?") from None
     except AttributeError:
         raise ConfigError(f"policy.name={name!r}: module {module} has no {attribute}") from None
+    from embodied.policies.base import Policy
+
+    if not (isinstance(kind, type) and issubclass(kind, Policy)):
+        raise ConfigError(f"policy.name={name!r} is no class of embodied.policies.base.Policy: {kind!r}")
+    return kind
 
 
 def check_package(name: str) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from embodied import rng
 from embodied.arrays import finite_rows
-from embodied.data import ActReply, ActRequest, Array, EnvSpec
-from embodied.errors import Unusable
+from embodied.data import ActReply, ActRequest, Array, EnvSpec, PolicyOutput
+from embodied.errors import Unusable, WrongShape
 from embodied.policies import make_policy
 from embodied.runtime import Channel, Needs, Worker
 from embodied.runtime.blobs import Blob, tensor_of
@@ -91,10 +91,13 @@ class PolicyWorker(Worker):
                 values = self.policy.value(request.obs)
             else:
                 output = self.policy.act(request.obs, self._noise(request, stream), temperature)
-        if output is not None:
-            values = output.values
-            self._check_finite("actions", output.actions)
-            self._check_finite("log-probs", output.logprobs)
+                check_output(output, len(request.episodes))
+                values = output.values
+                self._check_finite("actions", output.actions)
+                self._check_finite("log-probs", output.logprobs)
+        for each in (values, final_values):
+            if each is not None and each.ndim != 1:
+                raise WrongShape(f"the policy's values are of shape {list(each.shape)}, it must be one per env row")
         self._check_finite("values", values)
         return ActReply(request.source, request.number, output, values, final_values, self.weights.version)
 
@@ -106,3 +109,15 @@ class PolicyWorker(Worker):
     def _noise(self, request: ActRequest, stream: str) -> np.ndarray:
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
         return draw(self.seed, f"act/{stream}", request.episodes, request.decisions, self.noise.width)
+
+
+def check_output(output: PolicyOutput, num: int) -> None:
+    """Refuse what `act` may not return; numpy would broadcast some of it without a word."""
+    if not isinstance(output, PolicyOutput):
+        raise WrongShape(f"the policy's act returned {type(output).__name__}, it must be a PolicyOutput")
+    actions, logprobs, values = (list(each.shape) for each in (output.actions, output.logprobs, output.values))
+    if len(actions) != 3 or len(logprobs) != 3 or logprobs[:2] != actions[:2] or actions[0] != num or values != [num]:
+        raise WrongShape(
+            f"the policy's act returned actions {actions}, logprobs {logprobs}, values {values}; they must be "
+            f"[{num}, chunk, action dimensions], the same and [{num}]"
+        )

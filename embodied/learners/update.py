@@ -19,7 +19,7 @@ from embodied.algorithms.items import minibatches, owned, permutation
 from embodied.algorithms.losses import PPOItems, Stats, ppo_loss_sum
 from embodied.algorithms.schedules import lr_factor, skip_remaining_epochs
 from embodied.data import Trajectory
-from embodied.errors import Diverged
+from embodied.errors import Diverged, WrongShape
 from embodied.learners.batch import Batch, flatten, items_of, take
 from embodied.learners.collective import Collective
 from embodied.learners.model import Model
@@ -141,6 +141,7 @@ def gradient(
     sums, gap = share.advantages.new_zeros(len(share.sums) + len(model.policy.own_losses)), 0.0
     for part, counts in model.micro_batches(mine, passes):
         scores = model.score(batch.inputs(part))
+        check_scores(scores, take(batch.logprobs, part))
         loss, stats = share.loss_sum(scores, part, float(counts), config)
         parts = [stats[name] for name in share.sums]
         if scores.own_loss is not None:
@@ -154,6 +155,16 @@ def gradient(
             gaps = torch.where(played, scores.logprobs.detach() - take(batch.logprobs, part), 0.0).abs()
             gap = max(gap, float(gaps.max()))
     return sums, gap
+
+
+def check_scores(scores: Scores, acted: Tensor) -> None:
+    """Refuse scores that would broadcast against what was stored at act time."""
+    wanted, found = list(acted.shape), [list(each.shape) for each in (scores.logprobs, scores.entropy, scores.values)]
+    if found != [wanted, wanted, wanted[:1]]:
+        raise WrongShape(
+            f"the policy's forward returned logprobs {found[0]}, entropy {found[1]}, values {found[2]}; "
+            f"act's logprobs ask for {wanted}, {wanted} and {wanted[:1]}"
+        )
 
 
 def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:

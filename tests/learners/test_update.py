@@ -12,7 +12,7 @@ import torch
 from embodied.algorithms.config import PPOConfig
 from embodied.algorithms.items import permutation
 from embodied.episodes import env_blocks
-from embodied.errors import Diverged
+from embodied.errors import Diverged, WrongShape
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
@@ -155,6 +155,19 @@ def test_numbers_that_are_not_finite_are_refused_before_they_become_weights(fiel
     with pytest.raises(Diverged, match=r"nan.*algo\.lr"):
         ours(policy, Optimizer(policy, config, Alone()), spoilt, config, 0)
     assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+
+
+def test_scores_that_would_broadcast_are_refused():
+    policy, config = make(), PPOConfig(rollout_decisions=T, minibatch_size=T * N, epochs=1)
+    whole = policy.forward
+
+    def summed(inputs):
+        scores = whole(inputs)
+        return replace(scores, logprobs=scores.logprobs.sum(-1, keepdim=True))
+
+    policy.forward = summed
+    with pytest.raises(WrongShape, match="forward returned logprobs"):
+        ours(policy, Optimizer(policy, config, Alone()), rollout(policy, 1), config, 0)
 
 
 def test_a_gradient_that_is_not_finite_is_refused(monkeypatch):

@@ -1,0 +1,31 @@
+"""What the policy worker takes from a policy's `act`."""
+
+import numpy as np
+import pytest
+
+from embodied.data import PolicyOutput
+from embodied.errors import WrongShape
+from embodied.policies.worker import check_output
+
+GOOD = {"actions": np.zeros((4, 2, 3)), "logprobs": np.zeros((4, 2, 3)), "values": np.zeros(4)}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"actions": np.zeros((4, 3))},
+        {"actions": np.zeros((1, 2, 3)), "logprobs": np.zeros((1, 2, 3)), "values": np.zeros(1)},
+        {"logprobs": np.zeros((4, 2))},
+        {"logprobs": np.zeros((4, 1, 3))},
+        {"values": np.zeros((4, 1))},
+    ],
+)
+def test_what_would_broadcast_is_refused(wrong):
+    check_output(PolicyOutput(**GOOD), 4)
+    with pytest.raises(WrongShape, match=r"they must be \[4, chunk"):
+        check_output(PolicyOutput(**GOOD | wrong), 4)
+
+
+def test_a_forgotten_return_is_named():
+    with pytest.raises(WrongShape, match="act returned NoneType"):
+        check_output(None, 4)
