@@ -240,7 +240,8 @@ class VectorEnv(GymnasiumVectorEnv):
         actions = actions[:, 0] if self.env_spec.action.discrete else actions
         step = self._step(actions, moved)
         for name in ("rewards", "terminated", "success", "truncated"):
-            if (array := getattr(step, name)) is not None:
+            needed = name in ("rewards", "terminated") or (name == "success" and self.env_spec.has_success)
+            if (array := getattr(step, name)) is not None or needed:
                 self._check_shape(name, array, ())
         given = self._reward.of(self, actions, step, moved)
         self._check_shape("rewards", given, ())

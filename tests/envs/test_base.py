@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from embodied.data import ActionSpec, EnvSpec, EpisodeSpec
 from embodied.envs.base import NotFinite, StepResult, VectorEnv
 from embodied.envs.config import ExternalEnvConfig
+from embodied.errors import WrongShape
 
 LIMIT = 5
 
@@ -246,6 +247,13 @@ def test_a_nan_state_is_an_error():
     env.count[1] = np.nan
     env._step = lambda actions, active: StepResult(np.ones(2), np.zeros(2, bool), np.zeros(2, bool))
     with pytest.raises(NotFinite, match="state is NaN"):
+        chunk(env, 1)
+
+
+def test_a_promised_success_that_does_not_come_is_an_error_and_no_failure():
+    env = begin(99, 99)
+    env._step = lambda actions, active: StepResult(np.ones(2), np.zeros(2, bool))
+    with pytest.raises(WrongShape, match="success is missing"):
         chunk(env, 1)
 
 
