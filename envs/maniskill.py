@@ -242,7 +242,8 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                     human_render_camera_configs={"shader_pack": config.shader, **view},
                 )
             except (AssertionError, NotImplementedError) as err:  # ManiSkill's words for options a task does not have
-                raise ConfigError(f"ManiSkill refuses {config.task}: {err}") from None
+                asked = ", ".join(f"env.{name}={getattr(config, name)}" for name in ("control_mode", "reward_mode"))
+                raise ConfigError(f"ManiSkill refuses {config.task} with {asked}: {err}") from None
 
         check_task(config.task)
         if config.backend == "cpu_batched":

@@ -296,11 +296,11 @@ class Cluster:
                 handle.finish(worker, rest[0], packed)
                 self._changed.notify_all()
                 return
-            cause, traceback, follows, retry = rest
+            cause, traceback, follows, retry, code = rest
             constructing = handle.what.endswith(".__init__")
             doing = "constructor" if constructing else handle.what.split(".")[1]
             cause = f"{doing} failed: {cause} [{self._backend.where(call.host)}]"
-            failure = Failure(worker, cause, traceback, follows, constructing)
+            failure = Failure(worker, cause, traceback, follows, constructing, exit_code=code)
             if retry and self._keeper is not None and self._keeper.replaceable(call.host):
                 self._calls[call_id] = call  # fails with its host
                 self._keeper.condemn(call.host, failure)

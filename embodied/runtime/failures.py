@@ -22,11 +22,13 @@ class Failure:
     follows: tuple[str, str] | None = None  # (worker, cause) of the ChannelClosed that this is a consequence of
     fatal: bool = False  # the worker is gone for good: its process died or its constructor failed
     mendable: bool = False  # its host is to be started again
+    exit_code: int = WorkerFailed.exit_code  # a mistake of the user's side keeps its own
     told: bool = False
 
     def error(self) -> WorkerFailed:
         self.told = True
         error = WorkerFailed(self.worker, self.cause)
+        error.exit_code = self.exit_code
         if self.traceback:
             error.__cause__ = RemoteTraceback(self.traceback)
         return error

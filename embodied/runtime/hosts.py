@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from embodied.errors import ChannelClosed, EmbodiedError, Unusable
+from embodied.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed
 from embodied.runtime.channel import Channel, hosts_of_runs
 from embodied.runtime.failures import readable
 from embodied.runtime.payload import Payload
@@ -310,7 +310,8 @@ class _WorkerThread(threading.Thread):
         cause = f"{name}{error}"[:_MAX_CAUSE_CHARS] + held + where
         follows = (error.peer, error.cause) if isinstance(error, ChannelClosed) else None
         retry = isinstance(error, Unusable) or not isinstance(error, EmbodiedError)
-        return "failed", call_id, cause, text[-_MAX_CAUSE_CHARS * 8 :], follows, retry
+        code = error.exit_code if isinstance(error, EmbodiedError) else WorkerFailed.exit_code
+        return "failed", call_id, cause, text[-_MAX_CAUSE_CHARS * 8 :], follows, retry, code
 
 
 def _below_us(trace: TracebackType | None) -> TracebackType | None:
