@@ -6,6 +6,7 @@ Also keeps the running figures that both the line and metrics.jsonl show.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from shlex import quote
 from embodied.data import EpisodeResult
 
 RECENT = 100  # episodes the training success rate and return are taken over
+LARGEST_GAP = 1.0  # nats of one action's log-prob; rounding in bfloat16 stays well below
 
 
 class Console:
@@ -30,14 +32,19 @@ class Console:
         self.recent: deque[EpisodeResult] = deque(maxlen=RECENT)
         self.last_evaluation: dict | None = None
         self.last_checkpoint: Path | None = None
+        self.warned = False
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if self.live:
-            self.stream.write("\r\033[K")
-        self.stream.write(text + "\n")
-        self.stream.flush()
+        self._show(f"\r\033[K{text}\n" if self.live else f"{text}\n")
         self.note(text)
+
+    def _show(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:  # the terminal or pipe is gone; the log has everything, and the run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def iteration(
         self, state: dict, finished: list[EpisodeResult], numbers: dict[str, float], elapsed_s: float, total: int
@@ -68,9 +75,14 @@ class Console:
             f"ETA {left:.0f} s",
         ]
         text = "  ".join(parts)
+        if numbers.get("train/logprob_gap", 0.0) > LARGEST_GAP and not self.warned:
+            self.warned = True
+            self.say(
+                f"warning: the policy's act and forward differ by {numbers['train/logprob_gap']:.3g} nats in the "
+                "log-prob of the same action with the same weights; what is learned from that is wrong"
+            )
         if self.live:
-            self.stream.write("\r\033[K" + text)
-            self.stream.flush()
+            self._show("\r\033[K" + text)
             self.note(text)
         else:
             self.say(text)

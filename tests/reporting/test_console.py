@@ -1,0 +1,29 @@
+"""The console when it is not read, and what it warns of."""
+
+import os
+from io import StringIO
+from pathlib import Path
+
+from embodied.reporting.console import Console
+
+STATE = {"iteration": 1, "version": 1, "env_steps": 8, "train_s": 1.0}
+
+
+def test_a_closed_pipe_ends_no_run():
+    read, write = os.pipe()
+    os.close(read)
+    noted = []
+    with os.fdopen(write, "w") as stream:
+        console = Console(Path("run"), noted.append, stream)
+        console.say("one")
+        console.say("two")
+    assert noted == ["one", "two"]
+
+
+def test_a_policy_whose_act_and_forward_disagree_is_warned_of_once():
+    stream = StringIO()
+    console = Console(Path("run"), stream=stream)
+    for gap in (0.01, 5.0, 6.0):
+        console.iteration(STATE, [], {"env_steps": 8.0, "train/logprob_gap": gap}, 1.0, 3)
+    (warning,) = (line for line in stream.getvalue().splitlines() if line.startswith("warning"))
+    assert "differ by 5 nats" in warning
