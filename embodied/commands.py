@@ -5,11 +5,12 @@ Nothing here imports torch or a simulator, so that the first screen and mistakes
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from shlex import quote
@@ -50,7 +51,9 @@ def run(body: Callable[[], int]) -> int:
         return 1
     except OSError as err:
         where = f" ({err.filename})" if err.filename else ""
-        print(f"error: {err.strerror or err}{where}; free some space or choose another run.dir", file=sys.stderr)
+        full = err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "free some space or choose another run.dir" if full else "choose another run.dir"
+        print(f"error: {err.strerror or err}{where}; {advice}", file=sys.stderr)
         return 1
 
 
@@ -146,7 +149,8 @@ def cluster(config: RunConfig, plan: PlacementPlan, logs: Path) -> Cluster:
 
 
 class Interruption:
-    """SIGTERM and Ctrl-C ask the run to finish its step, save and stop; a second Ctrl-C stops at once."""
+    """SIGTERM, Ctrl-C and a closed terminal ask the run to finish its step, save and stop; a second Ctrl-C stops at
+    once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -160,7 +164,10 @@ class Interruption:
         return 0 if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> Interruption:
-        self._before = {sig: signal.signal(sig, self._handle) for sig in (signal.SIGINT, signal.SIGTERM)}
+        ends = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup asks to outlive the terminal
+            ends.append(signal.SIGHUP)
+        self._before = {sig: signal.signal(sig, self._handle) for sig in ends}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,7 +179,8 @@ class Interruption:
             raise KeyboardInterrupt
         if not self.requested:
             self.signal = sig
-            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+            with suppress(OSError):  # the terminal may be what has gone
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
 
 @contextmanager
@@ -189,7 +197,9 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
     except BaseException as err:
         record_end(folder, "failed", f"{type(err).__name__}: {err}")
         if isinstance(err, (WorkerFailed, DeadlineExceeded)):
-            raise EmbodiedError("\n".join([str(err), *what_next(folder, err)])) from err
+            told = EmbodiedError("\n".join([str(err), *what_next(folder, err)]))
+            told.exit_code = err.exit_code
+            raise told from err
         raise
     else:
         record_end(folder, "stopped" if interruption.requested else "finished", "")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from embodied.commands import Interruption
 from embodied.reporting.timeline import read_trace
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -239,6 +240,19 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
     assert json.loads((only_run(tmp_path) / "run.json").read_text())["state"] == "stopped"
 
 
+def test_a_closed_terminal_asks_to_stop_unless_nohup_said_not_to():
+    with Interruption() as interruption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interruption.exit_code == 129
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interruption.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_resume_auto_continues_the_newest_run_and_leaves_a_finished_one_as_it_is(tmp_path, call):
     quick = ["resume=auto", "cluster.backend=inline", "eval.episodes=1", "eval.videos=0"]
     call("train", *tiny(*quick, "run.iterations=2"))
@@ -309,6 +323,8 @@ def test_mistakes_are_a_few_lines_and_exit_code_2(tmp_path, call):
     output = call("train", "recipe=pointmass_ppo", "policy.name=nowhere.nets:Net", code=2)
     assert "No module named 'nowhere'" in output
     assert not (tmp_path / "runs").exists()
+    output = call("train", *tiny("cluster.backend=inline", "policy.name=cnn"), code=2)
+    assert "needs images" in output
 
 
 def test_help_answers_in_half_a_cpu_second(tmp_path):
