@@ -36,22 +36,30 @@ def help_text(command: Command, schema: Section) -> str:
         f"  {'--dry-run':<{INDENT}}check everything and say what would run where, then stop",
         "",
         "Values are YAML: algo.lr=1e-4  policy.hidden='[64, 64]'  algo.target_kl=null",
-        "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only one kind",
-        "of env, policy or algorithm has is marked with that kind.",
+        "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only some kinds",
+        "of env, policy or algorithm have is marked with them.",
     ]
     section = ""
-    for key, field, only in leaves(schema):
+    for (key, told), owners in entries(command, schema).items():
         head = key.partition(".")[0]
-        if command.ignores(key):
-            continue
         if head != section:
             section = head
             lines.append("")
-        default = "needed" if field.is_required() else plain(field.get_default(call_default_factory=True))
-        kind = f"({only}) " if only else ""
-        told = f"  {key:<{INDENT - 1}} {kind}{type_name(field)} [{default}]  {field.description or ''}"
-        lines += wrap(told, WIDTH, subsequent_indent=" " * (INDENT + 4), break_on_hyphens=False)
+        kind = f"({', '.join(owners)}) " if owners[0] else ""
+        line = f"  {key:<{INDENT - 1}} {kind}{told}"
+        lines += wrap(line, WIDTH, subsequent_indent=" " * (INDENT + 4), break_on_hyphens=False)
     return "\n".join(lines)
+
+
+def entries(command: Command, schema: Section) -> dict[tuple[str, str], list[str]]:
+    """What there is to say of each key, and of which kinds it is true."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for key, field, only in leaves(schema):
+        if not command.ignores(key):
+            default = "needed" if field.is_required() else plain(field.get_default(call_default_factory=True))
+            told = f"{type_name(field)} [{default}]  {field.description or ''}"
+            found.setdefault((key, told), []).append(only)
+    return found
 
 
 def type_name(field: FieldInfo) -> str:
