@@ -218,6 +218,9 @@ def what_next(folder: RunFolder, error: Exception) -> list[str]:
 
 
 def record_end(folder: RunFolder, state: str, cause: str) -> None:
+    if not folder.path.is_dir():
+        print(f"{folder.path} was removed while the run went on", file=sys.stderr)
+        return
     try:
         folder.finish(state, cause)
         folder.note(f"{state}: {cause}" if cause else state)

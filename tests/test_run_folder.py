@@ -2,10 +2,12 @@
 
 import errno
 import json
+import shutil
 
 import pytest
 
 from embodied import checkpoints
+from embodied.commands import Interruption, closing
 from embodied.errors import CheckpointError
 from embodied.run_folder import RunFolder
 
@@ -39,6 +41,14 @@ def test_a_run_that_fails_before_its_first_iteration_says_why(tmp_path):
     folder = RunFolder.create(tmp_path, "toy", "")
     folder.finish("failed", "no such task")
     assert folder.info()["cause"] == "no such task"
+
+
+def test_a_folder_that_was_removed_is_named_and_hides_no_cause(tmp_path, capsys):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    shutil.rmtree(folder.path)
+    with pytest.raises(FileNotFoundError), closing(folder, Interruption()):
+        folder.note("iteration 1")
+    assert f"{folder.path} was removed" in capsys.readouterr().err
 
 
 def test_a_failed_write_keeps_the_old_text_and_leaves_no_draft(tmp_path, monkeypatch):
