@@ -22,7 +22,7 @@ class Films:
 
     def __init__(self, env: VectorEnv, rows: Rows, recording: Recording) -> None:
         self.env, self.rows, self.recording = env, rows, recording
-        problem = env.film_problem() if recording.film else ""
+        problem = env.film_problem() or no_encoder() if recording.film else ""
         self.film = frozenset() if problem else recording.film
         if problem:
             print(f"no videos: {problem}", file=sys.stderr)
@@ -83,6 +83,12 @@ class Films:
             if self.recording.overlay:
                 frame = captioned(frame, self.told[row].lines())
             self.open[row].add(frame)
+
+
+def no_encoder() -> str:
+    from embodied.reporting.videos import encoder_problem
+
+    return encoder_problem()
 
 
 class Told:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import tempfile
 import uuid
@@ -46,6 +47,17 @@ FOR_BROWSERS = Coding("-crf 20 -movflags +faststart")
 # For datasets: a bare stream, so that many are joined by putting them one after the other; every second frame stands
 # alone, so that any is found quickly; sizes stay.
 FOR_DATASETS = Coding("-crf 18 -g 2 -bf 0 -f h264", ".h264", pad=False)
+
+
+def encoder_problem() -> str:
+    """Why nothing can be recorded here; empty: it can."""
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    try:
+        program = get_ffmpeg_exe()
+    except RuntimeError as err:
+        return str(err).partition("\n")[0]
+    return "" if shutil.which(program) else f"there is no ffmpeg at {program}; python -m embodied.doctor says more"
 
 
 class VideoWriter:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from embodied.errors import EmbodiedError
-from embodied.reporting.videos import VideoWriter
+from embodied.reporting.videos import VideoWriter, encoder_problem
 
 RED, GREEN, BLUE = (220, 40, 40), (60, 180, 75), (30, 60, 200)
 
@@ -132,3 +132,9 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_encoder(tmp_path):
 
 def test_the_encoder_comes_with_the_package():
     assert imageio_ffmpeg.get_ffmpeg_version()
+
+
+def test_a_missing_encoder_is_a_reason_and_no_error(monkeypatch):
+    assert encoder_problem() == ""
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/nowhere/ffmpeg")
+    assert "no ffmpeg at /nowhere/ffmpeg" in encoder_problem()
