@@ -36,8 +36,8 @@ def help_text(command: Command, schema: Section) -> str:
         f"  {'--dry-run':<{INDENT}}check everything and say what would run where, then stop",
         "",
         "Values are YAML: algo.lr=1e-4  policy.hidden='[64, 64]'  algo.target_kl=null",
-        "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only some kinds",
-        "of env, policy or algorithm have is marked with them.",
+        "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only some",
+        "kinds of env, policy or algorithm have is marked with them.",
     ]
     section = ""
     for (key, told), owners in entries(command, schema).items():
