@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from embodied.runtime.exits import describe_exit
 from embodied.runtime.hosts import DRIVER, Host, HostPlan, Links, ranges
 from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign
 from embodied.runtime.ray_host import actor_class
-from embodied.runtime.ray_nodes import Connection, Node, last_words, run_on
+from embodied.runtime.ray_nodes import Connection, Node, last_words, move, run_on
 from embodied.runtime.ray_payload import Stored, decode, encode, pack_message, unpack_message
 
 _log = logging.getLogger(__name__)
@@ -97,6 +98,8 @@ class RayBackend:
         self._actor_class = actor_class()
 
     def spawn(self, plan: HostPlan) -> None:
+        before = self._processes.get(plan.name)
+        plan = plan if before is None else self._plan_of_next(before)
         node, life = self._connection.node(plan.node), next(self._lives)
         if not set(node.cores).issuperset(plan.cores):
             where = f"node {node.name}" if plan.node else "this process"
@@ -118,11 +121,11 @@ class RayBackend:
         ).remote(self._boot(plan, life, printed_to, shared_file if node.here else None))
         process = _Process(plan, life, node, actor, memory_fd, memory, Progress(memory), log, printed_to, exit_file)
         process.listener = threading.Thread(target=self._listen, args=(process,), name=f"ray-{plan.name}", daemon=True)
-        before = self._processes.pop(plan.name, None)
-        for other in self._processes.values():
-            other.actor.meet.remote(plan.name, life, actor)
-            actor.meet.remote(other.plan.name, other.life, other.actor)
         self._processes[plan.name] = process
+        for other in self._processes.values():
+            if other is not process:
+                other.actor.meet.remote(plan.name, life, actor)
+                actor.meet.remote(other.plan.name, other.life, other.actor)
         if before is not None:
             before.free()
         process.listener.start()
@@ -187,6 +190,13 @@ class RayBackend:
             "main_file": getattr(main, "__file__", None),
         }
 
+    def _plan_of_next(self, before: _Process) -> HostPlan:
+        """The plan of a host that is started again: the same, or moved if its node is lost."""
+        if not self._connection.lost(before.node):
+            return before.plan
+        taken = [(process.node.name, core) for process in self._processes.values() for core in process.plan.cores]
+        return move(before.plan, self._connection.others(before.node), Counter(taken))
+
     def _post(self, host: str, message: tuple, payload: Stored | None = None) -> None:
         self.call(host, ("channel", message), payload)  # in order with calls and news of deaths
 
@@ -199,11 +209,16 @@ class RayBackend:
         except RayError as error:
             failed = str(error)
         code = self._exit_code(process)
-        cause = describe_exit(code) if code is not None else f"could not run: {failed.strip()}"
+        cause = describe_exit(code) if code is not None else self._why_it_vanished(process, failed)
         process.stopped.set()
         process.ended.set()
         if not self._stopping:
             self._events.on_death(process.plan.name, cause)
+
+    def _why_it_vanished(self, process: _Process, failed: str) -> str:
+        if not process.node.here and self._connection.lost(process.node):
+            return f"was lost with node {process.node.name} of the cluster, which Ray no longer reaches"
+        return f"could not run: {failed.strip()}"
 
     def _take(self, process: _Process, kind: str, message: bytes, *payload: Any) -> None:
         told = unpack_message(message)
