@@ -36,6 +36,7 @@ from embodied.runtime.ray_payload import Stored, decode, encode, pack_message, u
 
 _EXIT_BYTES = 16  # after the progress: how the process ended
 _LAST_WORDS_S = 10.0  # how long it may take to fetch the log of a host on another machine
+_LOST_S = 45.0  # how long Ray may take to say that a node is lost
 
 # Ray would hide every GPU from an actor that asks it for none; which ones a host sees is the plan's business.
 _LEAVE_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -206,7 +207,10 @@ class RayBackend(Processes):
         asked = run_on(process.at.id, last_words, process.exit_file, process.printed_to)
         try:
             code, printed = ray.get(asked, timeout=_LAST_WORDS_S)
-        except RayError:  # the machine is gone
+        except RayError:  # the machine is gone, which Ray takes its time to notice
+            until = time.monotonic() + _LOST_S
+            while not (self._stopping or self._connection.lost(process.at)) and time.monotonic() < until:
+                time.sleep(0.5)
             return None
         if process.log is not None:
             Path(process.log).parent.mkdir(parents=True, exist_ok=True)

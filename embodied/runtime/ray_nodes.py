@@ -74,6 +74,14 @@ class Connection:
             raise ConfigError(f"placement names the node {name!r}, but {known}")
         return self._nodes[name] if name else self.own
 
+    def lost(self, node: Node) -> bool:
+        """Ray has noticed that this node is gone."""
+        return all(known["NodeID"] != node.id or not known["Alive"] for known in ray.nodes())
+
+    def others(self, lost: Node) -> list[Node]:
+        """The nodes that are still there."""
+        return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
+
     def machines(self) -> dict[str, tuple[tuple[int, ...], int]]:
         """Cores and number of GPUs of every node that has a name of its own."""
         return {name: (node.cores, node.num_gpus) for name, node in self._nodes.items()}
