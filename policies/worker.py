@@ -33,6 +33,7 @@ class PolicyWorker(Worker):
     def build(self, spec: EnvSpec) -> None:
         self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.noise = self.policy.noise_spec()
+        self.action_dim = spec.action.dim
 
     def needs(self, shared: bool = False) -> Needs:
         """None of its own where it acts with the weights of a learner."""
@@ -91,7 +92,7 @@ class PolicyWorker(Worker):
                 values = self.policy.value(request.obs)
             else:
                 output = self.policy.act(request.obs, self._noise(request, stream), temperature)
-                check_output(output, len(request.episodes))
+                check_output(output, len(request.episodes), self.action_dim)
                 values = output.values
                 self._check_finite("actions", output.actions)
                 self._check_finite("log-probs", output.logprobs)
@@ -111,13 +112,14 @@ class PolicyWorker(Worker):
         return draw(self.seed, f"act/{stream}", request.episodes, request.decisions, self.noise.width)
 
 
-def check_output(output: PolicyOutput, num: int) -> None:
+def check_output(output: PolicyOutput, num: int, dim: int) -> None:
     """Refuse what `act` may not return; numpy would broadcast some of it without a word."""
     if not isinstance(output, PolicyOutput):
         raise WrongShape(f"the policy's act returned {type(output).__name__}, it must be a PolicyOutput")
     actions, logprobs, values = (list(each.shape) for each in (output.actions, output.logprobs, output.values))
-    if len(actions) != 3 or len(logprobs) != 3 or logprobs[:2] != actions[:2] or actions[0] != num or values != [num]:
+    decisions = [num, *actions[1:2], dim]
+    if actions != decisions or len(logprobs) != 3 or logprobs[:2] != actions[:2] or values != [num]:
         raise WrongShape(
             f"the policy's act returned actions {actions}, logprobs {logprobs}, values {values}; they must be "
-            f"[{num}, chunk, action dimensions], the same and [{num}]"
+            f"[{num}, chunk, {dim} action dimensions], the same and [{num}]"
         )
