@@ -235,6 +235,8 @@ class Recording:
     overlay: bool = False  # instruction, step, reward, value and success in every frame
     cameras: bool = False  # what the policy's cameras see, beside the scene
     drafts: Path | None = None  # the folder in which every episode is recorded for a dataset
+    noise: float = 0.0  # deviation of what is added to the actions that are played, not to those that are recorded
+    seed: int = 0  # of that noise
 
 
 @dataclass(frozen=True)
