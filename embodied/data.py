@@ -174,6 +174,7 @@ class GroupBatch:
     """
 
     episodes: np.ndarray  # int [E], of all ranks, ascending
+    scores: np.ndarray  # [E], returns
     advantages: np.ndarray  # [E]
     version: int  # of the weights that the update starts from
     first: int
