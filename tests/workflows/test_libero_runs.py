@@ -1,4 +1,4 @@
-"""Training on real LIBERO: both recipes, sims in hosts of their own, and what happens to a worker that dies or hangs."""
+"""Training on real LIBERO: both recipes, sims in hosts of their own, and what becomes of one that dies or hangs."""
 
 import json
 import os
