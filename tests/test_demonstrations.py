@@ -56,6 +56,11 @@ def test_an_experts_successes_become_demonstrations(demos):
         assert episode.done.tolist() == [False] * (len(episode) - 1) + [True]
 
 
+def test_however_long_an_expert_plays_no_policy_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("embodied.policies.worker.PolicyWorker.serve", None)  # to call it would fail
+    assert collect([*TOY, f"out={tmp_path / 'demos'}", "collect.episodes=2"]) == 0
+
+
 def test_noise_disturbs_what_is_played_and_not_what_is_recorded(tmp_path):
     assert collect([*TOY, f"out={tmp_path / 'noisy'}", "collect.episodes=8", "collect.noise=0.2"]) == 0
     added = []
