@@ -23,18 +23,15 @@ def play_fixed(
     begin: Callable[[int, list[EpisodeSpec], Route, frozenset[int]], Handle],
     notes: Channel,
     temperature: float,
-    by_expert: bool = False,
 ) -> list[EpisodeResult]:
-    """The outcome of every episode, in order. `begin(sim, its episodes, route, those to be played alone)`. Experts ask
-    no policy worker, which would wait in vain."""
+    """The outcome of every episode, in order. `begin(sim, its episodes, route, those to be played alone)`."""
     num_sims = len(crew.sims)
     left = {sim: episodes[sim::num_sims] for sim in range(num_sims)}
     attempts: Counter[int] = Counter()
     results: dict[int, EpisodeResult] = {}
     while left := {sim: specs for sim, specs in left.items() if specs}:
         alone = frozenset(attempts)
-        share = partial(begin_share, begin, left, alone)
-        calls, routes = crew.play(left, share, 1, temperature, "eval", asked=not by_expert)
+        calls, routes = crew.play(left, partial(begin_share, begin, left, alone), 1, temperature, "eval")
         heard: list[Note] = [notes.get() for _ in range(notes.qsize())]
         for sim, call in calls.items():
             if call.succeeded():
