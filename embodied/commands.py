@@ -22,7 +22,7 @@ from embodied.devices import check_devices, devices_here, environment, offers
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
-from embodied.footprint import check_pictures, gigabytes, picture_bytes
+from embodied.footprint import check_pictures, check_simulators, gigabytes, picture_bytes, simulator_bytes
 from embodied.hub import with_folder
 from embodied.placement import PlacementError, PlacementPlan, make_plan, named_nodes
 from embodied.policies import check_package
@@ -81,6 +81,8 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
+    if not any(host.node for host in plan.hosts):
+        check_simulators(config, plan.count("sim"))
     if not learn:
         return config, plan.without("learner")
     check_pictures(config)
@@ -119,6 +121,11 @@ def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None)
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}",
         *([f"pictures    {gigabytes(pictures)} an iteration"] if (pictures := picture_bytes(config)) else []),
+        *(
+            [f"memory      about {gigabytes(scenes)} for the simulators"]
+            if (scenes := simulator_bytes(config, plan.count("sim")))
+            else []
+        ),
         f"placement   {first}",
         *[f"            {line}" for line in rest],
         f"processes   {describe_backend(config.cluster.backend)}",

@@ -104,6 +104,12 @@ class EvalSection(Strict):
 class CollectSection(Strict):
     episodes: int = Field(50, gt=0, description="Episodes that are played, never those of training or evaluation.")
     keep: Literal["successes", "all"] = Field("successes", description="Which of them become demonstrations.")
+    noise: float = Field(
+        0.0,
+        ge=0,
+        description="Deviation of the noise on the actions that are played; recorded is what was wanted, so that the "
+        "demonstrations show how to recover.",
+    )
 
 
 class RunConfig(Strict):

@@ -137,6 +137,9 @@ class PointMassConfig(CommonEnvConfig):
         return self
 
 
+SIM_BYTES, SCENE_BYTES, SCENE_WITH_IMAGES_BYTES = 0.7e9, 0.3e9, 0.8e9  # of LIBERO, measured: worker, each task
+
+
 class LiberoConfig(CommonEnvConfig):
     name: Literal["libero"] = Field(description="The LIBERO benchmark: 130 tasks of one arm on a table or floor.")
     task: Tasks = Field(
@@ -172,6 +175,11 @@ class LiberoConfig(CommonEnvConfig):
     def _tasks_exist(self) -> LiberoConfig:
         tasks_of(self.task)
         return self
+
+    def worker_bytes(self, rows: int) -> float:
+        """Of a sim worker with so many env rows: a task's scene weighs, a row in it hardly does."""
+        loaded = min(len(tasks_of(self.task)), max(rows, self.tasks_in_memory))
+        return SIM_BYTES + loaded * (SCENE_WITH_IMAGES_BYTES if self.cameras else SCENE_BYTES)
 
 
 class GymConfig(CommonEnvConfig):

@@ -17,6 +17,7 @@ from embodied.envs.drafts import Drafts
 from embodied.envs.film import Films
 from embodied.envs.pilots import Pilot
 from embodied.envs.rows import Rows
+from embodied.rng import normal
 from embodied.runtime import Channel, Timers
 
 
@@ -70,7 +71,7 @@ def play_episodes(
             films.decided(at, values)
             drafts.decided(obs, actions)
             with timers.measure("step"):
-                result = env.step_chunk(actions, on_frame=on_frame)
+                result = env.step_chunk(disturbed(actions, rows, recording), on_frame=on_frame)
             rows.record(result)
             drafts.record(result)
             obs = result.obs
@@ -92,6 +93,15 @@ def spread(actions: np.ndarray, at: np.ndarray, num_rows: int) -> np.ndarray:
     everywhere = np.zeros((num_rows, *actions.shape[1:]), actions.dtype)
     everywhere[at] = actions
     return everywhere
+
+
+def disturbed(actions: np.ndarray, rows: Rows, recording: Recording) -> np.ndarray:
+    """The actions [N, C, A] with the noise that was asked for, which follows from episode and decision."""
+    if not recording.noise:
+        return actions
+    width = actions[0].size
+    noise = normal(recording.seed, "disturbance", rows.episode, rows.decision, width).reshape(actions.shape)
+    return (actions + recording.noise * noise).astype(actions.dtype)
 
 
 def num_startable(waiting: deque[EpisodeSpec], playing: np.ndarray, alone: frozenset[int]) -> int:

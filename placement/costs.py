@@ -51,6 +51,7 @@ class Pricer:
         self.classes = {c.name: c for c in classes}
         self.asker = {node: asker_of(workflow, node) for node in workflow.order}
         self.table = cache(self._table)
+        self.floor = cache(self._floor)
 
     def cost(self, component: str, device_class: str) -> Cost | None:
         return self.profile.cost(component, device_class, self.classes[device_class].kind)
@@ -62,6 +63,36 @@ class Pricer:
     def workers(self, component: str, device_class: str, stages: int) -> np.ndarray:
         """How many workers it has on 0, 1, 2, ... devices: the fastest number that fits by itself."""
         return self.table(component, device_class, stages).workers
+
+    def _floor(self, components: tuple[str, ...], device_class: str, stages: int) -> np.ndarray:
+        """No layer takes less where these components share a zone of at most 0, 1, 2, ... devices."""
+        here = Zone(components, device_class)
+        count = np.arange(self.classes[device_class].count + 1)
+        spent = np.zeros(len(count))
+        for node in self.workflow.order:
+            names = [name for name in node if name in components]
+            if names and len(node) == 1:
+                spent = spent + self.table(names[0], device_class, stages).seconds
+            elif names:
+                spent = spent + self.workflow[self.asker[node]].calls * self._busy_least(names, here, count, stages)
+        spent = np.where(np.isnan(spent), np.inf, spent) * self.workflow.passes
+        spent[0] = np.inf
+        return np.minimum.accumulate(spent)
+
+    def _busy_least(self, names: Sequence[str], here: Zone, count: np.ndarray, stages: int) -> np.ndarray:
+        """Seconds of a cycle's round in which a zone with some of its components is busy, wherever the asker is."""
+        asker = self.asker_for(names[0])
+        if asker in names:
+            at = dict.fromkeys(names, (here, count))
+            return sum(self.station(name, asker, at, stages)[2] for name in names)
+        least = np.full(len(count), np.inf)
+        for name in self.runs_on()[asker]:
+            asking = np.flatnonzero(np.diff(self.table(asker, name, stages).workers) > 0) + 1
+            at = {asker: (Zone((asker,), name), asking[:, None]), **dict.fromkeys(names, (here, count))}
+            if len(asking):
+                whole = sum(self.station(name, asker, at, stages)[2] for name in names)
+                least = np.minimum(least, np.min(whole, axis=0))
+        return least
 
     def slowed_by_more(self, components: Sequence[str]) -> bool:
         """Whether more devices can cost time: every worker that receives weights is one more copy."""

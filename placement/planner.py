@@ -49,22 +49,23 @@ class Planner:
 
     def best(self) -> Choice | None:
         """The fastest layout of all; None if none fits."""
-        found = [choice for choice in self.modes().values() if choice]
-        return min(found, key=lambda choice: choice.price.seconds, default=None)
+        return self._best_of([way for ways in self._options().values() for way in ways])
 
     def modes(self) -> dict[str, Choice | None]:
         """The fastest layout of every mode; None where none fits."""
+        return {mode: self._best_of(ways) for mode, ways in self._options().items()}
+
+    def _options(self) -> dict[str, list[tuple[float, int, int, tuple]]]:
+        """By mode: at least so many seconds, stages, chunks, and the layers' searches with their labels."""
         options: dict[str, list[tuple[float, int, int, tuple]]] = {}
         for stages, chunks, cut in product(self.stages, self.chunks, layer_sets(self.workflow)):
             searches = [self.search(nodes, stages, chunks) for nodes in cut]
             for labels in product(*(search.groups for search in searches)):
-                fastest = [search.fastest(label) for search, label in zip(searches, labels)]
-                if all(fastest):
-                    layers = tuple(search.groups[label][0] for search, label in zip(searches, labels))
-                    least = sum(points.seconds[0] for points in fastest) + self.workflow.fixed_s
-                    way = tuple(zip(searches, labels))
+                way = tuple(zip(searches, labels))
+                if np.isfinite(least := self._least(way)):
+                    layers = tuple(search.groups[label][0] for search, label in way)
                     options.setdefault(Layout(layers).mode, []).append((least, stages, chunks, way))
-        return {mode: self._best_of(ways) for mode, ways in options.items()}
+        return options
 
     def search(self, nodes: frozenset[int], stages: int, chunks: int) -> LayerSearch:
         """Layers that no number of stages or chunks concerns are searched once for all of them."""
@@ -87,9 +88,18 @@ class Planner:
                 best = found
         return best
 
+    def _least(self, way: tuple) -> float:
+        """Seconds that these layers take at least."""
+        return sum(search.least_of(label) for search, label in way) + self.workflow.fixed_s
+
     def _together(self, way: tuple, stages: int, chunks: int, bound: float) -> Choice | None:
-        """The fastest splits of these layers that fit beside each other."""
-        fastest = [search.fastest(label) for search, label in way]
+        """The fastest splits of these layers that fit beside each other; None if they take `bound` seconds or more."""
+        fastest = []
+        for search, label in way:
+            spare = bound * MARGIN - self._least(way) + search.least_of(label)
+            fastest.append(search.fastest(label, spare))
+            if fastest[-1] is None:
+                return None
         choice = self._choice(fastest, stages, chunks)
         if choice.price.fits:
             return choice

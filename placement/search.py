@@ -6,6 +6,7 @@ split, or the front of splits of which none is both slower and fuller than anoth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
@@ -13,9 +14,9 @@ from itertools import chain, combinations
 import numpy as np
 
 from embodied.placement.costs import Pricer
-from embodied.placement.layout import DeviceClass, Layer, arrangements, components_of
+from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, components_of
 
-MANY = 20_000  # splits that are priced at once; more are narrowed down zone by zone
+FEW = 200  # splits that are not narrowed down before other zones are looked at
 ROLES = ("sim", "policy", "learner")
 
 
@@ -60,19 +61,41 @@ class LayerSearch:
         for layer in arrangements(self.components, classes, pricer.runs_on()):
             if pricer.allowed(layer):
                 self.groups.setdefault(label_of(layer), []).append(layer)
-        self._fastest: dict[tuple, Points | None] = {}
+        self._fastest: dict[tuple, Points] = {}
+        self._slower: dict[tuple, float] = {}  # labels none of whose splits takes less than this
+        self._least = {label: min(map(self.least, layers)) for label, layers in self.groups.items()}
 
-    def fastest(self, label: tuple) -> Points | None:
-        """The one fastest split, whatever its memory; None if no worker finds a place."""
-        if label not in self._fastest:
+    def least_of(self, label: tuple) -> float:
+        """No split takes less."""
+        return self._fastest[label].seconds[0] if label in self._fastest else self._least[label]
+
+    def fastest(self, label: tuple, bound: float = np.inf) -> Points | None:
+        """The one fastest split, whatever its memory; None if none takes less than `bound`."""
+        if label not in self._fastest and bound > self._slower.get(label, 0.0):
             best: Points | None = None
-            for layer in self.groups[label]:
-                bound = best.seconds[0] if best else np.inf
-                found = self.price(Way(layer), self.splits(layer, bound))
-                if len(found) and found.seconds.min() < bound:
+            limit = bound
+            for layer in sorted(self.groups[label], key=self.least):
+                found = self.price(Way(layer), self.splits(layer, limit))
+                if len(found) and found.seconds.min() < limit:
                     best = found.take(np.array([found.seconds.argmin()]))
-            self._fastest[label] = best
-        return self._fastest[label]
+                    limit = best.seconds[0]
+            if best:
+                self._fastest[label] = best
+            else:
+                self._slower[label] = bound
+        found = self._fastest.get(label)
+        return found if found and found.seconds[0] < bound else None
+
+    def least(self, layer: Layer) -> float:
+        """Seconds that it takes at least: of the busiest zone, had it all devices that the others can spare."""
+        zones = Counter(zone.device_class for zone in layer)
+        return max(self.floor(zone)[max(self.count(zone) - zones[zone.device_class] + 1, 0)] for zone in layer)
+
+    def floor(self, zone: Zone) -> np.ndarray:
+        return self.pricer.floor(zone.components, zone.device_class, self.stages)
+
+    def count(self, zone: Zone) -> int:
+        return self.pricer.classes[zone.device_class].count
 
     def front(self, label: tuple, bound: float) -> Points | None:
         """Splits of less than `bound` seconds of which none is beaten in seconds and in every number of bytes."""
@@ -104,7 +127,12 @@ class LayerSearch:
     def splits(self, layer: Layer, bound: float) -> np.ndarray:
         """Sizes of the zones, one column per split, that could take less than `bound` seconds. In every class one zone,
         of those that more devices never slow down the one with the most sizes, takes what the others leave."""
+        need = [int(np.searchsorted(-self.floor(zone), -bound, side="right")) for zone in layer]
+        left = self.left(layer, np.array(need)[:, None])
+        if min(left.values()) < 0:
+            return np.zeros((len(layer), 0), int)
         sizes = [self.sizes(layer, zone) for zone in range(len(layer))]
+        sizes = [s[(s >= n) & (s <= n + left[z.device_class])] for s, n, z in zip(sizes, need, layer)]
         rest: dict[str, int] = {}
         for i, zone in enumerate(layer):
             if not self.asks(zone.components) and not self.pricer.slowed_by_more(zone.components):
@@ -113,41 +141,34 @@ class LayerSearch:
                     rest[zone.device_class] = i
         chosen = [i for i in range(len(layer)) if i not in rest.values()]
         chosen.sort(key=lambda i: (not self.asks(layer[i].components), len(sizes[i])))
-        columns = np.zeros((len(layer), 1), int)
-        done: list[int] = []
+        columns = np.array(need)[:, None]  # of zones that are not chosen yet, what they need
         for i in chosen:
             columns = np.repeat(columns, len(sizes[i]), axis=1)
             columns[i] = np.tile(sizes[i], columns.shape[1] // max(len(sizes[i]), 1))
-            done.append(i)
-            columns = columns[:, self.room(layer, columns, done)]
-            if columns.shape[1] > MANY or (i != chosen[-1] and columns.shape[1] * len(sizes[chosen[-1]]) > MANY):
-                columns = columns[:, self.promising(layer, columns, done, bound)]
-        return self.filled(layer, columns, done)
+            waiting = [j for j in range(len(layer)) if j not in chosen[: chosen.index(i) + 1]]
+            columns = columns[:, self.room(layer, columns)]
+            if waiting and columns.shape[1] > FEW:
+                most = self.filled(layer, columns, waiting)
+                columns = columns[:, self.pricer.layer(layer, list(most), self.stages, self.chunks).seconds < bound]
+        return self.filled(layer, columns, list(rest.values()))
 
-    def room(self, layer: Layer, columns: np.ndarray, done: Sequence[int]) -> np.ndarray:
-        """Whether every other zone can still have a device."""
-        good = np.ones(columns.shape[1], bool)
-        for c in self.classes:
-            mine = [i for i, zone in enumerate(layer) if zone.device_class == c.name]
-            waiting = sum(i not in done for i in mine)
-            good &= columns[[i for i in mine if i in done]].sum(axis=0) + waiting <= c.count
-        return good
+    def left(self, layer: Layer, columns: np.ndarray) -> dict[str, np.ndarray]:
+        """How many devices of each class the splits leave."""
+        return {
+            c.name: c.count - sum(sizes for sizes, zone in zip(columns, layer) if zone.device_class == c.name)
+            for c in self.classes
+        }
 
-    def filled(self, layer: Layer, columns: np.ndarray, done: Sequence[int]) -> np.ndarray:
-        """Every zone that is not done gets all that the others of its class must leave: too much if there are
-        several, so what results is a lower bound then."""
-        columns = columns.copy()
-        for c in self.classes:
-            mine = [i for i, zone in enumerate(layer) if zone.device_class == c.name]
-            waiting = [i for i in mine if i not in done]
-            taken = columns[[i for i in mine if i in done]].sum(axis=0)
-            for i in waiting:
-                columns[i] = c.count - taken - (len(waiting) - 1)
-        return columns[:, (columns > 0).all(axis=0)]
+    def room(self, layer: Layer, columns: np.ndarray) -> np.ndarray:
+        return np.all([left >= np.zeros(columns.shape[1]) for left in self.left(layer, columns).values()], axis=0)
 
-    def promising(self, layer: Layer, columns: np.ndarray, done: Sequence[int], bound: float) -> np.ndarray:
-        filled = self.filled(layer, columns, done)
-        return self.pricer.layer(layer, list(filled), self.stages, self.chunks).seconds < bound
+    def filled(self, layer: Layer, columns: np.ndarray, zones: Sequence[int]) -> np.ndarray:
+        """Each of these zones gets all that is left besides what it has: too much if a class has several of them, so
+        what results is a lower bound then."""
+        left, columns = self.left(layer, columns), columns.copy()
+        for i in zones:
+            columns[i] += left[layer[i].device_class]
+        return columns
 
     def sizes(self, layer: Layer, zone: int) -> np.ndarray:
         """The numbers of devices at which a zone's components win a worker."""

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -88,17 +90,28 @@ class Machines:
             time.sleep(0.1)
         return re.search(asked, output.read_text())[1]
 
-    def train(self, folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    def begin(self, folder: Path, *arguments: str, **options) -> subprocess.Popen:
         words = shlex.split(TRAIN.replace("10.0.0.1:6379", f"{self.address}:{self.port}"))
         keys = {argument.split("=")[0] for argument in arguments}
-        return subprocess.run(
+        return subprocess.Popen(
             [sys.executable, *[word for word in words[1:] if word.split("=")[0] not in keys], *arguments],
             cwd=folder,
-            env={**self.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **environment},
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
-            timeout=600,
+            **options,
         )
+
+    def train(self, folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        here = {**self.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **environment}
+        with self.begin(folder, *arguments, env=here, stderr=subprocess.PIPE) as process:
+            output, errors = process.communicate(timeout=600)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def lose_the_second(self) -> None:
+        """With everything on it."""
+        node = self.nodes.pop()
+        os.killpg(node.pid, signal.SIGKILL)
+        node.wait(60)
 
     def stop(self) -> None:
         for node in reversed(self.nodes):
@@ -110,8 +123,8 @@ class Machines:
                 os.killpg(node.pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def machines():
+@contextmanager
+def two_machines():
     can_part = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "true"]
     if shutil.which("unshare") is None or subprocess.run(can_part, capture_output=True).returncode:
         pytest.skip("needs the right to part namespaces, as root has it")
@@ -124,6 +137,12 @@ def machines():
         if two is not None:
             two.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def machines():
+    with two_machines() as two:
+        yield two
 
 
 def weights(folder: Path) -> dict[str, np.ndarray]:
@@ -185,3 +204,42 @@ def test_the_documented_run_on_one_machine_needs_nothing_but_ray(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights(tmp_path)
+
+
+LOSS_ITERATIONS = 12
+LOSSES = {
+    "sims": ("{sim: 'node2/cpu:0-1*2', 'policy,learner': 'node1/cpu:0'}", 0),
+    "policies": ("{sim: 'node1/cpu:0', policy: 'node2/cpu:0', learner: 'node1/cpu:1'}", 0),
+    "learner": ("{'sim,policy': 'node1/cpu:0', learner: 'node2/cpu:0'}", 1),
+}
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("lost", LOSSES)
+def test_a_run_survives_the_loss_of_a_machine_that_only_plays(tmp_path, lost):
+    placement, code = LOSSES[lost]
+    same = [argument for argument in SAME if not argument.startswith("run.iterations")]
+    more = [f"run.iterations={LOSS_ITERATIONS}", "run.save_every=1", f"placement={placement}"]
+    said = []
+    with two_machines() as machines:
+        here = {**machines.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        with machines.begin(tmp_path, *same, *more, env=here, stderr=subprocess.STDOUT) as process:
+            late = threading.Timer(600, process.kill)
+            late.start()
+            for line in process.stdout:
+                said.append(line)
+                if line.startswith("iteration 3/"):
+                    machines.lose_the_second()
+            late.cancel()
+    assert process.returncode == code, said
+    gone = "its process was lost with node node2 of the cluster"
+    if code:
+        assert any(line.startswith(f"error: learner-0: {gone}") for line in said), said
+        assert any("python -m embodied.train resume=" in line for line in said[-3:])
+        return
+    told = [line for line in said if "is started again (restart 1," in line]
+    assert all(gone in line for line in told) and len(told) == (2 if lost == "sims" else 1), said
+    (run,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    missed = sum(row["faults/lost_decisions"] for row in rows)
+    assert rows[-1]["env_steps"] + missed == LOSS_ITERATIONS * 8 * 16

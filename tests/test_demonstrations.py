@@ -56,6 +56,24 @@ def test_an_experts_successes_become_demonstrations(demos):
         assert episode.done.tolist() == [False] * (len(episode) - 1) + [True]
 
 
+def test_however_long_an_expert_plays_no_policy_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("embodied.policies.worker.PolicyWorker.serve", None)  # to call it would fail
+    assert collect([*TOY, f"out={tmp_path / 'demos'}", "collect.episodes=2"]) == 0
+
+
+def test_noise_disturbs_what_is_played_and_not_what_is_recorded(tmp_path):
+    assert collect([*TOY, f"out={tmp_path / 'noisy'}", "collect.episodes=8", "collect.noise=0.2"]) == 0
+    added = []
+    for episode in read_dataset(tmp_path / "noisy"):
+        velocity = episode.obs["state"][:, 2:4]
+        played = (velocity[1:] - 0.7 * velocity[:-1]) / 0.03
+        free = np.abs(played) < 0.99  # of the env's limits
+        added.append((played - episode.actions[:-1])[free])
+    assert 0.1 < np.std(np.concatenate(added)) < 0.25
+    discrete = ["recipe=gym_ppo", "checkpoint=random", "cluster.backend=inline", f"out={tmp_path / 'none'}"]
+    assert collect([*discrete, "collect.noise=0.1"]) == 2
+
+
 def test_a_policy_that_imitates_solves_the_task(cloned):
     assert overall(cloned)["success_once"]["rate"] >= 0.7
     losses = [row["train/loss"] for row in metrics(cloned)]

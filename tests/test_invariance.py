@@ -37,6 +37,7 @@ TWO_SIMS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:0"}
 TWO_LEARNERS = {"sim,policy": "cpu:0", "learner": "cpu:0-1*2"}
 THREE_LEARNERS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:0-2*3"}  # of 8 envs: 2, 3 and 3
 FOUR_LEARNERS = {"sim": "cpu:0", "policy,learner": "cpu:0-3*4"}
+FOUR_RANKS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:0-3*4"}
 ALL_APART = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
 FAKE = {"sim": "fake:0-1*2", "policy": "fake:2-3", "learner": "fake:2-4"}  # more devices than there are cores
 
@@ -110,7 +111,7 @@ def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stage
     check_same(trained(tmp_path, placement, stages=stages)[0], reference)
 
 
-ON_PROCESSES = {"one_of_each": ONE_OF_EACH, "all_apart": ALL_APART, "two_learners": TWO_LEARNERS, "four": FOUR_LEARNERS}
+ON_PROCESSES = {"one_of_each": ONE_OF_EACH, "all_apart": ALL_APART, "two_learners": TWO_LEARNERS, "four": FOUR_RANKS}
 
 
 @pytest.mark.parametrize(
@@ -135,8 +136,9 @@ def test_four_learners_that_each_act_with_their_own_weights_give_the_same(refere
         (ONE_OF_EACH, "inline", ["learner.micro_batch_size=7"], None),
         (TWO_LEARNERS, "inline", ["learner.micro_batch_size=16", "learner.checkpoint_activations=true"], None),
         (TWO_LEARNERS, "local", ["learner.shard=true", "learner.micro_batch_size=16"], "buckets"),
+        pytest.param(FOUR_RANKS, "ray", ["learner.shard=true"], None, marks=pytest.mark.slow),
     ],
-    ids=["accumulated", "accumulated_by_two", "sharded_and_sent_in_buckets"],
+    ids=["accumulated", "accumulated_by_two", "sharded_and_sent_in_buckets", "sharded_by_four_on_ray"],
 )
 def test_how_learners_compute_and_send_changes_nothing(reference, tmp_path, placement, backend, options, route):
     check_same(trained(tmp_path, placement, backend, options=options, route=route)[0], reference)

@@ -1,11 +1,13 @@
 """What GRPO with a sparse reward adds to a policy that succeeds at times: paired gain on 200 held-out episodes.
 
     python -m benchmarks.learning.grpo_gain pickcube [--seeds 0 1 2] [--resume]
+    python -m benchmarks.learning.grpo_gain libero --seeds 0 1
     python -m benchmarks.learning.grpo_gain pushcube [--start FOLDER]
 
-pickcube begins with the imitating policies of benchmarks.learning.pickcube_start (seed S with seed S), pushcube with a
-policy that PPO has half trained (made here unless --start names one). Each seed trains on one core, then the start and
-the result play the same episodes, sampling nothing; control is the first seed once more with lr=0. Writes
+pickcube and libero begin with the imitating policies of benchmarks.learning.starts (seed S with seed S), pushcube with
+a policy that PPO has half trained (made here unless --start names one). Each seed trains on one core, then the start
+and the result play the same episodes, sampling nothing; control is the first seed once more, a few iterations with
+lr=0. Writes
 results/grpo_CASE/seed-S.json and control.json as each is done; --resume leaves out what was measured with the same
 code, recipe and start.
 """
@@ -30,11 +32,22 @@ from benchmarks.common import (
     resolved,
     train_command,
 )
-from benchmarks.learning.seeds import HELD_OUT, TIMEOUT_S, begin_well, new_folder, once, outcomes, parser, program, rate
+from benchmarks.learning.seeds import (
+    HELD_OUT,
+    ONE_CORE,
+    TIMEOUT_S,
+    begin_well,
+    new_folder,
+    once,
+    outcomes,
+    parser,
+    program,
+    rate,
+)
 
 UNJUDGED = ("eval.episodes=8", "eval.videos=0")  # what training itself plays at its end decides nothing here
 RESAMPLES = 10_000
-ONE_CORE = ("cluster.backend=inline", 'placement={"sim,policy": "cpu:0", "learner": "cpu:0"}')
+CONTROL = ("algo.lr=0", "run.iterations=2")
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,8 @@ class Trained:
 
 
 CASES = {
-    "pickcube": Case("pickcube_grpo", (), "pickcube_start/seed-{seed}-*"),
+    "pickcube": Case("pickcube_grpo", (), "start_pickcube/seed-{seed}-*"),
+    "libero": Case("libero_grpo", (), "start_libero/seed-{seed}-*"),
     "pushcube": Case("maniskill_grpo", ("algo.groups=8", "run.iterations=10"), "grpo_pushcube/start-*"),
 }
 
@@ -70,7 +84,7 @@ def main() -> None:
 
     case, env, done = CASES[options.case], environment(), []
     folder = RESULTS / f"grpo_{options.case}"
-    plan = [(f"seed-{seed}", seed, ()) for seed in options.seeds] + [("control", options.seeds[0], ("algo.lr=0",))]
+    plan = [(f"seed-{seed}", seed, ()) for seed in options.seeds] + [("control", options.seeds[0], CONTROL)]
     for name, seed, changes in plan:
         start = options.start or find_start(options.case, case, seed, env)
         given = settled(case.options, changes)

@@ -18,6 +18,7 @@ from benchmarks.common import code_commit, machine, measure, packages, write_jso
 EPISODES = 200
 EVAL_SEED = 1_000  # fresh: neither training's episodes nor those of the evaluations during training
 HELD_OUT = (f"eval.episodes={EPISODES}", f"eval.seed={EVAL_SEED}", "eval.videos=0")
+ONE_CORE = ("cluster.backend=inline", 'placement={"sim,policy": "cpu:0", "learner": "cpu:0"}')
 START = 0.2, 0.7  # success rate of a policy that RL begins with: something to reward, something to gain
 TIMEOUT_S = 3600.0
 
@@ -62,6 +63,11 @@ def new_folder(parent: Path, name: str, make: Callable[[], object]) -> Path:
 def evaluate(run: Path, env: dict) -> dict:
     """results.json of the final checkpoint on the held-out episodes, played by a process of its own."""
     measure(program("evaluate", f"checkpoint={run}", *HELD_OUT), env, TIMEOUT_S)
+    return last_results(run)
+
+
+def last_results(run: Path) -> dict:
+    """Of the newest evaluation, which was of the held-out episodes."""
     newest = max(run.glob("eval/*/results.json"), key=lambda path: path.stat().st_mtime_ns)
     results = json.loads(newest.read_text())
     assert results["overall"]["episodes"] == EPISODES, results["overall"]

@@ -102,7 +102,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dapo": {"clip_high": 0.28, "filter": "resample"},
     "rloo": {"baseline": "leave_one_out", "scale": "none"},
-    "reinforce++": {"baseline": "batch", "scale": "batch", "filter": "none"},
+    "reinforce++": {"baseline": "batch", "scale": "batch", "filter": "none", "kl_in": "reward"},
 }
 
 
@@ -110,7 +110,7 @@ class GRPOConfig(PolicyGradientConfig):
     """Whole episodes in groups that share task and initial state; an episode is judged by the others of its group."""
 
     name: Literal["grpo", "dapo", "rloo", "reinforce++"] = Field(
-        description="grpo, or one of its relatives, which differ in the defaults of baseline, scale, filter, clip_high."
+        description="grpo, or one of its relatives, which differ in baseline, scale, filter, clip_high and kl_in."
     )
     groups: int = Field(8, gt=0, description="Groups that an iteration learns from.")
     group_size: int = Field(8, gt=0, description="Episodes of a group: same task, same initial state, own noise.")
@@ -144,7 +144,14 @@ class GRPOConfig(PolicyGradientConfig):
         0.0, ge=0, description="Weight of the divergence from the reference, a frozen copy of the first weights."
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="How that divergence is estimated from the actions taken, at logprob_level."
+        "k3",
+        description="How that divergence is estimated in the loss, from the actions taken, at logprob_level; in the "
+        "reward it is k1.",
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description="Where the divergence counts: in the loss, or every decision's off the rewards from there to the "
+        "episode's end, before returns are compared.",
     )
 
     @model_validator(mode="before")
@@ -161,6 +168,11 @@ class GRPOConfig(PolicyGradientConfig):
             )
         if self.group_size == 1 and self.filter != "none":
             raise ValueError("algo.group_size=1: the returns of one episode are always equal; try algo.filter=none")
+        if self.kl_coef and self.kl_in == "reward" and (self.baseline, self.scale) != ("batch", "batch"):
+            raise ValueError(
+                f"algo.kl_in=reward gives every decision a return of its own, which only algo.baseline=batch with "
+                f"algo.scale=batch compares, not {self.baseline} with {self.scale}; try algo.kl_in=loss"
+            )
         bounds = self.filter_low, self.filter_high
         if self.filter == "none" and bounds != (None, None):
             raise ValueError(

@@ -143,6 +143,18 @@ def group_advantages(scores: np.ndarray, baseline: str = "group", scale: str = "
     return compared / (compared.std() + EPS) if scale == "batch" else compared
 
 
+def returns_to_go(scores: np.ndarray, divergences: np.ndarray, lengths: np.ndarray, kl_coef: float) -> np.ndarray:
+    """[K], for each decision its episode's score less `kl_coef` times the divergences from it to the episode's end.
+
+    Scores [1, 0] of episodes of two decisions and one, divergences [0.5, 0.25, 1], kl_coef 2: [1 - 1.5, 1 - 0.5, -2].
+    """
+    ends = np.cumsum(lengths)
+    behind = np.cumsum(divergences)
+    upto = behind[ends - 1]  # of all episodes up to this one, it included
+    left = np.repeat(upto, lengths) - behind + divergences
+    return np.repeat(np.asarray(scores, np.float64), lengths) - kl_coef * left
+
+
 def episode_weights(lengths: np.ndarray, weighting: str) -> np.ndarray:
     """The weight of each decision of episodes with so many decisions; they add up to the number of decisions."""
     lengths = np.asarray(lengths, np.float64)

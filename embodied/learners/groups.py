@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.algorithms.advantages import merge_moments, moments, normalize
 from embodied.algorithms.config import GRPOConfig
-from embodied.algorithms.groups import episode_weights
+from embodied.algorithms.groups import episode_weights, returns_to_go
 from embodied.algorithms.losses import GRPOItems, Stats, grpo_loss_sum
 from embodied.data import GroupBatch, Observation, PlayedEpisodes
 from embodied.learners.batch import Batch, flatten_episodes
@@ -28,7 +29,7 @@ class GroupShare:
     num_items: int  # over all ranks
     advantages: Tensor  # [items]
     weights: Tensor  # [items]
-    staleness: float  # mean over this rank's items
+    about: dict[str, float]  # what there is to say of the data
     reference: Tensor | None = None  # [items, C, A]
 
     sums: ClassVar = ("policy_loss", "entropy", "reference_kl", "approx_kl", "clip_fraction", "dual_clip_fraction")
@@ -45,7 +46,7 @@ class GroupShare:
         return grpo_loss_sum(scores.logprobs, scores.entropy, items, config)
 
     def summary(self) -> dict[str, float]:
-        return {"train/staleness": self.staleness}
+        return self.about
 
 
 def prepare_groups(
@@ -64,17 +65,45 @@ def prepare_groups(
     first = int(lengths[: batch.first].sum()) if mine else int(lengths.sum())  # nobody's items, where it has no part
     items = flatten_episodes(played, first, batch.version)
     advantages, weights = (
-        torch.from_numpy(np.repeat(numbers[own] if mine else np.zeros(1), played.lengths)).to(dtype)
+        np.repeat(numbers[own] if mine else np.zeros(1), played.lengths)
         for numbers in (batch.advantages, episode_weights(lengths, config.weighting))
     )
+    summary = {"train/staleness": float((batch.version - played.versions).mean())}
+    compared = None if reference is None else logprobs_of(reference, items, config.minibatch_size)
+    if compared is not None and config.kl_in == "reward":
+        scores = batch.scores[own] if mine else np.zeros(1)
+        advantages, mean = penalised(scores, items, compared, played.lengths, mine, config.kl_coef, collective)
+        summary["train/reference_kl"], compared = mean, None
     return GroupShare(
         batch=items,
         num_items=int(lengths.sum()),
-        advantages=advantages,
-        weights=weights,
-        staleness=float((batch.version - played.versions).mean()),
-        reference=None if reference is None else logprobs_of(reference, items, config.minibatch_size),
+        advantages=torch.from_numpy(advantages).to(dtype),
+        weights=torch.from_numpy(weights).to(dtype),
+        about=summary,
+        reference=compared,
     )
+
+
+def penalised(
+    scores: np.ndarray,
+    items: Batch,
+    reference: Tensor,
+    lengths: np.ndarray,
+    mine: int,
+    kl_coef: float,
+    collective: Collective,
+) -> tuple[np.ndarray, float]:
+    """Advantages of decisions that pay for leaving the reference, compared with all decisions of the iteration, and the
+    mean divergence of a decision; of the episodes here the first `mine` count."""
+    away = torch.where(items.mask[:, :, None], items.logprobs - reference, 0.0).sum((1, 2)).double().numpy()
+    returns = returns_to_go(scores, away, lengths, kl_coef)
+    cuts = np.cumsum(lengths)[:-1]
+    rows = [
+        np.concatenate([moments(part, np.ones(len(part))) for part in pair])
+        for pair in zip(np.split(returns, cuts), np.split(away, cuts), strict=True)
+    ]
+    everywhere = np.concatenate(collective.gather(np.array(rows)[:mine]))  # episode order, however many ranks
+    return normalize(returns, merge_moments(everywhere[:, :3])), merge_moments(everywhere[:, 3:]).mean
 
 
 def logprobs_of(model: Model, items: Batch, size: int) -> Tensor:

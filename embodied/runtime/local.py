@@ -7,28 +7,22 @@ runs in a session of its own, so that Ctrl-C reaches the driver alone.
 from __future__ import annotations
 
 import json
-import logging
-import mmap
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from embodied.runtime.backend import Events
 from embodied.runtime.exits import describe_exit
-from embodied.runtime.hosts import DRIVER, Host, HostPlan, Links, ranges
+from embodied.runtime.hosts import DRIVER, Host, HostPlan, Links
 from embodied.runtime.payload import Payload, decode, encode, segments
-from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign
+from embodied.runtime.processes import HostProcess, Processes, boot_order, check_cores, progress_memory
+from embodied.runtime.progress import PROGRESS_BYTES, Progress
 from embodied.runtime.wire import Loop, Wire, socket_pair
-
-_log = logging.getLogger(__name__)
-
-_KILL_S = 5.0  # how long a killed process may take to vanish
 
 # Runs before anything else in the child: what is imported later must already find the cores and the driver's path.
 _BOOT = """
@@ -44,32 +38,27 @@ main(boot)
 
 
 @dataclass
-class _Process:
-    plan: HostPlan
+class _Process(HostProcess):
     popen: subprocess.Popen
     control: Wire
     channels: Wire  # the driver's own end
-    progress: Progress
-    memory: mmap.mmap
-    log: Path | None
-    ended: threading.Event = field(default_factory=threading.Event)
 
-    def free(self) -> None:
-        self.progress.release()
-        self.memory.close()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pid = self.popen.pid
+        self.stopped = self.ended  # it ends when its workers are closed
 
 
-class LocalBackend:
+class LocalBackend(Processes):
     name = "local"
-    isolates = True
 
     def __init__(self, run: str, log_dir: Path | None, timeout_s: float, events: Events) -> None:
+        super().__init__()
         self.pack, self.unpack = encode, decode
         self._run = run
         self._log_dir = log_dir
         self._timeout_s = timeout_s
         self._events = events
-        self._processes: dict[str, _Process] = {}
         links = Links(encode, decode, self._post, lambda *told: events.on_report(DRIVER, *told))
         self.host = Host(run, [DRIVER], links, Progress(bytearray(PROGRESS_BYTES)), timeout_s)
         self._control, self._channels = Loop(), Loop()
@@ -81,17 +70,10 @@ class LocalBackend:
             thread.start()
 
     def spawn(self, plan: HostPlan) -> None:
-        usable = os.sched_getaffinity(0)
-        if not usable.issuperset(plan.cores):
-            raise ValueError(
-                f"host {plan.name} is to run on cores {ranges(plan.cores)}, but this process may use only "
-                f"{ranges(tuple(usable))}"
-            )
+        check_cores(plan, os.sched_getaffinity(0))
+        log = str(self._log_dir / f"{plan.name}.log") if self._log_dir is not None else None
         mine, theirs = socket_pair()
-        memory_fd = os.memfd_create("embodied-progress", os.MFD_CLOEXEC)
-        os.ftruncate(memory_fd, PROGRESS_BYTES)
-        memory = mmap.mmap(memory_fd, PROGRESS_BYTES)
-        log = self._log_dir / f"{plan.name}.log" if self._log_dir is not None else None
+        memory_fd, memory = progress_memory()
         try:
             popen = self._start(plan, theirs.fileno(), memory_fd, log)
         except BaseException:
@@ -102,7 +84,7 @@ class LocalBackend:
             os.close(memory_fd)
         control = Wire(mine)
         channels = self._connect_to_driver(plan.name, control)
-        process = _Process(plan, popen, control, channels, Progress(memory), memory, log)
+        process = _Process(plan, log, memory, popen, control, channels)
         before = self._processes.pop(plan.name, None)
         for other in self._processes.values():
             one, two = socket_pair()
@@ -120,69 +102,32 @@ class LocalBackend:
     def call(self, host: str, message: tuple, packed: Payload | None = None) -> None:
         self._processes[host].control.post(message, packed)
 
-    def where(self, host: str) -> str:
-        process = self._processes[host]
-        cores = f", cores {ranges(process.plan.cores)}" if process.plan.cores else ""
-        log = f", log: {process.log}" if process.log is not None else ""
-        return f"pid {process.popen.pid}{cores}{log}"
-
-    def progress(self, host: str, slot: int) -> Sign:
-        return self._processes[host].progress.read(slot)
-
-    def pulse(self, host: str) -> Pulse:
-        return self._processes[host].progress.pulse()
-
     def kill(self, host: str) -> None:
         process = self._processes[host]
         if process.popen.returncode is None:
             _kill_session(process.popen)
 
-    def stop(self, seconds: float) -> None:
-        processes = list(self._processes.values())
-        try:
-            for process in processes:
-                process.control.post(("stop", seconds))
-            until = time.monotonic() + seconds + 0.5
-            for process in processes:
-                if not process.ended.wait(max(until - time.monotonic(), 0)):
-                    _log.warning("host %s did not close in time and is killed", process.plan.name)
-        finally:
-            for process in processes:
-                if not process.ended.is_set():
-                    _kill_session(process.popen)
-            for process in processes:
-                process.ended.wait(_KILL_S)
-            self.host.stop(0)
-            for loop in (self._control, self._channels):
-                loop.stop()
-            for thread in self._threads:
-                thread.join(timeout=5)
-            for process in processes:
-                process.free()
-            segments.drop()
-
     # Inside
 
-    def _start(self, plan: HostPlan, control_fd: int, memory_fd: int, log: Path | None) -> subprocess.Popen:
-        main = sys.modules["__main__"]
-        sys.modules.setdefault("__mp_main__", main)  # its name in the hosts
+    def _close(self) -> None:
+        for loop in (self._control, self._channels):
+            loop.stop()
+        for thread in self._threads:
+            thread.join(timeout=5)
+        segments.drop()
+
+    def _start(self, plan: HostPlan, control_fd: int, memory_fd: int, log: str | None) -> subprocess.Popen:
         boot = {
-            "name": plan.name,
-            "run": self._run,
-            "timeout_s": self._timeout_s,
-            "cores": plan.cores,
-            "path": [os.path.abspath(p) for p in sys.path],
+            **boot_order(self._run, plan, self._timeout_s),
             "control_fd": control_fd,
             "progress_fd": memory_fd,
             # A process is told of the end of the *thread* that started it, so only the main thread's counts.
             "driver": os.getpid() if threading.current_thread() is threading.main_thread() else None,
-            "main_module": main.__spec__.name if getattr(main, "__spec__", None) is not None else None,
-            "main_file": getattr(main, "__file__", None),
         }
         output = None
         if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            output = log.open("ab")
+            os.makedirs(os.path.dirname(log), exist_ok=True)
+            output = open(log, "ab")  # noqa: SIM115  (closed below)
         try:
             return subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, json.dumps(boot)],

@@ -9,9 +9,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.errors import ConfigError, EmbodiedError
+from embodied.runtime.hosts import HostPlan
 from embodied.runtime.ray_private import ENVIRONMENT, TOKEN, PrivateCluster
 from embodied.runtime.ray_ship import pack_modules
 
+OF_DEVICES = ("CUDA_VISIBLE_DEVICES",)  # what the environment of a host that has devices sets
 _REACH_S = 5.0  # to reach an address
 _LOOK_S = 60.0  # to start a process on every node that looks around there
 _END_S = 5.0  # how long the parent of a host that ended may take to say how
@@ -72,6 +74,14 @@ class Connection:
             raise ConfigError(f"placement names the node {name!r}, but {known}")
         return self._nodes[name] if name else self.own
 
+    def lost(self, node: Node) -> bool:
+        """Ray has noticed that this node is gone."""
+        return all(known["NodeID"] != node.id or not known["Alive"] for known in ray.nodes())
+
+    def others(self, lost: Node) -> list[Node]:
+        """The nodes that are still there."""
+        return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
+
     def machines(self) -> dict[str, tuple[tuple[int, ...], int]]:
         """Cores and number of GPUs of every node that has a name of its own."""
         return {name: (node.cores, node.num_gpus) for name, node in self._nodes.items()}
@@ -101,6 +111,15 @@ class Connection:
                     f"two nodes of the Ray cluster are called {one.name!r}; start them with ray start --node-name=..."
                 )
             self._nodes[one.name] = one
+
+
+def move(plan: HostPlan, nodes: Sequence[Node], busy: Mapping[tuple[str, int], int]) -> HostPlan:
+    """The same host on the least busy of these nodes, with as many cores, those that the fewest hosts have."""
+    if any(name in plan.env for name in OF_DEVICES):
+        raise EmbodiedError(f"node {plan.node} is lost, and {plan.name} needs a GPU of it")
+    node = min(nodes, key=lambda node: sum(busy.get((node.name, core), 0) for core in node.cores) / len(node.cores))
+    free_first = sorted(node.cores, key=lambda core: busy.get((node.name, core), 0))
+    return replace(plan, node=node.name, cores=tuple(sorted(free_first[: len(plan.cores)])))
 
 
 def run_on(node_id: str, function: Any, *arguments: Any) -> Any:

@@ -65,18 +65,24 @@ class Crew:
     # Work
 
     def play(
-        self, sims: Iterable[int], begin: Callable[[int, Route], Handle], stages: int, temperature: float, stream: str
+        self,
+        sims: Iterable[int],
+        begin: Callable[[int, Route], Handle],
+        stages: int,
+        temperature: float,
+        stream: str,
+        asked: bool = True,
     ) -> tuple[dict[int, Handle], dict[int, Route]]:
-        """A round: call `begin` for these sims and let the policy workers serve so many stages of each. -> the calls,
-        which have succeeded but for sims that died, and the routes they took."""
+        """A round: call `begin` for these sims and let the policy workers serve so many stages of each, if they are
+        asked at all. -> the calls, which have succeeded but for sims that died, and the routes they took."""
         self.settle()
         self.rounds += 1
         routes = {sim: self._route(sim, stages) for sim in sims}
         calls = {sim: begin(sim, route) for sim, route in routes.items()}
         serve = partial(self._serve, routes, temperature=temperature, stream=stream)
-        serving = {policy: serve(policy) for policy in range(len(self.policies))}
+        serving = {policy: serve(policy) for policy in range(len(self.policies) if asked else 0)}
         while losses := self.cluster.settle(*calls.values()):
-            for policy in self._replace(losses):
+            for policy in serving.keys() & self._replace(losses):
                 serving[policy] = serve(policy)
                 for source, replies in self._served(policy, routes).items():
                     replies.put(AskAgain(source))

@@ -7,6 +7,7 @@ from pathlib import Path
 from embodied.data import EnvSpec, EpisodeResult, Recording
 from embodied.envs import env_class
 from embodied.episodes import EpisodeList
+from embodied.errors import ConfigError
 from embodied.workflows.embodied import EmbodiedLoop
 
 
@@ -19,4 +20,7 @@ class DemonstrationLoop(EmbodiedLoop):
         tasks = env_class(self.config.env).tasks(self.config.env)
         episodes = EpisodeList(self.config.seed, "demonstrations", tasks).first(self.config.collect.episodes)
         spec = self.crew.ask(self.sims.eval_spec)[0]
-        return spec, self._play(episodes, Recording(drafts=drafts), by_expert)
+        if self.config.collect.noise and spec.action.discrete:
+            raise ConfigError(f"collect.noise={self.config.collect.noise:g} needs continuous actions; leave it out")
+        recording = Recording(drafts=drafts, noise=self.config.collect.noise, seed=self.config.seed)
+        return spec, self._play(episodes, recording, by_expert)

@@ -186,7 +186,7 @@ class EmbodiedLoop:
             return self.sims[sim].evaluate(share, route, recording, self.notes, alone, by_expert)
 
         with self.turns.phase(ROLLOUT):
-            return play_fixed(self.crew, episodes, begin, self.notes, self.config.eval.temperature)
+            return play_fixed(self.crew, episodes, begin, self.notes, self.config.eval.temperature, by_expert)
 
     def save_learners(self, draft: Path) -> None:
         """Policy and optimizer, into a checkpoint that is being written."""

@@ -23,15 +23,18 @@ def play_fixed(
     begin: Callable[[int, list[EpisodeSpec], Route, frozenset[int]], Handle],
     notes: Channel,
     temperature: float,
+    by_expert: bool = False,
 ) -> list[EpisodeResult]:
-    """The outcome of every episode, in order. `begin(sim, its episodes, route, those to be played alone)`."""
+    """The outcome of every episode, in order. `begin(sim, its episodes, route, those to be played alone)`. Experts ask
+    no policy worker, which would wait in vain."""
     num_sims = len(crew.sims)
     left = {sim: episodes[sim::num_sims] for sim in range(num_sims)}
     attempts: Counter[int] = Counter()
     results: dict[int, EpisodeResult] = {}
     while left := {sim: specs for sim, specs in left.items() if specs}:
         alone = frozenset(attempts)
-        calls, routes = crew.play(left, partial(begin_share, begin, left, alone), 1, temperature, "eval")
+        share = partial(begin_share, begin, left, alone)
+        calls, routes = crew.play(left, share, 1, temperature, "eval", asked=not by_expert)
         heard: list[Note] = [notes.get() for _ in range(notes.qsize())]
         for sim, call in calls.items():
             if call.succeeded():

@@ -84,7 +84,8 @@ class Groups:
         scores = np.array([group.scores for group in batch.groups])
         advantages = group_advantages(scores, self.algo.baseline, self.algo.scale).ravel()
         blocks = env_blocks(len(advantages), len(self.learners))
-        parts = [GroupBatch(batch.episodes, advantages, batch.version, block.start, block.stop) for block in blocks]
+        about = (batch.episodes, scores.ravel(), advantages, batch.version)
+        parts = [GroupBatch(*about, block.start, block.stop) for block in blocks]
         shares = zip(self.trajectories, batch.sources, parts, strict=True)
         return self.learners.update_groups.each([(*share, iteration, total) for share in shares])
 

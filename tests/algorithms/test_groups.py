@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.algorithms.groups import GroupPool, episode_weights, group_advantages, judge
+from embodied.algorithms.groups import GroupPool, episode_weights, group_advantages, judge, returns_to_go
 
 
 def config(**options):
@@ -76,6 +76,11 @@ def test_equal_scores_teach_nothing_whatever_rounding_does():
     scores = np.full((1, 3), 0.1) + np.array([[0.0, 1e-17, -1e-17]])
     assert not group_advantages(scores).any()
     assert judge(tuple(scores[0]), config()) == "equal"
+
+
+def test_a_decision_pays_for_its_own_divergence_and_what_comes_after():
+    found = returns_to_go(np.array([1.0, 0.0]), np.array([0.5, 0.25, 1.0]), np.array([2, 1]), 2.0)
+    assert found.tolist() == [1 - 2 * 0.75, 1 - 2 * 0.25, 0 - 2 * 1.0]
 
 
 def test_episodes_weigh_alike_however_long():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.learning import grpo_gain
+from benchmarks.learning import grpo_gain, starts
 from embodied.config import load
 
 
@@ -21,7 +21,19 @@ def test_the_gain_is_paired_and_its_interval_holds_what_chance_allows():
 def test_every_case_names_a_recipe_with_a_sparse_reward():
     for case in grpo_gain.CASES.values():
         config = load([f"recipe={case.recipe}", *case.options]).config
-        assert config.env.reward == "success" and config.algo.name == "grpo"
+        sparse = config.env.reward == "success" or config.env.name == "libero"  # whose own reward is that
+        assert sparse and config.algo.name == "grpo"
+
+
+def test_grpo_can_begin_with_what_imitation_leaves():
+    for case, recipe in starts.RECIPES.items():
+        imitating = load([f"recipe={recipe}", "sft.data=demos"], entry="sft").config
+        going_on = load([f"recipe={grpo_gain.CASES[case].recipe}"]).config
+        assert imitating.policy == going_on.policy and imitating.eval.protocol == going_on.eval.protocol
+        assert (imitating.env.task, imitating.env.max_episode_steps) == (
+            going_on.env.task,
+            going_on.env.max_episode_steps,
+        )
 
 
 def test_the_report_counts_certain_gains():

@@ -2,7 +2,7 @@ import pytest
 
 from embodied.config import load
 from embodied.errors import ConfigError
-from embodied.footprint import check_pictures, picture_bytes
+from embodied.footprint import check_pictures, check_simulators, picture_bytes, simulator_bytes
 
 SEEN = ["recipe=pointmass_ppo", "policy.name=cnn", "env.cameras=[top, near]", "env.image_size=[32, 64]"]
 
@@ -22,3 +22,20 @@ def test_more_than_the_machine_can_hold_is_refused_with_what_fits():
     check_pictures(config(), 50_000_000)
     with pytest.raises(ConfigError, match=r"0\.0123 GB an iteration.*0\.0492 GB.*try algo\.rollout_decisions=40$"):
         check_pictures(config(), 40_000_000)
+
+
+def test_simulators_that_load_large_scenes_are_counted_and_refused_where_they_cannot_fit():
+    suite = [
+        "recipe=libero_ppo",
+        "env.task=libero_object",
+        "env.num_envs=4",
+        "env.tasks_in_memory=3",
+        "algo.minibatch_size=128",
+    ]
+    seen = load([*suite, "env.cameras=[wrist]"]).config
+    assert simulator_bytes(seen, 2) == pytest.approx(2 * (0.7e9 + 3 * 0.8e9))  # 2 rows play, 3 tasks stay
+    assert simulator_bytes(load(suite).config, 1) == pytest.approx(0.7e9 + 4 * 0.3e9)  # 4 rows play 4 tasks
+    assert simulator_bytes(load(["recipe=pointmass_ppo"]).config, 4) == 0
+    check_simulators(seen, 2, 6_300_000_000)
+    with pytest.raises(ConfigError, match=r"3\.1 GB each, 6\.2 GB in all.*try 1 sim worker"):
+        check_simulators(seen, 2, 6_000_000_000)

@@ -136,6 +136,21 @@ def test_more_learners_than_episodes_give_the_same_weights(tmp_path):
     assert far(*found) < 1e-9
 
 
+def test_the_divergence_in_the_reward_is_the_same_wherever_it_runs(tmp_path):
+    told = ["algo.name=reinforce++", "algo.kl_coef=0.5", "algo.lr=0.01"]
+    found, kl = [], []
+    for name, placement in (("one", ONE_OF_EACH), ("four", MANY_LEARNERS)):
+        with Run(tmp_path / name, placement, *told) as run:
+            assert run.config.algo.kl_in == "reward"
+            kl.append([row["train/reference_kl"] for _, row in run.train(0, 2)])
+            found.append(run.weights())
+    assert far(*found) < 1e-9
+    assert kl[0] == pytest.approx(kl[1]) and kl[0][0] == pytest.approx(0, abs=1e-9) and kl[0][1] > 1e-3
+    with Run(tmp_path / "free", ONE_OF_EACH, *told, "algo.kl_in=loss") as run:
+        run.train(0, 2)
+        assert far(run.weights(), found[0]) > 1e-4
+
+
 def test_a_group_begins_alike_and_goes_different_ways(tmp_path):
     with Run(tmp_path, ONE_OF_EACH, "algo.filter=none") as run:
         specs = [run.loop.collection.episodes[index] for index in range(6)]

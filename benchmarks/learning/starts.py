@@ -1,0 +1,83 @@
+"""Where RL with a sparse reward begins: policies that imitate a scripted expert, good enough to be rewarded at times.
+
+    python -m benchmarks.learning.starts pickcube [--seeds 0 1 2] [--resume]
+    python -m benchmarks.learning.starts libero
+
+Collects demonstrations, imitates them, and plays the result on 200 held-out episodes; writes
+results/start_CASE/seed-S.json seed by seed. --resume leaves out seeds that were measured with the same code and
+recipe. The runs stay in runs/start_CASE, where benchmarks.learning.grpo_gain goes on from them.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+from benchmarks.common import RESULTS, ROOT, config_hash, environment, markdown, measure, resolved
+from benchmarks.learning.seeds import (
+    EVAL_SEED,
+    HELD_OUT,
+    ONE_CORE,
+    TIMEOUT_S,
+    begin_well,
+    last_results,
+    new_folder,
+    once,
+    parser,
+    program,
+    rate,
+)
+
+RECIPES = {"pickcube": "pickcube_sft", "libero": "libero_sft"}
+
+
+def measure_seed(case: str, seed: int, env: dict) -> dict:
+    """Demonstrations of its own for every seed, imitation, and at its end the evaluation."""
+    runs = ROOT / "runs" / f"start_{case}"
+    runs.mkdir(parents=True, exist_ok=True)
+    demos = runs / f"demos-{seed}"
+    shutil.rmtree(demos, ignore_errors=True)
+    asked = (f"recipe={RECIPES[case]}", f"seed={seed}", *ONE_CORE)
+    costs = [measure(program("collect", *asked, f"out={demos}"), env, TIMEOUT_S)]
+    imitate = program("sft", *asked, f"sft.data={demos}", f"run.dir={runs}", f"run.name=seed-{seed}", *HELD_OUT)
+    run = new_folder(runs, f"seed-{seed}", lambda: costs.append(measure(imitate, env, TIMEOUT_S)))
+    results, (collected, imitated) = last_results(run), costs
+    return {
+        "run": run.name,
+        "collect_cpu_s": round(collected.cpu_s, 1),
+        "imitate_cpu_s": round(imitated.cpu_s, 1),  # with the evaluation
+        "success_once": results["overall"]["success_once"],
+        "success_at_end": results["overall"]["success_at_end"],
+    }
+
+
+def report(done: list[dict]) -> str:
+    rows = [
+        [
+            str(one["seed"]),
+            rate(one["success_once"]),
+            rate(one["success_at_end"]),
+            f"{one['collect_cpu_s']:.0f}",
+            f"{one['imitate_cpu_s']:.0f}",
+        ]
+        for one in done
+    ]
+    header = ["seed", "success_once", "success_at_end", "CPU s of the expert", "CPU s of imitation"]
+    return f"{markdown(header, rows)}\n\n{begin_well([one['success_once']['rate'] for one in done])}"
+
+
+def main() -> None:
+    ask = parser(__doc__, (0, 1, 2))
+    ask.add_argument("case", choices=RECIPES)
+    options = ask.parse_args()
+    case, env, done = options.case, environment(), []
+    about = {"config": config_hash(resolved(RECIPES[case])), "eval_seed": EVAL_SEED}
+    for seed in options.seeds:
+        path = RESULTS / f"start_{case}" / f"seed-{seed}.json"
+        result = once(path, {"seed": seed, **about}, options.resume, lambda seed=seed: measure_seed(case, seed, env))
+        done.append(result)
+        print(f"seed {seed}: success_once {rate(result['success_once'])}", flush=True)
+    print(report(done))
+
+
+if __name__ == "__main__":
+    main()

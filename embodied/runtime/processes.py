@@ -1,0 +1,118 @@
+"""What the backends share whose hosts are processes: how one is started, looked at from outside, and ended."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from embodied.runtime.hosts import Host, HostPlan, ranges
+from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign
+
+_log = logging.getLogger(__name__)
+
+KILL_S = 5.0  # how long a killed process may take to vanish
+
+
+@dataclass
+class HostProcess:
+    """One life of a host."""
+
+    plan: HostPlan
+    log: str | None
+    memory: mmap.mmap
+    progress: Progress = field(init=False)
+    pid: int | None = field(default=None, init=False)  # once it is known
+    stopped: threading.Event = field(default_factory=threading.Event, init=False)  # its workers are closed
+    ended: threading.Event = field(default_factory=threading.Event, init=False)
+    node = ""  # of the cluster, where there is one
+    end_s = KILL_S
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.memory)
+
+    def where(self) -> str:
+        """Process, cores and log, for error messages."""
+        parts = [f"node {self.node}"] if self.node else []
+        parts.append(f"pid {self.pid}" if self.pid is not None else "starting")
+        parts += [f"cores {ranges(self.plan.cores)}"] if self.plan.cores else []
+        parts += [f"log: {self.log}"] if self.log is not None else []
+        return ", ".join(parts)
+
+    def free(self) -> None:
+        self.progress.release()
+        self.memory.close()
+
+
+class Processes:
+    """A backend's half that only looks at its `HostProcess`es; starting, calling and killing one is the other."""
+
+    isolates = True
+    host: Host
+
+    def __init__(self) -> None:
+        self._processes: dict[str, Any] = {}
+
+    def where(self, host: str) -> str:
+        return self._processes[host].where()
+
+    def progress(self, host: str, slot: int) -> Sign:
+        return self._processes[host].progress.read(slot)
+
+    def pulse(self, host: str) -> Pulse:
+        return self._processes[host].progress.pulse()
+
+    def stop(self, seconds: float) -> None:
+        processes = list(self._processes.values())
+        try:
+            for process in processes:
+                self.call(process.plan.name, ("stop", seconds))
+            until = time.monotonic() + seconds + 0.5
+            for process in processes:
+                if not process.stopped.wait(max(until - time.monotonic(), 0)):
+                    _log.warning("host %s did not close in time and is killed", process.plan.name)
+        finally:
+            for process in processes:
+                if not process.ended.is_set():
+                    self.kill(process.plan.name)
+            for process in processes:
+                process.ended.wait(process.end_s)
+            self.host.stop(0)
+            self._close()
+            for process in processes:
+                process.free()
+
+
+def progress_memory(more_bytes: int = 0) -> tuple[int, mmap.mmap]:
+    """A memory file without a name for a host's signs of life; the progress is mapped, what follows is not."""
+    fd = os.memfd_create("embodied-progress", os.MFD_CLOEXEC)
+    os.ftruncate(fd, PROGRESS_BYTES + more_bytes)
+    return fd, mmap.mmap(fd, PROGRESS_BYTES)
+
+
+def check_cores(plan: HostPlan, usable: Iterable[int], who: str = "this process") -> None:
+    if not set(usable).issuperset(plan.cores):
+        raise ValueError(
+            f"host {plan.name} is to run on cores {ranges(plan.cores)}, but {who} may use only {ranges(tuple(usable))}"
+        )
+
+
+def boot_order(run: str, plan: HostPlan, timeout_s: float) -> dict[str, Any]:
+    """What a host must know before anything else, as plain values."""
+    main = sys.modules["__main__"]
+    sys.modules.setdefault("__mp_main__", main)  # its name in the hosts
+    return {
+        "name": plan.name,
+        "run": run,
+        "timeout_s": timeout_s,
+        "cores": list(plan.cores),
+        "path": [os.path.abspath(p) for p in sys.path],
+        "main_module": main.__spec__.name if getattr(main, "__spec__", None) is not None else None,
+        "main_file": getattr(main, "__file__", None),
+    }

@@ -1,0 +1,31 @@
+"""Where the hosts of a lost node go. Free of Ray's processes."""
+
+from collections import Counter
+
+import pytest
+
+from embodied.errors import EmbodiedError
+from embodied.runtime import HostPlan
+
+pytest.importorskip("ray")
+from embodied.runtime.ray_nodes import Node, move
+
+ONE, TWO = (Node(name, name, tuple(range(4)), "python", False, "", 0) for name in ("one", "two"))
+PLAN = HostPlan("sim-0", ("sim",), cores=(8, 9), node="gone")
+
+
+def test_a_host_moves_to_the_least_busy_node_and_its_least_busy_cores():
+    busy = Counter({("one", 0): 2, ("two", 0): 1})
+    moved = move(PLAN, [ONE, TWO], busy)
+    assert (moved.node, moved.cores) == ("two", (1, 2))
+    assert (moved.name, moved.roles) == (PLAN.name, PLAN.roles)
+
+
+def test_a_node_with_fewer_cores_gives_what_it_has():
+    assert move(PLAN, [Node("small", "id", (3,), "python", False, "", 0)], Counter()).cores == (3,)
+
+
+def test_a_host_that_needs_a_gpu_stays_lost():
+    plan = HostPlan("sim-0", ("sim",), node="gone", env={"CUDA_VISIBLE_DEVICES": "0"})
+    with pytest.raises(EmbodiedError, match="node gone is lost, and sim-0 needs a GPU of it"):
+        move(plan, [ONE], Counter())

@@ -1,0 +1,74 @@
+"""Training on real LIBERO: both recipes, sims in hosts of their own, and what becomes of one that dies or hangs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.common import hosts
+from embodied.train import main as train
+
+pytestmark = [
+    pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO"),
+    pytest.mark.filterwarnings("ignore"),  # robosuite's, numba's and bddl's own
+]
+SMALL = {"env.num_envs": 4, "env.max_episode_steps": 16, "policy.hidden": "[32]", "eval.episodes": 2, "eval.videos": 0}
+PPO = {"recipe": "libero_ppo", "algo.rollout_decisions": 2, "algo.minibatch_size": 8, "run.env_steps": 128}
+GRPO = {
+    "recipe": "libero_grpo",
+    "algo.groups": 2,
+    "algo.group_size": 2,
+    "algo.filter": "none",
+    "algo.max_rounds": 1,
+    "run.iterations": 2,
+}
+HYBRID = 'placement={"sim": "cpu:0*2", "policy,learner": "cpu:0"}'
+APART = 'placement={"sim": "cpu:0", "policy,learner": "cpu:0"}'
+
+
+def told(folder, options):
+    return [*(f"{key}={value}" for key, value in {**SMALL, **options}.items()), f"run.dir={folder / 'runs'}"]
+
+
+def outcome(folder):
+    (run,) = (folder / "runs").iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((run / "run.json").read_text()), rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_two_iterations_with_sims_on_cores_and_policy_and_learner_together(recipe, tmp_path):
+    assert train([*told(tmp_path, recipe), HYBRID, "cluster.backend=local"]) == 0
+    info, rows = outcome(tmp_path)
+    assert info["state"] == "finished" and info["placement"]["mode"] in ("explicit", "hybrid")
+    assert [row["env_steps"] for row in rows] == [64, 128], "4 envs play 2 decisions of 8 env steps"
+    assert all(row["train/logprob_gap"] < 1e-4 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_and_a_hung_libero_worker_are_survived(number, tmp_path):
+    changes = {**PPO, "run.env_steps": 64 * 20, "faults.hang_s": 20, "cluster.backend": "local"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "embodied.train", *told(tmp_path, changes), APART],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        next(line for line in process.stdout if "iteration 2/20" in line)
+        os.kill(hosts(next((tmp_path / "runs").glob("*/logs")))["sim-0"], number)
+        rest = process.communicate(timeout=280)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0, rest
+    assert rest.count("sim-0 is started again (restart 1,") == 1
+    info, rows = outcome(tmp_path)
+    assert (info["state"], info["restarts"]) == ("finished", 1)
+    assert [row["iteration"] for row in rows] == list(range(1, 21)) and rows[-1]["env_steps"] == 20 * 64
