@@ -40,27 +40,34 @@ class OpenVLAPolicy(PrismaticPolicy):
 
     @torch.inference_mode()
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
-        stack = self.language_model.model
-        x, present, padded = self._prefix(obs)
-        uniform = torch.as_tensor(noise).to(x.device)
-        cache = Cache(len(x), x.shape[1] + uniform.shape[1] - 1)
-        hidden = stack(x, present, cache, padded=padded, read=LAST)[:, -1]
-        values = self._value(hidden)
-        tokens, logprobs = [], []
-        for column in uniform.T:
-            if tokens:
-                present = nn.functional.pad(present, (0, 1), value=True)
-                hidden = stack(self._embed(tokens[-1])[:, None], present, cache, padded=padded)[:, -1]
-            logits = self._logits(hidden)
-            tokens.append(pick(logits, column, temperature))
-            logprobs.append(action_scores(logits, tokens[-1])[0])
-        chosen = torch.stack(tokens, 1).cpu().numpy()
+        uniform = torch.as_tensor(noise).to(self.device)
+        tokens, logprobs, values = self.write(*self._prefix(obs), uniform, temperature)
+        chosen = tokens.cpu().numpy()
         return PolicyOutput(
             self.actions_of(self.codes.decode(chosen))[:, None],
-            torch.stack(logprobs, 1)[:, None].cpu().numpy(),
+            logprobs[:, None].cpu().numpy(),
             values.cpu().numpy(),
             {"tokens": chosen[:, None]},
         )
+
+    @torch.inference_mode()
+    def write(
+        self, x: Tensor, present: Tensor, padded: bool, uniform: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Action tokens and their log-probs [N, A], and values [N], from embeddings of image and prompt."""
+        stack, numbers = self.language_model.model, uniform.shape[1]
+        cache = Cache(len(x), x.shape[1] + numbers - 1)
+        hidden = stack(x, present, cache, padded=padded, read=LAST)[:, -1]
+        values = self._value(hidden)
+        tokens, logits = [], [self._logits(hidden)]
+        for column in uniform.T:
+            tokens.append(pick(logits[-1], column, temperature))
+            if len(tokens) < numbers:
+                present = nn.functional.pad(present, (0, 1), value=True)
+                hidden = stack(self._embed(tokens[-1])[:, None], present, cache, padded=padded)[:, -1]
+                logits.append(self._logits(hidden))
+        chosen = torch.stack(tokens, 1)
+        return chosen, action_scores(torch.stack(logits, 1), chosen)[0], values
 
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:
