@@ -88,7 +88,7 @@ def reference_of(policy) -> Callable:
             attention_mask=present.long(),
             max_new_tokens=NUMBERS,
             min_new_tokens=NUMBERS,
-            do_sample=sample,
+            **({"do_sample": True, "top_k": 0} if sample else {"do_sample": False}),
             logits_processor=[only_actions],
             output_scores=True,
             return_dict_in_generate=True,
