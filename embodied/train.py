@@ -96,6 +96,7 @@ def train(
                     console.saved(save(loop, state, folder))
                 if not interruption.requested and (last or due(state["iteration"], config.run.eval_every)):
                     out = folder.path / "eval" / name_of(loop.version)
+                    console.evaluating(loop.version, config.eval.episodes)
                     console.evaluated(loop.version, evaluate_run(loop, out, folder.checkpoints / name_of(loop.version)))
                     report_or_say_why(folder.path)
                 timeline.collect(state["iteration"])

@@ -27,7 +27,7 @@ class Console:
         self.folder = folder
         self.command = command
         self.note = note or (lambda _: None)
-        self.stream = stream or sys.stdout
+        self.stream = stream or sys.stdout or Path(os.devnull).open("w")  # where stdout was closed from the start
         self.live = self.stream.isatty()
         self.recent: deque[EpisodeResult] = deque(maxlen=RECENT)
         self.last_evaluation: dict | None = None
@@ -81,12 +81,19 @@ class Console:
                 f"warning: the policy's act and forward differ by {numbers['train/logprob_gap']:.3g} nats in the "
                 "log-prob of the same action with the same weights; what is learned from that is wrong"
             )
+        self.now(text)
+        return row
+
+    def now(self, text: str) -> None:
+        """What goes on: on a terminal the next line takes its place."""
         if self.live:
             self._show("\r\033[K" + text)
             self.note(text)
         else:
             self.say(text)
-        return row
+
+    def evaluating(self, version: int, episodes: int) -> None:
+        self.now(f"evaluating v{version:06d} on {episodes} episodes")
 
     def evaluated(self, version: int, results: dict) -> None:
         self.last_evaluation = results
