@@ -10,6 +10,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from shlex import quote
 
@@ -27,7 +28,7 @@ class Console:
         self.folder = folder
         self.command = command
         self.note = note or (lambda _: None)
-        self.stream = stream or sys.stdout or Path(os.devnull).open("w")  # where stdout was closed from the start
+        self.stream = stream or sys.stdout or StringIO()  # stdout may be closed from the start
         self.live = self.stream.isatty()
         self.recent: deque[EpisodeResult] = deque(maxlen=RECENT)
         self.last_evaluation: dict | None = None

@@ -27,3 +27,10 @@ def test_a_policy_whose_act_and_forward_disagree_is_warned_of_once():
         console.iteration(STATE, [], {"env_steps": 8.0, "train/logprob_gap": gap}, 1.0, 3)
     (warning,) = (line for line in stream.getvalue().splitlines() if line.startswith("warning"))
     assert "differ by 5 nats" in warning
+
+
+def test_a_closed_stdout_ends_no_run_either(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    noted = []
+    Console(Path("run"), noted.append).say("one")
+    assert noted == ["one"]
