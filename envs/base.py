@@ -200,9 +200,10 @@ class VectorEnv(GymnasiumVectorEnv):
     def render(self) -> tuple[np.ndarray, ...]:
         return tuple(self.render_rows(np.arange(self.num_envs)))
 
-    def observe(self) -> Observation:
-        """What all rows see now, inside a chunk too: for records, not for policies."""
-        return self._observation()
+    def observe(self, rows: np.ndarray | None = None) -> Observation:
+        """What all rows see now, inside a chunk too: for records, not for policies. Images are up to date for `rows`
+        (None: for all)."""
+        return self._observation(rows)
 
     def last_step(self) -> tuple[np.ndarray, np.ndarray]:
         """Reward and success of the rows that took the latest env step: [N] and bool [N]."""

@@ -106,7 +106,9 @@ class ManiSkillConfig(CommonEnvConfig):
     fast_images: bool = Field(
         False, description="Observe coarse copies of fine meshes: several times faster on a CPU, other pixels."
     )
-    shader: str = Field("default", description="ManiSkill shader pack of the camera that films episodes.")
+    shader: Literal["default", "minimal", "rt-fast", "rt-med", "rt"] = Field(
+        "default", description="ManiSkill shader pack of the camera that films episodes; rt traces rays, slowly."
+    )
     video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of filmed frames, in pixels.")
 
     @model_validator(mode="after")

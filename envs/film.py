@@ -76,7 +76,7 @@ class Films:
         from embodied.reporting.frames import beside, captioned
 
         frames = self.env.render_rows(np.array(rows))
-        images = self.env.observe().get("images", {}) if self.recording.cameras else {}
+        images = self.env.observe(np.array(rows)).get("images", {}) if self.recording.cameras else {}
         for row, frame in zip(rows, frames, strict=True):
             if images:
                 frame = beside(frame, [camera[row] for camera in images.values()])

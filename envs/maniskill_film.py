@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import sapien
 
+from embodied.envs.maniskill_images import picture
+
 
 def film(envs: list[Any], batched: bool, rows: np.ndarray, cameras: dict[int, Any], size: int) -> np.ndarray:
     """uint8 [len(rows), size, size, 3]."""
@@ -20,9 +22,7 @@ def film(envs: list[Any], batched: bool, rows: np.ndarray, cameras: dict[int, An
         if row not in cameras:
             cameras[row] = add_camera(env, scene, size)
         scene.update_render()
-        cameras[row].take_picture()
-        color = cameras[row].get_picture("Color")
-        frames.append((np.clip(color[..., :3], 0, 1) * 255).astype(np.uint8))
+        frames.append(picture(cameras[row]))
     return np.stack(frames)
 
 

@@ -15,7 +15,7 @@ STEPS = 6
 class Switch(VectorEnv):
     """`kwargs`: `at_reset`, every episode begins as a success; `images`, there is a camera that counts steps too."""
 
-    rendered = 0  # frames drawn for videos, since the last one of these was made
+    rendered = painted = 0  # frames drawn for videos and for the policy, since the last one of these was made
 
     def __init__(self, config, num_envs: int) -> None:
         images = {"eye": (16, 16, 3)} if config.kwargs.get("images") else {}
@@ -23,7 +23,7 @@ class Switch(VectorEnv):
         super().__init__(config, num_envs, spec)
         self.seen = np.zeros((num_envs, 2), np.float32)
         self.stepped: list[list[int]] = []
-        Switch.rendered = 0
+        Switch.rendered = Switch.painted = 0
 
     def _reset_rows(self, rows, episodes):
         self.seen[rows] = [[0, episode.seed % 1000] for episode in episodes]
@@ -38,6 +38,7 @@ class Switch(VectorEnv):
         return {"state": self.seen.copy()}
 
     def _paint(self, rows):
+        Switch.painted += len(rows)
         return {"eye": self.grey(rows, 16)}
 
     def render_rows(self, rows):

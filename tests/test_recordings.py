@@ -83,6 +83,14 @@ def test_cameras_stand_beside_the_scene_and_the_caption_below():
     assert frames_of(folder / "videos" / film, low, 32).shape[0] == 7
 
 
+def test_inside_a_chunk_only_the_cameras_of_filmed_episodes_are_drawn():
+    cameras = ["checkpoint=scripted:DecidesThreeSteps", "env.kwargs={images: true}", "eval.cameras=true"]
+    run(*SWITCH, *cameras, "eval.episodes=4", "eval.videos=1", "eval.failure_videos=0")
+    from scripted import Switch
+
+    assert Switch.painted == 4 * 3 + 4  # all four rows at three borders; steps 1, 2, 4 and 5 of the filmed one
+
+
 def test_a_mosaic_shows_all_films_framed_by_outcome():
     folder, episodes = run(*EVEN, "eval.videos=3", "eval.failure_videos=0", "eval.mosaic=true")
     shown = frames_of(folder / "videos/mosaic.mp4", 320, 320)

@@ -102,6 +102,14 @@ def test_frames_show_each_row_from_the_tasks_camera(batched):
     assert np.abs(frames[0].astype(int) - frames[1]).max() > 30  # the cubes lie elsewhere
 
 
+def test_a_shader_that_gives_bytes_films_the_same_scene():
+    env = make_env(ManiSkillConfig(task="PushCube-v1", shader="minimal", video_size=64), 1)
+    env.reset(seed=0)
+    (frame,) = env.render_rows(np.array([0]))
+    assert 20 < frame[40:].mean() < 200 and len(np.unique(frame)) > 50
+    env.close()
+
+
 def test_building_leaves_no_replacement_behind(batched):
     import sapien
     from mani_skill.envs import sapien_env
