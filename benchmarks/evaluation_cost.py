@@ -2,8 +2,10 @@
 
     python -m benchmarks.evaluation_cost [--checkpoint random] [--task PushCube-v1] [--rounds 6] [--episodes 200]
 
-One process: evaluations of ManiSkill episodes take turns with stepping the same number of equal envs with random
-actions for as many env steps, resets included. Time is CPU time of the process, since both sides keep one core busy.
+One process: evaluations of ManiSkill episodes take turns with stepping the same number of equal envs for as many env
+steps, resets included: with random actions, and with the very actions of the evaluation, since physics takes longer
+where a policy touches things. With --videos, drawing as many frames from a standing env is measured too. Time is CPU
+time of the process and of the encoders it started, since every side keeps one core busy.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import gc
 import os
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -44,9 +48,50 @@ def configured(arguments, folder: Path):
 def cost(work) -> tuple[float, float]:
     """CPU and wall seconds of some work."""
     gc.collect()
-    cpu, wall = time.process_time(), time.perf_counter()
+    cpu, wall = cpu_s(), time.perf_counter()
     work()
-    return time.process_time() - cpu, time.perf_counter() - wall
+    return cpu_s() - cpu, time.perf_counter() - wall
+
+
+def cpu_s() -> float:
+    """Of this process and of those it has waited for."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+@contextmanager
+def recorded(kind):
+    """What is asked of envs of this kind: a list of ("reset", options) and ("step_chunk", actions)."""
+    asked: list[tuple[str, Any]] = []
+    before = kind.reset, kind.step_chunk
+
+    def reset(env, *, seed=None, options=None):
+        asked.append(("reset", options))
+        return before[0](env, seed=seed, options=options)
+
+    def step_chunk(env, actions, on_frame=None):
+        asked.append(("step_chunk", np.array(actions)))
+        return before[1](env, actions, on_frame)
+
+    kind.reset, kind.step_chunk = reset, step_chunk
+    try:
+        yield asked
+    finally:
+        kind.reset, kind.step_chunk = before
+
+
+def replay(env, asked: list[tuple[str, Any]]) -> None:
+    for what, how in asked:
+        if what == "reset":
+            env.reset(options=how)
+        else:
+            env.step_chunk(how)
+
+
+def draw(env, frames: int) -> None:
+    """As many frames as an evaluation films, of one row."""
+    for _ in range(frames):
+        env.render_rows(np.array([0]))
 
 
 def bare_stepping(env, episodes: int) -> None:
@@ -86,24 +131,24 @@ def main() -> None:
 
     torch.set_num_threads(1)
     from embodied.envs import make_env
+    from embodied.envs.base import VectorEnv
     from embodied.workflows.embodied import eval_rows
 
-    found: dict[str, list[float]] = {name: [] for name in ("evaluate", "bare", "ratio", "wall_ratio", "resident_mb")}
+    found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         config, target, cluster, make = configured(arguments, Path(folder))
         loop = make()
         loop.start()
         loop.adopt(target.weights)
         env = make_env(loop.eval_env, eval_rows(arguments.episodes, config.env.num_envs, 1))
-        bare_stepping(env, env.num_envs)
+        with recorded(VectorEnv) as asked:
+            loop.evaluate(Path(folder) / "recorded")
+        asked = list(asked)
         for number in range(arguments.rounds):
-            played, played_wall = cost(lambda at=number: loop.evaluate(Path(folder) / str(at)))
-            stepped, stepped_wall = cost(lambda: bare_stepping(env, arguments.episodes))
-            gc.collect()
-            row = (played, stepped, played / stepped, played_wall / stepped_wall, tree_bytes(os.getpid()) / 1e6)
-            for name, value in zip(found, row, strict=True):
-                found[name].append(round(value, 3))
-            print({name: values[-1] for name, values in found.items()}, flush=True)
+            row = measured(loop, env, asked, Path(folder) / str(number), arguments)
+            for name, value in row.items():
+                found.setdefault(name, []).append(round(value, 3))
+            print(row, flush=True)
         env.close()
         cluster.__exit__(None, None, None)
     growth = slope(found["resident_mb"], arguments.episodes)
@@ -113,6 +158,25 @@ def main() -> None:
     told = {"commit": code_commit(), "machine": machine(), "packages": packages(), **vars(arguments)}
     told["checkpoint"] = target.name
     write_json(RESULTS / arguments.out, told | found | {"mb_per_100_episodes": growth})
+
+
+def measured(loop, env, asked: list[tuple[str, Any]], out: Path, arguments) -> dict[str, float]:
+    """One round of every side."""
+    played, played_wall = cost(lambda: loop.evaluate(out))
+    random, random_wall = cost(lambda: bare_stepping(env, arguments.episodes))
+    same, _ = cost(lambda: replay(env, asked))
+    row = {"evaluate": played, "random_actions": random, "same_actions": same}
+    if arguments.videos:
+        films = len(list((out / "videos").glob("*.mp4")))
+        steps = env.env_spec.max_episode_steps
+        frames = films * (steps + 1)
+        row["drawing"], _ = cost(lambda: draw(env, frames))
+        again = (films - arguments.videos) * steps * same / (arguments.episodes * steps)  # failures, played once more
+        row |= {"films": films, "filming_ratio": (played - same - again) / row["drawing"]}
+    else:
+        row |= {"ratio": played / random, "ratio_same_actions": played / same, "wall_ratio": played_wall / random_wall}
+    gc.collect()
+    return row | {"resident_mb": tree_bytes(os.getpid()) / 1e6}
 
 
 if __name__ == "__main__":

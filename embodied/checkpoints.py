@@ -112,6 +112,8 @@ def locate(text: str) -> tuple[Path, Path | None, Path | None]:
         return path / "policy", path, run if (run / "run.json").is_file() else None
     if (path / "config.json").is_file():
         return path, None, None
+    if not path.exists():
+        raise CheckpointError(f"{text}: there is no such folder")
     raise CheckpointError(f"{text}: not a run folder, a checkpoint (v000123) or a policy folder")
 
 

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
 from embodied.config_base import LocalPath, Strict
 from embodied.envs.config import EnvConfig
-from embodied.explain import config_error, explain, missing_recipe
+from embodied.explain import config_error, explain, missing_recipe, no_recipe_in
 from embodied.layers import COMMAND_LINE, Source, Tree, flatten, lay, put, recipe_names, recipe_sources
 from embodied.learners.config import LearnerConfig
 from embodied.overrides import parse
@@ -71,7 +71,9 @@ class PipelineSection(Strict):
 
 
 class EvalSection(Strict):
-    episodes: int = Field(50, gt=0, description="Episodes of an evaluation, always the same ones for one eval.seed.")
+    episodes: int = Field(
+        50, gt=0, le=1_000_000, description="Episodes of an evaluation, always the same ones for one eval.seed."
+    )
     num_envs: int | None = Field(
         None, gt=0, description="Env rows that play them, in total; null: as many as env.num_envs."
     )
@@ -309,8 +311,7 @@ def base_recipe(
             f"which policy? python -m embodied.{command.name} checkpoint=runs/... or checkpoint=random recipe=NAME"
         )
     elif "checkpoint" in own:
-        asked = " or ".join(own["checkpoint"])
-        problems.append(f"checkpoint={asked} is not in a run's folder, so name the env: recipe=NAME")
+        problems += no_recipe_in(own["checkpoint"])
     elif not problems:
         problems.append(missing_recipe(command.name))
     return None

@@ -39,6 +39,9 @@ class ActionSpec:
     def discrete(self) -> bool:
         return self.num_choices is not None
 
+    def __str__(self) -> str:
+        return f"one of {self.num_choices}" if self.discrete else f"{self.dim} numbers"
+
 
 @dataclass(frozen=True)
 class EnvSpec:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from pydantic_core import ErrorDetails
 
 from embodied.errors import ConfigError
+from embodied.hub import is_hub_id
 from embodied.layers import Tree, branch, recipe_names
 from embodied.schema import Section, choices, leaves, nearest, section_of
 
@@ -146,3 +148,17 @@ def missing_recipe(command: str) -> str:
     names = recipe_names()
     first = names[0] if names else "NAME"
     return f"which recipe? python -m embodied.{command} recipe={first}. Recipes: {', '.join(names)}; or path/to/my.yaml"
+
+
+def no_recipe_in(checkpoints: tuple[str, ...]) -> list[str]:
+    """What to do about checkpoints that lie in no run."""
+    problems, others = [], []
+    for checkpoint in checkpoints:
+        if ":" in checkpoint or checkpoint in ("random", "zero") or Path(checkpoint).expanduser().exists():
+            others.append(checkpoint)
+        else:
+            hub = "; if it is a policy on the Hugging Face hub, name its env: recipe=NAME" * is_hub_id(checkpoint)
+            problems.append(f"checkpoint={checkpoint}: there is no such folder{hub}")
+    if others and not problems:
+        problems.append(f"checkpoint={' or '.join(others)} is not in a run's folder, so name the env: recipe=NAME")
+    return problems

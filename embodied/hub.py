@@ -9,13 +9,17 @@ from typing import Any
 from embodied.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
 FILES = [
     "*.json",
     "*.safetensors",
     "tokenizer.model",
     "*--*_checkpoint.pt",
 ]  # no code; the last is read as tensors only
+
+
+def is_hub_id(checkpoint: str) -> bool:
+    """ORG/NAME; a path into a folder that is here is none."""
+    return HUB_ID.fullmatch(checkpoint) is not None and not Path(checkpoint).parent.is_dir()
 
 
 def fetch(repository: str, key: str = "checkpoint") -> Path:
@@ -42,6 +46,6 @@ def fetch(repository: str, key: str = "checkpoint") -> Path:
 def with_folder(policy: Any) -> Any:
     """The policy's options, `policy.pretrained` being a folder: a model that is named by its hub id is fetched."""
     name = getattr(policy, "pretrained", None)
-    if name is None or Path(name).expanduser().exists() or not HUB_ID.fullmatch(name):
+    if name is None or Path(name).expanduser().exists() or not is_hub_id(name):
         return policy
     return policy.model_copy(update={"pretrained": str(fetch(name, "policy.pretrained"))})

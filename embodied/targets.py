@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from embodied.checkpoints import digest, locate, name_of, read_json
 from embodied.config import COMMAND_LINE, Loaded, RunConfig, stored_recipe
 from embodied.errors import ConfigError
-from embodied.hub import HUB_ID, fetch
+from embodied.hub import fetch, is_hub_id
 from embodied.overrides import read_yaml, write_yaml
 from embodied.published import policy_of, weights_of
 
@@ -77,7 +77,7 @@ def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
         where = BUILT_IN.get(checkpoint, checkpoint)
         label = checkpoint if checkpoint in BUILT_IN else where.rpartition(":")[2]
         return Target(label, ExternalPolicyConfig(name=where))
-    if HUB_ID.fullmatch(checkpoint) and not here:
+    if is_hub_id(checkpoint) and not here:
         policy = fetch(checkpoint)
         if loaded and published_family(policy):
             return Target(checkpoint.replace("/", "-"), policy_of(policy, loaded), folder=policy)
@@ -160,6 +160,8 @@ def other_training(target: Target, loaded: Loaded, fixed: dict[str, Any]) -> str
     trained = read_yaml(recipe.read_text(encoding="utf-8")).get("env") or {}
     asked = {key for key, where in loaded.sources.items() if where == COMMAND_LINE}
     now = loaded.config.env.model_dump(mode="json")
+    if trained.get("name") != now["name"]:
+        return f"{target.name} was trained with env.name={trained.get('name')} env.task={trained.get('task')}"
     odd = [
         f"env.{key}={trained.get(key)!r} (now {now.get(key)!r})"
         for key in sorted(trained.keys() | now.keys())

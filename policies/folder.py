@@ -30,6 +30,8 @@ def read_description(folder: Path) -> tuple[dict, EnvSpec]:
                 f"{folder} is a published {family} model, which does not say for which env; "
                 f"train it with policy.name={family} policy.pretrained={folder}"
             )
+        if missing := [name for name in ("policy", "env_spec") if name not in content]:
+            raise CheckpointError(f"{path} is no policy of ours: it has no {' and no '.join(missing)}")
         spec = dict(content["env_spec"])
         spec["action"] = ActionSpec(**spec["action"])
         spec["images"] = {camera: tuple(size) for camera, size in spec["images"].items()}

@@ -152,7 +152,8 @@ def test_a_policy_on_the_hub_is_evaluated_like_its_folder(tmp_path, hub):
     ("checkpoint", "code", "says"),
     [
         ("org/policy", 1, "hf download org/policy"),
-        ("nowhere", 1, "not a run folder"),
+        ("nowhere", 1, "nowhere: there is no such folder"),
+        (str(Path(__file__).parent), 1, "not a run folder"),
         ("[]", 2, "name at least one"),
         ("[random,3]", 2, "should be text"),
         ("nowhere:Policy", 1, "No module named 'nowhere'"),
@@ -160,4 +161,18 @@ def test_a_policy_on_the_hub_is_evaluated_like_its_folder(tmp_path, hub):
 )
 def test_a_policy_that_is_not_there_is_explained(checkpoint, code, says, capsys):
     run(f"checkpoint={checkpoint}", *INLINE, code=code)
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "says"),
+    [
+        ("runs/nothing-2026", "checkpoint=runs/nothing-2026: there is no such folder\n"),
+        ("org/policy", "no such folder; if it is a policy on the Hugging Face hub, name its env: recipe=NAME"),
+        ("random", "checkpoint=random is not in a run's folder, so name the env: recipe=NAME"),
+    ],
+)
+def test_without_a_recipe_a_missing_folder_is_told_from_a_missing_env(checkpoint, says, capsys, tmp_path):
+    (tmp_path / "runs").mkdir()
+    run(f"checkpoint={checkpoint}", code=2)
     assert says in capsys.readouterr().err
