@@ -32,16 +32,19 @@ from embodied.runtime import Cluster, HostPlan, choose_backend, describe_backend
 
 WIDTH = 118
 
+UNSAVED = "; what came after the last checkpoint is lost"
 
-def run(body: Callable[[], int]) -> int:
-    """Run a command's body; mistakes of the user's side become a few lines and an exit code."""
+
+def run(body: Callable[[], int], lost: str = "") -> int:
+    """Run a command's body; mistakes of the user's side become a few lines and an exit code. `lost`: what a second
+    Ctrl-C costs."""
     try:
         return body()
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code
     except KeyboardInterrupt:
-        print("stopped at once; what came after the last checkpoint is lost", file=sys.stderr)
+        print(f"stopped at once{lost}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # who reads what we print, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,6 +8,9 @@ are played one after the other where the simulator cannot mix them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,7 @@ from embodied.reporting.console import describe_results, describe_tasks
 from embodied.reporting.mosaic import write_mosaic
 from embodied.reporting.paired import describe_comparison, write_comparison
 from embodied.reporting.report import report_or_say_why
-from embodied.reporting.results import write_results
+from embodied.reporting.results import EPISODES, write_episodes, write_results
 from embodied.reporting.stats import summarize
 from embodied.run_folder import provenance
 from embodied.targets import Target, check_fits, find_all, other_training
@@ -49,16 +52,21 @@ def start(argv: list[str]) -> int:
     announce(loaded, parts, targets)
     if loaded.dry_run:
         return 0
-    out = fresh_folder(results_folder(loaded.config, targets))
-    print(f"results     {out}", flush=True)
+    with fresh_folder(results_folder(loaded.config, targets)) as out:
+        print(f"results     {out}", flush=True)
+        play(parts, targets, out)
+    return 0
+
+
+def play(parts: list[Part], targets: list[Target], out: Path) -> None:
+    """One policy, or several one after the other and what differs between them."""
     if len(targets) == 1:
         evaluate(parts, targets[0], out)
-        return 0
+        return
     played = {target.name: evaluate(parts, target, out / target.name) for target in targets}
     print(describe_comparison(write_comparison(out, played)))
     print(f"  comparison  {out / 'comparison.json'}")
     print(f"  report      {report.write([out / name for name in played], out / report.COMPARISON)}")
-    return 0
 
 
 def one_env_each(config: RunConfig) -> list[RunConfig]:
@@ -98,16 +106,20 @@ def results_folder(config: RunConfig, targets: list[Target]) -> Path:
     return targets[0].out or config.run.dir / f"evaluate-{targets[0].name}"
 
 
-def fresh_folder(path: Path) -> Path:
-    """This folder, or with a number where earlier results are: nothing is overwritten."""
-    for attempt in range(1, 10_000):
-        candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
-        try:
-            candidate.mkdir(parents=True)
-            return candidate
-        except FileExistsError:
-            continue
-    raise FileExistsError(path)
+@contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """This folder, or with a number where earlier results are: nothing is overwritten, and no empty one stays."""
+    for attempt in count(1):
+        out = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
+        with suppress(FileExistsError):
+            out.mkdir(parents=True)
+            break
+    try:
+        yield out
+    except BaseException:
+        with suppress(OSError):  # something is in it
+            out.rmdir()
+        raise
 
 
 def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult]:
@@ -127,7 +139,9 @@ def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult
             spec = loop.start()
             check_fits(target, config.env, spec)
             loop.adopt(target.weights_for(spec))
-            episodes += loop.evaluate(out, out / "dataset" / (config.env.task if len(parts) > 1 else ""))
+            dataset = out / "dataset" / (config.env.task if len(parts) > 1 else "")
+            with keeping_finished(loop, out, episodes):
+                episodes += loop.evaluate(out, dataset)
             loops.append(loop)
     results = write_evaluation(out, loops, episodes, target.described())
     print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}")
@@ -138,6 +152,19 @@ def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult
     for video in sorted((out / "videos").glob("*.mp4"), reverse=True)[:3]:
         print(f"  video       {video}")
     return episodes
+
+
+@contextmanager
+def keeping_finished(loop: EmbodiedLoop, out: Path, before: list[EpisodeResult]) -> Iterator[None]:
+    """Keep what was played when an evaluation ends early. It gets no rates: episodes that succeed soon are over first,
+    so they would be too many among those that are over."""
+    try:
+        yield
+    except BaseException:
+        if episodes := [*before, *loop.played()]:
+            write_episodes(out, episodes)
+            print(f"{len(episodes)} episodes that were over are in {out / EPISODES}; no rates from a part", flush=True)
+        raise
 
 
 def write_evaluation(

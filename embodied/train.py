@@ -26,7 +26,7 @@ from embodied.workflows.embodied import EmbodiedLoop
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv), lost=commands.UNSAVED)
 
 
 def start(argv: list[str]) -> int:

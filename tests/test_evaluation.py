@@ -176,3 +176,27 @@ def test_without_a_recipe_a_missing_folder_is_told_from_a_missing_env(checkpoint
     (tmp_path / "runs").mkdir()
     run(f"checkpoint={checkpoint}", code=2)
     assert says in capsys.readouterr().err
+
+
+def test_what_was_played_before_ctrl_c_is_kept_without_rates(tmp_path, monkeypatch, capsys):
+    from embodied.workflows.embodied import EmbodiedLoop
+
+    played = EmbodiedLoop._play
+
+    def interrupted(loop, episodes, *args, **options):
+        played(loop, episodes[:3], *args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EmbodiedLoop, "_play", interrupted)
+    run("checkpoint=scripted:Succeeds", *SWITCH, "eval.episodes=10", code=130)
+    folder = tmp_path / "runs/evaluate-Succeeds"
+    assert (folder / "episodes.csv").read_text().count("true,true") == 3
+    assert not (folder / "results.json").exists()
+    told = capsys.readouterr()
+    assert "3 episodes that were over" in told.out and told.err == "\nstopped at once\n"[1:]
+
+
+def test_a_refused_evaluation_leaves_no_folder(tmp_path, capsys):
+    run("checkpoint=scripted:Nobody", *SWITCH, code=1)
+    assert "Nobody" in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*/*"))

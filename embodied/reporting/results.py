@@ -29,9 +29,13 @@ PARSERS = {
 
 def write_results(folder: Path, results: dict[str, Any], episodes: Iterable[EpisodeResult]) -> None:
     """Write both files, each whole or not at all."""
+    write_episodes(folder, episodes)
+    replace_text(folder / RESULTS, json.dumps(results, indent=2, allow_nan=False) + "\n")
+
+
+def write_episodes(folder: Path, episodes: Iterable[EpisodeResult]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / EPISODES, episodes_csv(episodes))
-    replace_text(folder / RESULTS, json.dumps(results, indent=2, allow_nan=False) + "\n")
 
 
 def read_results(folder: Path) -> tuple[dict[str, Any], list[EpisodeResult]]:

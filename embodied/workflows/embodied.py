@@ -73,6 +73,7 @@ class EmbodiedLoop:
         options = (config.policy, config.seed, config.learner.precision, self.torch_device("policy"))
         self.policies = cluster.launch(POLICY, "policy", *options)
         self.crew = Crew(cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell)
+        self.finished: dict[int, EpisodeResult] = {}  # of the evaluation that is played, by index
         self.learners = None
         if learn:
             options = (config.policy, self.algorithm, config.learner)
@@ -170,9 +171,10 @@ class EmbodiedLoop:
         `out/videos`, the dataset to its path (None: `out/dataset`)."""
         options = self.config.eval
         recording = first_recording(options, out)
+        self.finished.clear()
         with self.timers.measure("evaluate"):
             self.eval_spec = self.crew.ask(self.sims.eval_spec)[0]
-            results = self._play(self.eval_episodes, recording)
+            results = self._play(self.eval_episodes, recording, results=self.finished)
             again = to_film_again(options, self.eval_episodes, results)
             if again and any((out / "videos").glob("*.mp4")):  # else they cannot be filmed here
                 film = frozenset(spec.index for spec in again)
@@ -181,12 +183,21 @@ class EmbodiedLoop:
             write_dataset(out, dataset or out / "dataset", self.eval_spec, results)
         return results
 
-    def _play(self, episodes: list[EpisodeSpec], recording: Recording, by_expert: bool = False) -> list[EpisodeResult]:
+    def _play(
+        self, episodes: list[EpisodeSpec], recording: Recording, by_expert: bool = False, results: dict | None = None
+    ) -> list[EpisodeResult]:
         def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
             return self.sims[sim].evaluate(share, route, recording, self.notes, alone, by_expert)
 
+        found = {} if results is None else results
         with self.turns.phase(ROLLOUT):
-            return play_fixed(self.crew, episodes, begin, self.notes, self.config.eval.temperature, by_expert)
+            options = (self.config.eval.temperature, found, by_expert)
+            return play_fixed(self.crew, episodes, begin, self.notes, *options)
+
+    def played(self) -> list[EpisodeResult]:
+        """The episodes that were finished when an evaluation was interrupted."""
+        heard = [self.notes.get() for _ in range(self.notes.qsize())]
+        return list((self.finished | {one.index: one for note in heard for one in note.finished}).values())
 
     def save_learners(self, draft: Path) -> None:
         """Policy and optimizer, into a checkpoint that is being written."""

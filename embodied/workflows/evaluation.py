@@ -23,14 +23,15 @@ def play_fixed(
     begin: Callable[[int, list[EpisodeSpec], Route, frozenset[int]], Handle],
     notes: Channel,
     temperature: float,
+    results: dict[int, EpisodeResult],
     by_expert: bool = False,
 ) -> list[EpisodeResult]:
-    """The outcome of every episode, in order. `begin(sim, its episodes, route, those to be played alone)`. Experts ask
-    no policy worker, which would wait in vain."""
+    """The outcome of every episode, in order. `begin(sim, its episodes, route, those to be played alone)`. `results`
+    is filled on the way; what `notes` hold beyond it when this is interrupted is finished, too. Experts ask no policy
+    worker, which would wait in vain."""
     num_sims = len(crew.sims)
     left = {sim: episodes[sim::num_sims] for sim in range(num_sims)}
     attempts: Counter[int] = Counter()
-    results: dict[int, EpisodeResult] = {}
     while left := {sim: specs for sim, specs in left.items() if specs}:
         alone = frozenset(attempts)
         share = partial(begin_share, begin, left, alone)
