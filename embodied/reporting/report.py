@@ -150,6 +150,7 @@ def protocol_words(results: dict[str, Any]) -> str:
     protocol = results.get("protocol", {})
     how = protocol.get("eval", {})
     words = [
+        protocol.get("name", ""),
         f"{results['overall']['episodes'] + results['overall']['errors']} episodes",
         f"seed {how['seed']}" if "seed" in how else "",
         f"temperature {how['temperature']:g}" if "temperature" in how else "",

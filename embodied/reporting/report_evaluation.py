@@ -9,6 +9,7 @@ from typing import Any
 
 from embodied.data import EpisodeResult
 from embodied.reporting.html import Html, join, relative, table, tag
+from embodied.reporting.mosaic import MOSAIC
 from embodied.reporting.runs import Evaluation
 from embodied.reporting.svg import histogram, percent, short
 
@@ -73,15 +74,18 @@ def histograms(evaluation: Evaluation) -> list[Html]:
 
 
 def clips(evaluation: Evaluation, beside: Path) -> Html | None:
-    """The first CLIPS of each outcome, failures first."""
+    """All films in one where there is such a film, and the first CLIPS of each outcome, failures first."""
     episodes = {episode.index: episode for episode in evaluation.episodes}
     found: dict[str, list[int]] = {}
     films = filmed(evaluation)
     for index in sorted(films.keys() & episodes.keys()):
         found.setdefault(outcome(episodes[index]), []).append(index)
     chosen = [index for kind in OUTCOMES for index in found.get(kind, [])[:CLIPS]]
-    room = Clips(beside)
-    return tag("div", *[room.show(films[i], episodes[i]) for i in chosen], class_="clips") if chosen else None
+    room, shown = Clips(beside), []
+    if (mosaic := evaluation.folder / "videos" / MOSAIC).is_file():
+        shown.append(room.film(mosaic, f"All {len(films)} films: green succeeds, red fails", class_="mosaic"))
+    shown += [room.show(films[i], episodes[i]) for i in chosen]
+    return tag("div", *shown, class_="clips") if shown else None
 
 
 def filmed(evaluation: Evaluation) -> dict[int, Path]:
@@ -98,14 +102,17 @@ class Clips:
         self.left = PAGE_BYTES
 
     def show(self, path: Path, episode: EpisodeResult, label: str = "") -> Html:
-        size = path.stat().st_size
-        link = relative(path, self.beside)
-        source = link
+        kind = outcome(episode)
+        told = f"{episode.task}, episode {episode.index}, {episode.length} steps, return {short(episode.total_reward)}"
+        return self.film(path, f"{label}: " if label else None, tag("span", kind, class_=f"outcome {kind}"), f" {told}")
+
+    def film(self, path: Path, *words: object, **how: Any) -> Html:
+        """A clip and what it shows. One inside the page is drawn before it is played; another asks for little."""
+        size, link = path.stat().st_size, relative(path, self.beside)
+        source, preload = link, "metadata"
         if size <= min(CLIP_BYTES, self.left):
             self.left -= size
             source = "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
-        video = tag("video", src=source, controls=True, loop=True, muted=True, playsinline=True, preload="metadata")
-        kind = outcome(episode)
-        told = f"{episode.task}, episode {episode.index}, {episode.length} steps, return {short(episode.total_reward)}"
-        words = [f"{label}: " if label else None, tag("span", kind, class_=f"outcome {kind}"), " ", told, " "]
-        return tag("figure", video, tag("figcaption", *words, tag("a", "file", href=link)))
+            preload = "auto"
+        video = tag("video", src=source, controls=True, loop=True, muted=True, playsinline=True, preload=preload)
+        return tag("figure", video, tag("figcaption", *words, " ", tag("a", "file", href=link)), **how)

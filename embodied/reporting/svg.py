@@ -221,9 +221,11 @@ def ticks(low: float, high: float, most: int, whole: bool = False) -> list[float
 
 
 def bins(values: Sequence[float], whole: bool) -> list[float]:
-    """Edges of about 20 bins of a round width; of integers, bins of whole numbers around them."""
+    """Edges of about 20 bins of a round width; of integers, bins of whole numbers around them, five or more."""
     low, high = min(values), max(values)
     if whole:
+        spare = max(0, 4 - int(high - low))
+        low, high = low - spare // 2, high + spare - spare // 2
         width = max(1, math.ceil((high - low + 1) / 24))
         return [low - 0.5 + i * width for i in range(math.ceil((high - low + 1) / width) + 1)]
     if high == low:

@@ -54,7 +54,11 @@ def episode(index, task, success, error=""):
 
 def add_evaluation(run, name, version, episodes, videos=()):
     folder = run / "eval" / name
-    protocol = {"env": {"name": "pointmass", "task": "reach"}, "eval": {"seed": 1, "temperature": 0.0}}
+    protocol = {
+        "name": "toy-v1",
+        "env": {"name": "pointmass", "task": "reach"},
+        "eval": {"seed": 1, "temperature": 0.0},
+    }
     results = {"policy_version": version, "protocol": protocol, **summarize(episodes), "provenance": {}}
     write_results(folder, results, episodes)
     for name, size in videos:
@@ -133,6 +137,14 @@ def test_small_clips_are_inside_and_large_ones_beside(run, monkeypatch, page_che
         "eval/v000008/videos/episode-004_success_reach_seed%2011.mp4"
     ]
     assert page.text.index("failure reach, episode 0, 10 steps") < page.text.index("success reach, episode 3")
+
+
+def test_all_films_in_one_come_first_and_the_protocol_is_named(run, page_checker):
+    (run / "eval/v000008/videos/mosaic.mp4").write_bytes(b"all")
+    page = page_checker(report(read_run(run), run))
+    sources = [value for name, key, value in page.attributes if (name, key) == ("video", "src")]
+    assert base64.b64decode(sources[0].partition(",")[2]) == b"all" and len(sources) == 3
+    assert "All 2 films: green succeeds, red fails" in page.text and re.search(r"toy-v1, \d+ episodes", page.text)
 
 
 def test_texts_from_elsewhere_are_only_text(run, page_checker):
