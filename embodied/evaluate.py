@@ -85,8 +85,9 @@ def announce(loaded: Loaded, parts: list[Part], targets: list[Target]) -> None:
     protocol = choose_protocol(env_class(config.env), config.env, config.eval.protocol)
     for key, value in protocol.options.items():
         if loaded.sources.get(f"env.{key}") == COMMAND_LINE and getattr(loaded.config.env, key) != value:
+            fixed = "the env's own" if value is None else value
             raise ConfigError(
-                f"env.{key}={getattr(loaded.config.env, key)} has no effect: {protocol.name} plays with {value}; "
+                f"env.{key}={getattr(loaded.config.env, key)} has no effect: {protocol.name} plays with {fixed}; "
                 "eval.protocol=as-trained-v1 takes the env's options as they are"
             )
     env = config.env.model_copy(update={"task": loaded.config.env.task})
