@@ -1,14 +1,12 @@
 """Every evaluation command of docs/evaluation.md runs, and its protocols are those the envs have."""
 
-import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from embodied import evaluate, train
 from embodied.config import EvalSection
 from embodied.envs import env_class
 from embodied.envs.config import GymConfig, ManiSkillConfig, PointMassConfig
@@ -19,34 +17,31 @@ PAGE = (ROOT / "docs" / "evaluation.md").read_text()
 COMMANDS = re.findall(r"^python -m embodied.evaluate .*", PAGE, re.M)
 
 
-def run(folder, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a run in it."""
     folder = tmp_path_factory.mktemp("evaluations")
-    short = ["run.iterations=1", "eval.episodes=1", "eval.videos=0", "cluster.backend=inline"]
-    run(folder, "embodied.train", "recipe=pointmass_ppo", *short)
+    short = ["run.iterations=1", "eval.episodes=1", "eval.videos=0", "cluster.backend=inline", f"run.dir={folder}/runs"]
+    assert train.main(["recipe=pointmass_ppo", *short]) == 0
     return folder
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_documented_command_runs(folder, command):
-    if "maniskill" in command and importlib.util.find_spec("mani_skill") is None:
-        pytest.skip("needs ManiSkill")
+def slow_if_real(command):
+    return pytest.param(command, marks=[pytest.mark.slow] * ("maniskill" in command))
+
+
+@pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
+@pytest.mark.parametrize("command", map(slow_if_real, COMMANDS))
+def test_a_documented_command_runs(folder, command, monkeypatch, capsys):
+    if "maniskill" in command:
+        pytest.importorskip("mani_skill")
     if "eval.dataset" in command:
         pytest.importorskip("pyarrow")
-    (name,) = (path.name for path in (folder / "runs").glob("pointmass_ppo-*"))
-    words = command.replace("pointmass_ppo-DATE", name).split()[2:]
-    short = [key for key in ("eval.episodes=4", "eval.videos=1") if key.split("=")[0] not in command]
-    output = run(folder, *words, *short, "cluster.backend=inline")
-    assert "results.json" in output
+    monkeypatch.chdir(folder)
+    (name,) = (path.name for path in Path("runs").glob("pointmass_ppo-*"))
+    words = re.sub(r"eval.episodes=\d+", "", command.replace("pointmass_ppo-DATE", name)).split()[3:]
+    assert evaluate.main([*words, "eval.episodes=4", "eval.videos=1", "cluster.backend=inline"]) == 0
+    assert "results.json" in capsys.readouterr().out
 
 
 def test_the_table_of_protocols_is_complete():
