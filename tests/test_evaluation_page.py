@@ -31,7 +31,7 @@ def slow_if_real(command):
 
 
 @pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
-@pytest.mark.parametrize("command", map(slow_if_real, COMMANDS))
+@pytest.mark.parametrize("command", [slow_if_real(command) for command in COMMANDS])
 def test_a_documented_command_runs(folder, command, monkeypatch, capsys):
     if "maniskill" in command:
         pytest.importorskip("mani_skill")

@@ -82,10 +82,16 @@ def subject(run: Run) -> str:
     """What was trained or evaluated, in a few words."""
     if run.config:
         config = read_yaml(run.config)
-        env, policy, algo = (config.get(key) or {} for key in ("env", "policy", "algo"))
-        return f"{env.get('name')} {env.get('task')}, policy {policy.get('name')}, {algo.get('name')}"
-    env = run.last.results.get("protocol", {}).get("env", {}) if run.last else {}
-    return f"{env.get('name')} {env.get('task')}, policy version {run.last.version}" if run.last else ""
+        policy, algo = (config.get(key) or {} for key in ("policy", "algo"))
+        return f"{what_is_played(config.get('env') or {})}, policy {policy.get('name')}, {algo.get('name')}"
+    if not run.last:
+        return ""
+    return f"{what_is_played(run.last.results.get('protocol', {}).get('env', {}))}, policy version {run.last.version}"
+
+
+def what_is_played(env: dict[str, Any]) -> str:
+    tasks = env.get("task")
+    return f"{env.get('name')} {', '.join(tasks) if isinstance(tasks, list) else tasks}"
 
 
 def span_of_time(run: Run) -> str:
