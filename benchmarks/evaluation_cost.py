@@ -38,7 +38,7 @@ def configured(arguments, folder: Path):
     told += [f"eval.episodes={arguments.episodes}", f"eval.videos={arguments.videos}", "cluster.backend=inline"]
     told += ['placement={"sim,policy": "cpu:0", learner: "cpu:0"}', f"run.dir={folder}"]
     loaded = load(told, entry="evaluate")
-    (target,) = find_all(loaded.checkpoints)
+    (target,) = find_all(loaded)
     config, plan = commands.planned(loaded.config, learn=False)
     config = config.model_copy(update={"policy": target.config})
     cluster = commands.cluster(config, plan, folder / "logs")
@@ -138,8 +138,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config, target, cluster, make = configured(arguments, Path(folder))
         loop = make()
-        loop.start()
-        loop.adopt(target.weights)
+        loop.adopt(target.weights_for(loop.start()))
         env = make_env(loop.eval_env, eval_rows(arguments.episodes, config.env.num_envs, 1))
         with recorded(VectorEnv) as asked:
             loop.evaluate(Path(folder) / "recorded")
