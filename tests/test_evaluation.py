@@ -156,7 +156,7 @@ def test_a_policy_on_the_hub_is_evaluated_like_its_folder(tmp_path, hub):
         (str(Path(__file__).parent), 1, "not a run folder"),
         ("[]", 2, "name at least one"),
         ("[random,3]", 2, "should be text"),
-        ("nowhere:Policy", 1, "No module named 'nowhere'"),
+        ("nowhere:Policy", 2, "No module named 'nowhere'"),
     ],
 )
 def test_a_policy_that_is_not_there_is_explained(checkpoint, code, says, capsys):
@@ -197,6 +197,6 @@ def test_what_was_played_before_ctrl_c_is_kept_without_rates(tmp_path, monkeypat
 
 
 def test_a_refused_evaluation_leaves_no_folder(tmp_path, capsys):
-    run("checkpoint=scripted:Nobody", *SWITCH, code=1)
+    run("checkpoint=scripted:Nobody", *SWITCH, code=2)
     assert "Nobody" in capsys.readouterr().err
     assert not list(tmp_path.glob("runs/*/*"))
