@@ -76,7 +76,7 @@ class ActorCritic(Policy):
         return self.decide(obs, self.features(obs), noise, temperature)
 
     def decide(self, obs: Observation, features: Tensor, noise: np.ndarray, temperature: float) -> PolicyOutput:
-        """Act on these features."""
+        """Act on these features. Where nobody knows the privileged numbers, outside of training, the values are 0."""
         head = self._head(features)
         noise_t = tensor_of(noise, self.device).to(self.exact).view_as(head)
         if self.spec.action.discrete:
@@ -85,7 +85,9 @@ class ActorCritic(Policy):
         else:
             actions = head + temperature * self.log_std.to(self.exact).exp() * noise_t
         logprobs, _ = self._distribution(head, actions)
-        return PolicyOutput(as_asked(actions, obs), as_asked(logprobs, obs), host(self._value(obs, features)))
+        unknown = self.spec.privileged_dim and "privileged" not in obs
+        values = np.zeros(len(head), np.float32) if unknown else host(self._value(obs, features))
+        return PolicyOutput(as_asked(actions, obs), as_asked(logprobs, obs), values)
 
     @torch.inference_mode()
     def value(self, obs: Observation) -> np.ndarray:

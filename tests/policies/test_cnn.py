@@ -71,6 +71,7 @@ def test_privileged_numbers_reach_the_critic_and_no_action():
     np.testing.assert_array_equal(before.actions, after.actions)
     np.testing.assert_array_equal(before.logprobs, after.logprobs)
     assert (before.values != after.values).all()
+    np.testing.assert_array_equal(act(policy, observation()).actions, before.actions)  # a robot that knows nothing
     unseen = {n: frames * 0 for n, frames in obs["images"].items()}
     np.testing.assert_array_equal(policy.value({**obs, "images": unseen}), before.values)
 
