@@ -185,7 +185,7 @@ def test_a_failing_constructor_is_the_first_cause_of_any_wait(backend):
             with pytest.raises(WorkerFailed, match="role1-0: constructor failed"):
                 counters.sleep(0.2).wait()
         started = time.monotonic()
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 10
 
 
 def test_the_first_cause_wins_over_what_follows_from_it(backend):

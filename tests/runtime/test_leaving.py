@@ -58,8 +58,8 @@ def gone_within(seconds: float, pids: list[int]) -> bool:
 
 def test_workers_are_closed_once(backend, tmp_path):
     with Cluster(backend, HOSTS) as cluster:
-        cluster.launch(Stuck, "a", tmp_path)
-        cluster.launch(Stuck, "b", tmp_path)
+        for role in ("a", "b"):
+            cluster.launch(Stuck, role, tmp_path).onload().wait()  # they are up
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a-0", "b-0"]
 
 
