@@ -53,8 +53,19 @@ class Run:
         return found
 
     def left(self) -> tuple[dict[int, str], list[str]]:
-        """Of its processes, and in the places where something with a name could stay."""
-        return self.processes(), sorted(shared() - self.shared_before)
+        """Of its processes, and in the places where something with a name could stay, but for what others use now."""
+        processes, new = self.processes(), shared() - self.shared_before
+        used = commands_and_maps() if new else ""
+        return processes, sorted(path for path in new if path not in used)
+
+
+def commands_and_maps() -> str:
+    """Of all processes."""
+    found = []
+    for path in (path for name in ("cmdline", "maps") for path in Path("/proc").glob(f"[0-9]*/{name}")):
+        with suppress(OSError):
+            found.append(path.read_bytes().decode(errors="replace"))
+    return "".join(found)
 
 
 def shared() -> set[str]:
