@@ -88,7 +88,7 @@ def test_a_host_that_does_not_stop_is_killed_with_what_it_started(processes):
         b.ignore_everything(30)
         started = time.monotonic()
         cluster.close(seconds=0.2)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
     assert gone_within(2, [program])
 
 
