@@ -1,6 +1,7 @@
 """Whole training runs of the tiny preset in one process: a toy env, its images and its instruction."""
 
 import json
+import os
 from importlib.util import find_spec
 
 import numpy as np
@@ -108,3 +109,15 @@ def test_each_family_imitates_and_rl_goes_on_from_there(policy, tmp_path, monkey
     assert losses[-1] < losses[0]
     short = ["run.iterations=1", "algo.rollout_decisions=4", "env.num_envs=4", "algo.minibatch_size=16"]
     assert train.main([*told, *short, f"run.start_from={run}"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_learners_that_share_out_the_weights_train_chunks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = [part for part in OFT if not part.startswith("cluster.")]
+    apart = ["cluster.backend=local", "learner.shard=true", "placement={'sim,policy': 'cpu:0', learner: 'cpu:0-1*2'}"]
+    assert train.main([*told, *apart, "policy.film=true", "learner.checkpoint_activations=true"]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["train/logprob_gap"] for row in rows) < 1e-5 and rows[-1]["train/grad_norm"] > 0
