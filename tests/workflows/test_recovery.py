@@ -11,6 +11,7 @@ import pytest
 from embodied import commands
 from embodied.config import load
 from embodied.errors import WorkerFailed
+from embodied.learners.meeting import meeting_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.workflows.embodied import EmbodiedLoop
@@ -50,7 +51,8 @@ class Run:
 
     def __enter__(self):
         self.cluster = commands.cluster(self.config, self.plan, self.folder)
-        self.loop = EmbodiedLoop(self.config, self.cluster, tell=self.told.append)
+        meeting = meeting_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
+        self.loop = EmbodiedLoop(self.config, self.cluster, meeting=meeting, tell=self.told.append)
         self.loop.start()
         self.loop.publish(0)
         return self
@@ -180,6 +182,24 @@ def test_an_episode_that_kills_twice_is_an_error_and_costs_no_other(tmp_path):
     assert [result.index for result in results] == list(range(6))
     assert results[2].success_once is None and "exited with code 0 during sim.evaluate" in results[2].error
     assert results[:2] + results[3:] == whole[:2] + whole[3:]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("worker", ["policy-0", "learner-0"])
+@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid"])
+def test_in_every_mode_a_killed_policy_or_learner_ends_in_recovery_or_its_cause(mode, worker, tmp_path):
+    with Run(tmp_path, mode) as run:
+        run.iterate(0)
+        roles = next(host.roles for host in run.plan.hosts if host.name == run.cluster._host_of(worker))
+        os.kill(run.pid(worker), signal.SIGKILL)
+        started = time.monotonic()
+        if "learner" in roles:  # it takes the optimizer along
+            with pytest.raises(WorkerFailed, match=r"its process was killed by SIGKILL"):
+                run.iterate(1)
+        else:
+            assert run.iterate(1)[1]["env_steps"] == ENVS * DECISIONS
+            assert len(run.told) == 1
+        assert time.monotonic() - started < 60
 
 
 def test_inline_has_no_second_life(tmp_path):
