@@ -7,7 +7,6 @@ turns, and puts predicted next to measured. What does not fit is listed with the
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -19,7 +18,6 @@ from embodied.config import RunConfig, load
 from embodied.discovery import cores, discover
 from embodied.errors import ConfigError
 from embodied.layers import recipe_names
-from embodied.overrides import parse
 from embodied.placement import PlacementPlan, make_plan
 from embodied.placement.deploy import as_placement
 from embodied.placement.explain import describe_layout, idle_shares, why_not
@@ -76,13 +74,10 @@ class Result:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return commands.answer(argv, USAGE, start)
 
 
 def start(argv: list[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-        return 0
     options, rest = read_options(argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0])
@@ -172,10 +167,7 @@ def profile_for(config: RunConfig, options: Options) -> Profile:
 
 
 def read_options(argv: list[str]) -> tuple[Options, list[str]]:
-    mine = [arg for arg in argv if arg.partition("=")[0] in OWN]
-    arguments = parse(mine, recipe_names())
-    problems = list(arguments.problems)
-    values: dict[str, Any] = dict(arguments.values)
+    values, problems, rest = commands.split(argv, OWN)
     for key in ("modes", "tasks", "num_envs"):
         if key in values:
             values[key] = tuple(values[key]) if isinstance(values[key], list) else (values[key],)
@@ -189,7 +181,7 @@ def read_options(argv: list[str]) -> tuple[Options, list[str]]:
         problems.append(f"profile={values['profile']}: should be new or stored")
     if problems:
         raise ConfigError("\n".join(problems))
-    return Options(**{k: str(v) if k == "out" else v for k, v in values.items()}), [a for a in argv if a not in mine]
+    return Options(**{k: str(v) if k == "out" else v for k, v in values.items()}), rest
 
 
 def variants(options: Options, rest: list[str]) -> list[RunConfig]:

@@ -15,6 +15,7 @@ from glob import escape
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
+from typing import Any
 
 from embodied.config import RunConfig
 from embodied.datasets.layout import check_pyarrow
@@ -24,6 +25,8 @@ from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.footprint import check_pictures, check_simulators, gigabytes, picture_bytes, simulator_bytes
 from embodied.hub import with_folder
+from embodied.layers import recipe_names
+from embodied.overrides import parse
 from embodied.placement import PlacementError, PlacementPlan, make_plan, named_nodes
 from embodied.policies import check_package
 from embodied.reporting.report import report_or_say_why
@@ -58,6 +61,22 @@ def run(body: Callable[[], int], lost: str = "") -> int:
         advice = "free some space or choose another run.dir" if full else "choose another run.dir"
         print(f"error: {err.strerror or err}{where}; {advice}", file=sys.stderr)
         return 1
+
+
+def answer(argv: list[str] | None, usage: str, body: Callable[[list[str]], int]) -> int:
+    """Run a command that explains itself: --help prints `usage`."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(arguments):
+        print(usage)
+        return 0
+    return run(lambda: body(arguments))
+
+
+def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """A command's own keys with their values, what is wrong with them, and the recipe's arguments."""
+    mine = [arg for arg in argv if arg.partition("=")[0] in keys]
+    arguments = parse(mine, recipe_names())
+    return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in mine]
 
 
 def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, PlacementPlan]:

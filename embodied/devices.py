@@ -9,11 +9,10 @@ import os
 from collections.abc import Iterable
 
 from embodied.config import RunConfig
-from embodied.discovery import gpus
 from embodied.errors import ConfigError
 from embodied.placement import Host, Offer, PlacementPlan, named_kinds, named_nodes
-from embodied.placement.topology import GB
 from embodied.runtime import nodes_of
+from embodied.runtime.leases import GB
 
 
 def devices_here(config: RunConfig) -> tuple[str, ...]:
@@ -39,7 +38,13 @@ def visible_gpus() -> list[str]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip()]
-    return [str(card.index) for card in gpus()]
+    return [str(card.index) for card in gpus_here()]
+
+
+def gpus_here() -> list:
+    from embodied.discovery import gpus  # only where it is wanted: --help should answer at once
+
+    return gpus()
 
 
 def capacities(devices: Iterable[str], memory_gb: float | None) -> dict[str, float]:
@@ -48,7 +53,7 @@ def capacities(devices: Iterable[str], memory_gb: float | None) -> dict[str, flo
         return dict.fromkeys(devices, memory_gb * GB)
     found = dict.fromkeys(devices, float("inf"))
     if any(device.startswith("gpu:") for device in found):
-        known = {str(card.index): card.memory_bytes for card in gpus()}
+        known = {str(card.index): card.memory_bytes for card in gpus_here()}
         for place, name in enumerate(visible_gpus()):
             if (card := f"gpu:{place}") in found:
                 found[card] = known.get(name, float("inf"))

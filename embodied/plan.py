@@ -7,7 +7,6 @@ mode would be, which one wins, and why. Nothing is started; neither torch nor a 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from embodied import assets, commands
 from embodied.config import load
 from embodied.errors import ConfigError
 from embodied.layers import recipe_names
-from embodied.overrides import parse
 from embodied.placement import PlacementError
 from embodied.placement.explain import describe_layout, idle_shares, why_it_wins, why_not
 from embodied.placement.planner import STAGES, Choice, Planner
@@ -60,14 +58,14 @@ class Planned:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return commands.answer(argv, USAGE, start)
 
 
 def start(argv: list[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-        return 0
-    own, rest = split(argv)
+    values, problems, rest = commands.split(argv, OWN)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    own = {key: str(value) for key, value in values.items()}
     try:
         profile, name = find_profile(own.get("profile"), rest)
         topology = read_topology(own["cluster"]) if "cluster" in own else here()
@@ -79,15 +77,6 @@ def start(argv: list[str]) -> int:
     write(planned, name, out)
     print(f"\nplan        {out / 'plan.html'}, plan.png, plan.json")
     return 0
-
-
-def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """This command's own keys, and the recipe's."""
-    mine = [arg for arg in argv if arg.partition("=")[0] in OWN]
-    arguments = parse(mine, recipe_names())
-    if arguments.problems:
-        raise ConfigError("\n".join(arguments.problems))
-    return {key: str(value) for key, value in arguments.values.items()}, [arg for arg in argv if arg not in mine]
 
 
 def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str]:

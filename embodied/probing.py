@@ -75,29 +75,29 @@ class ProbeWorker(Worker):
         self.sims: dict[int, tuple[SimWorker, Samples]] = {}
         self.trajectories: dict[int, Kept] = {}
 
-    def rollout(self, num_envs: int, repeats: int) -> Samples:
-        """Play rollouts in so many envs, one more than `repeats`: the first builds and resets everything."""
+    def rollout(self, num_envs: int, decisions: int, repeats: int) -> Samples:
+        """Play rollouts of so many decisions in so many envs, one more than `repeats`: the first builds and resets
+        everything."""
         sim, samples = self._sim(num_envs)
         policy = self._policy(sim)
         kept = self.trajectories.setdefault(num_envs, Kept())
         episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks_of(self.config))
-        horizon = self.config.algo.rollout_decisions
         for repeat in range(repeats + 1):
             direct = Directly(policy)
             started = perf_counter()
-            sim.collect(episodes, horizon, Route(("probe",), (direct,), (direct,)), (kept,))
+            sim.collect(episodes, decisions, Route(("probe",), (direct,), (direct,)), (kept,))
             whole = perf_counter() - started - sum(direct.act_s) - sum(direct.value_s)
             self.tick()
             if repeat:
-                samples.seconds.setdefault("sim", []).append(whole / horizon)
+                samples.seconds.setdefault("sim", []).append(whole / decisions)
                 samples.seconds.setdefault("policy", []).append(float(np.mean(direct.act_s)))
                 samples.seconds.setdefault("value", []).append(float(np.mean(direct.value_s)))
         return samples
 
-    def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
+    def update(self, num_envs: int, decisions: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
         """Learn from the last rollout in so many envs: seconds of a gradient step, and what an update takes besides."""
         times = {1: [], 2: []}
-        steps = -(-num_envs * self.config.algo.rollout_decisions // minibatch)
+        steps = -(-num_envs * decisions // minibatch)
         for epochs, found in times.items():
             algo = self.config.algo.model_copy(update={"minibatch_size": minibatch, "epochs": epochs})
             options = (self.config.policy, algo, self.config.learner.model_copy(update={"shard": False}))

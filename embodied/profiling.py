@@ -8,7 +8,6 @@ one file that `python -m embodied.plan`, `placement=auto` and `python -m embodie
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -29,20 +28,24 @@ from embodied.placement.curves import Curve, constant, fit
 from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import Cost, Link, Profile, Sync, write_profile
 from embodied.placement.topology import Topology
+from embodied.placement.workflow import Edge, traced_edges
 from embodied.profiles import check_plannable, cost_key, processor, profile_path, workflow_of
 from embodied.runtime import Cluster, HostPlan
 from embodied.trial import Trial
 
 SECONDS = 60.0
 REPEATS = 3
+PROBING = 0.4  # of the time goes to the parts, the rest to short real runs
+FEWEST_DECISIONS = 4
 MOST_PROBES = 8  # processes that measure at the same time
 MOST_SIZES = 4
-REAL_ITERATIONS = 4  # of the short real runs; the first one warms up
+REAL_ITERATIONS = 4  # of each of two short real runs; the first one warms up
+START_S = 8.0  # of the processes of a real run, on a machine that is not busy
 USAGE = """Measure what the env, policy and learner of a recipe cost on this machine, for planning.
 
 usage: python -m embodied.profiling recipe=NAME [seconds=60] [key=value ...] [--help]
 
-  seconds   about how long it may take; sizes that do not fit into it are left out (default 60)
+  seconds   about how long it may take: where that is short, so are rollouts, and sizes are left out (default 60)
 
 The profile goes to runs/profiles/ and is found there by plan, benchmark and placement=auto."""
 
@@ -61,14 +64,14 @@ class Clock:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return commands.answer(argv, USAGE, start)
 
 
 def start(argv: list[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-        return 0
-    seconds, rest = split_seconds(argv)
+    values, problems, rest = commands.split(argv, ("seconds",))
+    seconds = values.get("seconds", SECONDS)
+    if problems or not isinstance(seconds, int | float) or seconds <= 0:
+        raise ConfigError("\n".join(problems) or f"seconds={seconds}: should be a number, seconds=60 for example")
     loaded = load(rest)
     if loaded is None:
         return 0
@@ -79,17 +82,6 @@ def start(argv: list[str]) -> int:
     print("\n".join(describe(profile)))
     print(f"\nprofile     {path}")
     return 0
-
-
-def split_seconds(argv: list[str]) -> tuple[float, list[str]]:
-    mine = [arg for arg in argv if arg.startswith("seconds=")]
-    try:
-        seconds = float(mine[-1].partition("=")[2]) if mine else SECONDS
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ConfigError(f"{mine[-1]}: should be a number of seconds, seconds=60 for example")
-    return seconds, [arg for arg in argv if arg not in mine]
 
 
 def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Profile:
@@ -112,6 +104,8 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Pr
         }
         profile = Profile(workflow_of(config), costs, made=made)
         profile = calibrate(config, profile, topology, clock, Path(logs), say)
+        whole = replace(workflow_of(config), edges=profile.workflow.edges, fixed_s=profile.workflow.fixed_s)
+        profile = replace(profile, workflow=whole)
     return replace(profile, made={**profile.made, "seconds": round(clock.spent(), 1)})
 
 
@@ -132,21 +126,34 @@ def probe(config: RunConfig, cores: tuple[int, ...], clock: Clock, logs: Path) -
     with Cluster("local", hosts, logs, config.faults.timeout_s) as cluster:
         probes = cluster.launch("embodied.probing:ProbeWorker", "probe", config)
         sizes = env_sizes(config, len(cores))
+        decisions = affordable(config, sizes, probes, clock)
         for place, num_envs in enumerate(sizes):
-            if place >= 2 and not clock.left(0.4):
+            if place and not clock.left(PROBING):
                 break
-            for samples in probes.rollout(num_envs, REPEATS).wait():
+            for samples in probes.rollout(num_envs, decisions, REPEATS).wait():
                 for name, seconds in samples.seconds.items():
                     found[name][num_envs] += seconds
                 used_bytes[num_envs] = max(used_bytes.get(num_envs, 0), samples.bytes)
             minibatch = max(1, round(config.algo.minibatch_size * num_envs / config.env.num_envs))
-            for learned in probes.update(num_envs, minibatch, 1).wait():
+            minibatch = min(minibatch, num_envs * decisions)
+            for learned in probes.update(num_envs, decisions, minibatch, 1).wait():
                 found["step"][minibatch] += learned["step"]
                 fixed += learned["fixed"] if place == 0 else []
     sim = Cost(fit(found["sim"]), bytes=rising_bytes(used_bytes))
     policy = Cost(fit(found["policy"]), last_s=fit(found["value"]))
     learner = Cost(fit(found["step"]), fixed_s=median(fixed))
     return {"sim": {"cpu": sim}, "policy": {"cpu": policy}, "learner": {"cpu": learner}}
+
+
+def affordable(config: RunConfig, sizes: list[int], probes, clock: Clock) -> int:
+    """How many decisions long rollouts can be so that two sizes of envs are measured in time."""
+    horizon = config.algo.rollout_decisions
+    few = min(FEWEST_DECISIONS, horizon)
+    samples = probes.rollout(sizes[0], few, 1).wait()
+    decision_s = max(sum(sum(part) for part in found.seconds.values()) for found in samples)
+    rows = sum(sizes[:2]) / sizes[0]
+    left = PROBING * clock.seconds - clock.spent()
+    return max(few, min(horizon, int(left / 2 / ((REPEATS + 1) * rows * decision_s))))
 
 
 def rising_bytes(used: dict[int, int]) -> Curve:
@@ -164,6 +171,7 @@ class Seen:
     update_s: float
     publish_s: float
     rest_s: float
+    edges: tuple[Edge, ...]  # between roles, as the last iteration's items went through the channels
 
 
 def calibrate(config: RunConfig, profile: Profile, topology: Topology, clock: Clock, logs: Path, say) -> Profile:
@@ -173,10 +181,12 @@ def calibrate(config: RunConfig, profile: Profile, topology: Topology, clock: Cl
     n = config.env.num_envs
     sims = next(k for k in range(min(len(cores), n), 0, -1) if n % k == 0)
     layout = Layout(((Zone(("sim", "policy"), "cpu", sims),), (Zone(("learner",), "cpu", sims),)))
+    config, profile = shortened(config, profile, Pricer(profile.workflow, profile, classes), layout, clock)
     span = "cpu:0" if sims == 1 else f"cpu:0-{sims - 1}*{sims}"
     plan = make_plan({"sim,policy": span, "learner": span}, cores, n)
     say(f"a short real run, collocated on {sims} cores")
-    seen = real_run(config, plan, logs / "collocated")
+    seen = real_run(config, plan, logs / "collocated", clock)
+    profile = replace(profile, workflow=replace(profile.workflow, edges=seen.edges))
     profile = take_over(profile, Pricer(profile.workflow, profile, classes), layout, seen, sims)
     if len(cores) < 2:
         return profile
@@ -185,7 +195,7 @@ def calibrate(config: RunConfig, profile: Profile, topology: Topology, clock: Cl
         return profile
     say("a short real run with sims apart from policy and learner")
     plan = make_plan({"sim": "cpu:0", "policy,learner": "cpu:1"}, cores, n)
-    apart = real_run(config, plan, logs / "apart")
+    apart = real_run(config, plan, logs / "apart", clock)
     pricer = Pricer(profile.workflow, profile, classes)
     layout = Layout(((Zone(("sim",), "cpu", 1), Zone(("policy", "learner"), "cpu", 1)),))
     at = {name: (zone, zone.devices) for zone in layout.layers[0] for name in zone.components}
@@ -225,15 +235,39 @@ def raised(curve: Curve, seconds: float) -> Curve:
     return replace(curve, values=tuple(value + seconds for value in curve.values), measured=points)
 
 
-def real_run(config: RunConfig, plan: PlacementPlan, logs: Path) -> Seen:
+def shortened(
+    config: RunConfig, profile: Profile, pricer: Pricer, layout: Layout, clock: Clock
+) -> tuple[RunConfig, Profile]:
+    """With fewer decisions and epochs per iteration, where so many iterations would take longer than there is time.
+    What is taken from the real runs is per decision and per gradient step."""
+    expected = pricer.price(layout).seconds
+    left = max(clock.seconds - clock.spent() - 2 * START_S, 0.1 * clock.seconds)
+    share = left / (2 * REAL_ITERATIONS * expected)
+    if share >= 1:
+        return config, profile
+    algo = config.algo
+    decisions = max(min(FEWEST_DECISIONS, algo.rollout_decisions), int(share * algo.rollout_decisions))
+    kept = decisions / algo.rollout_decisions
+    short = {"rollout_decisions": decisions, "minibatch_size": max(1, round(kept * algo.minibatch_size)), "epochs": 1}
+    config = config.model_copy(update={"algo": algo.model_copy(update=short)})
+    return config, replace(profile, workflow=workflow_of(config))
+
+
+def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock) -> Seen:
+    """Two iterations at least, of which the first warms up."""
     with Trial(config, plan, logs) as trial:
-        rounds = [trial.iterate() for _ in range(REAL_ITERATIONS)][1:]
+        rounds = [trial.iterate()]
+        while len(rounds) < 2 or (len(rounds) < REAL_ITERATIONS and clock.left(1.0)):
+            rounds.append(trial.iterate())
+        edges = traced_edges(trial.flows())
+    rounds = rounds[1:]
     rest = [r.seconds - r.rollout_s - r.update_s - r.publish_s for r in rounds]
     return Seen(
         median(r.rollout_s for r in rounds),
         median(r.update_s for r in rounds),
         median(r.publish_s for r in rounds),
         max(median(rest), 0.0),
+        edges,
     )
 
 

@@ -56,6 +56,7 @@ class Trial:
 
     def iterate(self) -> Round:
         before = self._totals()
+        self.flows()  # forgets those of earlier iterations
         started = time.perf_counter()
         _, numbers = self.loop.iterate(self.iteration, MANY)
         seconds = time.perf_counter() - started
@@ -67,6 +68,19 @@ class Trial:
             shares = [self._busy(before[worker], after[worker], group.role) / seconds for worker in group.workers]
             busy[group.role] = sum(shares) / len(shares)
         return Round(seconds, spent["rollout"], spent["update"], spent["publish"], int(numbers["env_steps"]), busy)
+
+    def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """From which role to which items went in the last iteration, from when to when. Weights have ways of their own
+        besides channels."""
+        known = {group.role for group in self.loop.groups}
+        found: dict[tuple[str, str], tuple[float, float]] = {("learner", "policy"): self.loop.delivery.times}
+        for flows in [flows for group in self.loop.groups for flows in group.flows().wait()]:
+            for workers, (first, last) in flows.items():
+                roles = tuple(worker.rpartition("-")[0] for worker in workers)
+                if known.issuperset(roles):
+                    before, after = found.get(roles, (first, last))
+                    found[roles] = min(before, first), max(after, last)
+        return found
 
     def peak_bytes(self) -> int:
         """Of all processes of the plan, each at its fullest; shared pages count in all that map them."""

@@ -90,6 +90,21 @@ class Workflow:
         return asdict(self)
 
 
+def traced_edges(flows: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[Edge, ...]:
+    """The graph behind an iteration in which items went from one component to another between two moments.
+
+    What begins to flow when all else that its receiver gets or gives has ended is for the next iteration: sims and
+    policies talk from 0 to 9 s, sims give the learner something at 10 s, and it gives weights to the policies at 15 s.
+    """
+
+    def ended(component: str, beside: tuple[str, str]) -> float:
+        others = [last for pair, (_, last) in flows.items() if component in pair and pair != beside]
+        return max(others, default=float("inf"))
+
+    in_order = sorted(flows, key=flows.get)
+    return tuple(Edge(*pair, next_iteration=flows[pair][0] >= ended(pair[1], pair)) for pair in in_order)
+
+
 def reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:
     found: set[str] = set()
     ahead = list(after[start])

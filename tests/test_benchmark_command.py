@@ -8,9 +8,15 @@ import pytest
 from embodied import benchmark, profiling
 from embodied.config import load
 from embodied.errors import ConfigError
+from embodied.placement import make_plan
+from embodied.placement.costs import Pricer
+from embodied.placement.curves import Curve, constant
+from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.profile import Cost, Profile
+from embodied.placement.workflow import traced_edges
 from embodied.profiles import cost_key, newest_profile, workflow_of
 from embodied.reporting.benchmark import describe, paired_ratio
-from embodied.trial import Round
+from embodied.trial import Round, Trial
 
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
 
@@ -80,22 +86,55 @@ def test_without_a_profile_the_command_that_measures_one_is_named(tmp_path):
 
 
 def test_what_a_real_run_takes_besides_goes_where_it_belongs():
-    from embodied.placement.costs import Pricer
-    from embodied.placement.curves import Curve, constant
-    from embodied.placement.layout import DeviceClass, Layout, Zone
-    from embodied.placement.profile import Cost, Profile
-
     workflow = workflow_of(load([*SMALL]).config)
     costs = {"sim": constant(0.1), "policy": constant(0.1), "learner": Curve((8, 16), (0.1, 0.2))}
     profile = Profile(workflow, {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
     pricer = Pricer(workflow, profile, [DeviceClass("cpu", "cpu", 2, 1e12)])
     layout = Layout(((Zone(("sim", "policy"), "cpu", 2),), (Zone(("learner",), "cpu", 2),)))
-    seen = profiling.Seen(rollout_s=8 * 0.25, update_s=8 * 0.15, publish_s=0.02, rest_s=0.01)
+    seen = profiling.Seen(8 * 0.25, 8 * 0.15, publish_s=0.02, rest_s=0.01, edges=workflow.edges)
     taken = profiling.take_over(profile, pricer, layout, seen, 2)
     assert taken.costs["sim"]["cpu"].seconds.at(1) == pytest.approx(0.15)
     assert taken.costs["learner"]["cpu"].exchange_s.at(2) == pytest.approx(0.05)
     again = Pricer(taken.workflow, taken, [DeviceClass("cpu", "cpu", 2, 1e12)])
     assert again.price(layout).seconds == pytest.approx(seen.rollout_s + seen.update_s + seen.publish_s + seen.rest_s)
+
+
+def test_the_graph_is_what_went_through_the_channels_of_a_real_iteration(tmp_path):
+    config = load([*SMALL, "cluster.backend=inline"]).config
+    plan = make_plan({"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, (0,), config.env.num_envs)
+    with Trial(config, plan, tmp_path) as trial:
+        trial.iterate()
+        assert traced_edges(trial.flows()) == workflow_of(config).edges
+
+
+class SlowProbes:
+    """Every decision of an env and a policy takes this long."""
+
+    def __init__(self, decision_s):
+        self.samples = SimpleNamespace(seconds={"sim": [decision_s / 2], "policy": [decision_s / 2], "value": [0.0]})
+
+    def rollout(self, num_envs, decisions, repeats):
+        return SimpleNamespace(wait=lambda: [self.samples])
+
+
+@pytest.mark.parametrize(("decision_s", "decisions"), [(1e-4, 8), (0.4, 6), (30.0, 4)])
+def test_rollouts_are_as_long_as_there_is_time_for(decision_s, decisions):
+    config = load([*SMALL]).config
+    clock = profiling.Clock(100.0)
+    assert profiling.affordable(config, [4, 4], SlowProbes(decision_s), clock) == decisions
+
+
+def test_real_runs_that_would_take_too_long_are_cut_short():
+    config = load([*SMALL[:2], "algo.rollout_decisions=64", "algo.minibatch_size=64"]).config
+    costs = {"sim": constant(0.5), "policy": constant(0.5), "learner": constant(0.0)}
+    profile = Profile(workflow_of(config), {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
+    pricer = Pricer(profile.workflow, profile, [DeviceClass("cpu", "cpu", 1, 1e12)])
+    layout = Layout(((Zone(("sim", "policy", "learner"), "cpu", 1),),))
+    short, fitted = profiling.shortened(config, profile, pricer, layout, profiling.Clock(80.0))
+    assert short.algo.rollout_decisions == 7  # 64 s are left for 8 iterations of 64 s
+    assert short.algo.minibatch_size == 7 and short.algo.epochs == 1
+    assert fitted.workflow == workflow_of(short)
+    assert profiling.shortened(config, profile, pricer, layout, profiling.Clock(1e4))[0] is config
 
 
 @pytest.mark.slow
@@ -116,8 +155,6 @@ def test_a_benchmark_profiles_plans_measures_and_reports(tmp_path, capsys):
 
 
 def test_the_idle_share_counts_every_core():
-    from embodied.trial import Trial
-
     groups = [SimpleNamespace(role="sim", workers=["a", "b"]), SimpleNamespace(role="policy", workers=["p"])]
     trial = SimpleNamespace(loop=SimpleNamespace(groups=groups))
     assert Trial.idle(trial, rounds(1.0, 1.0), 4) == pytest.approx(1 - (2 * 0.5 + 0.1) / 4)

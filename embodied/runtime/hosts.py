@@ -94,6 +94,7 @@ class Host:
         self._dead: dict[str, tuple[str, str, bool]] = {}  # host -> (worker, cause, whether it is started again)
         self._lock = threading.RLock()
         self._current = threading.local()
+        self.flows: dict[tuple[str, str], tuple[float, float]] = {}  # who gave to whom, from when to when
         hosts_of_runs[run] = self
 
     # What the driver asks for
@@ -191,6 +192,12 @@ class Host:
             ends = [end for end in self._ends.values() if isinstance(end, Remote) and end.home == host]
         for end in ends:
             end.open()
+
+    def note(self, producer: str, consumer: str) -> None:
+        """An item went from one worker to another through a channel at home here."""
+        now = time.perf_counter()
+        first, _ = self.flows.get((producer, consumer), (now, now))
+        self.flows[producer, consumer] = first, now
 
     # Who is calling
 

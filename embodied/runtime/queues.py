@@ -34,9 +34,10 @@ class Entry(NamedTuple):
 class Getter:
     """One get in progress. Takes what matches as it arrives, so that producers of a large batch get room again."""
 
-    __slots__ = ("_ready", "closed", "entries", "key", "need", "peer", "request", "total")
+    __slots__ = ("_ready", "closed", "consumer", "entries", "key", "need", "peer", "request", "total")
 
-    def __init__(self, key: Any, need: float | None, peer: str | None = None, request: int = 0) -> None:
+    def __init__(self, key: Any, need: float | None, consumer: str, peer: str | None = None, request: int = 0) -> None:
+        self.consumer = consumer  # a worker; of another host, the host
         self.key = key
         self.need = need
         self.peer = peer
@@ -87,7 +88,7 @@ class Queue:
         self._deliver(ready)
 
     def get(self, key: Any, need: float | None, timeout_s: float | None) -> list[Any]:
-        getter = Getter(key, need)
+        getter = Getter(key, need, self.host.caller())
         self._start(getter)
         seconds = self.host.timeout_s if timeout_s is None else timeout_s
         try:
@@ -138,7 +139,7 @@ class Queue:
         self._deliver(ready)
 
     def get_from(self, peer: str, request: int, key: Any, need: float | None) -> None:
-        self._start(Getter(key, need, peer, request))
+        self._start(Getter(key, need, peer, peer, request))
 
     def cancel_from(self, peer: str, request: int) -> None:
         for getter in list(self._getters):
@@ -202,6 +203,7 @@ class Queue:
                 return False
             getter.entries.append(entry)
             getter.total += entry.weight
+            self.host.note(entry.producer, getter.consumer)
         return True
 
     def _take(self, key: Any) -> Entry | None:

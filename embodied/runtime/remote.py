@@ -87,7 +87,7 @@ class Remote:
         self.host.post(self.home, ("close", self.name, peer, cause, drain))
 
     def _ask(self, kind: str, key: Any = None, need: float | None = None) -> Getter:
-        getter = Getter(key, need, self.home, next(self._requests))
+        getter = Getter(key, need, self.host.caller(), self.home, next(self._requests))
         with self._lock:
             if self._dead is not None:
                 raise ChannelClosed(self.name, *self._dead)

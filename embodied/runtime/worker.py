@@ -13,6 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from embodied.runtime.channel import hosts_of_runs
 from embodied.runtime.timers import Recording, Timers, Total
 
 
@@ -67,6 +68,16 @@ class Worker:
     def clock(self) -> float:
         """`time.perf_counter` there: the same for all processes of a machine."""
         return perf_counter()
+
+    @served_while_busy
+    def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """Who has given items to whom through the channels at home in this process since the last call, from when to
+        when."""
+        found = {}
+        for host in list(hosts_of_runs.values()):
+            flows, host.flows = host.flows, {}
+            found |= flows
+        return found
 
     @served_while_busy
     def process(self) -> tuple[str, int]:

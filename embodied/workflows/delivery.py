@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from time import perf_counter
 
 from embodied.errors import StaleWeights
 from embodied.runtime import Channel, Cluster, Handle, WorkerGroup
@@ -35,6 +36,7 @@ class Delivery:
         self.current: Publication | None = None
         self.send: Send | None = None
         self.store: WeightStore | None = None  # of adopted weights
+        self.times = (0.0, 0.0)  # between which the current weights were on their way
 
     @property
     def version(self) -> int:
@@ -47,6 +49,7 @@ class Delivery:
         if not self.routes:
             self.routes = self.policies.route(publication).wait()
         self.current, self.send = publication, send
+        self.times = (perf_counter(),) * 2
         return self._load(range(len(self.policies)), whole=False)
 
     def reload(self, ranks: Iterable[int]) -> list[Handle]:

@@ -16,7 +16,7 @@ from embodied.placement.profile import (
     read_profile,
     write_profile,
 )
-from embodied.placement.workflow import Component, Edge, Workflow, embodied_workflow
+from embodied.placement.workflow import Component, Edge, Workflow, embodied_workflow, traced_edges
 
 WORKFLOW = embodied_workflow(num_envs=64, decisions=25, learner_calls=64, learner_items=200, env_steps=1600)
 PROFILE = Profile(
@@ -90,6 +90,17 @@ def test_cycles_collapse_and_sources_come_first():
     )
     assert longer.order == (("sim", "policy"), ("reward",), ("reference",), ("learner",))
     assert longer.sources == (frozenset(), frozenset({0}), frozenset({0}), frozenset({1, 2}))
+
+
+def test_the_graph_is_traced_from_who_gave_what_to_whom_when():
+    flows = {("learner", "policy"): (15.0, 15.1), ("sim", "learner"): (9.5, 10.0)}
+    flows |= {("policy", "sim"): (0.1, 9.2), ("sim", "policy"): (0.0, 9.1)}
+    assert traced_edges(flows) == (
+        Edge("sim", "policy"),
+        Edge("policy", "sim"),
+        Edge("sim", "learner"),
+        Edge("learner", "policy", next_iteration=True),
+    )
 
 
 def test_graphs_that_cannot_be_are_refused():
