@@ -146,8 +146,10 @@ def shown(value: Any) -> str:
 
 def missing_recipe(command: str) -> str:
     names = recipe_names()
-    first = names[0] if names else "NAME"
-    return f"which recipe? python -m embodied.{command} recipe={first}. Recipes: {', '.join(names)}; or path/to/my.yaml"
+    return (
+        f"which recipe? python -m embodied.{command} recipe=NAME, or recipe=path/to/my.yaml; python -m embodied.list "
+        f"says what each is for. Recipes: {', '.join(names)}"
+    )
 
 
 def no_recipe_in(checkpoints: tuple[str, ...]) -> list[str]:

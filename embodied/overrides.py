@@ -102,7 +102,7 @@ def parse(argv: list[str], recipes: list[str]) -> Arguments:
         key, equals, text = arg.partition("=")
         problem = _not_an_override(key, equals, text, recipes)
         if not problem and key in arguments.values:
-            problem = f"{key} is given twice on the command line: {arguments.values[key]!r} and {text!r}"
+            problem = f"{key} is given twice on the command line: {write_yaml(arguments.values[key])} and {text}"
         if problem:
             arguments.problems.append(problem)
             continue
