@@ -18,7 +18,6 @@ from textwrap import wrap
 from typing import Any
 
 from embodied.config import RunConfig
-from embodied.datasets.layout import check_pyarrow
 from embodied.devices import check_devices, devices_here, environment, offers
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
@@ -88,6 +87,8 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     config = config.model_copy(update={"env": kind.resolve(config.env)})
     config = config.model_copy(update={"policy": with_folder(config.policy)})
     if config.eval.dataset:
+        from embodied.datasets.layout import check_pyarrow
+
         check_pyarrow()
     if config.learner.device == "cuda" and not Path("/dev/nvidiactl").exists():
         raise ConfigError(
