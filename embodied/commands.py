@@ -19,7 +19,7 @@ from typing import Any
 
 from embodied.config import RunConfig
 from embodied.devices import check_devices, devices_here, environment, offers
-from embodied.envs import env_class
+from embodied.envs import env_class, import_class
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.footprint import check_pictures, check_simulators, gigabytes, picture_bytes, simulator_bytes
@@ -84,6 +84,8 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
     kind.check(config.env)
+    if ":" in config.env.reward:
+        import_class(config.env.reward, "env.reward")
     config = config.model_copy(update={"env": kind.resolve(config.env)})
     config = config.model_copy(update={"policy": with_folder(config.policy)})
     if config.eval.dataset:

@@ -323,6 +323,8 @@ def test_mistakes_are_a_few_lines_and_exit_code_2(tmp_path, call):
     assert "nowhere" in output and "Traceback" not in output
     output = call("train", "recipe=pointmass_ppo", "policy.name=nowhere.nets:Net", code=2)
     assert "No module named 'nowhere'" in output
+    output = call("train", "recipe=pointmass_ppo", "env.reward=nowhere:paid", "--dry-run", code=2)
+    assert "env.reward='nowhere:paid': there is no module nowhere" in output
     assert not (tmp_path / "runs").exists()
     output = call("train", *tiny("cluster.backend=inline", "policy.name=cnn"), code=2)
     assert "needs images" in output
