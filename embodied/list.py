@@ -21,6 +21,7 @@ from embodied.machine import Machine
 from embodied.needs import ENVS, POLICIES, Need, why_not
 from embodied.policies import FAMILIES
 
+NVIDIA = "/dev/nvidiactl"
 USAGE = """Say what there is, what it needs, and whether it runs here.
 
 usage: python -m embodied.list [recipes|envs|tasks|policies] [--help]
@@ -71,6 +72,8 @@ def recipes(machine: Machine) -> Iterable[Item]:
     for name in recipe_names():
         config = load([f"recipe={name}"]).config
         problem = problem_of_env(config.env.name, machine) or problem_of_policy(config.policy.name, machine)
+        if "cuda" in (getattr(config.env, "backend", ""), config.learner.device) and not machine.exists(NVIDIA):
+            problem = problem or "no NVIDIA GPU"
         yield Item(name, first_comment(name), problem)
 
 

@@ -23,6 +23,9 @@ class Bare(Machine):
     def version(self, package):
         return "1.0" if package in self.packages else None
 
+    def exists(self, path):
+        return False
+
     def vulkan_problem(self):
         return self.vulkan
 
@@ -49,6 +52,7 @@ def test_what_lacks_a_package_or_a_driver_says_so():
     whole = Bare("mani-skill", "sapien", vulkan="none")
     assert named("envs", whole)["maniskill"].problem == "no Vulkan driver"
     assert named("recipes", Bare())["pointmass_ppo"].problem == ""
+    assert named("recipes", Bare("mani-skill", "sapien"))["maniskill_ppo_gpu"].problem == "no NVIDIA GPU"
     assert "Needs mani-skill, sapien, a Vulkan driver." in named("envs", whole)["maniskill"].told
 
 
