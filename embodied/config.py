@@ -173,6 +173,12 @@ class RunConfig(Strict):
             raise ValueError(
                 "learner.precision=bf16 lowers float32 products, but policy.dtype=float64; try policy.dtype=float32"
             )
+        if self.learner.shard and getattr(self.policy, "mixed_precision", False):
+            raise ValueError(
+                f"learner.shard=true splits weights of one precision, but with policy.dtype={self.policy.dtype} "
+                f"policy.name={self.policy.name} keeps its norms in float32; try policy.dtype=float32, with "
+                "learner.precision=bf16 for speed"
+            )
 
 
 def failure(check: Callable[[], None]) -> ValueError | None:

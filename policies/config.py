@@ -176,6 +176,11 @@ class Pi0Config(Strict):
     detach_value: bool = Field(False, description="The value's error trains nothing but the value's own weights.")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
 
+    @property
+    def mixed_precision(self) -> bool:
+        """Whether its weights are not all of one precision."""
+        return self.dtype == "bfloat16"
+
 
 class ExternalPolicyConfig(Strict):
     name: str = Field(pattern=r"^[\w.]+:\w+$", description="Your own policy class, as my_pkg.my_module:MyPolicy.")
