@@ -42,6 +42,7 @@ def shard(policy: nn.Module, meeting: MeetingFile | MeetingAddress, rank: int, w
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo can do nothing else, and nothing else is wanted
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo can only add, and FSDP would scale float32 on the way
 
 
 def leave() -> None:
