@@ -189,8 +189,9 @@ class ActRequest:
     """A sim worker's question to a policy worker: what should these rows do next?
 
     `final_obs` holds the final observations of rows whose episode was truncated in the decision before; only their
-    value is wanted. With `value_only` the same holds for `obs` (the end of a rollout). `done` says that nobody asks
-    any more.
+    value is wanted. With `value_only` the same holds for `obs` (the end of a rollout). The next rollout begins with
+    what was seen then: it names that question (its source and number) as `same_as` instead of sending `obs` again.
+    `done` says that nobody asks any more.
     """
 
     source: str  # where the answer goes, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
@@ -200,6 +201,7 @@ class ActRequest:
     decisions: np.ndarray | None = None  # int [N]
     final_obs: Observation | None = None
     value_only: bool = False
+    same_as: tuple[str, int] | None = None
     done: bool = False
 
 
@@ -215,7 +217,7 @@ class ActReply:
 
 @dataclass(frozen=True)
 class AskAgain:
-    """In the place of a reply: another policy worker has taken over, which does not know the question."""
+    """In the place of a reply: this policy worker does not know the question, or what it refers to."""
 
     source: str
 

@@ -1,11 +1,12 @@
 """A sim stage's line to its policy worker: it asks, and takes the answer to its last question, whoever gives it.
 
 A policy worker may die between question and answer. Its successor knows of no question, so the stage is told to ask
-again; the answer is the same, since policy workers have no memory, and should both answer, the second is ignored.
+again; the answer is the same, since it depends on the question alone, and should both answer, the second is ignored.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from embodied.data import ActReply, ActRequest, AskAgain
@@ -19,9 +20,13 @@ class Line:
         self.replies = replies
         self.question = ActRequest(source)
 
-    def ask(self, **what: Any) -> None:
+    def ask(self, same_as: tuple[str, int] | None = None, **what: Any) -> tuple[str, int]:
+        """-> what this question can be referred to by. Where its `obs` is the `same_as` that of an earlier one, it goes
+        without, unless it has to be asked again."""
         self.question = ActRequest(self.source, self.question.number + 1, **what)
-        self.requests.put(self.question)
+        short = replace(self.question, obs=None, same_as=same_as)
+        self.requests.put(self.question if same_as is None else short)
+        return self.question.source, self.question.number
 
     def answer(self) -> ActReply:
         while True:

@@ -41,6 +41,7 @@ class Stage:
         self.final_obs: Observation | None = None
         self.final_rows = np.empty(0, np.int64)
         self.line: Line | None = None
+        self.valued: tuple[Observation | None, tuple[str, int] | None] = (None, None)  # the last, and in which question
         self.step_s = self.reset_s = self.wait_s = 0.0
 
     def reset(self, rows: np.ndarray, episodes: EpisodeList) -> None:
@@ -66,13 +67,18 @@ class Stage:
         return first * head_start(self.env_ids, self.env.env_spec.max_episode_steps)
 
     def ask(self, value_only: bool = False) -> None:
-        self.line.ask(
+        """The observation that ends a rollout begins the next one; it is sent once."""
+        (valued, question), self.valued = self.valued, (None, None)
+        asked = self.line.ask(
+            same_as=question if valued is self.obs else None,
             obs=self.obs,
             episodes=self.rows.episode.copy(),
             decisions=self.rows.decision.copy(),
             final_obs=self.final_obs,
             value_only=value_only,
         )
+        if value_only:
+            self.valued = self.obs, asked
 
     def receive(self) -> ActReply:
         started = perf_counter()

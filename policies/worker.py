@@ -1,16 +1,19 @@
 """The policy worker: answers sim workers' requests with the current weights.
 
-It holds no state about envs. A worker that has no weights yet (or lost them) is stale and refuses to act.
+It knows nothing of envs but what each stage saw at the end of a rollout, with which the next one begins. A worker that
+has no weights yet (or lost them) is stale and refuses to act.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from embodied import rng
 from embodied.arrays import finite_rows
-from embodied.data import ActReply, ActRequest, Array, EnvSpec, PolicyOutput
+from embodied.data import ActReply, ActRequest, Array, AskAgain, EnvSpec, Observation, PolicyOutput
 from embodied.errors import Unusable, WrongShape
 from embodied.policies import make_policy
 from embodied.runtime import Channel, Needs, Worker
@@ -29,6 +32,7 @@ class PolicyWorker(Worker):
         self.weights = WeightReader()
         self.residence = Residence()
         self.shares = False  # its weights are a learner's
+        self.valued: dict[str, tuple[tuple[str, int], Observation]] = {}  # stage -> its last question of values only
 
     def build(self, spec: EnvSpec) -> None:
         self.policy = make_policy(self.config, spec).eval().to(self.device)
@@ -72,12 +76,27 @@ class PolicyWorker(Worker):
         round. Returns the number of decisions."""
         decisions = 0
         while not (request := self._next(requests)).done:
-            if request.source in replies:
-                with self.timers.measure("act"), self.weights.acting(version):
-                    reply = self._answer(request, temperature, stream)
-                decisions += 0 if reply.output is None else len(reply.values)
-                replies[request.source].put(reply)
+            if request.source not in replies:
+                continue
+            whole = self.completed(request)
+            if whole is None:
+                replies[request.source].put(AskAgain(request.source))
+                continue
+            with self.timers.measure("act"), self.weights.acting(version):
+                reply = self._answer(whole, temperature, stream)
+            decisions += 0 if reply.output is None else len(reply.values)
+            replies[request.source].put(reply)
         return decisions
+
+    def completed(self, request: ActRequest) -> ActRequest | None:
+        """With the observation that it refers to; None if that is not known here."""
+        stage = request.source.partition("#")[0]
+        if request.value_only:
+            self.valued[stage] = (request.source, request.number), request.obs
+        if request.same_as is None:
+            return request
+        question, obs = self.valued.pop(stage, (None, None))
+        return replace(request, obs=obs) if question == request.same_as else None
 
     def _next(self, requests: Channel) -> ActRequest:
         with self.timers.measure("wait"):

@@ -43,6 +43,15 @@ def test_the_question_is_asked_again_and_a_second_answer_ignored():
     assert line.answer().number == 2
 
 
+def test_what_was_seen_before_goes_along_only_when_asked_again():
+    requests, replies = Fifo(), Fifo()
+    line, seen = Line("sim-0/0#3", requests, replies), {"state": np.zeros(1)}
+    line.ask(same_as=("sim-0/0#2", 9), obs=seen)
+    replies.extend([AskAgain("sim-0/0#3"), reply("sim-0/0#3", 1)])
+    line.answer()
+    assert [(request.obs, request.same_as) for request in requests] == [(None, ("sim-0/0#2", 9)), (seen, None)]
+
+
 def test_suspects_wait_until_nothing_else_is_played():
     episodes = deque(EpisodeSpec("reach", -1, 0, index) for index in range(4))
     alone = frozenset({2, 3})
