@@ -15,7 +15,14 @@ pytestmark = [
     pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO"),
     pytest.mark.filterwarnings("ignore"),  # robosuite's, numba's and bddl's own
 ]
-SMALL = {"env.num_envs": 4, "env.max_episode_steps": 16, "policy.hidden": "[32]", "eval.episodes": 2, "eval.videos": 0}
+SMALL = {
+    "env.num_envs": 4,
+    "env.max_episode_steps": 16,
+    "policy.hidden": "[32]",
+    "eval.episodes": 2,
+    "eval.videos": 0,
+    "eval.protocol": "as-trained-v1",  # which ends as early
+}
 PPO = {"recipe": "libero_ppo", "algo.rollout_decisions": 2, "algo.minibatch_size": 8, "run.env_steps": 128}
 GRPO = {
     "recipe": "libero_grpo",
