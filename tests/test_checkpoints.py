@@ -108,7 +108,7 @@ def test_an_empty_run_says_so(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({}))
     with pytest.raises(CheckpointError, match="nothing was saved yet"):
         newest(tmp_path)
-    with pytest.raises(CheckpointError, match="not a run folder"):
+    with pytest.raises(CheckpointError, match="there is no such folder"):
         locate(str(tmp_path / "nowhere"))
 
 

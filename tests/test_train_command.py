@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from embodied.commands import Interruption
@@ -62,8 +63,10 @@ def run(module, *args, cwd, code=0):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """The command in this process, from the test's folder."""
+    """The command in this process, from the test's folder, with one thread as in `ENV`."""
     monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
 
     def call(module, *args, code=0):
         returned = importlib.import_module(f"embodied.{module}").main(list(args))
@@ -71,7 +74,8 @@ def call(tmp_path, monkeypatch, capsys):
         assert returned == code, output
         return output
 
-    return call
+    yield call
+    torch.set_num_threads(threads)
 
 
 def only_run(folder: Path) -> Path:

@@ -18,11 +18,13 @@ TWO_HOSTS = (HostPlan("left", ("a", "mate")), HostPlan("right", ("b",)))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Ray takes a second of processor time per host, so only the tests that share their hosts are fast there."""
+    """Ray takes a second of processor time per host, so only the tests that share their hosts are fast there, and those
+    with one of the places a channel may have."""
     for item in items:
         parameters = getattr(item, "callspec", None)
         on_ray = parameters is not None and "ray" in map(str, parameters.params.values())
-        if on_ray and "shared_cluster" not in item.fixturenames:
+        elsewhere = on_ray and bool({"at the consumer", "at the driver"} & set(map(str, parameters.params.values())))
+        if on_ray and ("shared_cluster" not in item.fixturenames or elsewhere):
             item.add_marker(pytest.mark.slow)
 
 
