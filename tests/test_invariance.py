@@ -135,7 +135,13 @@ def test_four_learners_that_each_act_with_their_own_weights_give_the_same(refere
     [
         (ONE_OF_EACH, "inline", ["learner.micro_batch_size=7"], None),
         (TWO_LEARNERS, "inline", ["learner.micro_batch_size=16", "learner.checkpoint_activations=true"], None),
-        (TWO_LEARNERS, "local", ["learner.shard=true", "learner.micro_batch_size=16"], "buckets"),
+        pytest.param(
+            TWO_LEARNERS,
+            "local",
+            ["learner.shard=true", "learner.micro_batch_size=16"],
+            "buckets",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(FOUR_RANKS, "ray", ["learner.shard=true"], None, marks=pytest.mark.slow),
     ],
     ids=["accumulated", "accumulated_by_two", "sharded_and_sent_in_buckets", "sharded_by_four_on_ray"],

@@ -31,6 +31,7 @@ def batched():
     env.close()
 
 
+@pytest.mark.slow
 def test_the_contract_holds_with_images(batched):
     check_vector_env(batched, atol=2e-5)
 

@@ -36,6 +36,7 @@ def test_it_trains_and_its_checkpoint_evaluates_alike(tmp_path, monkeypatch, opt
         assert first.read_text() == again.read_text()
 
 
+@pytest.mark.slow
 def test_it_imitates_demonstrations_and_their_statistics_stay_with_it(tmp_path, monkeypatch):
     pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)

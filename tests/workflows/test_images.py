@@ -64,6 +64,7 @@ def test_the_cnn_learns_from_pictures_and_its_trunks_move(reference, tmp_path):
     assert numbers["train/grad_norm"] > 1e-3 and numbers["train/logprob_gap"] < 1e-5
 
 
+@pytest.mark.slow
 def test_in_processes_of_its_own_every_picture_crosses_once_to_each_who_looks(reference, tmp_path):
     notes = tmp_path / "notes"
     weights, _ = trained(tmp_path, APART, "local", *env("CountedEnv", notes=str(notes)))

@@ -91,6 +91,7 @@ def faulty(fault, place, folder, worker="sim-0", once=True, **more):
     return ["env.name=faulty_env:FaultyEnv", "env.task=reach", f"env.kwargs={{{text}}}"]
 
 
+@pytest.mark.chaos
 def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_path):
     with Run(tmp_path, TWO_SIMS, *faulty("sigkill", "rollout", tmp_path, worker="sim-1")) as run:
         finished, numbers = run.iterate(0)
