@@ -31,6 +31,8 @@ class ActorCritic(Policy):
     """A family sets `features`: what it makes of an observation, `width` numbers for each row, without the privileged
     ones."""
 
+    value_names = ("critic.",)
+
     def __init__(self, config: ActorCriticConfig, spec: EnvSpec, width: int) -> None:
         super().__init__(config, spec)
         self.dtype = getattr(torch, config.dtype)
@@ -102,11 +104,6 @@ class ActorCritic(Policy):
 
     def blocks(self) -> list[nn.Module]:
         return [net for net, _ in self.nets()]
-
-    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        value = list(self.critic.parameters())
-        mine = {id(p) for p in value}
-        return {"policy": [p for p in self.parameters() if id(p) not in mine], "value": value}
 
     def deviations(self) -> list[nn.Parameter]:
         return [] if self.spec.action.discrete else [self.log_std]

@@ -42,7 +42,7 @@ class Policy(nn.Module):
     """A plug-in implements `act`, `value`, `forward` and `noise_spec`; saving and loading come from here."""
 
     any_image_size = False  # whether it scales images itself
-
+    value_names: tuple[str, ...] = ()  # how the names of parameters begin that only predict values
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
 
     def __init__(self, config: Any, spec: EnvSpec) -> None:
@@ -90,8 +90,11 @@ class Policy(nn.Module):
         return -self.forward(inputs).logprobs
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Parameters by learning rate: "policy" and, where it has weights of its own, "value"."""
-        return {"policy": list(self.parameters())}
+        """Parameters by learning rate: "policy" and, where there are any, "value"."""
+        named = list(self.named_parameters())
+        value = [p for name, p in named if name.startswith(self.value_names)]
+        policy = [p for name, p in named if not name.startswith(self.value_names)]
+        return {"policy": policy} | ({"value": value} if value else {})
 
     def deviations(self) -> list[nn.Parameter]:
         """Parameters that only say how random continuous actions are."""

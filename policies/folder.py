@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,16 @@ def published_family(folder: Path) -> str | None:
     if content.get("model_type") != "openvla":
         return None
     return "openvla_oft" if any(folder.glob("*--*_checkpoint.*")) else "openvla"
+
+
+def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
+    """What travels along unchanged beside the weights."""
+    if source.resolve() == folder.resolve():
+        return
+    for file in (file for pattern in patterns for file in source.glob(pattern)):
+        there = folder / file.relative_to(source)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, there)
 
 
 def read_blobs(folder: Path) -> dict[str, Blob]:

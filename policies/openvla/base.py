@@ -17,8 +17,9 @@ from embodied.data import Array, EnvSpec, Observation
 from embodied.errors import CheckpointError, ConfigError
 from embodied.policies.base import Policy
 from embodied.policies.config import PrismaticConfig
+from embodied.policies.folder import copy_files
 from embodied.policies.openvla.actions import ActionTokens
-from embodied.policies.openvla.folder import copy_companions, read_published, read_stored, write_published
+from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, write_published
 from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.text import Tokenizer, WordTokenizer, prompt, tokenizer_of
@@ -37,6 +38,7 @@ class PrismaticPolicy(Policy):
     """A family says how actions are read from the language model: `act`, `value`, `forward`."""
 
     any_image_size = True
+    value_names = (VALUE,)
     extras: tuple[str, ...] = (VALUE,)  # how the names of weights begin that published folders may lack
 
     def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
@@ -188,13 +190,6 @@ class PrismaticPolicy(Policy):
         towers = [block for tower in self.vision_backbone.towers() for block in tower.blocks[:-1]]
         return [*towers, *self.language_model.model.layers]
 
-    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        named = list(self.named_parameters())
-        return {
-            "policy": [p for name, p in named if not name.startswith(VALUE)],
-            "value": [p for name, p in named if name.startswith(VALUE)],
-        }
-
     # On disk
 
     def description(self) -> dict[str, Any]:
@@ -220,7 +215,8 @@ class PrismaticPolicy(Policy):
 
     def save_pretrained(self, folder: Path | str, tensors=None) -> None:
         super().save_pretrained(folder, tensors)
-        copy_companions(self.source, Path(folder))
+        if self.source:
+            copy_files(self.source, Path(folder), COMPANIONS)
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """The layout that other programs read: no value head, adapters merged, large weights in shards."""

@@ -6,7 +6,6 @@ Reading checks that everything is there before a weight is touched; writing give
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from embodied.errors import CheckpointError
-from embodied.policies.folder import CONFIG, read_blobs, read_json
+from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
 from embodied.policies.openvla.components import component_weights, find_components
 from embodied.policies.openvla.settings import Settings, settings_of
 from embodied.policies.openvla.text import TOKENIZER
@@ -93,16 +92,9 @@ def write_published(
     """Weights in shards of at most `shard_bytes`, components in files of their own, beside them what `source` has."""
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    copy_companions(source and source.path, path)
+    if source:
+        copy_files(source.path, path, COMPANIONS)
     write_shards(path, weights, shard_bytes)
     for kind, tensors in components.items():
         known = source.components.get(kind) if source else None
         write_tensors(path / f"{known.stem if known else f'{kind}--0_checkpoint'}.safetensors", tensors)
-
-
-def copy_companions(source: Path | None, path: Path) -> None:
-    if source is None or source.resolve() == path.resolve():
-        return
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, path / name)

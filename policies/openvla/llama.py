@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.policies.openvla.settings import LlamaSettings
+from embodied.policies.vla.layers import GatedMLP, Turn, normed, rotate, turns
 
 ALL = slice(None)
-Turn = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
 
 
 class Cache:
@@ -38,8 +38,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * normed(x, self.eps).to(x.dtype)
 
 
 class LlamaAttention(nn.Module):
@@ -67,22 +66,11 @@ class LlamaAttention(nn.Module):
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
-class LlamaMLP(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(dim, hidden, bias=False)
-        self.up_proj = nn.Linear(dim, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class LlamaLayer(nn.Module):
     def __init__(self, settings: LlamaSettings, layer: int) -> None:
         super().__init__()
         self.self_attn = LlamaAttention(settings, layer)
-        self.mlp = LlamaMLP(settings.dim, settings.mlp)
+        self.mlp = GatedMLP(settings.dim, settings.mlp, F.silu)
         self.input_layernorm = RMSNorm(settings.dim, settings.eps)
         self.post_attention_layernorm = RMSNorm(settings.dim, settings.eps)
 
@@ -120,7 +108,8 @@ class LlamaStack(nn.Module):
         """
         new, total = x.shape[1], present.shape[1]
         position = (present.long().cumsum(1) - 1).clamp(min=0)[:, -new:]
-        turn = turns(position, self.settings, x.dtype)
+        head_dim = self.settings.dim // self.settings.heads
+        turn = turns(position, head_dim, self.settings.rope_theta, x.dtype)
         plain = not padded and (bidirectional or new in (1, total))
         mask = None if plain else visible(present, new, bidirectional)
         causal = plain and not bidirectional and new > 1
@@ -150,16 +139,3 @@ def visible(present: Tensor, new: int, bidirectional: bool) -> Tensor:
     if not bidirectional:
         seen = here <= here[-new:, None]
     return ((seen & present[:, None]) | (here == here[-new:, None]))[:, None]
-
-
-def turns(position: Tensor, settings: LlamaSettings, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [N, 1, L, head_dim] of the rotary embedding."""
-    half = torch.arange(0, settings.dim // settings.heads, 2, device=position.device).float()
-    speed = settings.rope_theta ** (-half / (settings.dim // settings.heads))
-    angle = (position[:, None, :, None].float() * speed).repeat(1, 1, 1, 2)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-right, left], dim=-1) * sin

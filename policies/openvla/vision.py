@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.policies.openvla.settings import TowerSettings
+from embodied.policies.vla.layers import patch_tokens
 
 
 class Attention(nn.Module):
@@ -72,10 +73,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, dim, patch, stride=patch)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """The convolution as one matrix product: patches do not overlap."""
-        (rows, colours, height, width), size = pixels.shape, self.proj.stride[0]
-        patches = pixels.view(rows, colours, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
-        return F.linear(patches.reshape(rows, -1, colours * size**2), self.proj.weight.flatten(1), self.proj.bias)
+        return patch_tokens(pixels, self.proj)
 
 
 class UnusedPool(nn.Module):

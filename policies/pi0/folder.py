@@ -7,7 +7,6 @@ output layer of the expert that nobody uses, which we keep in a file beside our 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from embodied.errors import CheckpointError
-from embodied.policies.folder import CONFIG, read_blobs, read_json
+from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
 from embodied.policies.pi0.network import WORDS
 from embodied.policies.pi0.normalize import NORM_STATS, Figures, read_figures
 from embodied.policies.pi0.settings import Settings, settings_of
@@ -100,15 +99,6 @@ def save_beside(path: Path, source: Published) -> None:
     if source.unused and source.path.resolve() != path.resolve():
         specs = {name: blob.spec for name, blob in source.unused.items()}
         write_safetensors(path / UNUSED, specs, source.unused.items())
-
-
-def copy_files(source: Path, path: Path, patterns: tuple[str, ...]) -> None:
-    if source.resolve() == path.resolve():
-        return
-    for file in (file for pattern in patterns for file in source.glob(pattern)):
-        there = path / file.relative_to(source)
-        there.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, there)
 
 
 def drawn(name: str, tensor: Tensor, draw: torch.Generator) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.policies.pi0.settings import GemmaSettings
+from embodied.policies.vla.layers import GatedMLP, Turn, normed, rotate, turns
 
 EPS, THETA = 1e-6, 10_000.0
 KeysValues = tuple[Tensor, Tensor]  # [N, kv_heads, tokens, head_dim] each
@@ -26,12 +27,11 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """The normed tokens, and the gate of what is made of them."""
-        exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPS)
+        exact = normed(x, EPS)
         if condition is None:
-            return (normed * (1 + self.weight.to(exact.dtype))).to(x.dtype), 1.0
+            return (exact * (1 + self.weight.to(exact.dtype))).to(x.dtype), 1.0
         scale, shift, gate = self.dense(condition.to(self.dense.weight.dtype))[:, None].chunk(3, dim=-1)
-        return (normed * (1 + scale.to(exact.dtype)) + shift.to(exact.dtype)).to(x.dtype), gate.to(x.dtype)
+        return (exact * (1 + scale.to(exact.dtype)) + shift.to(exact.dtype)).to(x.dtype), gate.to(x.dtype)
 
 
 class GemmaAttention(nn.Module):
@@ -44,7 +44,7 @@ class GemmaAttention(nn.Module):
         self.v_proj = nn.Linear(settings.dim, settings.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(settings.heads * self.head_dim, settings.dim, bias=False)
 
-    def forward(self, x: Tensor, turn: KeysValues, mask: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
+    def forward(self, x: Tensor, turn: Turn, mask: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -56,33 +56,22 @@ class GemmaAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
 
 
-class GemmaMLP(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(dim, hidden, bias=False)
-        self.up_proj = nn.Linear(dim, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
-
-
 class GemmaLayer(nn.Module):
     def __init__(self, settings: GemmaSettings, condition_dim: int | None) -> None:
         super().__init__()
         self.self_attn = GemmaAttention(settings)
-        self.mlp = GemmaMLP(settings.dim, settings.mlp)
+        self.mlp = GatedMLP(settings.dim, settings.mlp, nn.GELU("tanh"))
         self.input_layernorm = Norm(settings.dim, condition_dim)
         self.post_attention_layernorm = Norm(settings.dim, condition_dim)
 
     def forward(
-        self, x: Tensor, turn: KeysValues, mask: Tensor, past: KeysValues | None, condition: Tensor | None
+        self, x: Tensor, turn: Turn, mask: Tensor, past: KeysValues | None, condition: Tensor | None
     ) -> tuple[Tensor, KeysValues]:
-        normed, gate = self.input_layernorm(x, condition)
-        out, seen = self.self_attn(normed, turn, mask, past)
+        ready, gate = self.input_layernorm(x, condition)
+        out, seen = self.self_attn(ready, turn, mask, past)
         x = x + out * gate
-        normed, gate = self.post_attention_layernorm(x, condition)
-        return x + self.mlp(normed) * gate, seen
+        ready, gate = self.post_attention_layernorm(x, condition)
+        return x + self.mlp(ready) * gate, seen
 
 
 class GemmaStack(nn.Module):
@@ -107,21 +96,9 @@ class GemmaStack(nn.Module):
         """Hidden states [N, L, D] and each layer's keys and values, of embeddings [N, L, D] at `position` [N, L];
         `mask` [N, 1, L, everything], everything of `past` first, says who sees whom."""
         x = x.to(self.layers[0].mlp.up_proj.weight.dtype)
-        turn = turns(position, self.settings.head_dim, x.dtype)
+        turn = turns(position, self.settings.head_dim, THETA, x.dtype)
         seen = []
         for number, layer in enumerate(self.layers):
             x, added = layer(x, turn, mask, past and past[number], condition)
             seen.append(added)
         return self.norm(x, condition)[0], seen
-
-
-def turns(position: Tensor, head_dim: int, dtype: torch.dtype) -> KeysValues:
-    """Cosines and sines [N, 1, L, head_dim] of the rotary embedding."""
-    speed = THETA ** (-torch.arange(0, head_dim, 2, device=position.device).float() / head_dim)
-    angle = (position[:, None, :, None].float() * speed).repeat(1, 1, 1, 2)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-right, left], dim=-1) * sin

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from embodied.policies.vla.images import resize
 
 
 def resize_with_pad(frames: Tensor, size: int) -> Tensor:
-    """uint8 [N, H, W, 3] -> uint8 [N, size, size, 3]: bilinear with antialiasing, first across, then down, each time to
-    whole grey levels as image libraries do."""
+    """uint8 [N, H, W, 3] -> uint8 [N, size, size, 3], bilinear."""
     height, width = frames.shape[1:3]
     if height == width == size:
         return frames
     ratio = max(height, width) / size
     high, wide = int(height / ratio), int(width / ratio)
-    pixels = frames.permute(0, 3, 1, 2).float()
-    for shape in ((height, wide), (high, wide)):
-        if tuple(pixels.shape[2:]) != shape:
-            pixels = F.interpolate(pixels, size=shape, mode="bilinear", antialias=True, align_corners=False)
-            pixels = pixels.round().clamp(0, 255)
+    pixels = resize(frames.permute(0, 3, 1, 2).float(), (high, wide), "bilinear")
     top, left = (size - high) // 2, (size - wide) // 2
     canvas = torch.zeros(len(frames), size, size, 3, dtype=torch.uint8, device=frames.device)
     canvas[:, top : top + high, left : left + wide] = pixels.permute(0, 2, 3, 1).to(torch.uint8)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from embodied.errors import CheckpointError, ConfigError
 from embodied.policies.folder import read_json
 from embodied.policies.pi0.settings import MEAN_STD
+from embodied.policies.vla.statistics import choose_key
 from embodied.runtime.blobs import array_of, read_safetensors
 
 NORM_STATS, STEPS = "norm_stats.json", "policy_preprocessor.json"
@@ -68,13 +69,7 @@ def read_figures(path: Path) -> dict[str, Figures]:
 
 def choose(found: dict[str, Figures], name: str | None, where: str) -> Figures:
     """Those of the data set `name`, which may be left out where there is only one."""
-    if name is None and len(found) > 1:
-        raise ConfigError(
-            f"{where} was trained on several data sets; choose one: policy.statistics={'|'.join(list(found)[:8])}"
-        )
-    if name is not None and name not in found:
-        raise ConfigError(f"policy.statistics={name!r} is not in {where}; there are: {', '.join(found)}")
-    return found[name or next(iter(found))]
+    return found[choose_key(found, name, where)]
 
 
 def _from_step(path: Path) -> Figures:

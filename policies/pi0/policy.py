@@ -35,12 +35,12 @@ from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
 from embodied.runtime.blobs import Blob, blob_of
 from embodied.runtime.blobs import tensor_of as tensor_of_blob
 
-OWN_VALUE = "value_head."
 CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
 
 
 class Pi0Policy(Policy):
     any_image_size = True
+    value_names = ("value_head.",)
 
     def __init__(self, config: Pi0Config, spec: EnvSpec) -> None:
         super().__init__(config, spec)
@@ -202,13 +202,6 @@ class Pi0Policy(Policy):
 
     def blocks(self) -> list[nn.Module]:
         return self.model.blocks()
-
-    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        named = list(self.named_parameters())
-        return {
-            "policy": [p for name, p in named if not name.startswith(OWN_VALUE)],
-            "value": [p for name, p in named if name.startswith(OWN_VALUE)],
-        }
 
     def description(self) -> dict[str, Any]:
         """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.policies.pi0.settings import VisionSettings
+from embodied.policies.vla.layers import patch_tokens
 
 EPS = 1e-6
 
@@ -58,8 +59,8 @@ class VisionEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding((settings.image_size // settings.patch) ** 2, settings.dim)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        patches = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype))
-        return patches.flatten(2).transpose(1, 2) + self.position_embedding.weight
+        patches = patch_tokens(pixels.to(self.patch_embedding.weight.dtype), self.patch_embedding)
+        return patches + self.position_embedding.weight
 
 
 class VisionEncoder(nn.Module):

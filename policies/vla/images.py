@@ -76,11 +76,11 @@ def column(numbers: Tensor) -> Tensor:
     return numbers.view(1, -1, 1, 1)
 
 
-def resize(pixels: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Bicubic with antialiasing, first across, then down, each time to whole grey levels."""
+def resize(pixels: Tensor, shape: tuple[int, int], mode: str = "bicubic") -> Tensor:
+    """With antialiasing, first across, then down, each time to whole grey levels."""
     for part in ((pixels.shape[2], shape[1]), shape):
         if tuple(pixels.shape[2:]) != part:
-            pixels = F.interpolate(pixels, size=part, mode="bicubic", antialias=True, align_corners=False)
+            pixels = F.interpolate(pixels, size=part, mode=mode, antialias=True, align_corners=False)
             pixels = pixels.round().clamp(0, 255)
     return pixels
 

@@ -48,7 +48,7 @@ def choose_key(norm_stats: dict[str, Any], key: str | None, where: str) -> str:
     """The data set named `key`, which may be left out where there is only one."""
     if key is None and len(norm_stats) > 1:
         raise ConfigError(
-            f"{where} was trained on several data sets; choose whose action range to use: policy.statistics="
+            f"{where} was trained on several data sets; choose one: policy.statistics="
             f"{'|'.join(sorted(norm_stats)[:8])}"
         )
     key = next(iter(norm_stats)) if key is None else key

@@ -1,0 +1,47 @@
+"""What the transformers of several families compute alike; their weights keep the names each family publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Turn = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, dim: int, hidden: int, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, hidden, bias=False)
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim, bias=False)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+def normed(x: Tensor, eps: float) -> Tensor:
+    """By the root of the mean square, in float32 at least."""
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+
+
+def turns(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Turn:
+    speed = theta ** (-torch.arange(0, head_dim, 2, device=position.device).float() / head_dim)
+    angle = (position[:, None, :, None].float() * speed).repeat(1, 1, 1, 2)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+def patch_tokens(pixels: Tensor, convolution: nn.Conv2d) -> Tensor:
+    """[N, 3, H, W] -> [N, patches, dim]: the convolution as one matrix product, since patches do not overlap."""
+    (rows, colours, height, width), size = pixels.shape, convolution.stride[0]
+    patches = pixels.view(rows, colours, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
+    return F.linear(patches.reshape(rows, -1, colours * size**2), convolution.weight.flatten(1), convolution.bias)
