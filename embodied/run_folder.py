@@ -112,21 +112,38 @@ class RunFolder:
 
     def _hold(self) -> None:
         """Keep others from continuing this run while it goes on. The kernel lets go when this process ends."""
-        lock = os.open(self.logs / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise CheckpointError(
-                f"{self.path}: this run is going on in another process; stop that one first"
-            ) from None
-        except OSError:  # a file system without locks: two runs in one folder go unnoticed there
-            os.close(lock)
-        else:
-            self._lock = lock
+        self._lock = locked(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        if self._lock is None:
+            raise CheckpointError(f"{self.path}: this run is going on in another process; stop that one first")
 
     def _write(self, content: dict) -> None:
         replace_text(self.path / "run.json", json.dumps(content, indent=2) + "\n")
+
+
+def locked(run: Path, flags: int) -> int | None:
+    """A file of the run's that is locked until it is closed; None where the run goes on in another process."""
+    lock = os.open(run / "logs" / "driver.log", flags)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except OSError:  # a file system without locks: two runs in one folder go unnoticed there
+        pass
+    return lock
+
+
+def lost(run: Path, info: dict) -> bool:
+    """Whether it was killed, or its machine went down, before it could write how it ended."""
+    if info.get("state") != "running" or info.get("provenance", {}).get("host") != platform.node():
+        return False  # locks of other machines cannot be seen everywhere
+    try:
+        lock = locked(run, os.O_RDWR)
+    except OSError:
+        return False
+    if lock is not None:
+        os.close(lock)
+    return lock is not None
 
 
 def row_of(line: str) -> dict | None:

@@ -12,8 +12,13 @@ from embodied.checkpoints import read_json
 from embodied.data import EpisodeResult
 from embodied.errors import CheckpointError, EmbodiedError
 from embodied.reporting.results import RESULTS, read_results
+from embodied.run_folder import lost
 
 IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations of the run itself; others were asked for by hand
+LOST = (
+    "It ended before it could say why: it was killed, or its machine went down. "
+    "python -m embodied.{command} resume={run} goes on from its last checkpoint."
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ def read_run(folder: Path) -> Run:
     if (folder / "run.json").is_file():
         problems: list[str] = []
         info = read_object(folder / "run.json", problems)
+        if lost(folder, info):
+            info |= {"state": "killed", "cause": LOST.format(command=info.get("command", "train"), run=folder)}
         config = read_text(folder / "config.yaml", problems)
         metrics = read_metrics(folder / "metrics.jsonl", problems)
         return Run(folder, info, config, metrics, read_evaluations(folder, problems), problems)

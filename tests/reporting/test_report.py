@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import shutil
 
@@ -16,6 +17,7 @@ from embodied.reporting.results import write_results
 from embodied.reporting.runs import read_run
 from embodied.reporting.stats import summarize
 from embodied.reporting.timeline import TraceWriter
+from embodied.run_folder import RunFolder
 
 CONFIG = "env: {name: pointmass, task: reach}\npolicy: {name: mlp}\nalgo: {name: ppo}\n"
 NASTY = '<script>alert("x")</script> & </style>'
@@ -172,6 +174,16 @@ def test_a_run_that_has_just_begun_has_a_report(run, page_checker):
     (run / "run.json").write_text('{"state": "running", "started": "2026-01-01T00:00:00+00:00"}')
     page = page_checker(report(read_run(run), run))
     assert "running" in page.text and "since 2026-01-01 00:00 UTC" in page.text
+
+
+def test_a_run_that_was_killed_is_not_said_to_be_running(tmp_path, page_checker):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    assert "running" in page_checker(report(read_run(folder.path), folder.path)).text
+    os.close(folder._lock)  # what the kernel does when a process dies
+    page = page_checker(report(read_run(folder.path), folder.path))
+    assert "killed" in page.text and f"python -m embodied.train resume={folder.path}" in page.text
+    folder.record(provenance={"host": "elsewhere"})
+    assert "running" in page_checker(report(read_run(folder.path), folder.path)).text
 
 
 def test_what_cannot_be_read_is_named(run, page_checker):
