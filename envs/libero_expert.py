@@ -20,6 +20,8 @@ OPEN, CLOSE = -1.0, 1.0
 REACH, TURN = 0.05, 0.5  # what an action of 1 asks for: metres, radians
 GAIN = 2.5  # the controller covers only part of what is asked within an env step
 NEAR, LEVEL = 0.008, 0.006  # metres: arrived, in the plane and in height
+CENTRED = 0.03  # LIBERO's goals ask that what is put on something is no further from its middle
+SETTLED = 0.0005  # metres in an env step
 FINGER_REACH = 0.045  # of an open finger from the hand's centre
 WIDEST = 0.072  # what fits between the fingers
 PALM = 0.030  # the palm is this far above the point between the fingers, with a little room
@@ -66,12 +68,28 @@ def still(grip: float) -> np.ndarray:
 
 def pick_and_place(at: Geometry, what: str, where: str, inside: bool) -> Iterator[np.ndarray]:
     for attempt in range(4):
+        yield from settle(at, what)
         grasps = ranked_grasps(at, what)
         grasp = grasps[min(attempt, len(grasps) - 1)]
         height = at.position(what)[2]
         yield from pick(at, what, grasp)
         if at.position(what)[2] > height + 0.03:
             yield from place(at, what, where, inside, grasp.closing)
+            if inside or beside(at, what, where) < CENTRED:
+                return
+
+
+def beside(at: Geometry, what: str, where: str) -> float:
+    """How far an object is from the middle of what it is to be on, seen from above."""
+    return float(np.linalg.norm((at.position(what) - at.position(where))[:2]))
+
+
+def settle(at: Geometry, what: str) -> Iterator[np.ndarray]:
+    """Until it lies still: what is on something else may sink in or slip when an episode begins."""
+    for _ in range(20):
+        before = at.position(what)
+        yield still(OPEN)
+        if np.linalg.norm(at.position(what) - before) < SETTLED:
             return
 
 
@@ -122,11 +140,10 @@ def move(at: Geometry, target, closing: np.ndarray, grip: float, steps: int = 60
 
 
 def carry(at: Geometry, what: str, target: np.ndarray, height: float, closing: np.ndarray) -> Iterator[np.ndarray]:
-    """The same for the middle of what is in the hand."""
+    """The same for the place of what is in the hand, by which LIBERO's goals judge."""
     for _ in range(60):
         hand = at.hand
-        low, high = at.bounds(what)
-        error = np.array([*(target - (low + high)[:2] / 2), height - hand[2]])
+        error = np.array([*(target - at.position(what)[:2]), height - hand[2]])
         if np.linalg.norm(error[:2]) < NEAR and abs(error[2]) < LEVEL:
             return
         yield toward(at, hand + error, closing, CLOSE)
@@ -160,7 +177,7 @@ def ranked_grasps(at: Geometry, what: str) -> list[Grasp]:
     found = [around(corners, height, angle) for angle in angles]
     grasps = [grasp for grasp in found if grasp]
     if not grasps:
-        grasps = rims(corners, (low + high) / 2, high[2])
+        grasps = rims(corners, (low + high) / 2)
     return sorted(grasps, key=lambda grasp: -worth(at, what, grasp))
 
 
@@ -174,19 +191,22 @@ def around(corners: np.ndarray, height: float, angle: float) -> Grasp | None:
     return Grasp(np.array([*centre, height]), closing)
 
 
-def rims(corners: np.ndarray, centre: np.ndarray, top: float) -> list[Grasp]:
-    """Holding the wall of something round, one finger inside."""
-    rim = corners[corners[:, 2] > top - 0.01][:, :2] - centre[:2]
-    radius = float(np.median(np.linalg.norm(rim, axis=1)))
+def rims(corners: np.ndarray, centre: np.ndarray) -> list[Grasp]:
+    """Holding the wall of something round, one finger inside; where it leans, the wall is higher on one side."""
+    away = corners[:, :2] - centre[:2]
+    distance = np.linalg.norm(away, axis=1)
     grasps = []
     for angle in np.arange(0, 2 * np.pi, np.pi / 12):
         outward = np.array([np.cos(angle), np.sin(angle)])
+        there = away @ outward > 0.9 * distance
+        top = corners[there, 2].max()
+        radius = np.median(distance[there & (corners[:, 2] > top - 0.01)])
         grasps.append(Grasp(np.array([*(centre[:2] + radius * outward), top - 0.014]), outward))
     return grasps
 
 
 def worth(at: Geometry, what: str, grasp: Grasp) -> float:
-    """Room for the fingers and the palm (metres, up to 2 cm), less what the hand has to turn, less thickness."""
+    """Room for the fingers and the palm (metres, up to 2 cm), less what the hand has to turn; the higher the better."""
     across = np.array([*grasp.closing, 0.0])
     fingers = [
         grasp.point + side * FINGER_REACH * across + np.array([0, 0, up])
@@ -196,4 +216,4 @@ def worth(at: Geometry, what: str, grasp: Grasp) -> float:
     palm = [grasp.point + side * 0.09 * across + np.array([0, 0, 0.08]) for side in (-1, 0, 1)]
     room = min(at.clearance(np.array([*fingers, *palm]), what), 0.02)
     turn = np.arccos(np.clip(abs(across @ at.turned[:, 0]), 0, 1))
-    return room - 0.004 * turn
+    return room - 0.004 * turn + 0.5 * grasp.point[2]

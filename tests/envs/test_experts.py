@@ -8,9 +8,10 @@ import pytest
 
 from embodied.data import Recording
 from embodied.envs import panda
-from embodied.envs.config import GymConfig, ManiSkillConfig, PointMassConfig
+from embodied.envs.config import GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
 from embodied.envs.evaluation import play_episodes
 from embodied.envs.experts import make_expert
+from embodied.envs.libero_expert import rims
 from embodied.envs.pilots import ExpertPilot
 from embodied.envs.pointmass import PointMassEnv
 from embodied.episodes import EpisodeList
@@ -62,6 +63,30 @@ def test_maniskills_expert_picks_the_cube_and_the_arm_is_where_its_kinematics_sa
     world, tcp = look(env), env.envs[0].agent.tcp.pose
     assert np.allclose(world.hand, tcp.p.numpy(), atol=1e-5)
     env.close()
+
+
+def test_a_leaning_bowl_is_held_where_its_rim_is_and_the_higher_side_is_known():
+    around = np.arange(0, 2 * np.pi, np.pi / 24)
+    rim = np.stack([0.05 * np.cos(around), 0.05 * np.sin(around), 0.95 + 0.03 * np.cos(around)], axis=1)
+    bottom = rim * [0.4, 0.4, 1] - [0, 0, 0.05]
+    grasps = rims(np.concatenate([rim, bottom]), np.array([0.0, 0.0, 0.93]))
+    assert all(np.linalg.norm(grasp.point[:2]) == pytest.approx(0.05, abs=1e-3) for grasp in grasps)
+    highest = max(grasps, key=lambda grasp: grasp.point[2])
+    assert highest.point == pytest.approx([0.05, 0, 0.98 - 0.014], abs=1e-6) and highest.closing[0] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO")
+@pytest.mark.parametrize("task", ["libero_object/2", "libero_spatial/5"])
+def test_liberos_expert_solves_stored_states_also_where_a_bowl_slips_as_the_episode_begins(task):
+    from embodied.envs.libero import LiberoEnv
+
+    env = LiberoEnv(LiberoConfig(name="libero", task=task), 2)
+    episodes = EpisodeList(0, "eval", (task,), stored_states=50).first(2)
+    pilot = ExpertPilot(make_expert(env), "expert")
+    played = play_episodes(env, episodes, pilot, Recording(), SimpleQueue(), frozenset(), Timers())
+    env.close()
+    assert all(result.success_once for result in played)
 
 
 def test_tasks_without_an_expert_are_refused():
