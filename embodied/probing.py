@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from embodied.config import RunConfig
-from embodied.data import Route
+from embodied.data import GroupBatch, PlayedEpisodes, Route, Trajectory
+from embodied.envs.base import VectorEnv
 from embodied.envs.worker import SimWorker
 from embodied.episodes import EpisodeList
 from embodied.learners.worker import LearnerWorker
@@ -35,6 +36,16 @@ class Samples:
 
     seconds: dict[str, list[float]] = field(default_factory=dict)  # of a sim's decision, a policy's answer, its value
     bytes: int = 0  # of this process's memory that came with the envs
+    horizon: int = 1  # decisions of a rollout, or of a whole episode
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a worker needs of its device's memory, and how long it takes to give that back and to take it again."""
+
+    bytes: float
+    offload_s: float
+    onload_s: float
 
 
 class Directly:
@@ -48,7 +59,7 @@ class Directly:
 
     def put(self, request: Any) -> None:
         started = perf_counter()
-        reply = self.policy._answer(request, 1.0, "train")
+        reply = self.policy._answer(self.policy.completed(request), 1.0, "train")
         (self.value_s if request.value_only else self.act_s).append(perf_counter() - started)
         self.answers.append(reply)
 
@@ -69,43 +80,54 @@ class Kept:
         return self.items[0]
 
 
+@dataclass
+class Part:
+    """A sim with its policy, and what it played last."""
+
+    sim: SimWorker
+    policy: PolicyWorker
+    samples: Samples
+    kept: Kept
+
+
 class ProbeWorker(Worker):
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.sims: dict[int, tuple[SimWorker, Samples]] = {}
-        self.trajectories: dict[int, Kept] = {}
+        self.grouped = config.algo.name != "ppo"
+        self.parts: dict[int, Part] = {}
+        self.steps = 0  # env steps that episodes in groups may last
 
     def rollout(self, num_envs: int, decisions: int, repeats: int) -> Samples:
         """Play rollouts of so many decisions in so many envs, one more than `repeats`: the first builds and resets
-        everything."""
-        sim, samples = self._sim(num_envs)
-        policy = self._policy(sim)
-        kept = self.trajectories.setdefault(num_envs, Kept())
-        episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks_of(self.config))
+        everything. Whole episodes end after so many decisions; what their resets take is spread over a real episode."""
+        part = self._part(num_envs)
+        self.steps = decisions * getattr(self.config.policy, "chunk", 1)
         for repeat in range(repeats + 1):
-            direct = Directly(policy)
+            direct = Directly(part.policy)
+            route = Route(("probe",), (direct,), (direct,))
             started = perf_counter()
-            sim.collect(episodes, decisions, Route(("probe",), (direct,), (direct,)), (kept,))
+            reset_s = self._play(part, num_envs, decisions, route)
             whole = perf_counter() - started - sum(direct.act_s) - sum(direct.value_s)
             self.tick()
             if repeat:
-                samples.seconds.setdefault("sim", []).append(whole / decisions)
-                samples.seconds.setdefault("policy", []).append(float(np.mean(direct.act_s)))
-                samples.seconds.setdefault("value", []).append(float(np.mean(direct.value_s)))
-        return samples
+                decision_s = (whole - reset_s) / len(direct.act_s) + reset_s / part.samples.horizon
+                found = {"sim": decision_s, "policy": float(np.mean(direct.act_s))}
+                found |= {"value": float(np.mean(direct.value_s))} if direct.value_s else {}
+                for name, seconds in found.items():
+                    part.samples.seconds.setdefault(name, []).append(seconds)
+        return part.samples
 
-    def update(self, num_envs: int, decisions: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
+    def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
         """Learn from the last rollout in so many envs: seconds of a gradient step, and what an update takes besides."""
+        part = self.parts[num_envs]
         times = {1: [], 2: []}
-        steps = -(-num_envs * decisions // minibatch)
+        steps = -(-num_decisions(part.kept.get()) // minibatch)
         for epochs, found in times.items():
             algo = self.config.algo.model_copy(update={"minibatch_size": minibatch, "epochs": epochs})
-            options = (self.config.policy, algo, self.config.learner.model_copy(update={"shard": False}))
-            learner = real(LearnerWorker, *options, self.config.seed, None, tick=self.tick)
-            learner.build(self.sims[num_envs][0].spec(), new_name(), snapshot=False)
+            learner = self._learner(algo, part)
             for repeat in range(repeats + 1):
                 started = perf_counter()
-                learner.update(self.trajectories[num_envs], ("probe",), np.arange(num_envs), 0, 100)
+                self._learn(learner, part)
                 if repeat:
                     found.append(perf_counter() - started)
                 self.tick()
@@ -115,20 +137,70 @@ class ProbeWorker(Worker):
         each = [seconds / steps * epoch / once for seconds in times[1]]
         return {"step": each, "fixed": [max(once - epoch, 0.0)]}
 
+    def moves(self, num_envs: int) -> dict[str, Moves]:
+        """Of the policy, and of a learner that has learned once."""
+        part = self.parts[num_envs]
+        learner = self._learner(self.config.algo.model_copy(update={"epochs": 1}), part)
+        self._learn(learner, part)
+        found = {"policy": moves_of(part.policy), "learner": moves_of(learner)}
+        learner.close()
+        return found
+
     def forget(self, num_envs: int) -> None:
-        sim, _ = self.sims.pop(num_envs)
-        self.trajectories.pop(num_envs, None)
-        sim.close()
+        self.parts.pop(num_envs).sim.close()
         gc.collect()
 
-    def _sim(self, num_envs: int) -> tuple[SimWorker, Samples]:
-        if num_envs not in self.sims:
+    def _play(self, part: Part, num_envs: int, decisions: int, route: Route) -> float:
+        """-> seconds that went into resets of whole episodes."""
+        group_size = self.config.algo.group_size if self.grouped else 1
+        episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks_of(self.config), group_size=group_size)
+        if not self.grouped:
+            part.sim.collect(episodes, decisions, route, (part.kept,))
+            return 0.0
+        part.sim.keep(())
+        stats = part.sim.play([episodes[i] for i in range(num_envs)], route)
+        part.sim.hand_over([np.array(part.sim.kept())], "probe", (part.kept,))
+        return stats.reset_s
+
+    def _learn(self, learner: LearnerWorker, part: Part) -> None:
+        played = part.kept.get()
+        if not self.grouped:
+            learner.update(part.kept, ("probe",), np.arange(played.rewards.shape[1]), 0, 100)
+            return
+        scores = np.resize([1.0, -1.0], len(played.episodes))
+        batch = GroupBatch(played.episodes, scores, scores, 0, 0, len(scores))
+        learner.update_groups(part.kept, ("probe",), batch, 0, 100)
+
+    def _learner(self, algo: Any, part: Part) -> LearnerWorker:
+        options = (self.config.policy, algo, self.config.learner.model_copy(update={"shard": False}))
+        learner = real(LearnerWorker, *options, self.config.seed, None, tick=self.tick)
+        learner.build(part.sim.spec(), new_name(), snapshot=False)
+        return learner
+
+    def _part(self, num_envs: int) -> Part:
+        if num_envs not in self.parts:
             before = resident_bytes()
-            env = self.config.env.model_copy(update={"num_envs": num_envs})
-            sim = real(SimWorker, env, tick=self.tick)
-            sim.spec()
-            self.sims[num_envs] = sim, Samples(bytes=max(resident_bytes() - before, 0))
-        return self.sims[num_envs]
+            sim = real(SimWorker, self.config.env.model_copy(update={"num_envs": num_envs}), tick=self.tick)
+            limit = sim.spec().max_episode_steps
+            samples = Samples(bytes=max(resident_bytes() - before, 0), horizon=self._horizon(limit))
+            if self.grouped:
+                self._cut_episodes(sim.stages[0].env, limit)
+            self.parts[num_envs] = Part(sim, self._policy(sim), samples, Kept())
+        return self.parts[num_envs]
+
+    def _horizon(self, limit: int) -> int:
+        return (
+            -(-limit // getattr(self.config.policy, "chunk", 1)) if self.grouped else self.config.algo.rollout_decisions
+        )
+
+    def _cut_episodes(self, env: VectorEnv, limit: int) -> None:
+        """Let episodes begin so late that they end after `steps`."""
+        reset = env.reset
+
+        def late(options: dict[str, Any]) -> Any:
+            return reset(options={**options, "elapsed": np.full(env.num_envs, max(limit - self.steps, 0))})
+
+        env.reset = late
 
     def _policy(self, sim: SimWorker) -> PolicyWorker:
         policy = real(PolicyWorker, self.config.policy, self.config.seed, self.config.learner.precision)
@@ -136,6 +208,23 @@ class ProbeWorker(Worker):
         policy.policy = make_policy(self.config.policy, sim.spec(), self.config.seed).eval()  # with initial weights
         policy.weights.version = 0
         return policy
+
+
+def num_decisions(played: Trajectory | PlayedEpisodes) -> int:
+    if isinstance(played, PlayedEpisodes):
+        return int(played.lengths.sum())
+    return played.rewards.shape[0] * played.rewards.shape[1]
+
+
+def moves_of(worker: PolicyWorker | LearnerWorker) -> Moves:
+    """The second time: the first one also gets the host memory that tensors go to."""
+    for _ in range(2):
+        started = perf_counter()
+        worker.offload()
+        left = perf_counter()
+        worker.onload()
+        back = perf_counter()
+    return Moves(worker.needs().num_bytes, left - started, back - left)
 
 
 def real(cls: type[Worker], *args: Any, tick=None, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 A profile holds for everything that costs the same: the same env, task, policy and algorithm on the same kind of
 processor. How many envs, decisions, epochs and minibatches there are may differ: that is the workflow, not the costs.
+An iteration of whole episodes (GRPO) counts as one round of all its groups, none of them dropped and played anew.
 """
 
 from __future__ import annotations
@@ -18,27 +19,39 @@ from embodied.placement.workflow import Workflow, embodied_workflow
 
 AMOUNTS = {
     "env": ("num_envs", "stagger"),
-    "algo": ("rollout_decisions", "epochs", "minibatch_size", "lr", "value_lr", "lr_schedule"),
+    "algo": (
+        *("rollout_decisions", "epochs", "minibatch_size", "lr", "value_lr", "lr_schedule"),
+        *("groups", "group_size", "filter", "filter_low", "filter_high", "max_rounds", "max_empty"),
+    ),
 }
 
 
-def check_plannable(config: RunConfig) -> None:
-    """An iteration of GRPO plays until its groups are full: how much that is nobody knows beforehand."""
-    if config.algo.name != "ppo":
-        raise ConfigError(
-            f"algo.name={config.algo.name}: profiles and plans are of recipes with a fixed number of decisions per "
-            "iteration so far (algo.name=ppo); name a placement instead, for example placement=collocated"
-        )
+def steady(config: RunConfig) -> RunConfig:
+    """The recipe with iterations of one size and without a limit of memory, for measuring what its parts cost."""
+    cluster = config.cluster.model_copy(update={"memory_gb": None})
+    return one_round(config).model_copy(update={"cluster": cluster})
 
 
-def workflow_of(config: RunConfig) -> Workflow:
-    """What an iteration of this recipe asks for."""
-    check_plannable(config)
-    decisions, envs = config.algo.rollout_decisions, config.env.num_envs
-    items = decisions * envs
-    minibatch = min(config.algo.minibatch_size, items)
+def one_round(config: RunConfig) -> RunConfig:
+    """Every iteration plays its groups once, and learns from all of them."""
+    if config.algo.name == "ppo":
+        return config
+    return config.model_copy(update={"algo": config.algo.model_copy(update={"filter": "none"})})
+
+
+def workflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Workflow:
+    """What an iteration of this recipe asks for; `episode_decisions` is how long whole episodes are."""
+    algo, envs = config.algo, config.env.num_envs
+    if algo.name == "ppo":
+        decisions = algo.rollout_decisions
+        items = decisions * envs
+    else:
+        episodes = algo.groups * algo.group_size
+        decisions = max(1, round(-(-episodes // envs) * episode_decisions))
+        items = max(1, round(episodes * episode_decisions))
+    minibatch = min(algo.minibatch_size, items)
     steps = items * getattr(config.policy, "chunk", 1)
-    return embodied_workflow(envs, decisions, config.algo.epochs * -(-items // minibatch), minibatch, steps)
+    return embodied_workflow(envs, decisions, algo.epochs * -(-items // minibatch), minibatch, steps)
 
 
 def cost_key(config: RunConfig) -> str:
@@ -66,7 +79,6 @@ def stored_profile(config: RunConfig) -> Path | None:
 
 
 def newest_profile(config: RunConfig) -> Path:
-    check_plannable(config)
     path = stored_profile(config)
     if path is None:
         name = config.run.name or "NAME"
@@ -86,5 +98,6 @@ def fitted_to(config: RunConfig, profile: Profile, path: Path) -> Profile:
             "or processor costs something else; leave out recipe=, or measure this one: python -m embodied.profiling "
             f"recipe={config.run.name}"
         )
-    workflow = replace(workflow_of(config), fixed_s=profile.workflow.fixed_s)
+    workflow = workflow_of(config, profile.made.get("episode_decisions", 1.0))
+    workflow = replace(workflow, fixed_s=profile.workflow.fixed_s)
     return replace(profile, workflow=workflow)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from embodied import commands
 from embodied.config import RunConfig, load
@@ -26,10 +27,10 @@ from embodied.placement import PlacementPlan, make_plan
 from embodied.placement.costs import Pricer
 from embodied.placement.curves import Curve, constant, fit
 from embodied.placement.layout import Layout, Zone
-from embodied.placement.profile import Cost, Link, Profile, Sync, write_profile
+from embodied.placement.profile import NOTHING, Cost, Link, Profile, Sync, write_profile
 from embodied.placement.topology import Topology
 from embodied.placement.workflow import Edge, traced_edges
-from embodied.profiles import check_plannable, cost_key, processor, profile_path, workflow_of
+from embodied.profiles import cost_key, processor, profile_path, steady, workflow_of
 from embodied.runtime import Cluster, HostPlan
 from embodied.trial import Trial
 
@@ -86,13 +87,13 @@ def start(argv: list[str]) -> int:
 
 def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Profile:
     """Probe the parts, then calibrate with short real runs."""
-    check_plannable(config)
+    config = steady(config)
     clock = Clock(seconds)
     topology = discover()
     cores = cores_here()
     with tempfile.TemporaryDirectory(prefix="embodied-profile-") as logs:
         say(f"measuring env, policy and learner on {len(cores)} cores, about {seconds:.0f} s")
-        costs = probe(config, cores, clock, Path(logs))
+        costs, horizon = probe(config, cores, clock, Path(logs))
         made = {
             "recipe": config.run.name,
             "name": f"{config.run.name} on {processor()}, {len(cores)} cores",
@@ -102,9 +103,12 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Pr
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0],
         }
-        profile = Profile(workflow_of(config), costs, made=made)
+        if config.algo.name != "ppo":
+            made["episode_decisions"] = horizon  # while a policy knows nothing, episodes last as long as they may
+        profile = Profile(workflow_of(config, horizon), costs, made=made)
         profile = calibrate(config, profile, topology, clock, Path(logs), say)
-        whole = replace(workflow_of(config), edges=profile.workflow.edges, fixed_s=profile.workflow.fixed_s)
+        whole = workflow_of(config, horizon)
+        whole = replace(whole, edges=profile.workflow.edges, fixed_s=profile.workflow.fixed_s)
         profile = replace(profile, workflow=whole)
     return replace(profile, made={**profile.made, "seconds": round(clock.spent(), 1)})
 
@@ -116,8 +120,10 @@ def env_sizes(config: RunConfig, cores: int) -> list[int]:
     return list(dict.fromkeys(shares))[:MOST_SIZES]
 
 
-def probe(config: RunConfig, cores: tuple[int, ...], clock: Clock, logs: Path) -> dict[str, dict[str, Cost]]:
-    """The costs of every part on one core, while the other cores do the same."""
+def probe(
+    config: RunConfig, cores: tuple[int, ...], clock: Clock, logs: Path
+) -> tuple[dict[str, dict[str, Cost]], int]:
+    """The costs of every part on one core, while the other cores do the same; and how many decisions a rollout has."""
     used = cores[:MOST_PROBES]
     hosts = [HostPlan(f"probe-{i}", ("probe",), (core,), 1) for i, core in enumerate(used)]
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -126,7 +132,7 @@ def probe(config: RunConfig, cores: tuple[int, ...], clock: Clock, logs: Path) -
     with Cluster("local", hosts, logs, config.faults.timeout_s) as cluster:
         probes = cluster.launch("embodied.probing:ProbeWorker", "probe", config)
         sizes = env_sizes(config, len(cores))
-        decisions = affordable(config, sizes, probes, clock)
+        decisions, horizon = affordable(sizes, probes, clock)
         for place, num_envs in enumerate(sizes):
             if place and not clock.left(PROBING):
                 break
@@ -136,24 +142,35 @@ def probe(config: RunConfig, cores: tuple[int, ...], clock: Clock, logs: Path) -
                 used_bytes[num_envs] = max(used_bytes.get(num_envs, 0), samples.bytes)
             minibatch = max(1, round(config.algo.minibatch_size * num_envs / config.env.num_envs))
             minibatch = min(minibatch, num_envs * decisions)
-            for learned in probes.update(num_envs, decisions, minibatch, 1).wait():
+            for learned in probes.update(num_envs, minibatch, 1).wait():
                 found["step"][minibatch] += learned["step"]
                 fixed += learned["fixed"] if place == 0 else []
+        moves = probes.moves(sizes[0]).wait()
     sim = Cost(fit(found["sim"]), bytes=rising_bytes(used_bytes))
-    policy = Cost(fit(found["policy"]), last_s=fit(found["value"]))
+    policy = Cost(fit(found["policy"]), last_s=fit(found["value"]) if "value" in found else NOTHING)
     learner = Cost(fit(found["step"]), fixed_s=median(fixed))
-    return {"sim": {"cpu": sim}, "policy": {"cpu": policy}, "learner": {"cpu": learner}}
+    moving = [
+        movable(cost, [each[name] for each in moves]) for name, cost in (("policy", policy), ("learner", learner))
+    ]
+    return {"sim": {"cpu": sim}, "policy": {"cpu": moving[0]}, "learner": {"cpu": moving[1]}}, horizon
 
 
-def affordable(config: RunConfig, sizes: list[int], probes, clock: Clock) -> int:
-    """How many decisions long rollouts can be so that two sizes of envs are measured in time."""
-    horizon = config.algo.rollout_decisions
-    few = min(FEWEST_DECISIONS, horizon)
-    samples = probes.rollout(sizes[0], few, 1).wait()
+def movable(cost: Cost, moves: list) -> Cost:
+    """With what its workers need of a device, and what it takes them to leave it and to come back."""
+    onload_s, offload_s = (median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s"))
+    return replace(cost, bytes=constant(moves[0].bytes), onload_s=onload_s, offload_s=offload_s)
+
+
+def affordable(sizes: list[int], probes, clock: Clock) -> tuple[int, int]:
+    """How many decisions long rollouts can be so that two sizes of envs are measured in time; and how many the recipe's
+    have."""
+    samples = probes.rollout(sizes[0], FEWEST_DECISIONS, 1).wait()
+    horizon = samples[0].horizon
     decision_s = max(sum(sum(part) for part in found.seconds.values()) for found in samples)
     rows = sum(sizes[:2]) / sizes[0]
     left = PROBING * clock.seconds - clock.spent()
-    return max(few, min(horizon, int(left / 2 / ((REPEATS + 1) * rows * decision_s))))
+    most = int(left / 2 / ((REPEATS + 1) * rows * decision_s))
+    return min(max(FEWEST_DECISIONS, most), horizon), horizon
 
 
 def rising_bytes(used: dict[int, int]) -> Curve:
@@ -245,12 +262,30 @@ def shortened(
     share = left / (2 * REAL_ITERATIONS * expected)
     if share >= 1:
         return config, profile
+    decisions = profile.workflow["sim"].calls
+    if config.algo.name == "ppo":
+        kept = max(min(FEWEST_DECISIONS, decisions), int(share * decisions))
+        short, length = with_algo(config, rollout_decisions=kept), 1
+    else:
+        short, length = fewer_episodes(config, share, profile.made["episode_decisions"])
+    kept = workflow_of(short, length)["sim"].calls / decisions
+    short = with_algo(short, minibatch_size=max(1, round(kept * config.algo.minibatch_size)), epochs=1)
+    return short, replace(profile, workflow=workflow_of(short, length))
+
+
+def with_algo(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"algo": config.algo.model_copy(update=changes)})
+
+
+def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunConfig, int]:
+    """One group for every group's worth of envs at least; if that is too much, episodes of fewer decisions."""
     algo = config.algo
-    decisions = max(min(FEWEST_DECISIONS, algo.rollout_decisions), int(share * algo.rollout_decisions))
-    kept = decisions / algo.rollout_decisions
-    short = {"rollout_decisions": decisions, "minibatch_size": max(1, round(kept * algo.minibatch_size)), "epochs": 1}
-    config = config.model_copy(update={"algo": algo.model_copy(update=short)})
-    return config, replace(profile, workflow=workflow_of(config))
+    fewest = min(-(-config.env.num_envs // algo.group_size), algo.groups)
+    groups = max(fewest, int(share * algo.groups))
+    cut = max(min(FEWEST_DECISIONS, length), min(length, int(length * share * algo.groups / groups)))
+    steps = cut * getattr(config.policy, "chunk", 1)
+    env = config.env if cut == length else config.env.model_copy(update={"max_episode_steps": steps})
+    return with_algo(config, groups=groups).model_copy(update={"env": env}), cut
 
 
 def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock) -> Seen:

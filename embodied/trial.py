@@ -17,7 +17,7 @@ from embodied.workflows.embodied import EmbodiedLoop
 
 MANY = 1_000_000  # iterations that the schedule of the learning rate is stretched over
 PHASES = ("rollout", "update", "publish")
-OUTER = {"sim": "collect", "policy": "serve", "learner": "update"}
+OUTER = {"sim": ("collect", "play"), "policy": ("serve",), "learner": ("update", "update_groups")}
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Trial:
         def grown(name: str) -> float:
             return seconds_of(after.get(name)) - seconds_of(before.get(name))
 
-        return max(grown(OUTER[role]) - grown("wait") - grown("sync"), 0.0)
+        return max(sum(map(grown, OUTER[role])) - grown("wait") - grown("sync"), 0.0)
 
 
 def seconds_of(total: Total | None) -> float:

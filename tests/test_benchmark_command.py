@@ -14,7 +14,8 @@ from embodied.placement.curves import Curve, constant
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile
 from embodied.placement.workflow import traced_edges
-from embodied.profiles import cost_key, newest_profile, workflow_of
+from embodied.probing import ProbeWorker, num_decisions, real
+from embodied.profiles import cost_key, newest_profile, one_round, workflow_of
 from embodied.reporting.benchmark import describe, paired_ratio
 from embodied.trial import Round, Trial
 
@@ -99,19 +100,55 @@ def test_what_a_real_run_takes_besides_goes_where_it_belongs():
     assert again.price(layout).seconds == pytest.approx(seen.rollout_s + seen.update_s + seen.publish_s + seen.rest_s)
 
 
-def test_the_graph_is_what_went_through_the_channels_of_a_real_iteration(tmp_path):
-    config = load([*SMALL, "cluster.backend=inline"]).config
+GROUPED = ("recipe=pointmass_grpo", "env.num_envs=4", "algo.groups=2", "algo.group_size=4", "env.max_episode_steps=8")
+
+
+@pytest.mark.parametrize("arguments", [SMALL, GROUPED])
+def test_the_graph_is_what_went_through_the_channels_of_a_real_iteration(tmp_path, arguments):
+    config = one_round(load([*arguments, "cluster.backend=inline"]).config)
     plan = make_plan({"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, (0,), config.env.num_envs)
     with Trial(config, plan, tmp_path) as trial:
         trial.iterate()
         assert traced_edges(trial.flows()) == workflow_of(config).edges
 
 
+@pytest.mark.parametrize("arguments", [SMALL, GROUPED])
+def test_parts_are_measured_again_and_again_with_the_same_envs(arguments):
+    probes = real(ProbeWorker, load([*arguments]).config, tick=lambda: None)
+    for repeat in (1, 2):
+        samples = probes.rollout(2, 4, 1)
+        assert len(samples.seconds["sim"]) == len(samples.seconds["policy"]) == repeat
+        assert num_decisions(probes.parts[2].kept.get()) <= 2 * 4
+    assert samples.horizon == 8
+    assert min(probes.update(2, 4, 1)["step"]) > 0
+    moves = probes.moves(2)
+    assert moves["learner"].bytes == 4 * moves["policy"].bytes > 0  # weights, gradients and Adam's two averages
+    probes.forget(2)
+
+
+def test_an_iteration_of_whole_episodes_is_one_round_of_all_groups():
+    config = load([*GROUPED, "algo.filter=resample", "algo.minibatch_size=16", "algo.epochs=3"]).config
+    assert one_round(config).algo.filter == "none"
+    workflow = workflow_of(config, episode_decisions=6)
+    assert workflow["sim"].calls == 12  # two rounds of four episodes
+    assert workflow["learner"].calls == 3 * 3 and workflow.env_steps == 8 * 6
+    assert cost_key(config) == cost_key(one_round(config))
+
+
+def test_whole_episodes_that_would_take_too_long_become_fewer_and_then_shorter():
+    config = profiling.with_algo(load([*GROUPED]).config, groups=8)
+    short, length = profiling.fewer_episodes(config, 0.25, 8)
+    assert (short.algo.groups, length) == (2, 8)
+    short, length = profiling.fewer_episodes(config, 0.0625, 8)  # half a group: four episodes of half the length
+    assert (short.algo.groups, short.env.max_episode_steps, length) == (1, 4, 4)
+
+
 class SlowProbes:
     """Every decision of an env and a policy takes this long."""
 
     def __init__(self, decision_s):
-        self.samples = SimpleNamespace(seconds={"sim": [decision_s / 2], "policy": [decision_s / 2], "value": [0.0]})
+        seconds = {"sim": [decision_s / 2], "policy": [decision_s / 2], "value": [0.0]}
+        self.samples = SimpleNamespace(seconds=seconds, horizon=8)
 
     def rollout(self, num_envs, decisions, repeats):
         return SimpleNamespace(wait=lambda: [self.samples])
@@ -119,9 +156,8 @@ class SlowProbes:
 
 @pytest.mark.parametrize(("decision_s", "decisions"), [(1e-4, 8), (0.4, 6), (30.0, 4)])
 def test_rollouts_are_as_long_as_there_is_time_for(decision_s, decisions):
-    config = load([*SMALL]).config
     clock = profiling.Clock(100.0)
-    assert profiling.affordable(config, [4, 4], SlowProbes(decision_s), clock) == decisions
+    assert profiling.affordable([4, 4], SlowProbes(decision_s), clock) == (decisions, 8)
 
 
 def test_real_runs_that_would_take_too_long_are_cut_short():

@@ -58,7 +58,6 @@ def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
         (("profile=published_maniskill_openvla", "cluster=8xCPU"), "costs on gpu, this cluster has cpu"),
         (("profile=published_maniskill_openvla", "cluster=many"), "does not describe machines"),
         (("recipe=pointmass_ppo", "profile=published_maniskill_openvla"), "costs something else; leave out recipe="),
-        (("recipe=pointmass_grpo",), "fixed number of decisions per iteration so far"),
         (("recipe=pointmass_ppo", "run.dir=/nonexistent"), "python -m embodied.profiling recipe=pointmass_ppo"),
     ],
 )
