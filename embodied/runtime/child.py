@@ -74,6 +74,7 @@ def _serve(boot: dict[str, Any]) -> None:
             connect(message[1], fd)
         elif message[0] == "stop":
             host.stop(message[1])
+            report(("stopped",))  # before the end, which waits for the last thread of a simulator's library
             driver.flush()
             _exit(0)
         else:

@@ -46,7 +46,6 @@ class _Process(HostProcess):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pid = self.popen.pid
-        self.stopped = self.ended  # it ends when its workers are closed
 
 
 class LocalBackend(Processes):
@@ -94,9 +93,7 @@ class LocalBackend(Processes):
         self._processes[plan.name] = process
         if before is not None:
             before.free()
-        self._control.add(
-            control, lambda message, payload, _: self._events.on_report(plan.name, message, payload), lambda: None
-        )
+        self._control.add(control, lambda message, payload, _: self._told(process, message, payload), lambda: None)
         self._control.watch(os.pidfd_open(popen.pid), lambda: self._died(process))
 
     def call(self, host: str, message: tuple, packed: Payload | None = None) -> None:
@@ -155,6 +152,12 @@ class LocalBackend(Processes):
     def _post(self, host: str, message: tuple, payload: Payload | None = None) -> None:
         self._processes[host].control.post(("channel", message), payload)  # in order with calls and news of deaths
 
+    def _told(self, process: _Process, message: tuple, payload: Payload | None) -> None:
+        if message[0] == "stopped":
+            process.stopped.set()
+        else:
+            self._events.on_report(process.plan.name, message, payload)
+
     def _died(self, process: _Process) -> None:
         _kill_session(process.popen)  # what it started; as long as it is not waited for, its number is not reused
         code = process.popen.wait()
@@ -163,6 +166,7 @@ class LocalBackend(Processes):
         def tell() -> None:
             self._channels.drain(process.channels)  # and what it put into channels of the driver
             process.ended.set()
+            process.stopped.set()
             self._events.on_death(process.plan.name, describe_exit(code))
 
         self._channels.submit(tell)
