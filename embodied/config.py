@@ -35,7 +35,7 @@ class RunSection(Strict):
     iterations: int | None = Field(None, gt=0, description="Train for this many iterations.")
     eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
     save_every: int | None = Field(
-        None, gt=0, description="Save a checkpoint every so many iterations; null: only at the end."
+        None, gt=0, description="Save a checkpoint every so many iterations; null: before evaluations only."
     )
     start_from: LocalPath | None = Field(
         None,

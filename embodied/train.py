@@ -92,9 +92,10 @@ def train(
             while state["iteration"] < total and not interruption.requested and not loop.collection.exhausted:
                 iterate(loop, state, total, folder, console)
                 last = state["iteration"] == total or bool(loop.collection.exhausted)
-                if last or due(state["iteration"], config.run.save_every):
+                judge = last or due(state["iteration"], config.run.eval_every)
+                if judge or due(state["iteration"], config.run.save_every):  # an evaluation takes long
                     console.saved(save(loop, state, folder))
-                if not interruption.requested and (last or due(state["iteration"], config.run.eval_every)):
+                if judge and not interruption.requested:
                     out = folder.path / "eval" / name_of(loop.version)
                     console.evaluating(loop.version, config.eval.episodes)
                     console.evaluated(loop.version, evaluate_run(loop, out, folder.checkpoints / name_of(loop.version)))
