@@ -56,6 +56,9 @@ class Backend(Protocol):
     def pulse(self, host: str) -> Pulse:
         """The last heartbeat of a host's process; still readable when it has died."""
 
+    def write_stacks(self, host: str) -> bool:
+        """Has a host write into its log what its threads are at, even inside a native call; whether it can be asked."""
+
     def kill(self, host: str) -> None:
         """Ends a host's process at once, even a stopped one; its death is then told as any other."""
 

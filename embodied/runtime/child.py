@@ -14,6 +14,7 @@ import time
 import traceback
 from typing import Any
 
+from embodied.runtime.exits import WRITE_STACKS
 from embodied.runtime.hosts import Host, Links
 from embodied.runtime.payload import Payload, decode, encode
 from embodied.runtime.progress import PROGRESS_BYTES, Progress
@@ -30,6 +31,7 @@ def main(boot: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     faulthandler.enable()
+    faulthandler.register(WRITE_STACKS)
     find_main_lazily(boot["main_module"], boot["main_file"])
     _serve(boot)
 

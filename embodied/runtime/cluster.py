@@ -364,7 +364,8 @@ class Cluster:
             sign = self._backend.progress(host, self._slot(worker))
             told = f"last sign of life {sign.ago_s:.1f} s ago" if sign.ticks else "no sign of life yet"
             waits = ", waits on a channel" if sign.waits else ""
-            lines.append(f"  {worker} [{self._backend.where(host)}]: {told}{waits}")
+            where = "; its log says where it is" if self._backend.write_stacks(host) else ""
+            lines.append(f"  {worker} [{self._backend.where(host)}]: {told}{waits}{where}")
         return "\n".join(lines)
 
 

@@ -2,6 +2,8 @@
 
 import signal
 
+WRITE_STACKS = signal.SIGUSR1  # tells a host to write into its log what its threads are at
+
 
 def describe_exit(code: int) -> str:
     """`code` as `subprocess` gives it: negative is a signal."""

@@ -44,6 +44,9 @@ class InlineBackend:
     def pulse(self, host: str) -> Pulse:
         return Pulse(0.0, resident_bytes())
 
+    def write_stacks(self, host: str) -> bool:
+        return False
+
     def kill(self, host: str) -> None:
         raise AssertionError("nothing is isolated here, so nothing is killed")
 

@@ -61,10 +61,11 @@ class Keeper:
                 continue
             silence, call = self._silence(host, calls_of.get(host, []), now)
             if self.supervisor.silent(host, silence):
+                where = "; its log says where" if self._backend.write_stacks(host) else ""
                 doing = f" during {call.handle.what}" if call else ""
                 cause = (
                     f"hung: no sign of life for {silence:.0f} s{doing} (faults.hang_s="
-                    f"{self.supervisor.budget.hang_s:g}), so it was killed [{self._backend.where(host)}]"
+                    f"{self.supervisor.budget.hang_s:g}), so it was killed{where} [{self._backend.where(host)}]"
                 )
                 self.condemn(host, Failure(call.worker if call else host, cause))
 

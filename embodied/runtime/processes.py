@@ -9,14 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from embodied.runtime.exits import WRITE_STACKS
 from embodied.runtime.hosts import Host, HostPlan, ranges
 from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign
 
 _log = logging.getLogger(__name__)
 
+WRITING_S = 0.2  # in which a process writes down what its threads are at
 KILL_S = 5.0  # how long a killed process may take to vanish
 
 
@@ -32,6 +35,7 @@ class HostProcess:
     stopped: threading.Event = field(default_factory=threading.Event, init=False)  # its workers are closed
     ended: threading.Event = field(default_factory=threading.Event, init=False)
     node = ""  # of the cluster, where there is one
+    here = True  # on this machine
     end_s = KILL_S
 
     def __post_init__(self) -> None:
@@ -67,6 +71,15 @@ class Processes:
 
     def pulse(self, host: str) -> Pulse:
         return self._processes[host].progress.pulse()
+
+    def write_stacks(self, host: str) -> bool:
+        process = self._processes[host]
+        asked = process.log is not None and process.pid is not None and process.here and not process.ended.is_set()
+        if asked:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, WRITE_STACKS)
+                time.sleep(WRITING_S)
+        return asked
 
     def stop(self, seconds: float) -> None:
         processes = list(self._processes.values())

@@ -55,7 +55,8 @@ class _Process(HostProcess):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.node = self.at.name
-        self.end_s = KILL_S + _LAST_WORDS_S * (not self.at.here)
+        self.here = self.at.here
+        self.end_s = KILL_S + _LAST_WORDS_S * (not self.here)
 
     def free(self) -> None:
         self.listener.join(KILL_S)
@@ -122,7 +123,7 @@ class RayBackend(Processes):
 
     def kill(self, host: str) -> None:
         process = self._processes[host]
-        if process.pid is not None and process.at.here and not process.ended.is_set():
+        if process.pid is not None and process.here and not process.ended.is_set():
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         else:
@@ -169,7 +170,7 @@ class RayBackend(Processes):
             self._events.on_death(process.plan.name, cause)
 
     def _why_it_vanished(self, process: _Process, failed: str) -> str:
-        if not process.at.here and self._connection.lost(process.at):
+        if not process.here and self._connection.lost(process.at):
             return f"was lost with node {process.at.name} of the cluster, which Ray no longer reaches"
         return f"could not run: {failed.strip()}"
 
@@ -193,7 +194,7 @@ class RayBackend(Processes):
         """From the guard; None if the process never came to be, or nobody can say any more."""
         if process.pid is None:
             return None
-        if not process.at.here:
+        if not process.here:
             return self._last_words(process)
         until = time.monotonic() + KILL_S
         while time.monotonic() < until:

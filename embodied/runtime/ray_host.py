@@ -21,6 +21,7 @@ from typing import Any
 import ray
 
 from embodied.runtime.child import find_main_lazily
+from embodied.runtime.exits import WRITE_STACKS
 from embodied.runtime.hosts import DRIVER, Host, Links, ranges
 from embodied.runtime.progress import BEAT_S, PROGRESS_BYTES, Progress
 from embodied.runtime.ray_payload import Stored, decode, encode, pack_message, unpack_message
@@ -169,6 +170,7 @@ def _die_of_what_kills() -> None:
     for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
         signal.signal(number, signal.SIG_DFL)
     faulthandler.enable()
+    faulthandler.register(WRITE_STACKS)
 
 
 def _check_cores(cores: list[int]) -> None:
