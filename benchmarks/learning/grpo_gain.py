@@ -166,20 +166,29 @@ def paired_gain(before: Sequence[bool], after: Sequence[bool]) -> dict:
     return {"mean": float(difference.mean()), "bootstrap_interval": [float(low), float(high)]}
 
 
+def runs_of(folder: Path) -> list[tuple[str, dict]]:
+    """What is measured of a case: its seeds in order, then the control run."""
+    paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem == "control", path.stem))
+    return [(path.stem, json.loads(path.read_text())) for path in paths]
+
+
+def interval(gain: dict) -> str:
+    """`+52.5% [+45.0%, +60.0%]`"""
+    low, high = gain["bootstrap_interval"]
+    return f"{gain['mean']:+.1%} [{low:+.1%}, {high:+.1%}]"
+
+
 def describe(name: str, result: dict) -> str:
-    low, high = result["gain"]["bootstrap_interval"]
     begin, end = rate(result["start_success"]), rate(result["final_success"])
-    return f"{name}: {begin} -> {end}, gain {result['gain']['mean']:+.1%} [{low:+.1%}, {high:+.1%}]"
+    return f"{name}: {begin} -> {end}, gain {interval(result['gain'])}"
 
 
 def report(done: list[tuple[str, dict]]) -> str:
     header = ["run", "start", "after GRPO", "gain on the same episodes", "env steps", "CPU s"]
     rows = []
     for name, result in done:
-        low, high = result["gain"]["bootstrap_interval"]
-        gained = f"{result['gain']['mean']:+.1%} [{low:+.1%}, {high:+.1%}]"
         begin, end = rate(result["start_success"]), rate(result["final_success"])
-        rows.append([name, begin, end, gained, f"{result['env_steps']:,}", f"{result['cpu_s']:.0f}"])
+        rows.append([name, begin, end, interval(result["gain"]), f"{result['env_steps']:,}", f"{result['cpu_s']:.0f}"])
     seeds = [result for name, result in done if name != "control"]
     above = sum(result["gain"]["bootstrap_interval"][0] > 0 for result in seeds)
     begun = begin_well([result["start_success"]["rate"] for result in seeds])
