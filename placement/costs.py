@@ -42,6 +42,16 @@ class Price:
     fits: bool
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A node of the workflow in a layer: its components by zone, and the nodes it waits for; early: for the first of
+    what they make."""
+
+    node: int
+    parts: tuple[tuple[int, tuple[str, ...]], ...]  # (index of the zone, components)
+    waits: tuple[tuple[int, bool], ...]  # (node, early)
+
+
 class Pricer:
     """`costs[component, class]` in `profile`, on devices of `classes`."""
 
@@ -52,6 +62,7 @@ class Pricer:
         self.asker = {node: asker_of(workflow, node) for node in workflow.order}
         self.table = cache(self._table)
         self.floor = cache(self._floor)
+        self.turns = cache(self._turns_of)
 
     def cost(self, component: str, device_class: str) -> Cost | None:
         return self.profile.cost(component, device_class, self.classes[device_class].kind)
@@ -64,35 +75,53 @@ class Pricer:
         """How many workers it has on 0, 1, 2, ... devices: the fastest number that fits by itself."""
         return self.table(component, device_class, stages).workers
 
-    def _floor(self, components: tuple[str, ...], device_class: str, stages: int) -> np.ndarray:
-        """No layer takes less where these components share a zone of at most 0, 1, 2, ... devices."""
-        here = Zone(components, device_class)
-        count = np.arange(self.classes[device_class].count + 1)
-        spent = np.zeros(len(count))
-        for node in self.workflow.order:
-            names = [name for name in node if name in components]
-            if names and len(node) == 1:
-                spent = spent + self.table(names[0], device_class, stages).seconds
-            elif names:
-                spent = spent + self.workflow[self.asker[node]].calls * self._busy_least(names, here, count, stages)
-        spent = np.where(np.isnan(spent), np.inf, spent) * self.workflow.passes
-        spent[0] = np.inf
-        return np.minimum.accumulate(spent)
-
-    def _busy_least(self, names: Sequence[str], here: Zone, count: np.ndarray, stages: int) -> np.ndarray:
-        """Seconds of a cycle's round in which a zone with some of its components is busy, wherever the asker is."""
+    def _floor(self, names: tuple[str, ...], device_class: str, stages: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where these components of a node share a zone of at most 0, 1, 2, ... devices: seconds of a pass in which it
+        is busy at least, and in which one stage waits for it."""
         asker = self.asker_for(names[0])
+        if asker is None:
+            found = (self.table(names[0], device_class, stages).seconds,)
+        else:
+            found = self._round_least(names, asker, device_class, stages)
+        least = []
+        for seconds in found:
+            spent = np.where(np.isnan(seconds), np.inf, seconds)
+            spent[0] = np.inf
+            least.append(np.minimum.accumulate(spent))
+        return least[0], least[-1]
+
+    def _round_least(
+        self, names: Sequence[str], asker: str, device_class: str, stages: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of all calls of a cycle, wherever the asker is."""
+        here, count = Zone(tuple(names), device_class), np.arange(self.classes[device_class].count + 1)
+        calls = self.workflow[asker].calls
         if asker in names:
             at = dict.fromkeys(names, (here, count))
-            return sum(self.station(name, asker, at, stages)[2] for name in names)
-        least = np.full(len(count), np.inf)
+            rounds = [self.station(name, asker, at, stages) for name in names]
+            return calls * sum(whole for _, _, whole, _ in rounds), calls * sum(one for one, _, _, _ in rounds)
+        busy, waits = np.full((2, len(count)), np.inf)
         for name in self.runs_on()[asker]:
             asking = np.flatnonzero(np.diff(self.table(asker, name, stages).workers) > 0) + 1
             at = {asker: (Zone((asker,), name), asking[:, None]), **dict.fromkeys(names, (here, count))}
             if len(asking):
-                whole = sum(self.station(name, asker, at, stages)[2] for name in names)
-                least = np.minimum(least, np.min(whole, axis=0))
-        return least
+                rounds = [self.station(name, asker, at, stages) for name in names]
+                every = len(asking), len(count)
+                whole, one = (np.broadcast_to(sum(r[i] for r in rounds), every).min(axis=0) for i in (2, 0))
+                busy, waits = np.minimum(busy, whole), np.minimum(waits, one)
+        return calls * busy, calls * waits
+
+    def least_seconds(self, layer: Layer, most: Sequence[Any], stages: int, chunks: int) -> Any:
+        """No split of this layer takes less where its zones have at most so many devices (numbers, or arrays)."""
+        work = {}
+        for turn in self.turns(layer):
+            found = [self.floor(names, layer[z].device_class, stages) for z, names in turn.parts]
+            counts = [most[z] for z, _ in turn.parts]
+            busiest = max_of(*(busy[count] for (busy, _), count in zip(found, counts)))
+            if len(found) > 1:
+                busiest = max_of(busiest, sum(one[count] for (_, one), count in zip(found, counts)))
+            work[turn.node] = busiest
+        return self._turns(layer, work, chunks)
 
     def slowed_by_more(self, components: Sequence[str]) -> bool:
         """Whether more devices can cost time: every worker that receives weights is one more copy."""
@@ -137,38 +166,62 @@ class Pricer:
     ) -> LayerPrice:
         """Seconds are infinite where a zone is too small for a worker."""
         at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
-        nodes = [i for i, node in enumerate(self.workflow.order) if node[0] in at]
-        seconds = self._turns(layer, nodes, at, stages, chunks, swapped) + self.sync_seconds(at, stages)
         active, idle = {}, {}
         for zone, count in zip(layer, devices):
             peak, rest = self._memory(zone, count, at, stages, swapped)
             name = zone.device_class
             active[name] = np.maximum(active.get(name, 0.0), peak)
             idle[name] = np.maximum(idle.get(name, 0.0), rest)
-        return LayerPrice(seconds, active, idle)
+        return LayerPrice(self.seconds(layer, devices, stages, chunks, swapped), active, idle)
 
-    def _turns(self, layer: Layer, nodes: Sequence[int], at: Mapping, stages: int, chunks: int, swapped) -> Array:
-        """Nodes in order, on zones that come free, chunk by chunk."""
-        free: dict[Zone, Array] = dict.fromkeys(layer, 0.0)
+    def seconds(
+        self, layer: Layer, devices: Sequence[Array], stages: int, chunks: int, swapped: frozenset[str] = frozenset()
+    ) -> Array:
+        at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
+        order = self.workflow.order
+        work = {turn.node: self.node_seconds(order[turn.node], at, stages) for turn in self.turns(layer)}
+        return self._turns(layer, work, chunks, at, swapped) + self.sync_seconds(at, stages)
+
+    def _turns(
+        self, layer: Layer, work: Mapping[int, Array], chunks: int, at: Mapping | None = None, swapped=frozenset()
+    ) -> Array:
+        """Nodes in order, on zones that come free, chunk by chunk; `work` is what a pass of each takes."""
+        free: list[Array] = [0.0] * len(layer)
         ready: dict[int, list[Array]] = {}
         passes = self.workflow.passes / chunks
-        for i in nodes:
-            node = self.workflow.order[i]
-            zones = {at[name][0] for name in node}
-            work = self.node_seconds(node, at, stages) * passes
-            time = max_of(*(free[zone] for zone in zones)) + self.swap_seconds(node, at, swapped, "onload_s")
-            sources = [j for j in self.workflow.sources[i] if j in ready]
-            ready[i] = []
+        for turn in self.turns(layer):
+            node = self.workflow.order[turn.node]
+            each = work[turn.node] * passes
+            time = max_of(*(free[z] for z, _ in turn.parts))
+            if swapped:
+                time = time + self.swap_seconds(node, at, swapped, "onload_s")
+            ready[turn.node] = []
             for chunk in range(chunks):
-                for j in sources:
-                    apart = all(at[name][0] not in zones for name in self.workflow.order[j])
-                    early = apart and all(self.workflow[name].streams for name in node)
-                    time = max_of(time, ready[j][chunk if early else -1])
-                time = time + work
-                ready[i].append(time)
-            done = time + self.swap_seconds(node, at, swapped, "offload_s")
-            free.update(dict.fromkeys(zones, done))
-        return max_of(*free.values())
+                for source, early in turn.waits:
+                    time = max_of(time, ready[source][chunk if early else -1])
+                time = time + each
+                ready[turn.node].append(time)
+            if swapped:
+                time = time + self.swap_seconds(node, at, swapped, "offload_s")
+            for z, _ in turn.parts:
+                free[z] = time
+        return max_of(*free)
+
+    def _turns_of(self, layer: Layer) -> tuple[Turn, ...]:
+        place = {name: z for z, zone in enumerate(layer) for name in zone.components}
+        found = []
+        for i, node in enumerate(self.workflow.order):
+            if node[0] in place:
+                mine = sorted({place[name] for name in node})
+                parts = tuple((z, tuple(name for name in node if place[name] == z)) for z in mine)
+                streams = all(self.workflow[name].streams for name in node)
+                waits = []
+                for j in self.workflow.sources[i]:
+                    source = self.workflow.order[j]
+                    if source[0] in place:
+                        waits.append((j, streams and all(place[name] not in mine for name in source)))
+                found.append(Turn(i, parts, tuple(waits)))
+        return tuple(found)
 
     def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: frozenset[str], which: str) -> float:
         """Zones load side by side, components of one zone one after the other."""
@@ -361,5 +414,6 @@ def used_bytes(layers: Sequence[LayerPrice], device_class: str) -> float:
 def max_of(*values: Array) -> Array:
     most = values[0]
     for value in values[1:]:
-        most = np.maximum(most, value)
+        plain = isinstance(most, float) and isinstance(value, float)
+        most = max(most, value) if plain else np.maximum(most, value)
     return most

@@ -26,6 +26,7 @@ from embodied.placement.search import LayerSearch, Points, unbeaten_indices
 from embodied.placement.workflow import Workflow
 
 STAGES = (1, 2, 4)
+GUESSES = 4  # layouts that are tried before the search
 MARGIN = 1 + 1e-9  # bounds are sums in another order than prices
 
 
@@ -78,8 +79,9 @@ class Planner:
         return self._searches[key]
 
     def _best_of(self, options: Sequence[tuple[float, int, int, tuple]]) -> Choice | None:
-        best: Choice | None = None
-        for least, stages, chunks, way in sorted(options, key=lambda option: (*option[:3], len(option[3]))):
+        options = sorted(options, key=lambda option: (*option[:3], len(option[3])))
+        best = self._guess(options[:GUESSES])
+        for least, stages, chunks, way in options:
             seconds = best.price.seconds if best else np.inf
             if least >= seconds:
                 break
@@ -87,6 +89,15 @@ class Planner:
             if found and found.price.seconds < seconds:
                 best = found
         return best
+
+    def _guess(self, options: Sequence[tuple[float, int, int, tuple]]) -> Choice | None:
+        """The fastest of a few layouts that need no search, as a bound for those that do."""
+        found = []
+        for _, stages, chunks, way in options:
+            guesses = [search.guess(label) for search, label in way]
+            if all(map(len, guesses)):
+                found.append(self._choice(guesses, stages, chunks))
+        return min((c for c in found if c.price.fits), key=lambda c: c.price.seconds, default=None)
 
     def _least(self, way: tuple) -> float:
         """Seconds that these layers take at least."""

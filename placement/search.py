@@ -10,12 +10,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
+from math import prod
 
 import numpy as np
 
 from embodied.placement.costs import Pricer
 from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, components_of
 
+HALVINGS = 20
+COARSE = 6  # sizes of a zone to look at first, where splits are more than
+MANY = 1000
 FEW = 200  # splits that are not narrowed down before other zones are looked at
 ROLES = ("sim", "policy", "learner")
 
@@ -63,7 +67,10 @@ class LayerSearch:
                 self.groups.setdefault(label_of(layer), []).append(layer)
         self._fastest: dict[tuple, Points] = {}
         self._slower: dict[tuple, float] = {}  # labels none of whose splits takes less than this
-        self._least = {label: min(map(self.least, layers)) for label, layers in self.groups.items()}
+        self.leasts = {layer: self.least(layer) for layers in self.groups.values() for layer in layers}
+        for layers in self.groups.values():
+            layers.sort(key=self.leasts.get)
+        self._least = {label: self.leasts[layers[0]] for label, layers in self.groups.items()}
 
     def least_of(self, label: tuple) -> float:
         """No split takes less."""
@@ -74,11 +81,17 @@ class LayerSearch:
         if label not in self._fastest and bound > self._slower.get(label, 0.0):
             best: Points | None = None
             limit = bound
-            for layer in sorted(self.groups[label], key=self.least):
-                found = self.price(Way(layer), self.splits(layer, limit))
-                if len(found) and found.seconds.min() < limit:
-                    best = found.take(np.array([found.seconds.argmin()]))
-                    limit = best.seconds[0]
+            for layer in self.groups[label]:
+                if self.leasts[layer] >= limit:
+                    break
+                for sizes in (COARSE, None):
+                    splits, whole = self.splits(layer, limit, sizes)
+                    seconds = self.seconds(layer, splits)
+                    if seconds.min(initial=np.inf) < limit:
+                        best = self.price(Way(layer), splits[:, [seconds.argmin()]])
+                        limit = best.seconds[0]
+                    if whole:
+                        break
             if best:
                 self._fastest[label] = best
             else:
@@ -87,12 +100,55 @@ class LayerSearch:
         return found if found and found.seconds[0] < bound else None
 
     def least(self, layer: Layer) -> float:
-        """Seconds that it takes at least: of the busiest zone, had it all devices that the others can spare."""
+        """Seconds that it takes at least: had every zone all devices that the others can spare."""
         zones = Counter(zone.device_class for zone in layer)
-        return max(self.floor(zone)[max(self.count(zone) - zones[zone.device_class] + 1, 0)] for zone in layer)
+        most = [max(self.count(zone) - zones[zone.device_class] + 1, 0) for zone in layer]
+        return float(self.pricer.least_seconds(layer, most, self.stages, self.chunks))
+
+    def guess(self, label: tuple) -> Points:
+        """One split of the layer that could be the fastest, for a bound to begin with; empty if none is found."""
+        layer = self.groups[label][0]
+        return self.price(Way(layer), self.balanced(layer))
+
+    def balanced(self, layer: Layer) -> np.ndarray:
+        """One split in which the zones are about as long at work."""
+        floors = [self.floor(zone) for zone in layer]
+        low, high = 0.0, max(float(floor[np.isfinite(floor)].max(initial=0.0)) for floor in floors)
+        devices = np.zeros((len(layer), 0), int)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            need = np.array([[int(np.searchsorted(-floor, -middle))] for floor in floors])
+            if min(np.min(left) for left in self.left(layer, need).values()) < 0:
+                low = middle
+            else:
+                high, devices = middle, need
+        return devices
 
     def floor(self, zone: Zone) -> np.ndarray:
-        return self.pricer.floor(zone.components, zone.device_class, self.stages)
+        """Seconds in which a zone of 0, 1, 2, ... devices is at work, at least."""
+        order = self.pricer.workflow.order
+        nodes = [tuple(name for name in node if name in zone.components) for node in order]
+        return sum(self.pricer.floor(names, zone.device_class, self.stages)[0] for names in nodes if names)
+
+    def need(self, layer: Layer, bound: float) -> list[int] | None:
+        """How many devices every zone has in all splits that could take less than `bound` seconds; None: there is no
+        such split."""
+        need = [1] * len(layer)
+        while True:
+            left = self.left(layer, np.array(need)[:, None])
+            if min(left.values()) < 0:
+                return None
+            most = [n + int(left[zone.device_class][0]) for n, zone in zip(need, layer)]
+            tried = np.arange(max(most) + 1)
+            sizes = [np.where(np.eye(len(layer), dtype=bool)[i][:, None], tried, m) for i, m in enumerate(most)]
+            sizes = [
+                np.minimum(size, self.count(zone)) for size, zone in zip(sizes, layer)
+            ]  # row i: of zone i all sizes
+            seconds = self.pricer.least_seconds(layer, sizes, self.stages, self.chunks)
+            found = [int(n) for n in np.maximum((seconds >= bound).sum(axis=1), need)]
+            if found == need:
+                return need
+            need = found
 
     def count(self, zone: Zone) -> int:
         return self.pricer.classes[zone.device_class].count
@@ -101,7 +157,7 @@ class LayerSearch:
         """Splits of less than `bound` seconds of which none is beaten in seconds and in every number of bytes."""
         found: list[Points] = []
         for layer in self.groups[label]:
-            splits = self.splits(layer, bound)
+            splits, _ = self.splits(layer, bound)
             for swapped in self.swaps(self.components):
                 points = self.price(Way(layer, swapped), splits)
                 points = points.take(fit(points, self.limits) & (points.seconds < bound))
@@ -124,13 +180,19 @@ class LayerSearch:
         points = Points([way], np.zeros(shape, int), devices, np.broadcast_to(found.seconds, shape), memory)
         return points.take(np.isfinite(points.seconds))
 
-    def splits(self, layer: Layer, bound: float) -> np.ndarray:
+    def seconds(self, layer: Layer, devices: np.ndarray) -> np.ndarray:
+        """Of every split, a column each."""
+        found = self.pricer.seconds(layer, list(devices), self.stages, self.chunks)
+        return np.broadcast_to(found, devices.shape[1])
+
+    def splits(self, layer: Layer, bound: float, coarse: int | None = None) -> tuple[np.ndarray, bool]:
         """Sizes of the zones, one column per split, that could take less than `bound` seconds. In every class one zone,
-        of those that more devices never slow down the one with the most sizes, takes what the others leave."""
-        need = [int(np.searchsorted(-self.floor(zone), -bound, side="right")) for zone in layer]
+        of those that more devices never slow down the one with the most sizes, takes what the others leave. Where
+        splits are many and `coarse` is given, only so many sizes of a zone are looked at; -> also whether all were."""
+        need = self.need(layer, bound)
+        if need is None:
+            return np.zeros((len(layer), 0), int), True
         left = self.left(layer, np.array(need)[:, None])
-        if min(left.values()) < 0:
-            return np.zeros((len(layer), 0), int)
         sizes = [self.sizes(layer, zone) for zone in range(len(layer))]
         sizes = [s[(s >= n) & (s <= n + left[z.device_class])] for s, n, z in zip(sizes, need, layer)]
         rest: dict[str, int] = {}
@@ -141,6 +203,9 @@ class LayerSearch:
                     rest[zone.device_class] = i
         chosen = [i for i in range(len(layer)) if i not in rest.values()]
         chosen.sort(key=lambda i: (not self.asks(layer[i].components), len(sizes[i])))
+        whole = coarse is None or prod(len(sizes[i]) for i in chosen) <= MANY
+        if not whole:
+            sizes = [thinned(s, coarse) for s in sizes]
         columns = np.array(need)[:, None]  # of zones that are not chosen yet, what they need
         for i in chosen:
             columns = np.repeat(columns, len(sizes[i]), axis=1)
@@ -149,8 +214,8 @@ class LayerSearch:
             columns = columns[:, self.room(layer, columns)]
             if waiting and columns.shape[1] > FEW:
                 most = self.filled(layer, columns, waiting)
-                columns = columns[:, self.pricer.layer(layer, list(most), self.stages, self.chunks).seconds < bound]
-        return self.filled(layer, columns, list(rest.values()))
+                columns = columns[:, self.seconds(layer, most) < bound]
+        return self.filled(layer, columns, list(rest.values())), whole
 
     def left(self, layer: Layer, columns: np.ndarray) -> dict[str, np.ndarray]:
         """How many devices of each class the splits leave."""
@@ -186,6 +251,11 @@ class LayerSearch:
 
     def asks(self, components: Sequence[str]) -> bool:
         return any(self.pricer.workflow[name].splits for name in components)
+
+
+def thinned(sizes: np.ndarray, most: int) -> np.ndarray:
+    """So many of them, from the first to the last."""
+    return sizes[np.unique(np.linspace(0, len(sizes) - 1, most).astype(int))] if len(sizes) > most else sizes
 
 
 def label_of(layer: Layer) -> tuple:

@@ -62,7 +62,11 @@ class Workflow:
                 raise ValueError(f"in a cycle one component splits its items, elsewhere none; {node} has {askers}")
 
     def __getitem__(self, name: str) -> Component:
-        return next(c for c in self.components if c.name == name)
+        return self.by_name[name]
+
+    @cached_property
+    def by_name(self) -> dict[str, Component]:
+        return {c.name: c for c in self.components}
 
     @cached_property
     def order(self) -> tuple[tuple[str, ...], ...]:
