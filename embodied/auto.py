@@ -9,10 +9,11 @@ from pathlib import Path
 from embodied.config import RunConfig
 from embodied.placement import PlacementError, PlacementPlan, make_plan
 from embodied.placement.deploy import as_placement
+from embodied.placement.explain import why_not
 from embodied.placement.layout import DeviceClass
 from embodied.placement.planner import Choice, Planner
 from embodied.placement.profile import read_profile
-from embodied.profiles import fitted_to, stored_profile
+from embodied.profiles import counted, fitted_to, limited, stored_profile
 
 
 def plan_from_profile(config: RunConfig, cores: tuple[int, ...]) -> tuple[RunConfig, PlacementPlan] | None:
@@ -20,16 +21,18 @@ def plan_from_profile(config: RunConfig, cores: tuple[int, ...]) -> tuple[RunCon
     path = stored_profile(config)
     if path is None:
         return None
-    profile = fitted_to(config, read_profile(path), path)
+    memory_gb = config.cluster.memory_gb
+    profile = counted(fitted_to(config, read_profile(path), path), memory_gb)
     if profile.made.get("cores") != len(cores):
         return None
     asked = config.pipeline.stages
     stages = (asked,) if asked > 1 else tuple(profile.made.get("stages", (1,)))
-    classes = [DeviceClass("cpu", "cpu", len(cores), float("inf"), 1, len(cores))]
+    classes = limited([DeviceClass("cpu", "cpu", len(cores), float("inf"), 1, len(cores))], memory_gb)
     planner = Planner(profile.workflow, profile, classes, stages)
     best = planner.best()
     if best is None:
-        raise PlacementError(f"no plan fits by {path}; delete it, or name a placement: placement=collocated")
+        reasons = [f"{mode}: {why_not(planner, mode)}" for mode in ("collocated", "hybrid")]
+        raise PlacementError("\n".join([f"no plan fits by {path}; allow more memory, or name a placement", *reasons]))
     placement = as_placement(planner.pricer, best.layout)
     plan = make_plan(placement, cores, config.env.num_envs, best.layout.stages)
     pipeline = config.pipeline.model_copy(update={"stages": best.layout.stages})

@@ -93,7 +93,7 @@ def start(argv: list[str]) -> int:
 def benchmark(config: RunConfig, options: Options, folder: Path) -> Result:
     config, _ = commands.planned(one_round(config))
     profile = profile_for(config, options)
-    planned = plan(profile, discover())
+    planned = plan(profile, discover(), config.cluster.memory_gb)
     chosen = {mode: planned.modes[mode] for mode in options.modes if planned.modes.get(mode)}
     refused = {mode: why_not(planned.planner, mode) for mode in options.modes if mode not in chosen}
     if not chosen:

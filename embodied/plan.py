@@ -21,7 +21,7 @@ from embodied.placement.planner import STAGES, Choice, Planner
 from embodied.placement.profile import Profile, read_profile
 from embodied.placement.simulate import Schedule, simulate
 from embodied.placement.topology import Topology, read_topology
-from embodied.profiles import fitted_to, newest_profile
+from embodied.profiles import counted, fitted_to, limited, newest_profile
 from embodied.reporting import gantt
 from embodied.reporting.html import page, section, table, tag
 
@@ -67,9 +67,9 @@ def start(argv: list[str]) -> int:
         raise ConfigError("\n".join(problems))
     own = {key: str(value) for key, value in values.items()}
     try:
-        profile, name = find_profile(own.get("profile"), rest)
+        profile, name, memory_gb = find_profile(own.get("profile"), rest)
         topology = read_topology(own["cluster"]) if "cluster" in own else here()
-        planned = plan(profile, topology)
+        planned = plan(profile, topology, memory_gb)
     except PlacementError as err:
         raise ConfigError(str(err)) from None
     print("\n".join(describe(planned, name)))
@@ -79,17 +79,18 @@ def start(argv: list[str]) -> int:
     return 0
 
 
-def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str]:
-    """The one that is named; its workflow, or that of the recipe where one is given too."""
+def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str, float | None]:
+    """The one that is named; its workflow, or that of the recipe where one is given too. -> also its name, and the
+    recipe's limit of memory."""
     path = packaged(named) if named else None
     if not any(arg.startswith("recipe=") for arg in rest):
         if rest or path is None:
             raise ConfigError("what to plan? name a recipe (recipe=maniskill_ppo), or a profile alone; see --help")
-        return read_profile(path), path.stem
+        return read_profile(path), path.stem, None
     config = load(rest).config
     if path is None:
         path = newest_profile(config)
-    return fitted_to(config, read_profile(path), path), path.stem
+    return fitted_to(config, read_profile(path), path), path.stem, config.cluster.memory_gb
 
 
 def packaged(name: str) -> Path:
@@ -104,10 +105,11 @@ def here() -> Topology:
     return discover()
 
 
-def plan(profile: Profile, topology: Topology) -> Planned:
-    """The fastest layout of every mode on the devices that the profile knows."""
+def plan(profile: Profile, topology: Topology, memory_gb: float | None = None) -> Planned:
+    """The fastest layout of every mode on the devices that the profile knows, with so much memory on each."""
+    profile = counted(profile, memory_gb)
     known = {kind for on in profile.costs.values() for kind in on}
-    classes = [c for c in topology.classes() if c.name in known or c.kind in known]
+    classes = limited((c for c in topology.classes() if c.name in known or c.kind in known), memory_gb)
     if not classes:
         have = ", ".join(c.name for c in topology.classes())
         raise PlacementError(f"the profile has costs on {', '.join(sorted(known))}, this cluster has {have}")

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from embodied.config import RunConfig
 from embodied.errors import ConfigError
-from embodied.placement.profile import Profile
+from embodied.placement.layout import DeviceClass
+from embodied.placement.profile import NOTHING, Profile
+from embodied.placement.topology import GB
 from embodied.placement.workflow import Workflow, embodied_workflow
 
 AMOUNTS = {
@@ -52,6 +55,22 @@ def workflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Workflow:
     minibatch = min(algo.minibatch_size, items)
     steps = items * getattr(config.policy, "chunk", 1)
     return embodied_workflow(envs, decisions, algo.epochs * -(-items // minibatch), minibatch, steps)
+
+
+def counted(profile: Profile, memory_gb: float | None) -> Profile:
+    """With what a run counts of the memory of cores: what policies and learners say they need where `cluster.memory_gb`
+    limits that, else only what simulators take of the machine."""
+    costs = {name: dict(on) for name, on in profile.costs.items()}
+    for name, on in costs.items():
+        if "cpu" in on and (name == "sim") == (memory_gb is not None):
+            on["cpu"] = replace(on["cpu"], bytes=NOTHING, offload_s=None)
+    return replace(profile, costs=costs)
+
+
+def limited(classes: Iterable[DeviceClass], memory_gb: float | None) -> list[DeviceClass]:
+    """With the memory that `cluster.memory_gb` leaves every device, if it is given."""
+    limit = {} if memory_gb is None else {"memory_bytes": memory_gb * GB}
+    return [replace(one, **limit) for one in classes]
 
 
 def cost_key(config: RunConfig) -> str:

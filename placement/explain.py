@@ -77,7 +77,7 @@ def why_not(planner: Planner, mode: str) -> str:
         return "no component's work divides among workers that way; " + envs_hint(planner)
     used = free.price.used_bytes
     over = {c.name: (used[c.name], c.memory_bytes) for c in planner.classes if used[c.name] > c.memory_bytes}
-    told = [f"{needed / GB:.1f} GB on each {name}, which has {has / GB:.1f} GB" for name, (needed, has) in over.items()]
+    told = [f"{needed / GB:.3g} GB on each {name}, which has {has / GB:.3g} GB" for name, (needed, has) in over.items()]
     return f"the fastest, {free.layout}, needs {' and '.join(told)}" if told else "its layouts do not fit in memory"
 
 

@@ -1,12 +1,17 @@
 """`placement=auto` takes the plan that a stored profile says is fastest, and says so."""
 
+from dataclasses import replace
+
 import pytest
 
 from embodied import commands
 from embodied.auto import plan_from_profile
 from embodied.config import load
+from embodied.placement import PlacementError
 from embodied.placement.curves import Curve, constant
 from embodied.placement.profile import Cost, Profile, Sync, write_profile
+from embodied.placement.topology import read_topology
+from embodied.plan import plan
 from embodied.profiles import cost_key, profile_path, workflow_of
 
 ENVS = ("recipe=pointmass_ppo", "env.num_envs=8", "algo.rollout_decisions=8", "algo.minibatch_size=32")
@@ -52,6 +57,32 @@ def test_a_profile_of_another_number_of_cores_is_not_used(tmp_path):
     config = recipe(tmp_path)
     store(config, constant(0.1), cores=64)
     assert plan_from_profile(config, (0, 1)) is None
+
+
+def heavy(config):
+    """Policies need 0.03 MB, learners 0.1 MB, and moving a learner takes a second."""
+    policy = Cost(constant(0.001), bytes=constant(3e4), onload_s=0.0, offload_s=0.0)
+    learner = Cost(constant(0.001), bytes=constant(1e5), onload_s=0.5, offload_s=0.5)
+    costs = {"sim": Cost(Curve((1, 8), (0.01, 0.08)), bytes=constant(1e6)), "policy": policy, "learner": learner}
+    return Profile(workflow_of(config), {name: {"cpu": cost} for name, cost in costs.items()}, made={"stages": [1]})
+
+
+@pytest.mark.parametrize(("memory_gb", "swaps"), [(None, False), (0.00014, False), (0.00012, True)])
+def test_a_limit_of_memory_is_planned_for_as_a_run_keeps_to_it(tmp_path, memory_gb, swaps):
+    planned = plan(heavy(recipe(tmp_path)), read_topology("1xCPU"), memory_gb)
+    layout = planned.modes["collocated"].layout
+    assert bool(layout.swapped) == swaps
+    assert planned.modes["collocated"].price.seconds == pytest.approx(8 * 0.081 + 0.008 + swaps * 1.0)
+
+
+def test_memory_that_holds_no_mode_is_refused_with_the_arithmetic(tmp_path):
+    config = recipe(tmp_path, "cluster.memory_gb=0.00009")
+    profile = heavy(config)
+    write_profile(replace(profile, made={**profile.made, "key": cost_key(config), "cores": 2}), profile_path(config))
+    with pytest.raises(
+        PlacementError, match=r"collocated: the fastest, .*, needs 0.00013 GB on each cpu, which has 9e-05"
+    ):
+        plan_from_profile(config, (0, 1))
 
 
 @pytest.mark.parametrize("placement", ["collocated", "hybrid"])
