@@ -126,7 +126,8 @@ def placed(config: RunConfig, cores: tuple[int, ...], learn: bool) -> tuple[RunC
         if found := plan_from_profile(config, cores):
             return found
     envs, stages = config.env.num_envs, config.pipeline.stages
-    return config, make_plan(config.placement, cores, envs, stages, offers(config), devices_here(config))
+    gpu_sims = getattr(config.env, "backend", "") == "cuda"
+    return config, make_plan(config.placement, cores, envs, stages, offers(config), devices_here(config), gpu_sims)
 
 
 def chosen_cluster(config: RunConfig) -> RunConfig:

@@ -1,6 +1,7 @@
 """Devices besides cores: which a run may use, what a process sees of them, and where its networks compute.
 
-Cores need no word here: every host has some. GPUs are looked for only where a placement names one.
+Cores need no word here: every host has some. GPUs are looked for only where a placement names one, or a mode is to be
+laid out for networks that compute there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,14 @@ from embodied.runtime.leases import GB
 
 def devices_here(config: RunConfig) -> tuple[str, ...]:
     """The GPUs of this machine, if the placement wants one, and hardware that the recipe declares for it, by name."""
-    cards = [f"gpu:{i}" for i in range(len(visible_gpus()))] if "gpu" in named_kinds(config.placement) else []
+    wanted = "gpu" in named_kinds(config.placement) or (isinstance(config.placement, str) and on_cuda(config))
+    cards = [f"gpu:{i}" for i in range(len(visible_gpus()))] if wanted else []
     return (*cards, *(name for name in config.cluster.devices if "/" not in name))
+
+
+def on_cuda(config: RunConfig) -> bool:
+    """Whether the networks compute on a GPU where the placement does not say."""
+    return config.learner.device_beside(getattr(config.env, "backend", "")) == "cuda"
 
 
 def offers(config: RunConfig) -> dict[str, Offer]:

@@ -16,6 +16,7 @@ from embodied.config import load
 from embodied.errors import ConfigError
 from embodied.layers import recipe_names
 from embodied.placement import PlacementError
+from embodied.placement.deploy import as_placement
 from embodied.placement.explain import describe_layout, idle_shares, why_it_wins, why_not
 from embodied.placement.planner import STAGES, Choice, Planner
 from embodied.placement.profile import Profile, read_profile
@@ -145,7 +146,11 @@ def describe(planned: Planned, name: str) -> list[str]:
         if planned.modes.get(one) is None and one != "custom":
             lines.append(f"{one:<14}{'does not fit':>12}: {why_not(planned.planner, one)}")
     others = {one: choice for one, choice in planned.modes.items() if choice and one != mode}
-    return [*lines, "", f"{mode} wins", *(f"  {line}" for line in why_it_wins(planned.planner.pricer, winner, others))]
+    left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
+    lines += [f"the profile has no costs on {name}, so none is used" for name in left if name != "cpu"]
+    lines += ["", f"{mode} wins", *(f"  {line}" for line in why_it_wins(planned.planner.pricer, winner, others))]
+    placement = as_placement(planned.planner.pricer, winner.layout, planned.topology)
+    return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}"]
 
 
 def ranked(planned: Planned) -> list[str]:
@@ -195,6 +200,7 @@ def as_json(planned: Planned, name: str) -> dict:
             "seconds": choice.price.seconds,
             "env_steps_per_s": planned.steps_per_s(choice),
             "used_bytes": dict(choice.price.used_bytes),
+            "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology),
             "layout": {**asdict(choice.layout), "swapped": sorted(choice.layout.swapped)},
         }
     refused = {m: why_not(planned.planner, m) for m in MODES[:3] if planned.modes.get(m) is None}

@@ -1,32 +1,63 @@
-"""Turns a layout into a placement that one machine can run: which process holds which roles and devices."""
+"""Turns a layout into a placement that can be run: which process holds which roles and devices."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from embodied.placement.costs import Pricer
 from embodied.placement.grammar import PlacementError
-from embodied.placement.layout import Layout, Zone
+from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.topology import Topology
 
 
-def as_placement(pricer: Pricer, layout: Layout) -> dict[str, str]:
-    """The map of a layout. Every worker has one device; roles of a zone that can share a process do, but for learners,
-    which never share one with a simulator."""
+def as_placement(pricer: Pricer, layout: Layout, topology: Topology | None = None) -> dict[str, str]:
+    """The map of a layout; without `topology` on the machine we are on. Every worker has one device; roles of a zone
+    that can share a process do, but for learners, which never share one with a simulator."""
     placement: dict[str, str] = {}
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
         taken: dict[str, int] = {}
         for zone in layer:
             first = taken.get(zone.device_class, 0)
-            on = pricer.classes[zone.device_class]
-            if on.num_nodes > 1 or on.name != on.kind:  # then numbers do not name devices
-                raise PlacementError(f"{layout} is for several kinds of machines or GPUs; write the map by hand")
+            devices = devices_of(pricer.classes[zone.device_class], topology)[first : first + zone.devices]
             counts = {name: int(pricer.count(name, at, layout.stages)) for name in zone.components}
             for roles in hosts_of(zone, counts):
-                count = counts[roles[0]]
-                parts = f"*{count}" if on.kind == "cpu" else ""
-                several = f"{on.kind}:{first}-{first + count - 1}{parts}"
-                placement[",".join(roles)] = f"{on.kind}:{first}" if count == 1 else several
+                placement[",".join(roles)] = text_of(devices[: counts[roles[0]]])
             taken[zone.device_class] = first + zone.devices
     return placement
+
+
+def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, str, int]]:
+    """(node, kind, number) of every device of a class, in the order of the nodes; the only node has no name."""
+    if topology is None:
+        if on.num_nodes > 1 or on.name != on.kind:  # then numbers do not name devices
+            raise PlacementError(f"{on.name} is on several kinds of machines or GPUs; write the map by hand")
+        return [("", on.kind, i) for i in range(on.count)]
+    found = []
+    for node in topology.nodes:
+        name = node.name if len(topology.nodes) > 1 else ""
+        if on.kind == "gpu":
+            numbers = [gpu.index for gpu in node.gpus if on.name in ("gpu", f"gpu-{gpu.model}")]
+        else:
+            numbers = range(node.cores if on.kind == "cpu" else node.fakes)
+        found += [(name, on.kind, number) for number in numbers]
+    return found
+
+
+def text_of(devices: Sequence[tuple[str, str, int]]) -> str:
+    """As the grammar has it: node0/gpu:0-7,node1/gpu:0 for nine neighbours."""
+    runs: list[list[tuple[str, str, int]]] = []
+    for node, kind, number in devices:
+        if runs and runs[-1][-1] == (node, kind, number - 1):
+            runs[-1].append((node, kind, number))
+        else:
+            runs.append([(node, kind, number)])
+    parts = []
+    for run in runs:
+        node, kind, first = run[0]
+        several = f"-{run[-1][2]}{f'*{len(run)}' if kind == 'cpu' else ''}" if len(run) > 1 else ""
+        parts.append(f"{node}{'/' if node else ''}{kind}:{first}{several}")
+    return ",".join(parts)
 
 
 def hosts_of(zone: Zone, counts: dict[str, int]) -> list[tuple[str, ...]]:

@@ -1,9 +1,11 @@
-"""What the modes mean on a machine's CPU cores when nothing has been measured yet.
+"""What the modes mean on a machine when nothing has been measured yet: on its cores, or on its GPUs where the networks
+compute there. Simulators that are not simulated on a GPU stay on the cores.
 
-collocated     one {sim + policy} per core, one {learner} per core; rollout and update take turns on all cores
-disaggregated  sims, policies and learners on cores of their own
-hybrid         sims on cores of their own; {policy + learner} on the rest
-auto           collocated: on a CPU the simulator is the work, and idle cores are the loss
+collocated     one {sim + policy} per core or GPU, one {learner} per core or GPU; rollout and update take turns on all
+disaggregated  sims, policies and learners on cores or GPUs of their own
+hybrid         sims on cores or GPUs of their own; {policy + learner} on the rest
+auto           collocated: on a CPU the simulator is the work, and idle cores are the loss; and with one GPU there is no
+               other
 """
 
 from __future__ import annotations
@@ -55,11 +57,11 @@ def hybrid(cores: tuple[int, ...], num_envs: int, stages: int) -> Groups:
     return [(("sim",), one_each(cores[:rest], sims)), (("policy", "learner"), one_each(cores[rest:], learning))]
 
 
-def need(mode: str, what: str, least: int, cores: tuple[int, ...], instead: str) -> None:
-    if len(cores) < least:
+def need(mode: str, what: str, least: int, devices: tuple[int, ...], instead: str, kind: str = "cores") -> None:
+    if len(devices) < least:
         raise PlacementError(
-            f"placement={mode} gives {what} cores of their own: that needs {least} cores, "
-            f"this run may use {len(cores)}; try placement={instead}"
+            f"placement={mode} gives {what} {kind} of their own: that needs {least} {kind}, "
+            f"this run may use {len(devices)}; try placement={instead}"
         )
 
 
@@ -75,3 +77,46 @@ def even_workers(num_envs: int, stages: int, most: int) -> int:
 
 def one_each(cores: tuple[int, ...], hosts: int) -> Shares:
     return [(core,) for core in cores[:hosts]]
+
+
+# On GPUs: a map from roles to devices, as the grammar has it
+
+
+def on_gpus(mode: str, gpus: int, cores: int, num_envs: int, stages: int, gpu_sims: bool) -> tuple[dict[str, str], str]:
+    """-> also the reason where there was a choice."""
+    if mode == "auto":
+        return on_gpus("collocated", gpus, cores, num_envs, stages, gpu_sims)[
+            0
+        ], "collocated: all take turns on all GPUs"
+    if mode == "collocated":
+        acting = cards(0, even_workers(num_envs, stages, gpus))
+        return {"sim,policy": acting, "learner": cards(0, min(gpus, num_envs))}, ""
+    sims, first = gpu_sim_workers(mode, gpus, num_envs, stages) if gpu_sims else (num_sims(num_envs, stages, cores), 0)
+    home = cards(0, sims) if gpu_sims else workers_on_cores(sims)
+    rest = gpus - first
+    if mode == "hybrid":
+        return {"sim": home, "policy,learner": cards(first, min(rest, num_envs, sims * stages))}, ""
+    if rest < 2:
+        need("disaggregated", "policies and learners", 2, tuple(range(rest)), "hybrid", "GPUs")
+    policies = min(rest // 2, sims * stages)
+    return {"sim": home, "policy": cards(first, policies), "learner": cards(first + policies, rest - policies)}, ""
+
+
+def gpu_sim_workers(mode: str, gpus: int, num_envs: int, stages: int) -> tuple[int, int]:
+    """How many simulators, and the first GPU that is not theirs. A sim worker keeps `stages` policies busy."""
+    if mode == "hybrid":
+        need(mode, "sims and {policy + learner}", 2, tuple(range(gpus)), "collocated", "GPUs")
+        most = -(-gpus // (1 + stages))
+    else:
+        need(mode, "sims, policies and learners", 3, tuple(range(gpus)), "hybrid" if gpus > 1 else "collocated", "GPUs")
+        most = max(1, gpus // 4)
+    sims = even_workers(num_envs, stages, most)
+    return sims, sims
+
+
+def cards(first: int, count: int) -> str:
+    return f"gpu:{first}" if count == 1 else f"gpu:{first}-{first + count - 1}"
+
+
+def workers_on_cores(count: int) -> str:
+    return "cpu:0" if count == 1 else f"cpu:0-{count - 1}*{count}"

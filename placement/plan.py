@@ -99,16 +99,23 @@ def make_plan(
     stages: int = 1,
     nodes: Mapping[str, Offer] | None = None,
     devices: tuple[str, ...] = (),
+    gpu_sims: bool = False,
 ) -> PlacementPlan:
     """Who runs where. `cores` are the numbers of the cores this run may use here, `devices` what else there is; `nodes`
-    are the machines that a placement can name. Raises PlacementError."""
+    are the machines that a placement can name. A mode uses the GPUs there are, simulators only with `gpu_sims`. Raises
+    PlacementError."""
+    here = Offer(cores, devices)
     if isinstance(placement, dict):
         try:
-            hosts = explicit_hosts(placement, {"": Offer(cores, devices), **(nodes or {})})
+            hosts = explicit_hosts(placement, {"": here, **(nodes or {})})
             plan = PlacementPlan("explicit", hosts, num_envs)
             check_shares(plan, stages)
         except PlacementError as err:
             raise PlacementError(f"{err}; try placement='{working_map(cores, num_envs, stages)}'") from None
+    elif gpus := len(here.of_kind("gpu")):
+        placed, reason = modes.on_gpus(placement, gpus, len(cores), num_envs, stages, gpu_sims)
+        plan = PlacementPlan(placement, explicit_hosts(placed, {"": here}), num_envs, reason)
+        check_shares(plan, stages)
     else:
         groups, reason = modes.choose(placement, cores, num_envs, stages)
         hosts = [host for roles, shares in groups for host in make_hosts(roles, shares)]

@@ -2,13 +2,14 @@
 
 import pytest
 
-from embodied.placement import PlacementError, make_plan
+from embodied.placement import Offer, PlacementError, make_plan
 from embodied.placement.costs import Pricer
 from embodied.placement.curves import Curve
 from embodied.placement.deploy import as_placement
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Profile
+from embodied.placement.topology import read_topology
 from embodied.placement.workflow import embodied_workflow
 
 WORKFLOW = embodied_workflow(num_envs=8, decisions=4, learner_calls=4, learner_items=8, env_steps=32)
@@ -68,3 +69,20 @@ def test_what_numbers_do_not_name_is_refused():
     layout = Layout(((zone(2, "sim", "policy", "learner", on="gpu"),),))
     with pytest.raises(PlacementError, match="write the map by hand"):
         as_placement(Pricer(WORKFLOW, PROFILE, several), layout)
+
+
+def test_on_several_nodes_devices_carry_their_names():
+    topology = read_topology("2x8xGPU")
+    pricer = Pricer(WORKFLOW, PROFILE, topology.classes())
+    layer = (zone(2, "sim", on="gpu"), zone(12, "policy", "learner", on="gpu"))
+    placement = as_placement(pricer, Layout((layer,)), topology)
+    assert placement == {
+        "sim": "node0/gpu:0-1",
+        "policy": "node0/gpu:2-3",
+        "learner": "node0/gpu:2-7,node1/gpu:0-1",  # eight items for eight learners
+    }
+    nodes = {
+        node.name: Offer(tuple(range(node.cores)), tuple(f"gpu:{g.index}" for g in node.gpus))
+        for node in topology.nodes
+    }
+    assert make_plan(placement, (), 8, nodes=nodes).count("learner") == 8

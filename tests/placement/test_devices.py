@@ -5,7 +5,7 @@ import pytest
 from embodied.config import load
 from embodied.devices import check_devices, devices_here, environment
 from embodied.errors import ConfigError
-from embodied.placement import Host, make_plan
+from embodied.placement import Host, PlacementError, make_plan
 
 
 def recipe(*arguments):
@@ -23,8 +23,9 @@ def test_a_host_sees_the_gpu_it_holds_or_draws_on_and_no_other(monkeypatch):
     assert environment(Host("sim-2", ("sim",), (0,), 1, device="arm:0")) == {"EMBODIED_DEVICE": "arm:0"}
 
 
-def test_gpus_are_looked_for_only_where_a_placement_names_one(monkeypatch):
+def test_gpus_are_looked_for_where_a_placement_names_one_or_a_mode_computes_there(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert devices_here(recipe("placement=hybrid", "learner.device=cuda")) == ("gpu:0", "gpu:1")
     assert devices_here(recipe("placement=hybrid", "cluster.devices=[arm:0,node1/arm:1]")) == ("arm:0",)
     assert devices_here(recipe('placement={"sim,policy": gpu:1, learner: cpu:0}')) == ("gpu:0", "gpu:1")
 
@@ -42,3 +43,40 @@ def test_placements_that_contradict_the_recipe_are_refused(placement, answer):
     with pytest.raises(ConfigError) as caught:
         check_devices(config, plan)
     assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "gpu_sims", "hosts"),
+    [
+        ("collocated", 8, True, {("sim", "policy"): range(8), ("learner",): range(8)}),  # taking turns on all
+        ("collocated", 3, True, {("sim", "policy"): range(2), ("learner",): range(3)}),  # 64 envs do not divide by 3
+        ("disaggregated", 8, True, {("sim",): range(2), ("policy",): range(2, 4), ("learner",): range(4, 8)}),
+        ("hybrid", 8, True, {("sim",): range(4), ("policy", "learner"): range(4, 8)}),
+        ("hybrid", 1, False, {("sim",): None, ("policy", "learner"): range(1)}),  # None: on cores
+        ("disaggregated", 4, False, {("sim",): None, ("policy",): range(2), ("learner",): range(2, 4)}),
+        ("auto", 2, False, {("sim", "policy"): range(2), ("learner",): range(2)}),
+    ],
+)
+def test_a_mode_is_laid_out_on_gpus_where_there_are_some(mode, gpus, gpu_sims, hosts):
+    devices = tuple(f"gpu:{i}" for i in range(gpus))
+    plan = make_plan(mode, tuple(range(16)), 64, devices=devices, gpu_sims=gpu_sims)
+    found = {}
+    for host in plan.hosts:
+        found.setdefault(host.roles, []).append(host.device)
+    assert {roles: set(held) for roles, held in found.items()} == {
+        roles: {""} if on is None else {f"gpu:{i}" for i in on} for roles, on in hosts.items()
+    }
+    assert plan.mode == mode and bool(plan.reason) == (mode == "auto")
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "gpu_sims", "answer"),
+    [
+        ("hybrid", 1, True, r"needs 2 GPUs, this run may use 1; try placement=collocated"),
+        ("disaggregated", 2, True, r"needs 3 GPUs, this run may use 2; try placement=hybrid"),
+        ("disaggregated", 1, False, r"needs 2 GPUs, this run may use 1; try placement=hybrid"),
+    ],
+)
+def test_a_mode_that_lacks_gpus_says_how_many_it_needs(mode, gpus, gpu_sims, answer):
+    with pytest.raises(PlacementError, match=answer):
+        make_plan(mode, (0, 1), 64, devices=tuple(f"gpu:{i}" for i in range(gpus)), gpu_sims=gpu_sims)
