@@ -1,0 +1,55 @@
+"""What a component costs on 0, 1, 2, ... devices of a class, when each number of them is used as well as it can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodied.placement.layout import DeviceClass
+from embodied.placement.profile import Cost
+from embodied.placement.workflow import Component
+
+
+@dataclass(frozen=True)
+class Table:
+    """Arrays indexed by number of devices: workers, seconds of a pass (of a stage's call where it splits), bytes."""
+
+    workers: np.ndarray
+    seconds: np.ndarray
+    bytes: np.ndarray
+
+
+def make_table(component: Component, cost: Cost, on: DeviceClass, stages: int) -> Table:
+    """With more devices never slower and never fuller: a component takes the fastest number of workers that fits. One
+    that asks in a cycle takes as many as it can, since what the others do depends on their number."""
+    count = np.arange(on.count + 1)
+    workers = np.minimum(np.maximum(count, 1), component.items)
+    size = -(-component.items // workers)
+    seconds = cost.seconds.at(size / stages)
+    if cost.core_s:
+        cores = on.num_cores * np.minimum(1.0, workers / on.num_nodes)
+        seconds = np.maximum(seconds, cost.core_s * (component.items / stages) / np.maximum(cores, 1e-9))
+    if not component.splits:
+        seconds = component.calls * (seconds + cost.exchange_s.at(workers)) + cost.fixed_s
+    used = cost.bytes.at(size)
+    allowed = (count > 0) & (used <= on.memory_bytes)
+    if component.even or component.splits:
+        allowed &= component.items % (workers * stages) == 0
+    seconds = np.where(allowed, seconds, np.inf)
+    better = np.where(allowed, count, 0) if component.splits else records(seconds, used)
+    best = np.maximum.accumulate(better)
+    found = best > 0
+    return Table(
+        np.where(found, workers[best], 0), np.where(found, seconds[best], np.inf), np.where(found, used[best], 0.0)
+    )
+
+
+def records(seconds: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """The indices at which (seconds, bytes) is less than ever before, 0 elsewhere."""
+    order = np.lexsort((used, seconds))
+    rises = (seconds[order][1:] > seconds[order][:-1]) | (used[order][1:] > used[order][:-1])
+    rank = np.empty(len(order), int)
+    rank[order] = np.concatenate([[0], np.cumsum(rises)])
+    least = np.minimum.accumulate(np.concatenate([[len(order)], rank[:-1]]))
+    return np.where((rank < least) & np.isfinite(seconds), np.arange(len(rank)), 0)
