@@ -40,7 +40,7 @@ def batched(task: str, steps: int, ready) -> tuple[int, float]:
 
 
 def plain(task: str, steps: int, ready) -> tuple[int, float]:
-    from embodied.envs.maniskill import quiet
+    from embodied.envs.maniskill_tasks import quiet
     from embodied.vulkan import ensure_vulkan
 
     ensure_vulkan()

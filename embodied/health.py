@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embodied.envs import PLUGINS
+from embodied.envs.bridge_tasks import source_of
 from embodied.machine import ROOT, Machine, normal
 from embodied.needs import ENVS, RAY, absent, install
 
@@ -249,7 +250,7 @@ def check_assets(machine: Machine) -> list[Finding]:
     findings = [Finding("ManiSkill tasks", OK, f"{ready} of {len(tasks)} need no further download")]
     if lacking:
         told = ", ".join(f"{asset} ({count} task{'s' * (count > 1)})" for asset, count in sorted(lacking.items()))
-        fix = f"python -m mani_skill.utils.download_asset {min(lacking)}, and so on; or MS_ASSET_DIR=folder with data/"
+        fix = f"{source_of(min(lacking))}, and so on; or MS_ASSET_DIR=folder with data/"
         findings.append(Finding("ManiSkill assets", ABSENT, told, fix))
     return findings
 

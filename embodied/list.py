@@ -13,6 +13,7 @@ from typing import Literal, get_args, get_origin
 from embodied import commands
 from embodied.config import load
 from embodied.envs import PLUGINS
+from embodied.envs.bridge_tasks import source_of
 from embodied.envs.config import ENV_CONFIGS
 from embodied.envs.libero_suites import SUITES
 from embodied.errors import ConfigError
@@ -117,7 +118,7 @@ def maniskill_tasks(machine: Machine) -> Iterable[Item]:
     for task, facts in done.answer.items():
         missing = facts["missing"]
         limit = f"{facts['steps']} steps" if facts["steps"] else "no step limit"
-        problem = "; ".join(f"python -m mani_skill.utils.download_asset {asset}" for asset in missing)
+        problem = "; ".join(source_of(asset) for asset in missing)
         yield Item(f"maniskill {task}", limit, problem)
 
 

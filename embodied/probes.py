@@ -98,18 +98,14 @@ def process_id() -> int:
 
 def tasks() -> dict[str, Any]:
     """ManiSkill's tasks: step limit, and which downloads each lacks here."""
-    from embodied.envs.maniskill import missing_assets, quiet
+    from embodied.envs.maniskill_tasks import missing_assets, registered
     from embodied.vulkan import ensure_vulkan
 
     ensure_vulkan()
-    with quiet():
-        import mani_skill.envs  # noqa: F401  registers the tasks
-        from mani_skill.utils.registration import REGISTERED_ENVS
-
-        return {
-            name: {"steps": spec.max_episode_steps, "missing": missing_assets(name)}
-            for name, spec in sorted(REGISTERED_ENVS.items())
-        }
+    return {
+        name: {"steps": spec.max_episode_steps, "missing": missing_assets(name)}
+        for name, spec in sorted(registered().items())
+    }
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {

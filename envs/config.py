@@ -83,7 +83,15 @@ class ManiSkillConfig(CommonEnvConfig):
     on_failure: Literal["terminate", "continue"] = Field(
         "terminate", description="A failure that the task tells of ends the episode, or does not."
     )
-    control_mode: str = Field("pd_joint_delta_pos", description="How actions move the robot: a control mode it has.")
+    control_mode: str | None = Field(
+        None,
+        description="How actions move the robot: a control mode it has; unset: pd_joint_delta_pos, or the only one.",
+    )
+    action_units: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] | None = Field(
+        None,
+        description="Metres and radians that an action of 1 means in the bridge tasks, whose control has no units of "
+        "its own; unset: [1, 1], as published models have them.",
+    )
     reward_mode: Literal["normalized_dense", "dense", "sparse"] = Field(
         "normalized_dense",
         description="The simulator's own reward: shaped, within 0 to 1 or not, or 1 for success.",

@@ -9,10 +9,6 @@ rows are reset with it: ManiSkill draws from torch's global generator, so each r
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import io
-import logging
 import math
 import os
 import threading
@@ -24,9 +20,11 @@ import numpy as np
 from embodied.arrays import tensor_of
 from embodied.data import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
+from embodied.envs.bridge_tasks import CONTROL, TWINS, is_bridge
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill_tasks import check_bridge, check_task, maker, quiet, registered
 from embodied.envs.protocols import AS_TRAINED, Protocol
-from embodied.errors import ConfigError, MissingAsset
+from embodied.errors import ConfigError
 from embodied.vulkan import ensure_vulkan
 
 # Proven equal to single envs by benchmarks/maniskill_equality.py; none needs a download.
@@ -45,21 +43,27 @@ DRAWING = threading.RLock()  # torch.rand and torch's generator belong to the pr
 
 
 RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"
-PROTOCOL = Protocol("maniskill-v1", RULES, {"on_success": "continue", "on_failure": "continue"})
+TO_THE_END = {"on_success": "continue", "on_failure": "continue"}
+PROTOCOL = Protocol("maniskill-v1", RULES, TO_THE_END)
+BRIDGE_RULES = "the task's own initial states in turn, all of them before any twice; played to the step limit"
 
 
 class ManiSkillEnv(VectorEnv):
     @classmethod
     def protocols(cls, config: ManiSkillConfig) -> tuple[Protocol, ...]:
-        return PROTOCOL, AS_TRAINED
+        states = {TWINS.get(task) for task in cls.tasks(config)}
+        if len(states) > 1 or None in states:
+            return PROTOCOL, AS_TRAINED
+        return Protocol("bridge-v1", BRIDGE_RULES, TO_THE_END, stored_states=states.pop()), PROTOCOL, AS_TRAINED
 
     @classmethod
     def resolve(cls, config: ManiSkillConfig) -> ManiSkillConfig:
+        control = config.control_mode or (CONTROL if is_bridge(config.task) else "pd_joint_delta_pos")
         backend = config.backend
         if backend == "auto":
-            allowed = config.task in BATCHED_TASKS and config.control_mode in BATCHED_CONTROLS
+            allowed = config.task in BATCHED_TASKS and control in BATCHED_CONTROLS
             backend = "cuda" if has_gpu() else "cpu_batched" if allowed else "cpu"
-        return config.model_copy(update={"backend": backend})
+        return config.model_copy(update={"backend": backend, "control_mode": control})
 
     @classmethod
     def check(cls, config: ManiSkillConfig) -> None:
@@ -78,6 +82,7 @@ class ManiSkillEnv(VectorEnv):
         ensure_vulkan()
         if config.task not in BATCHED_TASKS:
             check_task(config.task)
+        check_bridge(config)
 
     def __init__(self, config: ManiSkillConfig, num_envs: int) -> None:
         config = self.resolve(config)
@@ -86,17 +91,19 @@ class ManiSkillEnv(VectorEnv):
         env = self.envs[0]
         low, high = env.single_action_space.low, env.single_action_space.high
         self._scale, self._offset = (high - low) / 2, (high + low) / 2
+        if is_bridge(config.task):
+            metres, radians = config.action_units or (1.0, 1.0)
+            self._scale = np.array([metres] * 3 + [radians] * 3 + [1.0], np.float32)
         with DRAWING:
             info = env.reset(seed=0)[1]
-        from mani_skill.utils.registration import REGISTERED_ENVS
-
-        limit = config.max_episode_steps or REGISTERED_ENVS[config.task].max_episode_steps or 100
+        limit = config.max_episode_steps or registered()[config.task].max_episode_steps or 100
         seen = numbers(env, info, config.privileged)
         spec = EnvSpec(
             action=ActionSpec(env.single_action_space.shape[0]),
             state_dim=int(seen["state"].shape[-1]),
             privileged_dim=int(seen["privileged"].shape[-1]) if config.privileged else None,
             images=dict.fromkeys(config.cameras, (*config.image_size, 3)),
+            instruction=hasattr(env, "get_language_instruction"),
             max_episode_steps=limit,
             has_success="success" in info,
             control_hz=float(env.control_freq),
@@ -117,12 +124,16 @@ class ManiSkillEnv(VectorEnv):
         if self.batched:
             from embodied.envs.maniskill_reset import begin_episodes
 
-            self._info_now = info = begin_episodes(self.envs[0], rows, [episode.seed for episode in episodes])
+            seeds, states = ([getattr(one, key) for one in episodes] for key in ("seed", "init_state_id"))
+            self._info_now = info = begin_episodes(self.envs[0], rows, seeds, states)
             return to_numpy(info["success"])[rows] if self.env_spec.has_success else None
+        import torch
+
         success = np.zeros(len(rows), bool)
         for i, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
+            chosen = {"episode_id": torch.tensor([episode.init_state_id])} if episode.init_state_id >= 0 else {}
             with DRAWING:
-                obs, info = self.envs[row].reset(seed=episode.seed)
+                obs, info = self.envs[row].reset(seed=episode.seed, options=chosen)
             if info["reconfigure"]:
                 self._cameras.pop(row, None)  # it looked into the scene that is gone
                 self._prepare(self.envs[row])
@@ -172,9 +183,13 @@ class ManiSkillEnv(VectorEnv):
                 as_kept = to_numpy if self.config.backend != "cuda" else lambda tensor: tensor
                 self._numbers = {name: as_kept(part.float()) for name, part in seen.items()}
             self._info_now = None
+        told = {"instruction": self._instructions()} if self.env_spec.instruction else {}
         if self.config.backend != "cuda":
-            return {name: part.copy() for name, part in self._numbers.items()}
-        return {**self._numbers, **self._all_images()}
+            return {**{name: part.copy() for name, part in self._numbers.items()}, **told}
+        return {**self._numbers, **self._all_images(), **told}
+
+    def _instructions(self) -> list[str]:
+        return [text for env in self.envs for text in env.get_language_instruction()]
 
     def _see(self, row: int, obs: Any, info: dict[str, Any]) -> None:
         """Keep the numbers of a plain env, which has computed all of a full state already."""
@@ -225,13 +240,10 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     if config.image_fov is not None:
         view["fov"] = math.radians(config.image_fov)
     with quiet(), DRAWING:
-        import gymnasium
-        import mani_skill.envs  # noqa: F401  registers the tasks
 
         def make(num_envs: int = 1) -> Any:
             try:
-                return gymnasium.make(
-                    config.task,
+                return maker(config.task)(
                     num_envs=num_envs,
                     obs_mode="state" if config.state == "full" else "none",
                     control_mode=config.control_mode,
@@ -272,64 +284,6 @@ def numbers(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[st
         if not parts["privileged"]:
             raise ConfigError(f"env.privileged=true, but {env.spec.id} hides no numbers where there are images")
     return {name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()}
-
-
-def check_task(task: str) -> None:
-    """Raise if a task is unknown or needs files that are not here, without ManiSkill's prompt."""
-    ensure_vulkan()
-    with quiet():
-        import mani_skill.envs  # noqa: F401
-        from mani_skill.utils import assets
-        from mani_skill.utils.registration import REGISTERED_ENVS
-
-    if task not in REGISTERED_ENVS:
-        near = ", ".join(difflib.get_close_matches(task, REGISTERED_ENVS, 3, 0.5))
-        raise ConfigError(f"env.task={task!r} is no ManiSkill task{f'; near: {near}' if near else ''}")
-    missing = missing_assets(task)
-    if missing:
-        source = assets.DATA_SOURCES[lacking(missing[0])[0]]
-        raise MissingAsset(
-            f"env.task={task} needs the asset {', '.join(missing[:3])}, which is not in "
-            f"{Path(source.output_dir) / source.target_path}. Get it: python -m mani_skill.utils.download_asset "
-            f"{missing[0]}; or set MS_ASSET_DIR to the folder that holds data/"
-        )
-
-
-def missing_assets(task: str) -> list[str]:
-    """The downloads a registered task asks for and this machine lacks, wholly or in part."""
-    from mani_skill.utils.registration import REGISTERED_ENVS
-
-    return [name for name in REGISTERED_ENVS[task].asset_download_ids or [] if lacking(name)]
-
-
-def lacking(asset: str) -> list[str]:
-    """The parts of a download that are not here."""
-    from mani_skill.utils import assets
-
-    grouped = asset in assets.DATA_GROUPS
-    parts = assets.expand_data_group_into_individual_data_source_ids(asset) if grouped else [asset]
-    return sorted(part for part in parts if not assets.is_data_source_downloaded(part))
-
-
-@contextlib.contextmanager
-def quiet():
-    """ManiSkill and SAPIEN print notices at import that mean nothing to the user.
-
-    One thread at a time: stdout belongs to the process, and two that redirect it at once leave it redirected.
-    """
-    import warnings
-
-    with QUIET, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        logging.getLogger("mani_skill ").addFilter(is_error)  # so it is called; its own import sets the level
-        yield
-
-
-QUIET = threading.RLock()
-
-
-def is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
 
 
 def has_gpu() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import sapien
 
-from embodied.envs.maniskill_images import picture
+from embodied.envs.maniskill_images import look
 
 
 def film(envs: list[Any], batched: bool, rows: np.ndarray, cameras: dict[int, Any], size: int) -> np.ndarray:
@@ -22,7 +22,7 @@ def film(envs: list[Any], batched: bool, rows: np.ndarray, cameras: dict[int, An
         if row not in cameras:
             cameras[row] = add_camera(env, scene, size)
         scene.update_render()
-        frames.append(picture(cameras[row]))
+        frames.append(look(env, row if batched else 0, cameras[row], square=True))
     return np.stack(frames)
 
 

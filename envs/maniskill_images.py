@@ -38,7 +38,7 @@ def paint(env: Any, scene: int, cameras: tuple[str, ...]) -> dict[str, np.ndarra
     known = cameras_of(env)
     with hidden(env, scene):
         env.scene.sub_scenes[scene].update_render()
-        return {name: picture(known[name].camera._render_cameras[scene]) for name in cameras}
+        return {name: look(env, scene, known[name].camera._render_cameras[scene]) for name in cameras}
 
 
 def paint_all(env: Any, cameras: tuple[str, ...]) -> dict[str, Any]:
@@ -48,12 +48,29 @@ def paint_all(env: Any, cameras: tuple[str, ...]) -> dict[str, Any]:
     env.scene.update_render(update_sensors=True, update_human_render_cameras=False)
     for name in cameras:
         env._sensors[name].capture()
-    only_rgb = {"rgb": True, "depth": False, "position": False, "segmentation": False}
-    return {name: env._sensors[name].get_obs(**only_rgb)["rgb"] for name in cameras}
+    composed = hasattr(env, "before_photos")
+    wanted = {"rgb": True, "depth": False, "position": False, "segmentation": composed}
+    seen = {name: env._sensors[name].get_obs(**wanted) for name in cameras}
+    if composed:
+        return {name: env.before_photos(one["rgb"], one["segmentation"]) for name, one in seen.items()}
+    return {name: one["rgb"] for name, one in seen.items()}
+
+
+def look(env: Any, scene: int, camera: Any, square: bool = False) -> np.ndarray:
+    """What a camera sees; of a digital twin before the photograph it was built after."""
+    seen = picture(camera)
+    return env.before_photo(seen, segments(camera), scene, square) if hasattr(env, "before_photo") else seen
+
+
+def segments(camera: Any) -> np.ndarray:
+    """Whose pixels these are [H, W], by ManiSkill's ids; its small shader packs them with positions."""
+    if "Segmentation" in camera.get_picture_names():
+        return camera.get_picture("Segmentation")[..., 1]
+    return camera.get_picture("PositionSegmentation")[..., 3]
 
 
 def picture(camera: Any) -> np.ndarray:
-    """What a camera sees; some of ManiSkill's shaders give numbers from 0 to 1."""
+    """What a camera sees of the scene; some of ManiSkill's shaders give numbers from 0 to 1."""
     camera.take_picture()
     color = camera.get_picture("Color")[..., :3]
     return color if color.dtype == np.uint8 else (np.clip(color, 0, 1) * 255).astype(np.uint8)

@@ -32,8 +32,8 @@ TORCH_RAND = torch.rand
 
 
 @torch.no_grad()
-def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int]) -> dict[str, Any]:
-    """Reset these rows; returns ManiSkill's info of all rows."""
+def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int], states: list[int]) -> dict[str, Any]:
+    """Reset these rows, to a task's stored states where these are not -1; returns ManiSkill's info of all rows."""
     scene, physics = env.scene, env.scene.px
     on_cpu = isinstance(physics, BatchedCpuPhysics)
     mask = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
@@ -44,8 +44,10 @@ def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int]) -> dict[str, An
         physics.refresh(rows.tolist())
     stand_still(env)
     env.agent.reset()
-    initialize = initialize_together if env.spec.id in DRAWN_TOGETHER else initialize_one_by_one
-    initialize(env, rows, seeds, mask)
+    if env.spec.id in DRAWN_TOGETHER:
+        initialize_together(env, rows, seeds)
+    else:
+        initialize_one_by_one(env, rows, seeds, states, mask)
     scene._reset_mask = mask
     scene._gpu_apply_all()
     if on_cpu:  # only these rows changed
@@ -62,7 +64,7 @@ def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int]) -> dict[str, An
     return env.get_info()
 
 
-def initialize_together(env: Any, rows: np.ndarray, seeds: list[int], mask: torch.Tensor) -> None:
+def initialize_together(env: Any, rows: np.ndarray, seeds: list[int]) -> None:
     """The very draws of `initialize_one_by_one`, in one call of the task's code."""
     own = BatchedRNG.from_seeds(seeds, backend=env._batched_rng_backend)
     env._episode_seed[rows] = seeds
@@ -73,10 +75,10 @@ def initialize_together(env: Any, rows: np.ndarray, seeds: list[int], mask: torc
     env._episode_rng = own[0]
 
 
-def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], mask: torch.Tensor) -> None:
+def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], states: list[int], mask: torch.Tensor) -> None:
     one = torch.zeros_like(mask)
     with own_draws(env.device) as seed_draws:
-        for row, seed in zip(rows.tolist(), seeds, strict=True):
+        for row, seed, state in zip(rows.tolist(), seeds, states, strict=True):
             one[:] = False
             one[row] = True
             env.scene._reset_mask = one
@@ -85,7 +87,8 @@ def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], mask: to
             env._batched_episode_rng[np.array([row])] = own
             env._episode_rng = own[0]
             seed_draws(seed)
-            env._initialize_episode(torch.tensor([row], device=env.device), {})
+            options = {"episode_id": torch.tensor([state])} if state >= 0 else {}
+            env._initialize_episode(torch.tensor([row], device=env.device), options)
 
 
 class RowsOfUniforms:

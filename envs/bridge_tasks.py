@@ -1,0 +1,39 @@
+"""The bridge tasks: ManiSkill's digital twins of four BridgeData scenes, and our PutOnPlate-25 on the same table.
+
+Their names and the files they need, which nobody may ship with a package. Free of simulators.
+"""
+
+from __future__ import annotations
+
+TWINS = {  # task -> how many initial states it has
+    "PutCarrotOnPlateInScene-v1": 24,
+    "PutSpoonOnTableClothInScene-v1": 24,
+    "StackGreenCubeOnYellowCubeBakedTexInScene-v1": 24,
+    "PutEggplantInBasketScene-v1": 64,
+}
+PLATES = "PutOnPlateInScene25"  # how the family's names begin
+CONTROL = "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"  # the only one these arms have
+CAMERA = "3rd_view_camera"
+ROBOT, SCENES, OBJECTS = "widowx250s", "bridge_v2_real2sim", "put_on_plate_25"  # ManiSkill's names, and our own
+FILES = {  # below data/ of MS_ASSET_DIR, what is looked for
+    ROBOT: "robots/widowx/wx250s.urdf",
+    SCENES: "tasks/bridge_v2_real2sim_dataset/custom/info_bridge_custom_v0.json",
+    OBJECTS: "tasks/put_on_plate_25/more_carrot/model_db.json",
+}
+
+
+def is_bridge(task: str | tuple[str, ...]) -> bool:
+    tasks = (task,) if isinstance(task, str) else task
+    return all(name in TWINS or name.startswith(PLATES) for name in tasks)
+
+
+def needed(task: str) -> tuple[str, ...]:
+    """The assets of a bridge task."""
+    return (ROBOT, OBJECTS) if task.startswith(PLATES) else (ROBOT, SCENES)
+
+
+def source_of(asset: str) -> str:
+    """How an asset of any ManiSkill task is had."""
+    if asset == OBJECTS:
+        return f"RL4VLA's folders more_carrot, more_plate and more_table into MS_ASSET_DIR/data/tasks/{OBJECTS}"
+    return f"python -m mani_skill.utils.download_asset {asset}"

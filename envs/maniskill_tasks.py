@@ -1,0 +1,114 @@
+"""ManiSkill's tasks by name: which there are, what builds them, and whether the files they need are here.
+
+ManiSkill asks at the keyboard whether to download what is missing; here it is said in words, before anything starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import io
+import logging
+import threading
+from typing import Any
+
+from embodied.envs.bridge_tasks import CONTROL, FILES, TWINS, is_bridge, needed, source_of
+from embodied.envs.config import ManiSkillConfig
+from embodied.errors import ConfigError, MissingAsset
+from embodied.vulkan import ensure_vulkan
+
+
+def check_task(task: str) -> None:
+    """Raise if a task is unknown or needs files that are not here, without ManiSkill's prompt."""
+    ensure_vulkan()
+    tasks = registered()
+    if task not in tasks:
+        near = ", ".join(difflib.get_close_matches(task, tasks, 3, 0.5))
+        raise ConfigError(f"env.task={task!r} is no ManiSkill task{f'; near: {near}' if near else ''}")
+    if missing := missing_assets(task):
+        from mani_skill import ASSET_DIR
+
+        sources = [f"{name}: {source_of(name)}" for name in missing[:3]]
+        raise MissingAsset(
+            f"env.task={task} needs files that are not in {ASSET_DIR}. Get them, or set MS_ASSET_DIR to the "
+            f"folder that holds data/ with them.\n  " + "\n  ".join(sources)
+        )
+
+
+def check_bridge(config: ManiSkillConfig) -> None:
+    """Options that the bridge tasks do not share with others."""
+    bridge = is_bridge(config.task)
+    if config.action_units and not bridge:
+        raise ConfigError(f"env.action_units is for bridge tasks; {config.task} has units of its own, leave it out")
+    if bridge and config.control_mode != CONTROL:
+        raise ConfigError(
+            f"env.control_mode={config.control_mode} is not for the arm of {config.task}; env.control_mode=null takes "
+            "the one it has"
+        )
+    if bridge and config.image_fov is not None:
+        raise ConfigError(f"env.image_fov: the photograph behind {config.task} has its own angle of view; leave it out")
+
+
+def registered() -> dict[str, Any]:
+    """ManiSkill's tasks and ours among them, by name."""
+    with quiet():
+        import mani_skill.envs  # noqa: F401  registers the tasks
+        from mani_skill.utils.registration import REGISTERED_ENVS
+
+    return REGISTERED_ENVS
+
+
+def maker(task: str) -> Any:
+    """What builds a task."""
+    import gymnasium
+
+    if task not in TWINS:
+        return functools.partial(gymnasium.make, task)
+    from embodied.envs.bridge import KINDS
+
+    def make(**options: Any) -> Any:
+        env = KINDS[task](**options)
+        env.spec = gymnasium.spec(task)
+        return env
+
+    return make
+
+
+def missing_assets(task: str) -> list[str]:
+    """The downloads a registered task asks for and this machine lacks, wholly or in part."""
+    from mani_skill import ASSET_DIR
+
+    if is_bridge(task):
+        return [name for name in needed(task) if not (ASSET_DIR / FILES[name]).exists()]
+    return [name for name in registered()[task].asset_download_ids or [] if lacking(name)]
+
+
+def lacking(asset: str) -> list[str]:
+    """The parts of a download that are not here."""
+    from mani_skill.utils import assets
+
+    grouped = asset in assets.DATA_GROUPS
+    parts = assets.expand_data_group_into_individual_data_source_ids(asset) if grouped else [asset]
+    return sorted(part for part in parts if not assets.is_data_source_downloaded(part))
+
+
+@contextlib.contextmanager
+def quiet():
+    """ManiSkill and SAPIEN print notices at import that mean nothing to the user.
+
+    One thread at a time: stdout belongs to the process, and two that redirect it at once leave it redirected.
+    """
+    import warnings
+
+    with QUIET, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.getLogger("mani_skill ").addFilter(is_error)  # so it is called; its own import sets the level
+        yield
+
+
+QUIET = threading.RLock()
+
+
+def is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
