@@ -92,6 +92,11 @@ class ManiSkillConfig(CommonEnvConfig):
         description="Metres and radians that an action of 1 means in the bridge tasks, whose control has no units of "
         "its own; unset: [1, 1], as published models have them.",
     )
+    object_set: Literal["train", "test", "all"] | None = Field(
+        None,
+        description="Which things, plates and pictures the PutOnPlateInScene25 tasks draw; unset: train for those to "
+        "train on (Main, Single), test for the variants that ask for what was not seen.",
+    )
     reward_mode: Literal["normalized_dense", "dense", "sparse"] = Field(
         "normalized_dense",
         description="The simulator's own reward: shaped, within 0 to 1 or not, or 1 for success.",

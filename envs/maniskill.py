@@ -252,6 +252,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                     render_backend="gpu" if config.backend == "cuda" or os.environ.get("EMBODIED_RENDER") else "cpu",
                     sensor_configs=view,
                     human_render_camera_configs={"shader_pack": config.shader, **view},
+                    **({"object_set": config.object_set} if config.object_set else {}),
                 )
             except (AssertionError, NotImplementedError) as err:  # ManiSkill's words for options a task does not have
                 asked = ", ".join(f"env.{name}={getattr(config, name)}" for name in ("control_mode", "reward_mode"))

@@ -13,7 +13,7 @@ import logging
 import threading
 from typing import Any
 
-from embodied.envs.bridge_tasks import CONTROL, FILES, TWINS, is_bridge, needed, source_of
+from embodied.envs.bridge_tasks import CONTROL, FILES, PLATES, TWINS, is_bridge, needed, source_of
 from embodied.envs.config import ManiSkillConfig
 from embodied.errors import ConfigError, MissingAsset
 from embodied.vulkan import ensure_vulkan
@@ -41,6 +41,8 @@ def check_bridge(config: ManiSkillConfig) -> None:
     bridge = is_bridge(config.task)
     if config.action_units and not bridge:
         raise ConfigError(f"env.action_units is for bridge tasks; {config.task} has units of its own, leave it out")
+    if config.object_set and not config.task.startswith(PLATES):
+        raise ConfigError(f"env.object_set is for {PLATES}...; {config.task} has one set of things, leave it out")
     if bridge and config.control_mode != CONTROL:
         raise ConfigError(
             f"env.control_mode={config.control_mode} is not for the arm of {config.task}; env.control_mode=null takes "
@@ -56,6 +58,8 @@ def registered() -> dict[str, Any]:
         import mani_skill.envs  # noqa: F401  registers the tasks
         from mani_skill.utils.registration import REGISTERED_ENVS
 
+        import embodied.envs.put_on_plate  # noqa: F401  registers ours
+
     return REGISTERED_ENVS
 
 
@@ -65,7 +69,7 @@ def maker(task: str) -> Any:
 
     if task not in TWINS:
         return functools.partial(gymnasium.make, task)
-    from embodied.envs.bridge import KINDS
+    from embodied.envs.bridge_twins import KINDS
 
     def make(**options: Any) -> Any:
         env = KINDS[task](**options)

@@ -78,19 +78,23 @@ def reset(env, states, seed=0):
 @needs(CARROT)
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TWINS)
-def test_a_twin_keeps_the_contract_and_shows_its_scene(task):
-    env = build(3, task=task, max_episode_steps=None, action_units=(0.05, 0.2))
+def test_a_twin_shows_its_scene_and_says_what_is_wanted(task):
+    env = build(1, task=task, max_episode_steps=None)
     assert env.env_spec.max_episode_steps == (120 if "Eggplant" in task else 60)
-    first = reset(env, [0, 1, 2])
-    other = reset(env, [5, 6, 7])
+    first, other = reset(env, [0]), reset(env, [5])
     picture = first["images"][CAMERA][0].astype(int)
     assert picture.std() > 30 and np.abs(picture - other["images"][CAMERA][0]).max() > 60  # the thing lies elsewhere
-    assert first["instruction"][0] in {
-        "put carrot on plate",
-        "put the spoon on the towel",
-        "stack the green block on the yellow block",
-        "put eggplant into yellow basket",
-    }
+    words = {"Carrot": "carrot on plate", "Spoon": "spoon on", "Stack": "green block", "Eggplant": "eggplant into"}
+    assert next(said for name, said in words.items() if name in task) in first["instruction"][0]
+    assert env.step_chunk(np.zeros((1, 2, 7), np.float32)).success.shape == (1, 2)
+    env.close()
+
+
+@needs(CARROT)
+@pytest.mark.slow
+def test_the_carrot_task_keeps_the_contract():
+    """An eggplant does not: it rolls in its sink, never twice alike."""
+    env = build(3, action_units=(0.05, 0.2))
     check_vector_env(env, atol=1e-5)
     env.close()
 
@@ -111,16 +115,15 @@ def test_an_episode_begins_alike_whatever_was_played_before():
 
 @needs(CARROT)
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [CARROT, "PutEggplantInBasketScene-v1"])
-def test_many_scenes_at_once_begin_where_single_ones_do(task):
-    """What a GPU does, on the CPU's batch: poses at rest from a table."""
-    options = {"task": task, "state": "full", "reward_mode": "dense", "action_units": (0.05, 0.2)}
+def test_many_scenes_at_once_begin_where_single_ones_do():
+    """What a GPU does, on the CPU's batch."""
+    options = {"state": "full", "reward_mode": "dense", "action_units": (0.05, 0.2)}
     many, single = build(3, backend="cpu_batched", **options), build(3, backend="cpu", **options)
     states = [3, 10, 17]
     a, b = reset(many, states), reset(single, states)
     np.testing.assert_allclose(a["state"], b["state"], atol=1e-5)
     assert np.abs(a["images"][CAMERA].astype(int) - b["images"][CAMERA]).mean() < 0.5
-    half_sizes = [float(env.episode_source_obj_bbox_world[2]) for env in single.envs]
+    half_sizes = [float(env.episode_source_obj_bbox_world[2, 0]) for env in single.envs]
     np.testing.assert_allclose(many.envs[0].episode_source_obj_bbox_world[2].numpy(), half_sizes, atol=1e-4)
     assert many.step_chunk(np.zeros((3, 2, 7), np.float32)).rewards.shape == (3, 2)
     many.close()
