@@ -31,6 +31,7 @@ from embodied.run_folder import provenance
 from embodied.trial import Round, Trial
 
 MODES = ("collocated", "disaggregated", "hybrid")
+OTHER = "custom"  # the fastest of all ways that have no name
 ROUNDS = 7
 WARM_UP = 2
 OWN = ("modes", "tasks", "num_envs", "rounds", "profile", "seconds", "out")
@@ -39,7 +40,8 @@ USAGE = f"""Measure every placement of a recipe on this machine, next to what wa
 usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
 
   recipe    {", ".join(recipe_names())}, or path/to/my.yaml
-  modes     all, one of {", ".join(MODES)}, or a list of them (default all)
+  modes     all, one of {", ".join(MODES)}, {OTHER} (the fastest way without a name), or a list of
+            them (default all)
   tasks     a list of tasks, each measured: tasks=[PushCube-v1,PickCube-v1] (default: the recipe's)
   num_envs  a list of numbers of envs, each measured: num_envs=[32,64] (default: the recipe's)
   rounds    iterations of every mode that are timed, in turns (default {ROUNDS}, after {WARM_UP} to warm up)
@@ -50,7 +52,7 @@ usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--h
 
 @dataclass(frozen=True)
 class Options:
-    modes: tuple[str, ...] = MODES
+    modes: tuple[str, ...] = (*MODES, OTHER)
     tasks: tuple[Any, ...] = ()
     num_envs: tuple[int, ...] = ()
     rounds: int = ROUNDS
@@ -95,7 +97,8 @@ def benchmark(config: RunConfig, options: Options, folder: Path) -> Result:
     profile = profile_for(config, options)
     planned = plan(profile, discover(), config.cluster.memory_gb)
     chosen = {mode: planned.modes[mode] for mode in options.modes if planned.modes.get(mode)}
-    refused = {mode: why_not(planned.planner, mode) for mode in options.modes if mode not in chosen}
+    missing = [mode for mode in options.modes if mode not in chosen and mode != OTHER]  # which need not exist
+    refused = {mode: why_not(planned.planner, mode) for mode in missing}
     if not chosen:
         raise ConfigError("\n".join(f"{mode}: {reason}" for mode, reason in refused.items()))
     expected = {mode: predicted(planned, choice) for mode, choice in in_order(chosen).items()}
@@ -172,8 +175,9 @@ def read_options(argv: list[str]) -> tuple[Options, list[str]]:
         if key in values:
             values[key] = tuple(values[key]) if isinstance(values[key], list) else (values[key],)
     if values.get("modes") == ("all",):
-        values["modes"] = MODES
-    problems += [f"modes: {m!r} is no mode; all, {', '.join(MODES)}" for m in values.get("modes", ()) if m not in MODES]
+        values["modes"] = (*MODES, OTHER)
+    unknown = [mode for mode in values.get("modes", ()) if mode not in (*MODES, OTHER)]
+    problems += [f"modes: {mode!r} is no mode; all, {', '.join(MODES)}, {OTHER}" for mode in unknown]
     for key, kind in (("rounds", int), ("seconds", (int, float))):
         if key in values and (not isinstance(values[key], kind) or values[key] <= 0):
             problems.append(f"{key}={values[key]!r}: should be a number above 0")

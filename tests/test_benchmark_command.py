@@ -68,7 +68,7 @@ def test_wrong_arguments_are_told(arguments, answer):
 
 def test_tasks_and_numbers_of_envs_multiply():
     options, rest = benchmark.read_options(["recipe=pointmass_ppo", "num_envs=[8,16]", "modes=all"])
-    assert options.modes == benchmark.MODES
+    assert options.modes == (*benchmark.MODES, benchmark.OTHER)
     assert [config.env.num_envs for config in benchmark.variants(options, rest)] == [8, 16]
 
 
@@ -184,7 +184,7 @@ def test_a_benchmark_profiles_plans_measures_and_reports(tmp_path, capsys):
     expected = json.loads((out / "expected-0.json").read_text())
     assert expected["rounds"] == {}
     (found,) = content["results"]
-    assert set(found["table"]) | set(found["refused"]) == set(benchmark.MODES)
+    assert {*found["table"], *found["refused"]} == {*benchmark.MODES, benchmark.OTHER}
     assert all(row["measured_s"] > 0 for row in found["table"].values())
     assert (out / "bench.png").stat().st_size > 1000
     assert "predicted" in (out / "bench.html").read_text()

@@ -22,7 +22,8 @@ class Counter(Worker):
         return self.name, self.rank, self.world_size
 
     def environment(self):
-        return os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(os.sched_getaffinity(0))
+        cores = {core for thread in os.listdir("/proc/self/task") for core in os.sched_getaffinity(int(thread))}
+        return os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(cores)  # of every thread
 
     def sleep(self, seconds):
         with self.timers.measure("nap"):
