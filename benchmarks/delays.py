@@ -1,18 +1,25 @@
-"""An env whose steps take a known time: is a plan's prediction right when what it plans with is?
+"""Parts that take a known time: is a plan's prediction right when what it plans with is, and where does each mode win?
 
-    python -m embodied.benchmark recipe=benchmarks/delays.yaml
+    python -m embodied.benchmark recipe=benchmarks/delays.yaml          # collocated: simulators divide among cores
+    python -m embodied.benchmark recipe=benchmarks/delays_weights.yaml  # hybrid: weights are dear to hand over
 
-Every step sleeps `fixed_s` and `row_s` for each of its rows, so that other work on the machine hardly matters.
+Every step sleeps `fixed_s` and `row_s` for each of its rows, so that other work on the machine hardly matters; so does
+a policy that takes `load_s` to get weights of another process, as a large one does.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from embodied.data import ActionSpec, EnvSpec
 from embodied.envs.base import StepResult, VectorEnv
+from embodied.policies.base import Scores
+from embodied.policies.config import MLPConfig
+from embodied.policies.mlp import MLPPolicy
 
 STEPS = 8
 
@@ -35,3 +42,20 @@ class Delayed(VectorEnv):
 
     def _observe(self):
         return {"state": self.steps.copy()}
+
+
+class DelayedPolicy(MLPPolicy):
+    """A small network with the delays of a large one."""
+
+    def __init__(self, config, spec: EnvSpec) -> None:
+        super().__init__(MLPConfig(hidden=(8,)), spec)
+        self.load_s, self.learn_row_s = config.kwargs["load_s"], config.kwargs["learn_row_s"]
+
+    def use_weights(self, tensors: dict[str, Tensor]) -> None:
+        if not all(tensor.untyped_storage().resizable() for tensor in tensors.values()):  # else a learner's own, here
+            time.sleep(self.load_s)
+        super().use_weights(tensors)
+
+    def forward(self, inputs: dict[str, Any]) -> Scores:
+        time.sleep(self.learn_row_s * len(inputs["actions"]))
+        return super().forward(inputs)

@@ -38,6 +38,11 @@ class Schedule:
     def idle_share(self, device: str) -> float:
         return 1 - self.busy_s[device] / self.seconds if self.seconds else 0.0
 
+    def show(self, devices: Iterable[str], what: str, start_s: float, end_s: float) -> None:
+        """Time in which devices wait for this."""
+        if end_s > start_s:
+            self.spans += [Span(device, what, start_s, end_s) for device in devices]
+
     def add(self, device: str, component: str, start_s: float, end_s: float) -> None:
         if end_s > start_s:
             self.busy_s[device] += end_s - start_s
@@ -69,7 +74,10 @@ class Replay:
         now = 0.0
         for layer in self.layout.layers:
             at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
-            now = self._layer(layer, at, now) + float(self.pricer.sync_seconds(at, self.layout.stages))
+            worked = self._layer(layer, at, now)
+            now = worked + float(self.pricer.sync_seconds(at, self.layout.stages))
+            for name in {e.target for e in self.workflow.edges if e.next_iteration and e.target in at}:
+                self.schedule.show(self.names[at[name][0]], "weights", worked, now)
         self.schedule.seconds = now + self.workflow.fixed_s
         return self.schedule
 
@@ -82,7 +90,9 @@ class Replay:
         for i in nodes:
             node = self.workflow.order[i]
             zones = {at[name][0] for name in node}
-            now = max(free[zone] for zone in zones) + self._swap(node, at, "onload_s")
+            begin = max(free[zone] for zone in zones)
+            now = begin + self._swap(node, at, "onload_s")
+            self._show_swap(zones, begin, now)
             sources = [j for j in self.workflow.sources[i] if j in ready]
             ready[i] = []
             for chunk in range(self.layout.chunks):
@@ -93,8 +103,14 @@ class Replay:
                 for _ in range(passes):
                     now = self._pass(node, at, now)
                 ready[i].append(now)
-            free.update(dict.fromkeys(zones, now + self._swap(node, at, "offload_s")))
+            gone = now + self._swap(node, at, "offload_s")
+            self._show_swap(zones, now, gone)
+            free.update(dict.fromkeys(zones, gone))
         return max(free.values())
+
+    def _show_swap(self, zones: Iterable[Zone], start: float, end: float) -> None:
+        for zone in zones:
+            self.schedule.show(self.names[zone], "moving memory", start, end)
 
     def _swap(self, node: Iterable[str], at: dict, which: str) -> float:
         return self.pricer.swap_seconds(tuple(node), at, self.layout.swapped, which)
