@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
+from embodied.placement.layout import DeviceClass, Layer, Layout, Zone, arrangements
 from embodied.placement.profile import Cost, Profile
 from embodied.placement.tables import Table, make_table
 from embodied.placement.workflow import Workflow
@@ -64,6 +64,7 @@ class Pricer:
         self.table = cache(self._table)
         self.floor = cache(self._floor)
         self.turns = cache(self._turns_of)
+        self.node_least = cache(self._node_least)
 
     def cost(self, component: str, device_class: str) -> Cost | None:
         return self.profile.cost(component, device_class, self.classes[device_class].kind)
@@ -123,6 +124,27 @@ class Pricer:
                 busiest = max_of(busiest, sum(one[count] for (_, one), count in zip(found, counts)))
             work[turn.node] = busiest
         return self._turns(layer, work, chunks)
+
+    def least_of(self, nodes: Sequence[int], stages: int, chunks: int) -> float:
+        """No layer of these nodes takes less, whatever its zones: each node on all devices, or all devices always at
+        work."""
+        layer = tuple(Zone(self.workflow.order[i], "") for i in nodes)
+        least = {i: self.node_least(i, stages) for i in nodes}
+        path = self._turns(layer, {i: seconds for i, (seconds, _) in least.items()}, chunks)
+        spent = self.workflow.passes * sum(device_s for _, device_s in least.values())
+        return float(max(path, spent / sum(c.count for c in self.classes.values())))
+
+    def _node_least(self, node: int, stages: int) -> tuple[float, float]:
+        """Seconds of a pass of a node with all devices, and device-seconds with as few as are best; at least."""
+        names, runs_on = self.workflow.order[node], self.runs_on()
+        found = []
+        for layer in arrangements(names, tuple(self.classes.values()), runs_on):
+            most = [self.classes[zone.device_class].count for zone in layer]
+            seconds = float(self.least_seconds(layer, most, stages, 1)) / self.workflow.passes
+            busy = [self.floor(zone.components, zone.device_class, stages)[0][1:] for zone in layer]
+            spent = sum(float(np.min(each * np.arange(1, len(each) + 1), initial=np.inf)) for each in busy)
+            found.append((seconds, spent))
+        return tuple(min(each) for each in zip(*found)) if found else (np.inf, np.inf)
 
     def slowed_by_more(self, components: Sequence[str]) -> bool:
         """Whether more devices can cost time: every worker that receives weights is one more copy."""

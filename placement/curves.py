@@ -111,8 +111,11 @@ def floor_and_line(sizes: Sequence[float], values: Sequence[float]) -> list[tupl
     """max(floor, a + b * size) if that misses no value by more than AFFINE_ERROR, else None."""
     best, least = None, AFFINE_ERROR
     x, y = np.array(sizes, float), np.array(values, float)
+    if not y.any():
+        return None
+    weights = 1 / np.maximum(y, 1e-6 * y.max())
     for flat in range(len(x) - 2):  # how many of the first sizes lie on the floor
-        slope, start = np.polyfit(x[flat:], y[flat:], 1, w=1 / np.maximum(y[flat:], 1e-12))
+        slope, start = np.polyfit(x[flat:], y[flat:], 1, w=weights[flat:])
         floor = float(y[:flat].mean()) if flat else max(float(start), 0.0)
         if slope <= 0 or start + slope * x[-1] <= floor:
             continue

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import chain, count, islice, product
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from embodied.placement.profile import Profile
 from embodied.placement.search import LayerSearch, Points, unbeaten_indices
 from embodied.placement.workflow import Workflow
 
+MODES = ("collocated", "hybrid", "disaggregated", "custom")
 STAGES = (1, 2, 4)
 GUESSES = 4  # layouts that are tried before the search
 MARGIN = 1 + 1e-9  # bounds are sums in another order than prices
@@ -34,6 +37,30 @@ MARGIN = 1 + 1e-9  # bounds are sums in another order than prices
 class Choice:
     layout: Layout
     price: Price
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut the order of nodes into layers, with stages and chunks: at least so many seconds, however placed."""
+
+    least: float
+    stages: int
+    chunks: int
+    layers: tuple[frozenset[int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """A cut with the label of every layer, which decides the mode."""
+
+    least: float
+    stages: int
+    chunks: int
+    way: tuple[tuple[LayerSearch, tuple], ...]
+
+    @cached_property
+    def mode(self) -> str:
+        return Layout(tuple(search.groups[label][0] for search, label in self.way)).mode
 
 
 class Planner:
@@ -47,26 +74,32 @@ class Planner:
         self.stages = stages if any(len(node) > 1 for node in workflow.order) else (1,)
         self.chunks = chunk_grid(workflow)
         self._searches: dict[tuple, LayerSearch] = {}
+        self._found: dict[Cut, list[Option]] = {}
+        self._tickets = count(1)
+        self._cuts = self._all_cuts()
 
     def best(self) -> Choice | None:
         """The fastest layout of all; None if none fits."""
-        return self._best_of([way for ways in self._options().values() for way in ways])
+        return self._best_of(None)
 
     def modes(self) -> dict[str, Choice | None]:
         """The fastest layout of every mode; None where none fits."""
-        return {mode: self._best_of(ways) for mode, ways in self._options().items()}
+        return {mode: self._best_of(mode) for mode in MODES}
 
-    def _options(self) -> dict[str, list[tuple[float, int, int, tuple]]]:
-        """By mode: at least so many seconds, stages, chunks, and the layers' searches with their labels."""
-        options: dict[str, list[tuple[float, int, int, tuple]]] = {}
-        for stages, chunks, cut in product(self.stages, self.chunks, layer_sets(self.workflow)):
-            searches = [self.search(nodes, stages, chunks) for nodes in cut]
-            for labels in product(*(search.groups for search in searches)):
-                way = tuple(zip(searches, labels))
-                if np.isfinite(least := self._least(way)):
-                    layers = tuple(search.groups[label][0] for search, label in way)
-                    options.setdefault(Layout(layers).mode, []).append((least, stages, chunks, way))
-        return options
+    def _all_cuts(self) -> list[Cut]:
+        found = []
+        for stages, chunks, layers in product(self.stages, self.chunks, layer_sets(self.workflow)):
+            least = sum(self.pricer.least_of(sorted(nodes), stages, chunks) for nodes in layers)
+            found.append(Cut(least + self.workflow.fixed_s, stages, chunks, layers))
+        return [cut for cut in found if np.isfinite(cut.least)]
+
+    def _options(self, cut: Cut) -> list[Option]:
+        if cut not in self._found:
+            searches = [self.search(nodes, cut.stages, cut.chunks) for nodes in cut.layers]
+            ways = [tuple(zip(searches, labels)) for labels in product(*(search.groups for search in searches))]
+            found = [Option(self._least(way), cut.stages, cut.chunks, way) for way in ways]
+            self._found[cut] = [option for option in found if np.isfinite(option.least)]
+        return self._found[cut]
 
     def search(self, nodes: frozenset[int], stages: int, chunks: int) -> LayerSearch:
         """Layers that no number of stages or chunks concerns are searched once for all of them."""
@@ -78,25 +111,42 @@ class Planner:
             self._searches[key] = LayerSearch(self.pricer, self.classes, nodes, stages, chunks)
         return self._searches[key]
 
-    def _best_of(self, options: Sequence[tuple[float, int, int, tuple]]) -> Choice | None:
-        options = sorted(options, key=lambda option: (*option[:3], len(option[3])))
-        best = self._guess(options[:GUESSES])
-        for least, stages, chunks, way in options:
-            seconds = best.price.seconds if best else np.inf
-            if least >= seconds:
-                break
-            found = self._together(way, stages, chunks, seconds)
-            if found and found.price.seconds < seconds:
-                best = found
+    def _best_of(self, mode: str | None) -> Choice | None:
+        """Of all layouts, or of those of a mode; what could take least is looked at first."""
+        best: Choice | None = None
+        waiting = [(cut.least, i, cut) for i, cut in enumerate(self._cuts)]
+        heapify(waiting)
+
+        def seconds() -> float:
+            return best.price.seconds if best else np.inf
+
+        first = list(islice(iter(lambda: self._next(waiting, mode, np.inf), None), GUESSES))
+        best = self._guess(first)
+        for option in chain(first, iter(lambda: self._next(waiting, mode, seconds()), None)):
+            if option.least < seconds():
+                found = self._together(option.way, option.stages, option.chunks, seconds())
+                best = found if found and found.price.seconds < seconds() else best
         return best
 
-    def _guess(self, options: Sequence[tuple[float, int, int, tuple]]) -> Choice | None:
+    def _next(self, waiting: list[tuple[float, int, Cut | Option]], mode: str | None, bound: float) -> Option | None:
+        """The option that could take least, if that is less than `bound` seconds; cuts on the way are replaced by their
+        options."""
+        while waiting and waiting[0][0] < bound:
+            _, place, one = heappop(waiting)
+            if isinstance(one, Option):
+                return one
+            for option in self._options(one):
+                if mode in (None, option.mode):
+                    heappush(waiting, (option.least, place + next(self._tickets) * len(self._cuts), option))
+        return None
+
+    def _guess(self, options: Sequence[Option]) -> Choice | None:
         """The fastest of a few layouts that need no search, as a bound for those that do."""
         found = []
-        for _, stages, chunks, way in options:
-            guesses = [search.guess(label) for search, label in way]
+        for option in options:
+            guesses = [search.guess(label) for search, label in option.way]
             if all(map(len, guesses)):
-                found.append(self._choice(guesses, stages, chunks))
+                found.append(self._choice(guesses, option.stages, option.chunks))
         return min((c for c in found if c.price.fits), key=lambda c: c.price.seconds, default=None)
 
     def _least(self, way: tuple) -> float:

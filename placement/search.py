@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from functools import cache
+from itertools import chain, combinations, product
 from math import prod
 
 import numpy as np
@@ -18,6 +19,7 @@ from embodied.placement.costs import Pricer
 from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, components_of
 
 HALVINGS = 20
+PRICES = (0.3, 0.1)  # of all devices together, in iterations
 COARSE = 6  # sizes of a zone to look at first, where splits are more than
 MANY = 1000
 FEW = 200  # splits that are not narrowed down before other zones are looked at
@@ -67,6 +69,10 @@ class LayerSearch:
                 self.groups.setdefault(label_of(layer), []).append(layer)
         self._fastest: dict[tuple, Points] = {}
         self._slower: dict[tuple, float] = {}  # labels none of whose splits takes less than this
+        self.bound = pricer.least_of(sorted(nodes), stages, chunks)
+        self.cheapest = cache(self._cheapest)
+        self.sizes = cache(self._sizes)
+        self.paths = paths(nodes, pricer.workflow.sources)
         self.leasts = {layer: self.least(layer) for layers in self.groups.values() for layer in layers}
         for layers in self.groups.values():
             layers.sort(key=self.leasts.get)
@@ -103,7 +109,29 @@ class LayerSearch:
         """Seconds that it takes at least: had every zone all devices that the others can spare."""
         zones = Counter(zone.device_class for zone in layer)
         most = [max(self.count(zone) - zones[zone.device_class] + 1, 0) for zone in layer]
-        return float(self.pricer.least_seconds(layer, most, self.stages, self.chunks))
+        alone = float(self.pricer.least_seconds(layer, most, self.stages, self.chunks))
+        return max(alone, self.bound, self.shared_least(layer) if self.chunks == 1 else 0.0)
+
+    def shared_least(self, layer: Layer) -> float:
+        """The same of nodes that wait for each other: however the devices are shared out, a zone that has `d` of them
+        leaves fewer to the others. With a price on devices each zone chooses for itself, and nobody does better."""
+        least = 0.0
+        for path, share in product(self.paths, PRICES):
+            price = share * self.bound / sum(c.count for c in self.classes)
+            parts: list[tuple] = [()] * len(layer)
+            for turn in self.pricer.turns(layer):
+                if turn.node in path:
+                    for zone, names in turn.parts:
+                        parts[zone] += ((names, len(turn.parts) > 1),)
+            spent = sum(self.cheapest(mine, zone.device_class, price) for mine, zone in zip(parts, layer))
+            least = max(least, spent - share * self.bound)
+        return least
+
+    def _cheapest(self, parts: tuple, device_class: str, price: float) -> float:
+        """Seconds of these components of nodes, one node after the other, plus `price` for every device, at least."""
+        count = np.arange(1, self.pricer.classes[device_class].count + 1)
+        floors = [self.pricer.floor(names, device_class, self.stages)[waits][1:] for names, waits in parts]
+        return float((sum(floors) * self.pricer.workflow.passes + price * count).min())
 
     def guess(self, label: tuple) -> Points:
         """One split of the layer that could be the fastest, for a bound to begin with; empty if none is found."""
@@ -193,7 +221,7 @@ class LayerSearch:
         if need is None:
             return np.zeros((len(layer), 0), int), True
         left = self.left(layer, np.array(need)[:, None])
-        sizes = [self.sizes(layer, zone) for zone in range(len(layer))]
+        sizes = [self.sizes(zone) for zone in layer]
         sizes = [s[(s >= n) & (s <= n + left[z.device_class])] for s, n, z in zip(sizes, need, layer)]
         rest: dict[str, int] = {}
         for i, zone in enumerate(layer):
@@ -235,9 +263,8 @@ class LayerSearch:
             columns[i] += left[layer[i].device_class]
         return columns
 
-    def sizes(self, layer: Layer, zone: int) -> np.ndarray:
+    def _sizes(self, where: Zone) -> np.ndarray:
         """The numbers of devices at which a zone's components win a worker."""
-        where = layer[zone]
         count = self.pricer.classes[where.device_class].count
         won = np.zeros(count + 1, bool)
         for name in where.components:
@@ -251,6 +278,17 @@ class LayerSearch:
 
     def asks(self, components: Sequence[str]) -> bool:
         return any(self.pricer.workflow[name].splits for name in components)
+
+
+def paths(nodes: frozenset[int], sources: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """Nodes of which each waits for another, from a first to a last one."""
+
+    def upto(node: int) -> list[frozenset[int]]:
+        before = [path for source in sources[node] & nodes for path in upto(source)]
+        return [path | {node} for path in before] or [frozenset([node])]
+
+    last = [node for node in nodes if not any(node in sources[other] for other in nodes)]
+    return [path for node in last for path in upto(node)]
 
 
 def thinned(sizes: np.ndarray, most: int) -> np.ndarray:
