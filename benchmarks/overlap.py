@@ -60,6 +60,7 @@ def main() -> None:
             for stages, one in trials.items():
                 done = one.iterate()
                 rounds[stages] += [done] if turn >= WARM_UP else []
+            print(f"round {turn + 1} of {WARM_UP + asked.rounds}", flush=True)
     rows = {str(stages): row_of(found) for stages, found in rounds.items()}
     for stages, row in rows.items():
         told = ", ".join(f"{key} {row[key]:.2f}" for key in ("rollout_s", "sim_s", "policy_s", "overlap"))
