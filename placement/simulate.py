@@ -71,13 +71,16 @@ class Replay:
             self.schedule.devices += [f"{c.name}:{i}" for i in range(used)]
 
     def run(self) -> Schedule:
-        now = 0.0
+        now, syncs = 0.0, []
         for layer in self.layout.layers:
             at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
-            worked = self._layer(layer, at, now)
-            now = worked + float(self.pricer.sync_seconds(at, self.layout.stages))
-            for name in {e.target for e in self.workflow.edges if e.next_iteration and e.target in at}:
-                self.schedule.show(self.names[at[name][0]], "weights", worked, now)
+            now = self._layer(layer, at, now)
+            targets = {e.target for e in self.workflow.edges if e.next_iteration and e.target in at}
+            devices = [device for name in sorted(targets) for device in self.names[at[name][0]]]
+            syncs.append((devices, float(self.pricer.sync_seconds(at, self.layout.stages))))
+        for devices, seconds in syncs:
+            self.schedule.show(devices, "weights", now, now + seconds)
+            now += seconds
         self.schedule.seconds = now + self.workflow.fixed_s
         return self.schedule
 

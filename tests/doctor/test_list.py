@@ -43,7 +43,7 @@ def test_every_recipe_env_and_policy_is_listed_and_says_what_it_is():
     assert list(named("envs", Bare())) == list(PLUGINS)
     assert list(named("policies", Bare())) == list(FAMILIES)
     for kind in ("recipes", "envs", "policies"):
-        assert all(20 < len(item.told) and item.told.endswith(".") for item in LISTS[kind](Bare()))
+        assert all(len(item.told) > 20 and item.told.endswith(".") for item in LISTS[kind](Bare()))
 
 
 def test_what_lacks_a_package_or_a_driver_says_so():
