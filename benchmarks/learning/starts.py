@@ -1,7 +1,7 @@
 """Where RL with a sparse reward begins: policies that imitate a scripted expert, good enough to be rewarded at times.
 
     python -m benchmarks.learning.starts pickcube [--seeds 0 1 2] [--resume]
-    python -m benchmarks.learning.starts libero
+    python -m benchmarks.learning.starts libero --seeds 0
 
 Collects demonstrations, imitates them, and plays the result on 200 held-out episodes; writes
 results/start_CASE/seed-S.json seed by seed. --resume leaves out seeds that were measured with the same code and
@@ -28,6 +28,7 @@ from benchmarks.learning.seeds import (
 )
 
 RECIPES = {"pickcube": "pickcube_sft", "libero": "libero_sft"}
+RL = {"pickcube": "pickcube_grpo", "libero": "libero_grpo"}  # which may give an episode less time
 
 
 def measure_seed(case: str, seed: int, env: dict) -> dict:
@@ -38,7 +39,9 @@ def measure_seed(case: str, seed: int, env: dict) -> dict:
     shutil.rmtree(demos, ignore_errors=True)
     asked = (f"recipe={RECIPES[case]}", f"seed={seed}", *ONE_CORE)
     costs = [measure(program("collect", *asked, f"out={demos}"), env, TIMEOUT_S)]
-    imitate = program("sft", *asked, f"sft.data={demos}", f"run.dir={runs}", f"run.name=seed-{seed}", *HELD_OUT)
+    imitate = program(
+        "sft", *asked, in_time(case), f"sft.data={demos}", f"run.dir={runs}", f"run.name=seed-{seed}", *HELD_OUT
+    )
     run = new_folder(runs, f"seed-{seed}", lambda: costs.append(measure(imitate, env, TIMEOUT_S)))
     results, (collected, imitated) = last_results(run), costs
     return {
@@ -48,6 +51,11 @@ def measure_seed(case: str, seed: int, env: dict) -> dict:
         "success_once": results["overall"]["success_once"],
         "success_at_end": results["overall"]["success_at_end"],
     }
+
+
+def in_time(case: str) -> str:
+    """Played for as long as in RL; imitation itself does not depend on it."""
+    return f"env.max_episode_steps={resolved(RL[case])['env']['max_episode_steps']}"
 
 
 def report(done: list[dict]) -> str:
@@ -70,7 +78,7 @@ def main() -> None:
     ask.add_argument("case", choices=RECIPES)
     options = ask.parse_args()
     case, env, done = options.case, environment(), []
-    about = {"config": config_hash(resolved(RECIPES[case])), "eval_seed": EVAL_SEED}
+    about = {"config": config_hash(resolved(RECIPES[case], in_time(case))), "eval_seed": EVAL_SEED}
     for seed in options.seeds:
         path = RESULTS / f"start_{case}" / f"seed-{seed}.json"
         result = once(path, {"seed": seed, **about}, options.resume, lambda seed=seed: measure_seed(case, seed, env))

@@ -27,7 +27,7 @@ def test_every_case_names_a_recipe_with_a_sparse_reward():
 
 def test_grpo_can_begin_with_what_imitation_leaves():
     for case, recipe in starts.RECIPES.items():
-        imitating = load([f"recipe={recipe}", "sft.data=demos"], entry="sft").config
+        imitating = load([f"recipe={recipe}", "sft.data=demos", starts.in_time(case)], entry="sft").config
         going_on = load([f"recipe={grpo_gain.CASES[case].recipe}"]).config
         assert imitating.policy == going_on.policy and imitating.eval.protocol == going_on.eval.protocol
         assert (imitating.env.task, imitating.env.max_episode_steps) == (
