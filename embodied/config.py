@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
 from embodied.config_base import LocalPath, Strict
+from embodied.envs.bridge_tasks import is_bridge
 from embodied.envs.config import EnvConfig
 from embodied.explain import config_error, explain, missing_recipe, no_recipe_in
 from embodied.layers import COMMAND_LINE, Source, Tree, flatten, lay, put, recipe_names, recipe_sources
@@ -309,7 +310,9 @@ def base_recipe(
         if isinstance(stored, str) and (found := stored_recipe(Path(stored).expanduser())):
             return str(found)
     if family := published(own):
-        return protocol_recipe(str(values.get("policy.name", family)), values.get("env.name"), problems)
+        task = values.get("env.task")
+        env = values.get("env.name", "maniskill" if isinstance(task, str | list) and is_bridge(task) else None)
+        return protocol_recipe(str(values.get("policy.name", family)), env, problems)
     if isinstance(values.get("resume"), str) and values["resume"] != "auto":
         problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
     elif command.name == "evaluate" and "checkpoint" not in own:

@@ -39,6 +39,11 @@ class BridgeScene:
         """uint8 [height, width, 3]; `square`: the middle of it."""
         raise NotImplementedError
 
+    def laid_out(self) -> tuple[torch.Tensor, ...]:
+        """Of every scene: pose of the thing and of where it goes [N, 7], sides of the thing [N, 3], how high over its
+        middle the place's top is [N], and whether the hand holds the thing now [N]."""
+        raise NotImplementedError
+
     @property
     def _default_human_render_camera_configs(self) -> CameraConfig:
         """The middle of what the robot's camera sees."""

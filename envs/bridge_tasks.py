@@ -5,6 +5,8 @@ Their names and the files they need, which nobody may ship with a package. Free 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 TWINS = {  # task -> how many initial states it has
     "PutCarrotOnPlateInScene-v1": 24,
     "PutSpoonOnTableClothInScene-v1": 24,
@@ -22,7 +24,7 @@ FILES = {  # below data/ of MS_ASSET_DIR, what is looked for
 }
 
 
-def is_bridge(task: str | tuple[str, ...]) -> bool:
+def is_bridge(task: str | Sequence[str]) -> bool:
     tasks = (task,) if isinstance(task, str) else task
     return all(name in TWINS or name.startswith(PLATES) for name in tasks)
 

@@ -65,6 +65,12 @@ class Twin(BridgeScene):
         size = self.episode_source_obj_bbox_world
         self.episode_source_obj_bbox_world = size[:, None].repeat(1, self.num_envs)  # ManiSkill knows the first's only
 
+    def laid_out(self) -> tuple[torch.Tensor, ...]:
+        thing, place = self.objs[self.source_obj_name], self.objs[self.target_obj_name]
+        size = self.episode_model_bbox_sizes[self.source_obj_name].float().expand(self.num_envs, 3)
+        top = torch.full((self.num_envs,), self.model_db[self.target_obj_name]["bbox"]["max"][2])
+        return thing.pose.raw_pose, place.pose.raw_pose, size, top, self.agent.is_grasping(thing)
+
     def _get_obs_extra(self, info: dict) -> dict[str, torch.Tensor]:
         """Where things are, for those who may know."""
         if self._obs_mode != "state":

@@ -5,6 +5,7 @@ for.
 from __future__ import annotations
 
 from embodied.envs.base import VectorEnv
+from embodied.envs.bridge_tasks import is_bridge
 from embodied.envs.pilots import Expert
 from embodied.errors import ConfigError
 
@@ -16,6 +17,10 @@ def make_expert(env: VectorEnv) -> Expert:
         from embodied.envs.pointmass_expert import PointMassExpert
 
         return PointMassExpert(env)
+    if name == "maniskill" and is_bridge(env.config.task):
+        from embodied.envs.bridge_expert import BridgeExpert
+
+        return BridgeExpert(env)
     if name == "maniskill":
         from embodied.envs.maniskill_expert import ManiSkillExpert
 

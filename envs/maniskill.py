@@ -20,9 +20,9 @@ import numpy as np
 from embodied.arrays import tensor_of
 from embodied.data import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
-from embodied.envs.bridge_tasks import CONTROL, TWINS, is_bridge
+from embodied.envs.bridge_tasks import TWINS, is_bridge
 from embodied.envs.config import ManiSkillConfig
-from embodied.envs.maniskill_tasks import check_bridge, check_task, maker, quiet, registered
+from embodied.envs.maniskill_tasks import check_bridge, check_task, control_of, maker, quiet, registered
 from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.errors import ConfigError
 from embodied.vulkan import ensure_vulkan
@@ -58,7 +58,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def resolve(cls, config: ManiSkillConfig) -> ManiSkillConfig:
-        control = config.control_mode or (CONTROL if is_bridge(config.task) else "pd_joint_delta_pos")
+        control = control_of(config)
         backend = config.backend
         if backend == "auto":
             allowed = config.task in BATCHED_TASKS and control in BATCHED_CONTROLS
@@ -74,7 +74,7 @@ class ManiSkillEnv(VectorEnv):
                 f"env.backend=cpu_batched is proven for {', '.join(BATCHED_TASKS)} only; "
                 f"for {config.task} try env.backend=cpu"
             )
-        if config.backend == "cpu_batched" and config.control_mode not in BATCHED_CONTROLS:
+        if config.backend == "cpu_batched" and control_of(config) not in BATCHED_CONTROLS:
             raise ConfigError(
                 f"env.backend=cpu_batched with env.control_mode={config.control_mode} would move the arm differently "
                 f"from a single env; use one of {', '.join(BATCHED_CONTROLS)}, or env.backend=cpu"
@@ -93,7 +93,7 @@ class ManiSkillEnv(VectorEnv):
         self._scale, self._offset = (high - low) / 2, (high + low) / 2
         if is_bridge(config.task):
             metres, radians = config.action_units or (1.0, 1.0)
-            self._scale = np.array([metres] * 3 + [radians] * 3 + [1.0], np.float32)
+            self._scale = self.units = np.array([metres] * 3 + [radians] * 3 + [1.0], np.float32)
         with DRAWING:
             info = env.reset(seed=0)[1]
         limit = config.max_episode_steps or registered()[config.task].max_episode_steps or 100

@@ -43,13 +43,17 @@ def check_bridge(config: ManiSkillConfig) -> None:
         raise ConfigError(f"env.action_units is for bridge tasks; {config.task} has units of its own, leave it out")
     if config.object_set and not config.task.startswith(PLATES):
         raise ConfigError(f"env.object_set is for {PLATES}...; {config.task} has one set of things, leave it out")
-    if bridge and config.control_mode != CONTROL:
+    if bridge and config.control_mode not in (None, CONTROL):
         raise ConfigError(
             f"env.control_mode={config.control_mode} is not for the arm of {config.task}; env.control_mode=null takes "
             "the one it has"
         )
     if bridge and config.image_fov is not None:
         raise ConfigError(f"env.image_fov: the photograph behind {config.task} has its own angle of view; leave it out")
+
+
+def control_of(config: ManiSkillConfig) -> str:
+    return config.control_mode or (CONTROL if is_bridge(config.task) else "pd_joint_delta_pos")
 
 
 def registered() -> dict[str, Any]:

@@ -197,6 +197,12 @@ class PutOnPlate(BridgeScene, BaseEnv):
             "success": success,
         }
 
+    def laid_out(self) -> tuple[torch.Tensor, ...]:
+        sizes = np.stack([self.models["object"].size(episode.object) for episode in self.episodes])
+        tops = torch.tensor([self.models["plate"].about[episode.plate]["bbox"]["max"][2] for episode in self.episodes])
+        held = self._of_each(lambda episode: ("object", episode.object), self.agent.is_grasping)
+        return self._poses("object"), self._poses("plate"), torch.as_tensor(sizes), tops, held
+
     def _of_each(self, what: Callable, ask: Callable) -> torch.Tensor:
         """[N]: of every row's own thing or things; `ask` answers for all rows at once."""
         wanted = [what(episode) for episode in self.episodes]

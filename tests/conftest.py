@@ -1,8 +1,11 @@
 """Tests marked `gpu` run where there is an NVIDIA card."""
 
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for what tests of several folders share
 
 
 def pytest_collection_modifyitems(items):

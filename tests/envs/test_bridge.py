@@ -128,3 +128,22 @@ def test_many_scenes_at_once_begin_where_single_ones_do():
     assert many.step_chunk(np.zeros((3, 2, 7), np.float32)).rewards.shape == (3, 2)
     many.close()
     single.close()
+
+
+@needs(CARROT)
+@pytest.mark.slow
+def test_the_expert_puts_the_carrot_on_its_plate():
+    from queue import SimpleQueue
+
+    from embodied.data import Recording
+    from embodied.envs.evaluation import play_episodes
+    from embodied.envs.experts import make_expert
+    from embodied.envs.pilots import ExpertPilot
+    from embodied.runtime import Timers
+
+    env = build(2, cameras=(), max_episode_steps=40, action_units=(0.05, 0.35))
+    episodes = [EpisodeSpec(CARROT, state, state, number) for number, state in enumerate((0, 1, 10, 23))]
+    pilot = ExpertPilot(make_expert(env), "expert")
+    played = play_episodes(env, episodes, pilot, Recording(), SimpleQueue(), frozenset(), Timers())
+    assert all(result.success_once for result in played)
+    env.close()
