@@ -174,6 +174,8 @@ class Pi0Config(Strict):
         "all", description="expert: what sees and reads is frozen, only what acts is trained."
     )
     detach_value: bool = Field(False, description="The value's error trains nothing but the value's own weights.")
+    lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
+    lora_scale: float = Field(1.0, gt=0, description="As for openvla.")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
 
     @property

@@ -17,7 +17,6 @@ from embodied.runtime.blobs import Blob, array_of, read_safetensors
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-ADAPTER_END = ".lora_A.default.weight"  # of the names that peft gives
 
 
 def read_description(folder: Path) -> tuple[dict, EnvSpec]:
@@ -72,19 +71,15 @@ def read_blobs(folder: Path) -> dict[str, Blob]:
     """The weights, whole or in shards, as bytes that are read when they are used; with those they were trained on
     top of, where the folder holds only adapters."""
     blobs = _shards(folder) if (folder / INDEX).is_file() else _whole(folder)
-    base = read_json(folder / CONFIG).get("base") if (folder / CONFIG).is_file() else None
-    if base is None:
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if (base := config.get("base")) is None:
         return blobs
     if not Path(base).is_dir():
         raise CheckpointError(f"{folder} holds adapters for the model in {base}, which is not there any more")
-    adapted = {name.removesuffix(ADAPTER_END) for name in blobs if name.endswith(ADAPTER_END)}
-    return {own_name(name, adapted): blob for name, blob in read_blobs(Path(base)).items()} | blobs
-
-
-def own_name(published: str, adapted: set[str]) -> str:
-    """Of a layer's weight here, if the layer is one of those that have an adapter."""
-    layer, _, leaf = published.rpartition(".")
-    return f"{layer}.base_layer.{leaf}" if layer in adapted else published
+    below, names = read_blobs(Path(base)), config.get("base_names", {})
+    if lost := sorted(set(names.values()) - below.keys()):
+        raise CheckpointError(f"{folder} holds adapters for another model than that in {base}: {lost[0]} is not there")
+    return {own: below[stored] for own, stored in names.items()} | blobs
 
 
 def _whole(folder: Path) -> dict[str, Blob]:

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from embodied.arrays import host, tensor_of
 from embodied.data import Array, EnvSpec, Observation
 from embodied.errors import CheckpointError, ConfigError
-from embodied.policies.base import Policy
 from embodied.policies.config import PrismaticConfig
-from embodied.policies.folder import copy_files
+from embodied.policies.folder import copy_files, read_blobs
 from embodied.policies.openvla.actions import ActionTokens
+from embodied.policies.openvla.components import as_stored
 from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, write_published
 from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.text import Tokenizer, WordTokenizer, prompt, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.vla.images import processor_of
-from embodied.policies.vla.lora import UP, add_lora, is_adapter, merged, published_name, save_adapters
+from embodied.policies.vla.lora import UP, AdaptedPolicy, add_lora, is_adapter, published_name
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
 from embodied.policies.vla.text import align
 from embodied.runtime.blobs import Blob, blob_of
@@ -34,7 +34,7 @@ from embodied.runtime.blobs import tensor_of as tensor_of_blob
 VALUE = "value_head."
 
 
-class PrismaticPolicy(Policy):
+class PrismaticPolicy(AdaptedPolicy):
     """A family says how actions are read from the language model: `act`, `value`, `forward`."""
 
     any_image_size = True
@@ -44,7 +44,7 @@ class PrismaticPolicy(Policy):
     def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
         super().__init__(config, spec)
         self.published = read_published(config.pretrained) if config.pretrained else None
-        self.source = self.published and self.published.path
+        self.source = self.origin = self.published and self.published.path
         published = self.published
         self.settings = published.settings if published else settings_of(PRESETS[config.preset], "policy.preset")
         self.norm_stats = published.norm_stats if published else fresh_statistics(spec)
@@ -106,7 +106,7 @@ class PrismaticPolicy(Policy):
         draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
         stored = read_stored(self.published, self.components()) if self.published else {}
         own = self.state_dict(keep_vars=True)
-        where = {name: name if name in stored else self.published_name(name) for name in own}
+        where = {name: self.name_in(stored, name) for name in own}
         fresh = {name for name in own if not stored or (where[name] not in stored and self.is_extra(name))}
         if stored and (odd := sorted({where[name] for name in own.keys() - fresh} ^ stored.keys())):
             raise CheckpointError(f"{self.source}: its weights do not fit its config.json: {', '.join(odd[:4])}")
@@ -126,6 +126,11 @@ class PrismaticPolicy(Policy):
         else:
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=draw))
 
+    def name_in(self, stored: dict[str, Blob], name: str) -> str:
+        """That of a weight in a folder, where parts may or may not have adapters and FiLM."""
+        names = (name, published_name(name), self.published_name(name))
+        return next((each for each in names if each in stored), names[-1])
+
     def published_name(self, name: str) -> str:
         return published_name(name)
 
@@ -136,7 +141,7 @@ class PrismaticPolicy(Policy):
         """Of the published folder, for acting only: what it lacks is zero."""
         stored, found = read_stored(self.published, self.components()), {}
         for name, tensor in self.state_dict().items():
-            blob = stored.get(name, stored.get(self.published_name(name)))
+            blob = stored.get(self.name_in(stored, name))
             found[name] = blob_of(torch.zeros_like(tensor)) if blob is None else blob
         return found
 
@@ -195,23 +200,14 @@ class PrismaticPolicy(Policy):
     def description(self) -> dict[str, Any]:
         """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""
         ours = super().description()
-        if self.base:
-            ours |= {"base": str(self.base)}
         ours["policy"]["pretrained"] = "." if self.source else None
         return self.published_config() | ours
 
     def published_config(self) -> dict[str, Any]:
         return self.settings.published | {"norm_stats": self.norm_stats}
 
-    @property
-    def base(self) -> Path | None:
-        """The folder that a saved policy refers to for all that was not trained: LoRA saves its adapters only."""
-        return self.source and self.source.resolve() if self.config.lora_rank else None
-
-    def saved(self) -> set[str]:
-        if not self.base:
-            return super().saved()
-        return {name for name, tensor in self.state_dict(keep_vars=True).items() if tensor.requires_grad}
+    def stored_names(self) -> dict[str, str]:
+        return {name: name for name in read_blobs(self.source)}
 
     def save_pretrained(self, folder: Path | str, tensors=None) -> None:
         super().save_pretrained(folder, tensors)
@@ -221,12 +217,10 @@ class PrismaticPolicy(Policy):
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """The layout that other programs read: no value head, adapters merged, large weights in shards."""
         weights = self.published_weights()
-        parts = {kind: self.component(kind, weights) for kind in self.components()}
+        known = self.published.components if self.published else {}
+        parts = {kind: as_stored(known.get(kind), self.component(kind, weights)) for kind in self.components()}
         inside = {self.published_name(n): t for n, t in weights.items() if not self.is_extra(n)}
         write_published(Path(folder), self.published_config(), inside, parts, self.published, shard_bytes)
-
-    def published_weights(self) -> dict[str, Tensor]:
-        return dict(merged(self.state_dict().items(), self.config.lora_scale))
 
     def components(self) -> tuple[str, ...]:
         """Parts that upstream keeps in files of their own."""
@@ -234,11 +228,6 @@ class PrismaticPolicy(Policy):
 
     def component(self, kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         raise NotImplementedError
-
-    def save_adapters(self, folder: Path | str) -> None:
-        """As peft reads them."""
-        config = self.config
-        save_adapters(Path(folder), self.state_dict().items(), config.lora_rank, config.lora_scale, str(self.source))
 
 
 def fresh_statistics(spec: EnvSpec) -> dict[str, Any]:

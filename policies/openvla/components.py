@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embodied.errors import CheckpointError, EmbodiedError
-from embodied.policies.vla.lora import DOWN, merged
+from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged, published_name
 from embodied.policies.vla.shards import write_tensors
 from embodied.runtime.blobs import read_safetensors, tensor_of
 
@@ -59,8 +59,33 @@ def component_weights(kind: str, path: Path) -> dict[str, Tensor]:
     tensors = read_component(path)
     if kind != "vision_backbone":
         return {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
+    scale = scale_of(tensors)
+    return tensors if scale is None else dict(merged(tensors.items(), scale))
+
+
+def scale_of(tensors: dict[str, Tensor]) -> float | None:
+    """What upstream multiplies the adapters among them by; None: there are none."""
     rank = next((len(tensor) for name, tensor in tensors.items() if name.endswith(DOWN)), None)
-    return tensors if rank is None else dict(merged(tensors.items(), min(rank, FILM_ALPHA) / rank))
+    return None if rank is None else min(rank, FILM_ALPHA) / rank
+
+
+def as_stored(path: Path | None, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A component's weights as the file that it came from holds them: with its adapters where it has some, which stay
+    as they were, and so does every layer that was not trained since."""
+    stored = read_component(path) if path else {}
+    scale = scale_of(stored)
+    if scale is None:
+        return weights
+    before, found = dict(merged(stored.items(), scale)), dict(stored)
+    for name in stored:
+        own = published_name(name)
+        if is_adapter(name) or torch.equal(before[own].to(weights[own].dtype), weights[own]):
+            continue
+        found[name] = weights[own]
+        if name.endswith(LAYER):
+            up, down = (stored[name.removesuffix(LAYER) + end].float() for end in (UP, DOWN))
+            found[name] = (weights[own].float() - scale * (up @ down)).to(weights[own].dtype)
+    return found
 
 
 def convert(folder: Path) -> list[Path]:

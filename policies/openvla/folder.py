@@ -21,6 +21,7 @@ from embodied.policies.vla.shards import write_shards, write_tensors
 from embodied.runtime.blobs import Blob, blob_of
 
 OFT = "openvla_oft"
+OURS = ("policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
 STATISTICS = "dataset_statistics.json"
 PREPROCESSOR = "preprocessor_config.json"
 COMPANIONS = (
@@ -51,7 +52,7 @@ def read_published(path: Path | str) -> Published:
     path = Path(path)
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} is not an OpenVLA folder: {CONFIG} is missing")
-    config = read_json(path / CONFIG)
+    config = {key: value for key, value in read_json(path / CONFIG).items() if key not in OURS}
     settings = settings_of(config, str(path / CONFIG))
     stats = dict(config.get("norm_stats") or {})
     if (path / STATISTICS).is_file():

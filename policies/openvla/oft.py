@@ -177,6 +177,10 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
     def published_config(self) -> dict[str, Any]:
         return super().published_config() | {OFT: {"head": self.head, "proprio": self.proprio, "film": self.film}}
 
+    def left_out(self) -> dict[str, str]:
+        """With FiLM not the towers: the folder's shards hold others than its file of the towers."""
+        return {n: f for n, f in super().left_out().items() if not (self.film and n.startswith("vision_backbone."))}
+
     def components(self) -> tuple[str, ...]:
         flags = {"action_head": self.head == "l1", "proprio_projector": self.proprio, "vision_backbone": self.film}
         return tuple(kind for kind, there in flags.items() if there)

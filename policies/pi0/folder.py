@@ -20,11 +20,13 @@ from embodied.policies.pi0.network import WORDS
 from embodied.policies.pi0.normalize import NORM_STATS, Figures, read_figures
 from embodied.policies.pi0.settings import Settings, settings_of
 from embodied.policies.pi0.text import TOKENIZER
+from embodied.policies.vla.lora import UP, is_adapter
 from embodied.runtime.blobs import Blob, read_safetensors, tensor_of, write_safetensors
 
 MODEL = "model."  # what our names, and lerobot's, begin with
 UNUSED = "unused.safetensors"
 LAYOUT = "published_weights"  # in our config.json: the names and precisions of the folder that the weights came from
+OURS = (LAYOUT, "policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
 TIED = "paligemma_with_expert.paligemma.lm_head.weight"
 EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
 COMPANIONS = (TOKENIZER, "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "policy_*.json")
@@ -41,6 +43,7 @@ class Published:
     layout: dict[str, str]  # published name -> precision
     weights: dict[str, Blob]  # our names
     unused: dict[str, Blob]  # published names
+    names: dict[str, str]  # our name -> that in the folder
 
 
 def read_published(path: Path | str, kind: str) -> Published:
@@ -53,11 +56,12 @@ def read_published(path: Path | str, kind: str) -> Published:
     if layout is None:
         layout = {name: blob.spec.dtype for name, blob in stored.items()}
         unused = {name: blob for name, blob in stored.items() if own_name(name) is None}
-        weights = {own_name(name): blob for name, blob in stored.items() if name not in unused}
+        names = {own_name(name): name for name in stored if name not in unused}
+        weights = {own: stored[name] for own, name in names.items()}
     else:
-        unused = read_safetensors(path / UNUSED) if (path / UNUSED).is_file() else {}
-        weights = dict(stored)
-    config = {key: value for key, value in config.items() if key not in (LAYOUT, "policy", "env_spec")}
+        unused = read_unused(path, config.get("base"), kind)
+        weights, names = dict(stored), {name: name for name in stored}
+    config = {key: value for key, value in config.items() if key not in OURS}
     settings = settings_of(config, layout, str(path / CONFIG))
     if settings.kind != kind:
         raise CheckpointError(f"{path} holds a {settings.kind}, not a {kind}: policy.name={settings.kind}")
@@ -68,7 +72,14 @@ def read_published(path: Path | str, kind: str) -> Published:
             "(openpi) or the normalising step of policy_preprocessor.json (lerobot) is missing; copy it from where the "
             "model was trained"
         )
-    return Published(path, settings, figures, layout, weights, unused)
+    return Published(path, settings, figures, layout, weights, unused, names)
+
+
+def read_unused(path: Path, base: str | None, kind: str) -> dict[str, Blob]:
+    """What a folder of ours keeps of weights that nobody uses; one of adapters leaves them in the folder below."""
+    if base:
+        return read_published(base, kind).unused
+    return read_safetensors(path / UNUSED) if (path / UNUSED).is_file() else {}
 
 
 def own_name(published: str) -> str | None:
@@ -93,17 +104,23 @@ def write_back(path: Path, source: Published, own: dict[str, Tensor]) -> dict[st
     return {name: weights[name].to(getattr(torch, dtype)) for name, dtype in source.layout.items()}
 
 
-def save_beside(path: Path, source: Published) -> None:
-    """What a checkpoint of ours needs besides config.json and weights."""
+def save_beside(path: Path, source: Published, whole: bool) -> None:
+    """What a checkpoint of ours needs besides config.json and weights, `whole` or only those that are trained."""
     copy_files(source.path, path, (*COMPANIONS, *FIGURES))
-    if source.unused and source.path.resolve() != path.resolve():
+    if whole and source.unused and source.path.resolve() != path.resolve():
         specs = {name: blob.spec for name, blob in source.unused.items()}
         write_safetensors(path / UNUSED, specs, source.unused.items())
 
 
 def drawn(name: str, tensor: Tensor, draw: torch.Generator) -> Tensor:
     """The initial numbers of a weight: zero where Gemma adds 1 or a gate opens, ones for plain norms, small normal
-    numbers that keep the size of what goes through."""
+    numbers that keep the size of what goes through. An adapter begins without effect."""
+    if is_adapter(name):
+        return (
+            torch.zeros(tensor.shape)
+            if name.endswith(UP)
+            else torch.empty(tensor.shape).normal_(0, 0.02, generator=draw)
+        )
     if name.endswith("bias") or ".dense." in name or (name.endswith("norm.weight") and "vision" not in name):
         return torch.zeros(tensor.shape)
     if tensor.ndim == 1:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from embodied.arrays import tensor_of
 from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.errors import CheckpointError, ConfigError
-from embodied.policies.base import Policy, Scores
+from embodied.policies.base import Scores
 from embodied.policies.config import Pi0Config
 from embodied.policies.pi0 import flow
 from embodied.policies.pi0.checks import check_env, views_of
@@ -30,6 +30,7 @@ from embodied.policies.pi0.network import Pi0Network, Prefix, in_half
 from embodied.policies.pi0.normalize import Scale, choose, read_figures
 from embodied.policies.pi0.settings import PRESETS, settings_of
 from embodied.policies.pi0.text import Tokenizer, padded, prompt, tokenizer_of
+from embodied.policies.vla.lora import AdaptedPolicy, add_lora, is_adapter, published_name
 from embodied.policies.vla.shards import write_shards
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
 from embodied.runtime.blobs import Blob, blob_of
@@ -38,13 +39,14 @@ from embodied.runtime.blobs import tensor_of as tensor_of_blob
 CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
 
 
-class Pi0Policy(Policy):
+class Pi0Policy(AdaptedPolicy):
     any_image_size = True
     value_names = ("value_head.",)
 
     def __init__(self, config: Pi0Config, spec: EnvSpec) -> None:
         super().__init__(config, spec)
         self.source = read_published(config.pretrained, config.name) if config.pretrained else None
+        self.origin = self.source and self.source.path
         fresh = None if self.source else settings_of(PRESETS[config.preset], (), "policy.preset", config.name)
         self.settings = fresh or self.source.settings
         if config.horizon:
@@ -61,12 +63,15 @@ class Pi0Policy(Policy):
             if config.exploration == "flow_noise":
                 sizes = self.settings.expert.dim, self.settings.action_dim
                 self.noise_head = flow.NoiseHead(*sizes, *config.noise_range).to(self.exact)
+            if config.train == "expert":
+                self.model.paligemma_with_expert.paligemma.requires_grad_(False)
+            if config.lora_rank:
+                add_lora([self.model.paligemma_with_expert], config.lora_rank, config.lora_scale)
+                self.model.to(self.exact)
         if config.dtype == "bfloat16":
             in_half(self.model, torch.bfloat16)
         for part in (self.model, self.value_head, *([self.noise_head] if hasattr(self, "noise_head") else [])):
             part.to_empty(device="cpu")
-        if config.train == "expert":
-            self.model.paligemma_with_expert.paligemma.requires_grad_(False)
 
     @classmethod
     def choices(cls, config: Pi0Config, task: str) -> dict[str, Any]:
@@ -91,8 +96,9 @@ class Pi0Policy(Policy):
         stored = self.source.weights
         own = self.state_dict()
         whole = {name for name in own if name.startswith(("action_scale.", "state_scale."))}
+        found = {name: stored.get(name, stored.get(published_name(name))) for name in own}
         return {
-            name: stored[name] if name in stored else blob_of(tensor if name in whole else torch.zeros_like(tensor))
+            name: found[name] or blob_of(tensor if name in whole else torch.zeros_like(tensor))
             for name, tensor in own.items()
         }
 
@@ -119,12 +125,14 @@ class Pi0Policy(Policy):
         draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
         stored = self.source.weights if self.source else {}
         own = self.state_dict(keep_vars=True)
-        lost = {name for name in own if stored and name.startswith(MODEL) and name not in stored}
-        if odd := sorted(lost | (stored.keys() - own.keys())):
+        where = {name: name if name in stored else published_name(name) for name in own}
+        fresh = {name for name in own if where[name] not in stored}
+        lost = {name for name in fresh if stored and name.startswith(MODEL) and not is_adapter(name)}
+        if odd := sorted(lost | (stored.keys() - set(where.values()))):
             raise CheckpointError(f"{self.source.path}: its weights do not fit its config.json: {', '.join(odd[:4])}")
         for name, weight in own.items():
-            if name in stored:
-                self.use_weights({name: tensor_of_blob(stored[name]).clone()})
+            if name not in fresh:
+                self.use_weights({name: tensor_of_blob(stored[where[name]]).clone()})
             elif not name.startswith(("action_scale.", "state_scale.")):
                 weight.copy_(drawn(name, weight, draw))
 
@@ -203,6 +211,9 @@ class Pi0Policy(Policy):
     def blocks(self) -> list[nn.Module]:
         return self.model.blocks()
 
+    def stored_names(self) -> dict[str, str]:
+        return self.source.names
+
     def description(self) -> dict[str, Any]:
         """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""
         ours = super().description()
@@ -215,13 +226,13 @@ class Pi0Policy(Policy):
     def save_pretrained(self, folder: Path | str, tensors: Iterable[tuple[str, Tensor]] | None = None) -> None:
         super().save_pretrained(folder, tensors)
         if self.source:
-            save_beside(Path(folder), self.source)
+            save_beside(Path(folder), self.source, whole=not self.left_out())
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
-        """The layout the weights came in, for other programs: no value head, nothing of ours."""
+        """The layout the weights came in, for other programs: no value head, adapters merged."""
         if not self.source:
             raise ConfigError("only what came from a published folder can be saved as one; policy.pretrained is unset")
-        weights = write_back(Path(folder), self.source, self.state_dict())
+        weights = write_back(Path(folder), self.source, self.published_weights())
         write_shards(Path(folder), weights, shard_bytes)
 
     # Inside

@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from embodied.errors import ConfigError
-from embodied.policies.folder import ADAPTER_END
+from embodied.policies.base import Policy
 from embodied.policies.vla.shards import write_tensors
 
 ADAPTER = "default"
-DOWN, UP = ADAPTER_END, ADAPTER_END.replace("lora_A", "lora_B")
+DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+LAYER = ".base_layer.weight"  # of a layer that has an adapter
 
 
 def add_lora(parts: Iterable[nn.Module], rank: int, scale: float, whole: Iterable[nn.Module] = ()) -> None:
@@ -61,12 +63,47 @@ def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tupl
     for name, tensor in own.items():
         if is_adapter(name):
             continue
-        down = own.get(name.removesuffix(".base_layer.weight") + DOWN)
-        if name.endswith(".base_layer.weight") and down is not None:
-            up = own[name.removesuffix(".base_layer.weight") + UP]
+        down = own.get(name.removesuffix(LAYER) + DOWN)
+        if name.endswith(LAYER) and down is not None:
+            up = own[name.removesuffix(LAYER) + UP]
             exact = torch.promote_types(tensor.dtype, torch.float32)
             tensor = (tensor.to(exact) + scale * (up.to(exact) @ down.to(exact))).to(tensor.dtype)
         yield published_name(name), tensor
+
+
+class AdaptedPolicy(Policy):
+    """A policy that LoRA may train: begun from a folder, it is saved as what is trained and the name of that folder."""
+
+    origin: Path | None = None  # the folder
+
+    def stored_names(self) -> dict[str, str]:
+        """Our names of the weights in that folder -> the names they have there."""
+        raise NotImplementedError
+
+    def left_out(self) -> dict[str, str]:
+        """The same of the weights that a saved policy does not hold."""
+        if not (self.origin and self.config.lora_rank):
+            return {}
+        files, own = self.stored_names(), self.state_dict(keep_vars=True)
+        frozen = {name: published_name(name) for name, tensor in own.items() if not tensor.requires_grad}
+        there = {name: files.get(name, files.get(other)) for name, other in frozen.items()}
+        return {name: file for name, file in there.items() if file}
+
+    def saved(self) -> set[str]:
+        return super().saved() - self.left_out().keys()
+
+    def description(self) -> dict[str, Any]:
+        names = self.left_out()
+        return super().description() | ({"base": str(self.origin.resolve()), "base_names": names} if names else {})
+
+    def published_weights(self) -> dict[str, Tensor]:
+        """With adapters merged."""
+        return dict(merged(self.state_dict().items(), self.config.lora_scale))
+
+    def save_adapters(self, folder: Path | str) -> None:
+        """As peft reads them."""
+        config = self.config
+        save_adapters(Path(folder), self.state_dict().items(), config.lora_rank, config.lora_scale, str(self.origin))
 
 
 def save_adapters(folder: Path, weights: Iterable[tuple[str, Tensor]], rank: int, scale: float, base: str) -> None:

@@ -1,6 +1,7 @@
 """OpenVLA-OFT: chunks in one pass, both heads, the robot's state, several images, FiLM, and its folders."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -215,6 +216,54 @@ def test_an_official_folder_says_what_it_is_and_is_saved_as_it_was_read(official
     assert all(before[n].dtype == after[n].dtype and torch.equal(before[n], after[n]) for n in before)
     again = build(seed=6, pretrained=str(tmp_path), dtype="bfloat16")
     assert np.array_equal(*(p.act(observe(), uniform(), 0.0).actions for p in (made, again)))
+
+
+@pytest.fixture
+def adapted_towers(official, tmp_path):
+    """The same folder as upstream's LoRA leaves it: adapters inside the file of the towers."""
+    shutil.copytree(official, tmp_path / "folder")
+    path = tmp_path / "folder" / "vision_backbone--150_checkpoint.pt"
+    draw, found = torch.Generator().manual_seed(1), {}
+    for name, tensor in torch.load(path, weights_only=True).items():
+        if not name.endswith(("attn.qkv.weight", "mlp.fc1.weight")):
+            found[name] = tensor
+            continue
+        layer, (rows, columns) = name.removesuffix(".weight"), tensor.shape
+        found[f"{layer}.base_layer.weight"] = tensor
+        for part, shape in (("A", (32, columns)), ("B", (rows, 32))):
+            drawn = torch.empty(shape).normal_(0.0, 0.1, generator=draw)
+            found[f"{layer}.lora_{part}.default.weight"] = drawn.bfloat16()
+    torch.save(found, path)
+    path.with_suffix(".safetensors").unlink(missing_ok=True)  # if it was converted meanwhile
+    return tmp_path / "folder"
+
+
+def test_towers_with_adapters_are_saved_as_they_were_read(adapted_towers, tmp_path):
+    file = "vision_backbone--150_checkpoint"
+    before = torch.load(adapted_towers / f"{file}.pt", weights_only=True)
+    made = build(pretrained=str(adapted_towers), dtype="bfloat16")
+    made.save_published(tmp_path / "same")
+    same = load_file(tmp_path / "same" / f"{file}.safetensors")
+    assert before.keys() == same.keys() and all(torch.equal(before[n], same[n]) for n in before)
+    trained = build(pretrained=str(adapted_towers))
+    layer = trained.vision_backbone.fused_featurizer.blocks[1].block.attn.qkv
+    with torch.no_grad():
+        layer.weight.add_(0.5)
+    trained.save_published(tmp_path / "more")
+    after = load_file(tmp_path / "more" / f"{file}.safetensors")
+    name = "vision_backbone.fused_featurizer.blocks.1.block.attn.qkv.base_layer.weight"
+    assert [n for n in before if not torch.equal(before[n].float(), after[n].float())] == [name]
+    again = build(pretrained=str(tmp_path / "more"))
+    weight = again.vision_backbone.fused_featurizer.blocks[1].block.attn.qkv.weight
+    torch.testing.assert_close(weight, layer.weight, atol=1e-5, rtol=0)
+
+
+def test_adapters_beside_towers_of_their_own_are_loaded_with_them(adapted_towers, tmp_path):
+    pytest.importorskip("peft")
+    made = build(pretrained=str(adapted_towers), lora_rank=2)
+    made.save_pretrained(tmp_path / "saved")
+    again = load_policy(tmp_path / "saved")
+    assert np.array_equal(*(p.act(observe(), uniform()).actions for p in (made, again)))
 
 
 def test_a_saved_policy_is_loaded_as_it_was(official, tmp_path):

@@ -174,6 +174,38 @@ def test_a_published_folder_comes_back_byte_by_byte(tmp_path, layout, name):
     build(name, pretrained=str(tmp_path / "back"))  # statistics went along
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "name"), [("openpi", "pi0"), ("lerobot", "pi05")])
+def test_adapters_are_saved_alone_and_merged_for_others(tmp_path, layout, name):
+    pytest.importorskip("peft")
+    folder = publish(tmp_path / "there", layout, name)
+    plain, made = build(name, pretrained=str(folder)), build(name, pretrained=str(folder), lora_rank=2, lora_scale=0.5)
+
+    def played(policy):
+        return policy.act(observe(2), noise(policy, 2)).actions
+
+    np.testing.assert_allclose(played(made), played(plain), atol=1e-6)
+    frozen = {n for n, p in made.named_parameters() if not p.requires_grad}
+    assert all(".paligemma_with_expert." in n and "lora" not in n for n in frozen)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for n, p in made.named_parameters():
+            if "lora_B" in n:
+                p.normal_(0, 0.05, generator=draw)
+    scores = replayed(made, observe(2), made.act(observe(2), noise(made, 2)))
+    (scores.logprobs.sum() + scores.values.sum()).backward()
+    assert not [n for n, p in made.named_parameters() if p.requires_grad and p.grad is None]
+    assert not np.allclose(played(made), played(plain), atol=1e-3)
+    made.save_pretrained(tmp_path / "ours")
+    assert not any("base_layer" in n for n in weights_of(tmp_path / "ours"))
+    begun = build(name, seed=9, pretrained=str(tmp_path / "ours"), lora_rank=2, lora_scale=0.5)
+    begun.save_pretrained(tmp_path / "next")
+    for policy in (load_policy(tmp_path / "ours"), begun, load_policy(tmp_path / "next")):
+        assert np.array_equal(played(policy), played(made))
+    made.save_published(tmp_path / "back")
+    assert weights_of(tmp_path / "back").keys() == weights_of(folder).keys()
+
+
 def test_statistics_give_states_and_actions_their_units(tmp_path):
     policy = build(pretrained=str(publish(tmp_path / "there", "openpi")), relative_actions=1)
     obs = observe(2)
