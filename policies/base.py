@@ -75,6 +75,11 @@ class Policy(nn.Module):
         """Score stored decisions: inputs holds "obs", "actions" [B, C, A] and what `act` put in `replay`."""
         raise NotImplementedError
 
+    def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
+        """What `forward` computes of observations and no training changes, [B, ...] each: an update of several epochs
+        computes it once, and hands it over among the inputs."""
+        return {}
+
     @property
     def horizon(self) -> int:
         """Actions of a demonstration that it learns to predict from one observation."""

@@ -87,6 +87,10 @@ class PrismaticConfig(VLAConfig):
     temperature: float = Field(
         1.0, gt=0, description="Logits are divided by it, in acting and in learning; 1.6 explores more."
     )
+    train: Literal["all", "language"] = Field(
+        "all",
+        description="language: the vision towers are frozen, and an update of several epochs looks at each image once.",
+    )
     crop_area: float = Field(
         1.0, gt=0, le=1, description="Part of the image it looks at; 0.9 for models tuned on randomly cropped images."
     )

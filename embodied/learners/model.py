@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from embodied.data import Observation
 from embodied.errors import ConfigError
 from embodied.learners.config import LearnerConfig
 from embodied.policies.base import Policy, Scores
@@ -34,6 +35,13 @@ class Model:
             scores = self.policy(inputs)
         parts = (scores.logprobs, scores.entropy, scores.values, scores.own_loss)
         return Scores(*(None if part is None else part.to(self.dtype) for part in parts))
+
+    @torch.no_grad()
+    def features(self, obs: Observation) -> dict[str, Tensor]:
+        """`Policy.frozen_features`, in the host's memory: of a whole iteration they are large."""
+        self.tick()
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            return {name: tensor.cpu() for name, tensor in self.policy.frozen_features(obs).items()}
 
     def imitate(self, inputs: dict, noise) -> Tensor:
         self.tick()

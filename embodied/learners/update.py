@@ -6,7 +6,7 @@ The gradient and the step's statistics travel between ranks as one vector.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from embodied.algorithms.losses import PPOItems, Stats, ppo_loss_sum
 from embodied.algorithms.schedules import lr_factor, skip_remaining_epochs
 from embodied.data import Trajectory
 from embodied.errors import Diverged, WrongShape
-from embodied.learners.batch import Batch, flatten, items_of, take
+from embodied.learners.batch import Batch, flatten, items_of, take, take_items
 from embodied.learners.collective import Collective
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
@@ -95,6 +95,8 @@ def update_policy(
     factor = lr_factor(config.lr_schedule, iteration / total)
     blocks = item_blocks(optimizer, share)
     names = (*share.sums, *model.policy.own_losses)
+    if config.epochs > 1 and not optimizer.sharded:
+        share = replace(share, batch=looked_at(model, share.batch, config.minibatch_size))
     history: list[dict[str, float]] = []
     gap = None
     for epoch in range(config.epochs):
@@ -123,6 +125,17 @@ def update_policy(
         "train/lr": config.lr * factor,
         **share.summary(),
     }
+
+
+def looked_at(model: Model, batch: Batch, size: int) -> Batch:
+    """With what the policy computes of the items' observations and no epoch changes."""
+    size, parts = model.config.micro_batch_size or size, []
+    for items in torch.arange(len(batch)).split(size):
+        parts.append(model.features(take_items(batch.obs, items)))
+        if not parts[0]:
+            return batch
+    known = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+    return replace(batch, replay=batch.replay | known)
 
 
 def item_blocks(optimizer: Optimizer, share: Share) -> list[tuple[int, int]]:

@@ -32,6 +32,7 @@ from embodied.runtime.blobs import Blob, blob_of
 from embodied.runtime.blobs import tensor_of as tensor_of_blob
 
 VALUE = "value_head."
+PATCHES = "patches"
 
 
 class PrismaticPolicy(AdaptedPolicy):
@@ -95,6 +96,10 @@ class PrismaticPolicy(AdaptedPolicy):
 
     def adapt(self, whole: tuple[nn.Module, ...] = ()) -> None:
         """Put LoRA into the published networks, but for these parts of them, which are trained whole."""
+        if self.config.train == "language":
+            self.vision_backbone.requires_grad_(False)
+            for layer in whole:
+                layer.requires_grad_(True)
         if self.config.lora_rank:
             parts = [self.vision_backbone, self.projector, self.language_model.model]
             add_lora(parts, self.config.lora_rank, self.config.lora_scale, whole)
@@ -179,6 +184,12 @@ class PrismaticPolicy(AdaptedPolicy):
         """Of each camera [N, 3 * towers, size, size]."""
         frames = [tensor_of(obs["images"][camera], self.device) for camera in self.cameras]
         return [self.images(part).to(self.dtype) for part in frames]
+
+    def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
+        """What frozen towers see, [B, cameras, patches, dim]."""
+        if any(p.requires_grad for p in self.vision_backbone.parameters()):
+            return {}
+        return {PATCHES: torch.stack([self.vision_backbone(pixels) for pixels in self._pixels(obs)], dim=1)}
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Of the action tokens, tempered as the recipe says."""

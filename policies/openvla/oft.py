@@ -17,7 +17,7 @@ from embodied.data import NoiseSpec, Observation, PolicyOutput
 from embodied.errors import ConfigError
 from embodied.policies.base import Scores
 from embodied.policies.config import OpenVLAOFTConfig
-from embodied.policies.openvla.base import VALUE, PrismaticPolicy, check_cameras
+from embodied.policies.openvla.base import PATCHES, VALUE, PrismaticPolicy, check_cameras
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.heads import FiLM, L1Head, ProprioProjector, laplace, laplace_noise
 from embodied.policies.openvla.sampling import action_scores, pick
@@ -110,7 +110,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return host(self._value(self._hidden(obs)[:, 0, 0]))
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
-        hidden = self._hidden(inputs["obs"])
+        hidden = self._hidden(inputs["obs"], inputs.get(PATCHES))
         if self.head == "l1":
             units = inputs["units"] if "units" in inputs else self.units_of(inputs["actions"])
             scores = laplace(self._center(hidden), self._log_scale(), tensor_of(units, self.device).to(self.exact))
@@ -123,16 +123,17 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     # Inside
 
-    def _hidden(self, obs: Observation) -> Tensor:
-        """Hidden states [N, C, A, D] from which the numbers of the chunk are read."""
-        images = self._pixels(obs)
-        count, numbers = len(images[0]), self.config.chunk * self.spec.action.dim
+    def _hidden(self, obs: Observation, patches: Tensor | None = None) -> Tensor:
+        """Hidden states [N, C, A, D] from which the numbers of the chunk are read; `patches` [N, cameras, P, D] are
+        what frozen towers saw."""
+        count, numbers = len(obs["images"][self.cameras[0]]), self.config.chunk * self.spec.action.dim
         ids, there = self._words(obs, count)
         if self.config.stop_token:
             ids, there = (np.pad(part, ((0, 0), (0, 1)), constant_values=c) for part, c in ((ids, STOP), (there, True)))
         present = tensor_of(there, self.device)
         words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))
-        seen = self._seen(images, words, present)
+        seen = self._seen(obs, words, present) if patches is None else tensor_of(patches, self.device).flatten(1, 2)
+        seen = self.projector(seen)
         if self.proprio:
             state = self.felt.to_unit(host(obs["state"]).astype(np.float64))
             seen = torch.cat([seen, self.proprio_projector(tensor_of(state, self.device).to(self.dtype))[:, None]], 1)
@@ -147,14 +148,14 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         hidden = self.language_model.model(x, mask, bidirectional=both, padded=not there.all(), read=read)
         return hidden.view(count, self.config.chunk, self.spec.action.dim, -1)
 
-    def _seen(self, images: list[Tensor], words: Tensor, present: Tensor) -> Tensor:
-        """Embeddings of all images, one after the other."""
-        told = ()
+    def _seen(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:
+        """What the towers see in all images, one after the other [N, cameras * P, D]."""
+        images, told = self._pixels(obs), ()
         if self.film:
             weights = present[:, :, None].to(words.dtype)
             mean = (words * weights).sum(1) / weights.sum(1)
             told = (mean.repeat(len(images), 1),)
-        patches = self.projector(self.vision_backbone(torch.cat(images), *told))
+        patches = self.vision_backbone(torch.cat(images), *told)
         return torch.cat(patches.chunk(len(images)), dim=1)
 
     def _center(self, hidden: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from embodied.arrays import tensor_of
 from embodied.data import NoiseSpec, Observation, PolicyOutput
 from embodied.errors import ConfigError
 from embodied.policies.base import Scores
-from embodied.policies.openvla.base import PrismaticPolicy, check_cameras
+from embodied.policies.openvla.base import PATCHES, PrismaticPolicy, check_cameras
 from embodied.policies.openvla.llama import Cache
 from embodied.policies.openvla.sampling import action_scores, pick
 
@@ -76,7 +76,7 @@ class OpenVLAPolicy(PrismaticPolicy):
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         tokens = self.tokens_of(inputs)[:, 0]
-        x, present, padded = self._prefix(inputs["obs"])
+        x, present, padded = self._prefix(inputs["obs"], inputs.get(PATCHES))
         x = torch.cat([x, self._embed(tokens[:, :-1])], dim=1)
         present = nn.functional.pad(present, (0, tokens.shape[1] - 1), value=True)
         written = slice(-tokens.shape[1], None)
@@ -84,15 +84,16 @@ class OpenVLAPolicy(PrismaticPolicy):
         logprobs, entropy = action_scores(self._logits(hidden), tokens)
         return Scores(logprobs[:, None], entropy[:, None], self._value(hidden[:, 0]))
 
-    def _prefix(self, obs: Observation) -> tuple[Tensor, Tensor, bool]:
-        """Embeddings [N, L, D] of begin, image and text; which of them are there [N, L]; whether any is not."""
-        (pixels,) = self._pixels(obs)
-        ids, there = self._words(obs, len(pixels))
-        patches = self.projector(self.vision_backbone(pixels))
+    def _prefix(self, obs: Observation, patches: Tensor | None = None) -> tuple[Tensor, Tensor, bool]:
+        """Embeddings [N, L, D] of begin, image and text; which of them are there [N, L]; whether any is not. `patches`
+        [N, 1, P, D] are what frozen towers saw."""
+        seen = self.vision_backbone(*self._pixels(obs)) if patches is None else tensor_of(patches, self.device)[:, 0]
+        ids, there = self._words(obs, len(seen))
+        patches = self.projector(seen)
         words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))
         x = torch.cat([words[:, :1], patches.to(words.dtype), words[:, 1:]], dim=1)
-        seen = np.ones((len(ids), patches.shape[1]), bool)
-        present = np.concatenate([there[:, :1], seen, there[:, 1:]], axis=1)
+        shown = np.ones((len(ids), patches.shape[1]), bool)
+        present = np.concatenate([there[:, :1], shown, there[:, 1:]], axis=1)
         return x, tensor_of(present, self.device), not present.all()
 
     def _embed(self, tokens: Tensor) -> Tensor:

@@ -71,11 +71,14 @@ class Pi0Network(nn.Module):
     def expert(self) -> GemmaStack:
         return self.paligemma_with_expert.gemma_expert.model
 
-    def prefix(self, pixels: Tensor, ids: Tensor, there: Tensor) -> Prefix:
-        """`pixels` [N, cameras, 3, S, S], word ids and which are there [N, L]."""
-        rows = len(pixels)
-        patches = self.vlm.multi_modal_projector(self.vlm.vision_tower(pixels.flatten(0, 1)))
-        patches = patches.view(rows, -1, patches.shape[-1])
+    def patches(self, pixels: Tensor) -> Tensor:
+        """Embeddings [N, cameras * patches, dim] of `pixels` [N, cameras, 3, S, S]."""
+        seen = self.vlm.multi_modal_projector(self.vlm.vision_tower(pixels.flatten(0, 1)))
+        return seen.view(len(pixels), -1, seen.shape[-1])
+
+    def prefix(self, patches: Tensor, ids: Tensor, there: Tensor) -> Prefix:
+        """Embeddings of images, word ids and which are there [N, L]."""
+        rows = len(patches)
         words = self.vlm.language_model.embed_tokens(ids) * math.sqrt(self.settings.language.dim)
         present = torch.cat([there.new_ones(rows, patches.shape[1]), there], dim=1)
         itself = torch.eye(present.shape[1], dtype=torch.bool, device=present.device)  # keeps padding's rows finite

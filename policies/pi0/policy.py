@@ -36,6 +36,7 @@ from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
 from embodied.runtime.blobs import Blob, blob_of
 from embodied.runtime.blobs import tensor_of as tensor_of_blob
 
+PATCHES = "patches"
 CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
 
 
@@ -179,7 +180,7 @@ class Pi0Policy(AdaptedPolicy):
     def forward(self, inputs: dict[str, Any]) -> Scores:
         chain = tensor_of(inputs["chain"], self.device).to(self.exact)
         first = tensor_of(inputs["first"], self.device)
-        prefix, state = self._read(inputs["obs"])
+        prefix, state = self._read(inputs["obs"], inputs.get(PATCHES))
         densities, entropies, values = [], [], None
         if self._joint:
             densities.append(flow.unit_density(chain[:, 0]))
@@ -193,6 +194,11 @@ class Pi0Policy(AdaptedPolicy):
             entropies.append(flow.entropy(deviation))
         logprobs, entropy = (self._scored(torch.stack(parts).mean(0)) for parts in (densities, entropies))
         return Scores(logprobs, entropy, values)
+
+    def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
+        """What a frozen tower sees, [B, cameras * patches, dim]."""
+        frozen = self.config.train == "expert"
+        return {PATCHES: self.model.patches(self._pixels(obs))} if frozen else {}
 
     def imitation_noise(self) -> NoiseSpec:
         return NoiseSpec("normal", self.horizon * self.settings.action_dim + 1)
@@ -253,19 +259,23 @@ class Pi0Policy(AdaptedPolicy):
         first = (flow.uniform_of(noise[:, -1]) * steps).long().clamp(max=steps - 1)
         return points[:, 0], points[:, 1:], first * 0 if self._joint else first
 
-    def _read(self, obs: Observation) -> tuple[Prefix, Tensor | None]:
-        """Images and words, and the state in the model's units."""
+    def _read(self, obs: Observation, patches: Tensor | None = None) -> tuple[Prefix, Tensor | None]:
+        """Images (or what a frozen tower saw in them) and words, and the state in the model's units."""
         state = self._unit_state(obs)
         texts = obs["instruction"] if self.spec.instruction else [self.config.instruction] * len(state)
         told = self._told(state) if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)
         sentences = [self.tokenizer.encode(prompt(text, row)) for text, row in zip(texts, told)]
         ids, there = padded(sentences, self.settings.max_tokens)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.train == "all"):
+            seen = self.model.patches(self._pixels(obs)) if patches is None else tensor_of(patches, self.device)
+            prefix = self.model.prefix(seen, tensor_of(ids, self.device), tensor_of(there, self.device))
+        return prefix, F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
+
+    def _pixels(self, obs: Observation) -> Tensor:
+        """Of all cameras [N, cameras, 3, S, S]."""
         size = self.settings.vision.image_size
         frames = [resize_with_pad(tensor_of(obs["images"][view], self.device), size) for view in self.views]
-        pixels = torch.stack([pixels_of(view) for view in frames], dim=1)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.train == "all"):
-            prefix = self.model.prefix(pixels, tensor_of(ids, self.device), tensor_of(there, self.device))
-        return prefix, F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
+        return torch.stack([pixels_of(view) for view in frames], dim=1)
 
     def _told(self, state: Tensor) -> np.ndarray:
         """The state that the prompt tells."""

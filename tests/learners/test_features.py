@@ -1,0 +1,49 @@
+"""What frozen towers see is computed once for all epochs of an update, and makes no difference."""
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.data import ActionSpec, EnvSpec
+from embodied.learners.batch import Batch
+from embodied.learners.config import LearnerConfig
+from embodied.learners.model import Model
+from embodied.learners.update import looked_at
+from embodied.policies import make_policy
+from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+
+CAMERAS = {"top": (64, 64, 3), "wrist": (64, 64, 3)}
+FAMILIES = {
+    "openvla": OpenVLAConfig(name="openvla", camera="top", train="language"),
+    "openvla_oft": OpenVLAOFTConfig(name="openvla_oft", chunk=2, train="language"),
+    "pi0": Pi0Config(name="pi0", chunk=2, steps=2, train="expert"),
+}
+
+
+def batch_of(policy, rows=5):
+    draw = np.random.default_rng(0)
+    images = {name: draw.integers(0, 256, (rows, *size), np.uint8) for name, size in policy.spec.images.items()}
+    obs = {"images": images, "state": draw.normal(size=(rows, 3)), "instruction": ["go", "pick it up"] * 2 + ["go"]}
+    spec = policy.noise_spec()
+    noise = draw.random((rows, spec.width)) if spec.kind == "uniform" else draw.normal(size=(rows, spec.width))
+    output = policy.act(obs, noise)
+    arrays = (output.actions, output.logprobs, np.ones(output.actions.shape[:2], bool), np.ones(rows, bool))
+    tensors = map(torch.from_numpy, arrays)
+    obs = obs | {"images": {n: torch.from_numpy(i) for n, i in images.items()}, "state": torch.from_numpy(obs["state"])}
+    return Batch(0, obs, *tensors, {name: torch.from_numpy(array) for name, array in output.replay.items()})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_are_not_looked_at_again(family):
+    config = FAMILIES[family]
+    spec = EnvSpec(ActionSpec(2), state_dim=3, images=CAMERAS, instruction=True)
+    policy = make_policy(config, spec, 0).eval()
+    batch = batch_of(policy)
+    known, items = looked_at(Model(policy, LearnerConfig()), batch, 2), torch.tensor([3, 0, 4])
+    wanted = policy(batch.inputs(items))
+    for image in batch.obs["images"].values():
+        image.zero_()
+    torch.testing.assert_close(policy(known.inputs(items)).logprobs, wanted.logprobs, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(policy(batch.inputs(items)).logprobs, wanted.logprobs, atol=1e-4)
+    trained = make_policy(config.model_copy(update={"train": "all"}), spec).eval()
+    assert looked_at(Model(trained, LearnerConfig()), batch, 2) is batch
