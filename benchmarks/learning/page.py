@@ -1,29 +1,29 @@
-"""Writes what RL added to imitation into docs/demonstrations.md, from results/grpo_CASE/*.json and nothing else.
+"""Writes measured tables into docs/, from benchmarks/results and nothing else: how often LIBERO's experts succeed, and
+what RL added to imitation.
 
-python -m benchmarks.learning.page
+    python -m benchmarks.learning.page
 """
 
 from __future__ import annotations
 
+import json
 import re
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks import libero_experts
 from benchmarks.common import RESULTS, ROOT, markdown
 from benchmarks.learning.grpo_gain import interval, runs_of
 from benchmarks.learning.seeds import rate
 
-PAGE = ROOT / "docs" / "demonstrations.md"
 CASES = {"pickcube": "PickCube-v1", "libero": "libero_object/2"}
 PARTS = 6  # of a run, between which its training curve is told
-BLOCK = re.compile(r"(<!-- gains: begin -->\n).*(<!-- gains: end -->)", re.DOTALL)
 
 
-def tables(results: Path = RESULTS) -> str:
+def gains() -> str:
     rows, curves = [], []
     for case, task in CASES.items():
-        for name, done in runs_of(results / f"grpo_{case}"):
+        for name, done in runs_of(RESULTS / f"grpo_{case}"):
             steps, minutes = f"{done['env_steps']:,}", f"{done['train_s'] / 60:.0f}"
             begin, end = rate(done["start_success"]), rate(done["final_success"])
             rows.append([task, name, begin, end, interval(done["gain"]), steps, minutes])
@@ -39,14 +39,24 @@ def course(curve: list[list[float]]) -> list[float]:
     return [float(np.mean(part)) for part in np.array_split([success for _, success, _ in curve], PARTS)]
 
 
-def told(page: str, text: str) -> str:
-    """The page with this text between its two marks."""
-    return BLOCK.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
+def experts() -> str:
+    return libero_experts.report(json.loads(libero_experts.PLACE.read_text())["tasks"])
+
+
+BLOCKS = {"gains": ("demonstrations.md", gains), "experts": ("libero.md", experts)}
+
+
+def told(page: str, block: str, text: str) -> str:
+    """The page with this text between the marks of a block."""
+    marks = re.compile(rf"(<!-- {block}: begin -->\n).*(<!-- {block}: end -->)", re.DOTALL)
+    return marks.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
 
 
 def main() -> None:
-    PAGE.write_text(told(PAGE.read_text(), tables()))
-    print(f"written into {PAGE.relative_to(ROOT)}")
+    for block, (name, write) in BLOCKS.items():
+        page = ROOT / "docs" / name
+        page.write_text(told(page.read_text(), block, write()))
+        print(f"written: {block} in docs/{name}")
 
 
 if __name__ == "__main__":
