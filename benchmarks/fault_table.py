@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -128,6 +129,11 @@ def play(case: Case, folder: Path) -> Outcome:
     return Outcome(case, ended, restarts, seconds, said)
 
 
+def play_in_a_folder(case: Case) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        return play(case, Path(folder))
+
+
 def problems(run: Path, restarts: int) -> str:
     """What is wrong with a run that ended well; empty if nothing is."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -167,6 +173,7 @@ def main() -> None:
     parser.add_argument("--faults")
     parser.add_argument("--places")
     parser.add_argument("--always", action="store_true")
+    parser.add_argument("--at-once", type=int, default=1, help="cases: most of their time is waiting")
     parser.add_argument("--out", type=Path, help="default: fault_table-ROLE.json among the results")
     chosen = parser.parse_args()
     role = chosen.worker.partition("-")[0]
@@ -174,13 +181,20 @@ def main() -> None:
     of_a_policy = [place for place in PLACES if place != "reset"]
     places = chosen.places.split(",") if chosen.places else {"sim": PLACES, "policy": of_a_policy}[role]
     out = chosen.out or RESULTS / f"fault_table-{role}.json"
-    about = {"machine": machine(), "commit": code_commit(), "deadline_s": DEADLINE_S, "hang_s": HANG_S}
+    about = {
+        "at_once": chosen.at_once,
+        "machine": machine(),
+        "commit": code_commit(),
+        "deadline_s": DEADLINE_S,
+        "hang_s": HANG_S,
+    }
     outcomes = []
-    for case in cases(chosen.worker, faults, places, chosen.backends.split(","), chosen.always):
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes.append(play(case, Path(folder)))
-        print(f"{table(outcomes[-1:]).splitlines()[-1]} {outcomes[-1].said.splitlines()[:1]}", flush=True)
-        write_json(out, {**about, "outcomes": [asdict(outcome) for outcome in outcomes]})
+    wanted = cases(chosen.worker, faults, places, chosen.backends.split(","), chosen.always)
+    with ThreadPoolExecutor(chosen.at_once) as pool:
+        for outcome in pool.map(play_in_a_folder, wanted):
+            outcomes.append(outcome)
+            print(f"{table([outcome]).splitlines()[-1]} {outcome.said.splitlines()[:1]}", flush=True)
+            write_json(out, {**about, "outcomes": [asdict(outcome) for outcome in outcomes]})
     print(f"\n{table(outcomes)}")
     if bad := [outcome for outcome in outcomes if outcome.ended not in ("recovered", "message")]:
         raise SystemExit(f"{len(bad)} of {len(outcomes)} cases ended badly")
