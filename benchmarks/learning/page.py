@@ -24,12 +24,12 @@ def gains() -> str:
     rows, curves = [], []
     for case, task in CASES.items():
         for name, done in runs_of(RESULTS / f"grpo_{case}"):
-            steps, minutes = f"{done['env_steps']:,}", f"{done['train_s'] / 60:.0f}"
+            steps, minutes = f"{done['env_steps']:,}", f"{done['cpu_s'] / 60:.0f}"
             begin, end = rate(done["start_success"]), rate(done["final_success"])
             rows.append([task, name, begin, end, interval(done["gain"]), steps, minutes])
             if name != "control":
                 curves.append([task, name, *(f"{part:.0%}" for part in course(done["curve"]))])
-    header = ["task", "run", "imitation", "after GRPO", "gain on the same episodes", "env steps", "minutes"]
+    header = ["task", "run", "imitation", "after GRPO", "gain on the same episodes", "env steps", "CPU minutes"]
     parts = [f"{part + 1}/{PARTS}" for part in range(PARTS)]
     return f"{markdown(header, rows)}\n\n{markdown(['task', 'run', *parts], curves)}"
 
