@@ -81,13 +81,11 @@ def verdict(result: Any) -> list[str]:
     if len(measured) == 1:
         return []
     order = "the order of modes is the predicted one; " if expected == measured else ""
-    if auto == fastest:
-        return [f"{order}placement=auto takes {auto}, the fastest here"]
-    low, middle, high = paired_ratio(result.rounds[auto], result.rounds[fastest])
-    return [
-        f"placement=auto takes {auto}: {middle:.2f} times as fast as {fastest} (95% interval {low:.2f} to {high:.2f}, "
-        f"{num_rounds(result)} paired rounds)"
-    ]
+    beside = measured[1] if auto == fastest else fastest
+    low, middle, high = paired_ratio(result.rounds[auto], result.rounds[beside])
+    first = ", the fastest here" if auto == fastest else ""
+    interval = f"95% interval {low:.2f} to {high:.2f}, {num_rounds(result)} paired rounds"
+    return [f"{order}placement=auto takes {auto}{first}: {middle:.2f} times as fast as {beside} ({interval})"]
 
 
 def paired_ratio(ours: Sequence[Any], others: Sequence[Any]) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ from embodied.placement.costs import Pricer
 from embodied.placement.curves import Curve, constant
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.planner import Planner
-from embodied.placement.profile import Cost, Profile
+from embodied.placement.profile import Cost, Profile, Sync
 from embodied.placement.simulate import simulate
 from embodied.placement.workflow import Component, Edge, Workflow
 
@@ -50,6 +50,23 @@ def test_two_stages_hide_the_faster_one_behind_the_slower_one():
     # Nothing but the first answer (2 s) comes before the sim's twenty turns of 3 s, and the last value asks no time.
     assert schedule.seconds == pytest.approx(2 + 20 * 3)
     assert price.seconds == pytest.approx(schedule.seconds, rel=0.05)
+
+
+def test_waiting_for_weights_and_for_memory_to_move_is_shown_and_is_not_work():
+    workflow = Workflow(
+        (Component("sim", 1, 1), Component("learner", 1, 1)),
+        (Edge("sim", "learner"), Edge("learner", "sim", next_iteration=True)),
+    )
+    costs = {"sim": Cost(constant(4)), "learner": Cost(constant(2), onload_s=1, offload_s=0.5)}
+    profile = Profile(workflow, {name: {"gpu": cost} for name, cost in costs.items()}, Sync(0, constant(3)))
+    pricer = Pricer(workflow, profile, [DeviceClass("gpu", "gpu", 1, 1e12)])
+    layers = ((Zone(("sim",), "gpu", 1),), (Zone(("learner",), "gpu", 1),))
+    schedule = simulate(pricer, Layout(layers, swapped=frozenset({"learner"})))
+    shown = [(span.component, span.start_s, span.end_s) for span in sorted(schedule.spans, key=lambda s: s.start_s)]
+    moving = "moving memory"
+    works = [("sim", 0, 4), (moving, 4, 5), ("learner", 5, 7), (moving, 7, 7.5), ("weights", 7.5, 10.5)]
+    assert shown == works
+    assert schedule.busy_s == {"gpu:0": 6} and schedule.seconds == 10.5
 
 
 def test_a_learner_that_streams_begins_before_the_rollout_ends():
