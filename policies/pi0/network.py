@@ -27,7 +27,15 @@ WORDS = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weigh
 class Prefix:
     seen: list[KeysValues]
     present: Tensor  # bool [N, L]
-    hidden: Tensor  # [N, L, dim]
+    hidden: Tensor | None  # [N, L, dim]
+
+    def stacked(self) -> Tensor:
+        """Keys and values of all layers [N, depth, 2, kv_heads, L, head_dim]."""
+        return torch.stack([torch.stack(pair, dim=1) for pair in self.seen], dim=1)
+
+    @classmethod
+    def unstacked(cls, seen: Tensor, present: Tensor, hidden: Tensor | None = None) -> Prefix:
+        return cls([(layer[:, 0], layer[:, 1]) for layer in seen.unbind(1)], present, hidden)
 
 
 class Part(nn.Module):
@@ -71,14 +79,11 @@ class Pi0Network(nn.Module):
     def expert(self) -> GemmaStack:
         return self.paligemma_with_expert.gemma_expert.model
 
-    def patches(self, pixels: Tensor) -> Tensor:
-        """Embeddings [N, cameras * patches, dim] of `pixels` [N, cameras, 3, S, S]."""
-        seen = self.vlm.multi_modal_projector(self.vlm.vision_tower(pixels.flatten(0, 1)))
-        return seen.view(len(pixels), -1, seen.shape[-1])
-
-    def prefix(self, patches: Tensor, ids: Tensor, there: Tensor) -> Prefix:
-        """Embeddings of images, word ids and which are there [N, L]."""
-        rows = len(patches)
+    def prefix(self, pixels: Tensor, ids: Tensor, there: Tensor) -> Prefix:
+        """`pixels` [N, cameras, 3, S, S], word ids and which are there [N, L]."""
+        rows = len(pixels)
+        patches = self.vlm.multi_modal_projector(self.vlm.vision_tower(pixels.flatten(0, 1)))
+        patches = patches.view(rows, -1, patches.shape[-1])
         words = self.vlm.language_model.embed_tokens(ids) * math.sqrt(self.settings.language.dim)
         present = torch.cat([there.new_ones(rows, patches.shape[1]), there], dim=1)
         itself = torch.eye(present.shape[1], dtype=torch.bool, device=present.device)  # keeps padding's rows finite

@@ -36,7 +36,7 @@ from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
 from embodied.runtime.blobs import Blob, blob_of
 from embodied.runtime.blobs import tensor_of as tensor_of_blob
 
-PATCHES = "patches"
+SEEN, PRESENT, HIDDEN = "prefix", "prefix_present", "prefix_hidden"
 CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
 
 
@@ -180,7 +180,7 @@ class Pi0Policy(AdaptedPolicy):
     def forward(self, inputs: dict[str, Any]) -> Scores:
         chain = tensor_of(inputs["chain"], self.device).to(self.exact)
         first = tensor_of(inputs["first"], self.device)
-        prefix, state = self._read(inputs["obs"], inputs.get(PATCHES))
+        prefix, state = self._read(inputs["obs"], inputs)
         densities, entropies, values = [], [], None
         if self._joint:
             densities.append(flow.unit_density(chain[:, 0]))
@@ -196,9 +196,12 @@ class Pi0Policy(AdaptedPolicy):
         return Scores(logprobs, entropy, values)
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
-        """What a frozen tower sees, [B, cameras * patches, dim]."""
-        frozen = self.config.train == "expert"
-        return {PATCHES: self.model.patches(self._pixels(obs))} if frozen else {}
+        """What a frozen PaliGemma makes of images and words: its keys and values, of prompts of one length."""
+        if self.config.train == "all":
+            return {}
+        prefix = self._prefix(obs, self._unit_state(obs), self.settings.max_tokens)
+        hidden = {HIDDEN: prefix.hidden} if self.settings.adaptive else {}
+        return {SEEN: prefix.stacked(), PRESENT: prefix.present} | hidden
 
     def imitation_noise(self) -> NoiseSpec:
         return NoiseSpec("normal", self.horizon * self.settings.action_dim + 1)
@@ -259,17 +262,24 @@ class Pi0Policy(AdaptedPolicy):
         first = (flow.uniform_of(noise[:, -1]) * steps).long().clamp(max=steps - 1)
         return points[:, 0], points[:, 1:], first * 0 if self._joint else first
 
-    def _read(self, obs: Observation, patches: Tensor | None = None) -> tuple[Prefix, Tensor | None]:
-        """Images (or what a frozen tower saw in them) and words, and the state in the model's units."""
+    def _read(self, obs: Observation, known: dict[str, Any] | None = None) -> tuple[Prefix, Tensor]:
+        """Images and words, unless they are `known`, and the state in the model's units."""
         state = self._unit_state(obs)
+        if known and SEEN in known:
+            parts = [tensor_of(known[name], self.device) for name in (SEEN, PRESENT, HIDDEN) if name in known]
+            prefix = Prefix.unstacked(*parts)
+        else:
+            prefix = self._prefix(obs, state)
+        return prefix, F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
+
+    def _prefix(self, obs: Observation, state: Tensor, width: int = 0) -> Prefix:
+        """Of prompts of at least `width` tokens, padding included."""
         texts = obs["instruction"] if self.spec.instruction else [self.config.instruction] * len(state)
         told = self._told(state) if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)
         sentences = [self.tokenizer.encode(prompt(text, row)) for text, row in zip(texts, told)]
-        ids, there = padded(sentences, self.settings.max_tokens)
+        words = [tensor_of(part, self.device) for part in padded(sentences, self.settings.max_tokens, width)]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.train == "all"):
-            seen = self.model.patches(self._pixels(obs)) if patches is None else tensor_of(patches, self.device)
-            prefix = self.model.prefix(seen, tensor_of(ids, self.device), tensor_of(there, self.device))
-        return prefix, F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
+            return self.model.prefix(self._pixels(obs), *words)
 
     def _pixels(self, obs: Observation) -> Tensor:
         """Of all cameras [N, cameras, 3, S, S]."""

@@ -75,10 +75,11 @@ def tokenizer_of(folder: Path | None, settings: Settings) -> Tokenizer:
     return FolderTokenizer(folder / TOKENIZER)
 
 
-def padded(sequences: list[list[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [N, L] and which of them are there, of at most so many a row; padding comes last."""
+def padded(sequences: list[list[int]], most: int, least: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [N, L] and which of them are there, of at most so many a row, and rows of at least so
+    many; padding comes last."""
     sequences = [sequence[:most] for sequence in sequences]
-    width = max(map(len, sequences))
+    width = max(least, *map(len, sequences))
     ids, there = np.zeros((len(sequences), width), np.int64), np.zeros((len(sequences), width), bool)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)], there[row, : len(sequence)] = sequence, True

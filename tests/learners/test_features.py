@@ -16,6 +16,7 @@ CAMERAS = {"top": (64, 64, 3), "wrist": (64, 64, 3)}
 FAMILIES = {
     "openvla": OpenVLAConfig(name="openvla", camera="top", train="language"),
     "openvla_oft": OpenVLAOFTConfig(name="openvla_oft", chunk=2, train="language"),
+    "pi05": Pi0Config(name="pi05", chunk=2, steps=2, train="expert"),
     "pi0": Pi0Config(name="pi0", chunk=2, steps=2, train="expert"),
 }
 
@@ -43,7 +44,10 @@ def test_images_are_not_looked_at_again(family):
     wanted = policy(batch.inputs(items))
     for image in batch.obs["images"].values():
         image.zero_()
-    torch.testing.assert_close(policy(known.inputs(items)).logprobs, wanted.logprobs, atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(policy(batch.inputs(items)).logprobs, wanted.logprobs, atol=1e-4)
+    found = policy(known.inputs(items))
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.values, wanted.values, atol=1e-5, rtol=1e-5)
+    if family != "pi0":  # whose value is read at the state
+        assert not torch.allclose(policy(batch.inputs(items)).values, wanted.values, atol=1e-4)
     trained = make_policy(config.model_copy(update={"train": "all"}), spec).eval()
     assert looked_at(Model(trained, LearnerConfig()), batch, 2) is batch

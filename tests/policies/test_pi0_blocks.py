@@ -119,7 +119,7 @@ def test_actions_equal_transformers_pi0_under_the_same_noise(theirs):
             noise=noise,
             num_steps=STEPS,
         )
-        prefix = ours.prefix(ours.patches(pixels), ids, there)
+        prefix = ours.prefix(pixels, ids, there)
         torch.testing.assert_close(denoise(ours, prefix, state, noise), wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -178,7 +178,7 @@ def test_pi05_equals_one_long_sequence_with_adaptive_norms():
     pixels, ids, there, _, noise = observe()
     time = torch.tensor([1.0, 0.25])
     with torch.no_grad():
-        prefix = network.prefix(network.patches(pixels), ids, torch.ones_like(there))
+        prefix = network.prefix(pixels, ids, torch.ones_like(there))
         found = network.velocity(network.suffix(prefix, None, noise, time))
     torch.testing.assert_close(found, plain_pi05(network, pixels, ids, noise, time), atol=1e-5, rtol=1e-5)
 
@@ -187,10 +187,8 @@ def test_padding_and_company_change_nothing():
     network = build("pi05")
     pixels, ids, there, _, noise = observe()
     with torch.no_grad():
-        together = denoise(network, network.prefix(network.patches(pixels), ids, there), None, noise)[1:]
-        alone = denoise(
-            network, network.prefix(network.patches(pixels[1:]), ids[1:, :3], there[1:, :3]), None, noise[1:]
-        )
+        together = denoise(network, network.prefix(pixels, ids, there), None, noise)[1:]
+        alone = denoise(network, network.prefix(pixels[1:], ids[1:, :3], there[1:, :3]), None, noise[1:])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
@@ -198,7 +196,7 @@ def test_the_states_token_sees_neither_actions_nor_time():
     network = build()
     pixels, ids, there, state, noise = observe()
     with torch.no_grad():
-        prefix = network.prefix(network.patches(pixels), ids, there)
+        prefix = network.prefix(pixels, ids, there)
         tokens = [
             network.suffix(prefix, state, x, torch.full((2,), t))[:, 0] for x, t in ((noise, 1.0), (noise + 1, 0.3))
         ]
