@@ -7,7 +7,7 @@ float32 copy, its gradient, Adam's two moments, and the vector in which gradient
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,14 +36,16 @@ class Memory:
     weights: int
     training: int  # gradients, Adam's moments, and copies in float32
     activations: int  # of one micro-batch
+    reference: int = 0  # a copy of the weights that are trained, to compare with
 
     @property
     def total(self) -> int:
-        return self.weights + self.training + self.activations
+        return self.weights + self.training + self.activations + self.reference
 
     def __str__(self) -> str:
         parts = [f"weights {self.weights / 1e9:.3g}", f"training {self.training / 1e9:.3g}"]
         parts.append(f"activations {self.activations / 1e9:.3g}")
+        parts += [f"reference {self.reference / 1e9:.3g}"] if self.reference else []
         counts = f"{self.num_weights / 1e9:.3g} billion weights, {self.num_trained / 1e9:.3g} of them trained"
         return f"{counts}; {' + '.join(parts)} = {self.total / 1e9:.3g} GB in a learner"
 
@@ -60,7 +62,9 @@ def estimate(config: RunConfig) -> Memory | None:
     if policy is None:
         return None
     rows = config.learner.micro_batch_size or config.algo.minibatch_size
-    return count(policy, config.learner, made_up(policy, rows))
+    copied = sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
+    found = count(policy, config.learner, made_up(policy, rows))
+    return replace(found, reference=copied) if getattr(config.algo, "kl_coef", 0) else found
 
 
 def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memory:

@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from embodied.algorithms.config import PPOConfig
+from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.errors import ConfigError
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.update import prepare, update_policy
+from embodied.learners.worker import LearnerWorker
 from embodied.policies.folder import read_weights
 from embodied.policies.simple import RandomPolicy
+from embodied.runtime import Timers
 
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("toy", HERE / "toy.py")
@@ -136,6 +138,26 @@ def test_frozen_weights_stay_and_cost_no_optimizer_state():
     assert all(torch.equal(a, b) for a, b in zip(policy.actor.parameters(), start.actor.parameters(), strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(policy.critic.parameters(), start.critic.parameters()))
     assert not any(name.startswith("actor") for name in optimizer.names)
+
+
+def test_the_reference_leaves_the_device_with_the_learner_and_comes_back():
+    algo = GRPOConfig(name="grpo", groups=2, group_size=2, kl_coef=0.1, minibatch_size=4, lr=1e-2)
+    worker = LearnerWorker(toy.make().config, algo, LearnerConfig(), 0, None)
+    worker.rank, worker.world_size, worker.timers = 0, 1, Timers()
+    worker.build(toy.ENV, "0" * 16, snapshot=False)
+    weights, frozen = dict(worker.policy.named_parameters()), dict(worker.reference.policy.named_parameters())
+    before = {name: tensor.detach().clone() for name, tensor in frozen.items()}
+    size = sum(tensor.nbytes for tensor in before.values())
+    assert worker.needs().num_bytes >= 5 * size  # weights, gradients and two moments, reference
+    with torch.no_grad():
+        for tensor in weights.values():
+            tensor.add_(1.0)
+    worker.offload()
+    assert not any(tensor.untyped_storage().nbytes() for tensor in (*weights.values(), *frozen.values()))
+    worker.onload()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in frozen.items())
+    assert all(torch.equal(tensor, before[name] + 1.0) for name, tensor in weights.items())
+    worker.close()
 
 
 SHARDED = """

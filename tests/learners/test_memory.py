@@ -70,6 +70,13 @@ def test_checkpointing_keeps_less_and_adapters_train_less():
     assert again.activations < 0.5 * plain.activations and again.training == plain.training
 
 
+def test_a_reference_is_counted_as_a_copy_of_what_is_trained():
+    recipe = "recipe=pointmass_grpo_openvla_oft_tiny"
+    plain, compared = (estimate(load([recipe, f"algo.kl_coef={coef}"]).config) for coef in (0.0, 0.1))
+    assert compared.total - plain.total == compared.reference == 4 * plain.num_trained
+    assert "reference" in str(compared) and "reference" not in str(plain)
+
+
 @pytest.mark.slow
 def test_the_full_size_is_counted_without_memory():
     found = estimate(load(["recipe=maniskill_ppo_openvla"]).config)
