@@ -25,6 +25,7 @@ from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.text import Tokenizer, WordTokenizer, prompt, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.vla.images import processor_of
+from embodied.policies.vla.layers import smooth_filters
 from embodied.policies.vla.lora import UP, AdaptedPolicy, add_lora, is_adapter, published_name
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
 from embodied.policies.vla.text import align
@@ -123,8 +124,12 @@ class PrismaticPolicy(AdaptedPolicy):
 
     def start(self, name: str, parameter: Tensor, draw: torch.Generator) -> None:
         """The initial numbers of a weight: ones for norms and scales, zero biases, small normal numbers. An adapter
-        begins without effect."""
-        if name.endswith(("bias", UP)):
+        begins without effect. Places in an image are as loud as what is seen there."""
+        if name.endswith("patch_embed.proj.weight"):
+            parameter.copy_(smooth_filters(parameter.shape, draw))
+        elif name.endswith("pos_embed"):
+            parameter.copy_(torch.empty(parameter.shape).normal_(generator=draw))
+        elif name.endswith(("bias", UP)):
             parameter.zero_()
         elif parameter.ndim == 1:
             parameter.fill_(1.0)

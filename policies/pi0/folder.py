@@ -20,6 +20,7 @@ from embodied.policies.pi0.network import WORDS
 from embodied.policies.pi0.normalize import NORM_STATS, Figures, read_figures
 from embodied.policies.pi0.settings import Settings, settings_of
 from embodied.policies.pi0.text import TOKENIZER
+from embodied.policies.vla.layers import smooth_filters
 from embodied.policies.vla.lora import UP, is_adapter
 from embodied.runtime.blobs import Blob, read_safetensors, tensor_of, write_safetensors
 
@@ -114,13 +115,18 @@ def save_beside(path: Path, source: Published, whole: bool) -> None:
 
 def drawn(name: str, tensor: Tensor, draw: torch.Generator) -> Tensor:
     """The initial numbers of a weight: zero where Gemma adds 1 or a gate opens, ones for plain norms, small normal
-    numbers that keep the size of what goes through. An adapter begins without effect."""
+    numbers that keep the size of what goes through. Places in an image are as loud as what is seen there. An adapter
+    begins without effect."""
     if is_adapter(name):
         return (
             torch.zeros(tensor.shape)
             if name.endswith(UP)
             else torch.empty(tensor.shape).normal_(0, 0.02, generator=draw)
         )
+    if name.endswith("patch_embedding.weight"):
+        return smooth_filters(tensor.shape, draw)
+    if name.endswith("position_embedding.weight"):
+        return torch.empty(tensor.shape).normal_(generator=draw)
     if name.endswith("bias") or ".dense." in name or (name.endswith("norm.weight") and "vision" not in name):
         return torch.zeros(tensor.shape)
     if tensor.ndim == 1:

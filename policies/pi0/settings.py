@@ -72,7 +72,13 @@ FULL = {
     "action_expert_variant": "gemma_300m",
     "precision": "float32",
 }
-TINY = FULL | {"action_horizon": 8, "paligemma_variant": "tiny_language", "action_expert_variant": "tiny_expert"}
+TINY = FULL | {  # a small model has nothing to spare for action numbers that no robot has
+    "action_dim": 8,
+    "max_state_dim": 32,
+    "action_horizon": 8,
+    "paligemma_variant": "tiny_language",
+    "action_expert_variant": "tiny_expert",
+}
 PRESETS = {"tiny": TINY, "full": FULL}
 
 

@@ -45,3 +45,15 @@ def patch_tokens(pixels: Tensor, convolution: nn.Conv2d) -> Tensor:
     (rows, colours, height, width), size = pixels.shape, convolution.stride[0]
     patches = pixels.view(rows, colours, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
     return F.linear(patches.reshape(rows, -1, colours * size**2), convolution.weight.flatten(1), convolution.bias)
+
+
+def smooth_filters(shape: torch.Size, draw: torch.Generator) -> Tensor:
+    """Initial filters [dim, colours, P, P] that vary slowly over a patch and do not see even brightness.
+
+    From white noise, what a small thing in a patch adds is little beside the background, and unlike wherever it lies; a
+    small model then learns to look away long before it learns where the thing is.
+    """
+    coarse = torch.empty(*shape[:2], 2, 2).normal_(generator=draw)
+    filters = F.interpolate(coarse, size=shape[2:], mode="bilinear")
+    filters = filters - filters.mean((2, 3), keepdim=True)
+    return filters / filters.std() * shape[1:].numel() ** -0.5

@@ -82,7 +82,7 @@ def test_every_step_of_flow_sde_is_noisy_for_some():
 def test_without_temperature_only_the_first_noise_matters():
     policy = build()
     one, two = noise(policy, 2), noise(policy, 2, seed=2)
-    points = policy.horizon * 32
+    points = policy.horizon * 8
     two[:, :points] = one[:, :points]
     first, again = (policy.act(observe(2), draws, temperature=0.0).actions for draws in (one, two))
     assert np.array_equal(first, again)
@@ -111,8 +111,8 @@ def test_imitation_at_time_one_by_hand():
     draws = np.random.default_rng(4).normal(size=(2, policy.imitation_noise().width))
     draws[:, -1] = 40.0  # a uniform number of 1, so time 1: only noise is seen
     losses = policy.imitate({"obs": obs, "actions": torch.from_numpy(actions)}, draws)
-    start = draws[:, :-1].reshape(2, 8, 32)
-    wanted = start - np.pad(actions, ((0, 0), (0, 0), (0, 29)))
+    start = draws[:, :-1].reshape(2, 8, 8)
+    wanted = start - np.pad(actions, ((0, 0), (0, 0), (0, 5)))
     with torch.no_grad():
         prefix, state = policy._read(obs)
         _, velocity = policy._look(prefix, state, torch.from_numpy(start).float(), torch.zeros(2))
@@ -142,7 +142,7 @@ def publish(folder, layout, name="pi0", figures=FIGURES):
         path = folder / "assets" / "lab" / "kitchen" / "norm_stats.json"
         path.write_text(json.dumps({"norm_stats": figures}))
         return folder
-    sizes = {"chunk_size": 8, "max_action_dim": 32, "max_state_dim": 32, "tokenizer_max_length": 48}
+    sizes = {"chunk_size": 8, "max_action_dim": 8, "max_state_dim": 32, "tokenizer_max_length": 48}
     keep = {key: TINY[key] for key in ("paligemma_variant", "action_expert_variant")}
     (folder / "config.json").write_text(json.dumps({"type": name, **sizes, **keep}))
     step = {"registry_name": "normalizer_processor", "state_file": "policy_preprocessor_step_5.safetensors"}
@@ -210,7 +210,7 @@ def test_statistics_give_states_and_actions_their_units(tmp_path):
     policy = build(pretrained=str(publish(tmp_path / "there", "openpi")), relative_actions=1)
     obs = observe(2)
     np.testing.assert_allclose(policy._unit_state(obs).numpy(), (obs["state"] - 0.5) / (0.25 + 1e-6), rtol=1e-5)
-    unit = torch.ones(2, 8, 32)
+    unit = torch.ones(2, 8, 8)
     played = policy._played(unit, obs)
     np.testing.assert_allclose(played[:, 0, 0], 1.1 + obs["state"][:, 0], rtol=1e-5)  # 1 * 0.1 + 1, and the state
     np.testing.assert_allclose(played[:, :, 1:], 1.0, rtol=1e-5)

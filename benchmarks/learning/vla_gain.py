@@ -1,0 +1,109 @@
+"""What RL adds to a small VLA that imitates, from camera images of a real scene: a carrot goes on a plate.
+
+    python -m benchmarks.learning.vla_gain oft [--seeds 0 1] [--resume]
+    python -m benchmarks.learning.vla_gain pi0 --seeds 0
+
+Every seed collects demonstrations of the scripted expert, imitates them (a small OpenVLA-OFT or Pi0, fresh weights),
+and goes on with GRPO and reward 1 for success; then start and result play the same 200 held-out episodes. control is
+the first seed's start once more, two iterations with lr=0. Writes results/vla_CASE/start-S.json, seed-S.json and
+control.json as each is done; --resume leaves out what was measured with the same code, recipe and start. Needs the
+files of PutOnPlate-25 (docs/bridge.md).
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import RESULTS, ROOT, config_hash, environment, measure, resolved
+from benchmarks.learning.grpo_gain import (
+    CONTROL,
+    Case,
+    Trained,
+    describe,
+    gain,
+    newest,
+    report,
+    settled,
+    weights_digest,
+)
+from benchmarks.learning.seeds import (
+    EVAL_SEED,
+    HELD_OUT,
+    ONE_CORE,
+    TIMEOUT_S,
+    last_results,
+    new_folder,
+    once,
+    parser,
+    program,
+    rate,
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    sft: str  # recipes
+    grpo: str
+    normalised: bool  # by the figures of its demonstrations
+
+
+MODELS = {
+    "oft": Model("carrot_sft_openvla_oft_tiny", "carrot_grpo_openvla_oft_tiny", False),
+    "pi0": Model("carrot_sft_pi0_tiny", "carrot_grpo_pi0_tiny", True),
+}
+
+
+def main() -> None:
+    ask = parser(__doc__, (0, 1))
+    ask.add_argument("model", choices=MODELS)
+    options = ask.parse_args()
+    name, model, env, done = options.model, MODELS[options.model], environment(), []
+    folder, runs = RESULTS / f"vla_{name}", ROOT / "runs" / f"vla_{name}"
+    runs.mkdir(parents=True, exist_ok=True)
+    for seed in options.seeds:
+        about = {"seed": seed, "config": config_hash(resolved(model.sft)), "eval_seed": EVAL_SEED}
+        made = lambda seed=seed: imitate(model, runs, seed, env)  # noqa: E731
+        result = once(folder / f"start-{seed}.json", about, options.resume, made)
+        print(f"start {seed}: {rate(result['success_once'])}", flush=True)
+    plan = [(f"seed-{seed}", seed, ()) for seed in options.seeds] + [("control", options.seeds[0], CONTROL)]
+    for label, seed, changes in plan:
+        start, given = find_start(runs, seed), settled(changes)
+        about = {"seed": seed, "config": config_hash(resolved(model.grpo, *given)), "start": weights_digest(start)}
+        trained = Trained(Case(model.grpo, (), ""), runs, label, seed, start, given)
+        result = once(folder / f"{label}.json", about, options.resume, lambda trained=trained: gain(trained, env))
+        done.append((label, result))
+        print(describe(label, result), flush=True)
+    print(report(done))
+
+
+def imitate(model: Model, runs: Path, seed: int, env: dict) -> dict:
+    """Demonstrations of its own for every seed, imitation, and at its end the evaluation."""
+    demos = runs / f"demos-{seed}"
+    shutil.rmtree(demos, ignore_errors=True)
+    asked = (f"recipe={model.sft}", f"seed={seed}", *ONE_CORE)
+    costs = [measure(program("collect", *asked, f"out={demos}"), env, TIMEOUT_S)]
+    figures = [f"policy.statistics={demos}"] if model.normalised else []
+    goes = [f"sft.data={demos}", *figures, f"run.dir={runs}", f"run.name=start-{seed}", *HELD_OUT]
+    command = program("sft", *asked, *goes)
+    run = new_folder(runs, f"start-{seed}", lambda: costs.append(measure(command, env, TIMEOUT_S)))
+    results, (collected, imitated) = last_results(run), costs
+    return {
+        "run": run.name,
+        "collect_cpu_s": round(collected.cpu_s, 1),
+        "imitate_cpu_s": round(imitated.cpu_s, 1),  # with the evaluation
+        "success_once": results["overall"]["success_once"],
+        "success_at_end": results["overall"]["success_at_end"],
+    }
+
+
+def find_start(runs: Path, seed: int) -> Path:
+    found = newest(f"{runs.name}/start-{seed}-*")
+    if found is None:
+        raise SystemExit(f"{runs}/start-{seed}-* does not exist any more; measure it again without --resume")
+    return found
+
+
+if __name__ == "__main__":
+    main()
