@@ -13,6 +13,7 @@ from pathlib import Path
 
 from embodied import assets, commands
 from embodied.config import load
+from embodied.envs import env_class
 from embodied.errors import ConfigError
 from embodied.layers import recipe_names
 from embodied.placement import PlacementError
@@ -89,6 +90,7 @@ def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str, floa
             raise ConfigError("what to plan? name a recipe (recipe=maniskill_ppo), or a profile alone; see --help")
         return read_profile(path), path.stem, None
     config = load(rest).config
+    config = config.model_copy(update={"env": env_class(config.env).resolve(config.env)})  # as it was when measured
     if path is None:
         path = newest_profile(config)
     return fitted_to(config, read_profile(path), path), path.stem, config.cluster.memory_gb

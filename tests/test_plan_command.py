@@ -7,6 +7,11 @@ import sys
 import pytest
 
 from embodied import plan
+from embodied.config import load
+from embodied.envs import env_class
+from embodied.placement.curves import constant
+from embodied.placement.profile import Cost, Profile, write_profile
+from embodied.profiles import cost_key, profile_path, workflow_of
 
 
 def run(capsys, *argv):
@@ -38,6 +43,17 @@ def test_a_plan_is_printed_written_and_drawn(capsys, tmp_path):
     assert set(written["modes"]) == {"collocated", "hybrid", "disaggregated", "custom"}
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
     assert "data:image/png;base64" in (tmp_path / "plan.html").read_text()
+
+
+def test_the_profile_of_an_env_that_chose_its_backend_is_found(tmp_path):
+    arguments = ["recipe=maniskill_ppo", f"run.dir={tmp_path}"]
+    config = load(arguments).config
+    measured = config.model_copy(update={"env": env_class(config.env).resolve(config.env)})
+    assert measured.env.backend != config.env.backend == "auto"
+    costs = {name: {"cpu": Cost(constant(1))} for name in ("sim", "policy", "learner")}
+    profile = Profile(workflow_of(measured), costs, made={"key": cost_key(measured)})
+    write_profile(profile, profile_path(measured))
+    assert plan.find_profile(None, arguments)[0].costs == profile.costs
 
 
 def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
