@@ -112,38 +112,41 @@ class RunFolder:
 
     def _hold(self) -> None:
         """Keep others from continuing this run while it goes on. The kernel lets go when this process ends."""
-        self._lock = locked(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        if self._lock is None:
+        lock = os.open(self.logs / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        if taken(lock) is False:
+            os.close(lock)
             raise CheckpointError(f"{self.path}: this run is going on in another process; stop that one first")
+        self._lock = lock  # without locks, two runs in one folder go unnoticed
 
     def _write(self, content: dict) -> None:
         replace_text(self.path / "run.json", json.dumps(content, indent=2) + "\n")
 
 
-def locked(run: Path, flags: int) -> int | None:
-    """A file of the run's that is locked until it is closed; None where the run goes on in another process."""
-    lock = os.open(run / "logs" / "driver.log", flags)
+def taken(lock: int) -> bool | None:
+    """Lock this open file until it is closed: whether that worked, or it is another process's; None: the file system
+    has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(lock)
+        return False
+    except OSError:
         return None
-    except OSError:  # a file system without locks: two runs in one folder go unnoticed there
-        pass
-    return lock
+    return True
 
 
 def lost(run: Path, info: dict) -> bool:
     """Whether it was killed, or its machine went down, before it could write how it ended."""
-    if info.get("state") != "running" or info.get("provenance", {}).get("host") != platform.node():
+    newest = [info, *info.get("resumed", [])][-1]
+    if info.get("state") != "running" or newest.get("provenance", {}).get("host") != platform.node():
         return False  # locks of other machines cannot be seen everywhere
     try:
-        lock = locked(run, os.O_RDWR)
+        lock = os.open(run / "logs" / "driver.log", os.O_RDWR)
     except OSError:
         return False
-    if lock is not None:
+    try:
+        return taken(lock) is True
+    finally:
         os.close(lock)
-    return lock is not None
 
 
 def row_of(line: str) -> dict | None:

@@ -11,6 +11,8 @@ recipe. The runs stay in runs/start_CASE, where benchmarks.learning.grpo_gain go
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, config_hash, environment, markdown, measure, resolved
 from benchmarks.learning.seeds import (
@@ -32,17 +34,20 @@ RL = {"pickcube": "pickcube_grpo", "libero": "libero_grpo"}  # which may give an
 
 
 def measure_seed(case: str, seed: int, env: dict) -> dict:
-    """Demonstrations of its own for every seed, imitation, and at its end the evaluation."""
-    runs = ROOT / "runs" / f"start_{case}"
+    return imitate(RECIPES[case], ROOT / "runs" / f"start_{case}", f"seed-{seed}", seed, [in_time(case)], env)
+
+
+def imitate(recipe: str, runs: Path, name: str, seed: int, options: Sequence[str], env: dict) -> dict:
+    """Demonstrations of its own for every seed, imitation with these options, and at its end the evaluation.
+    `{demos}` in an option is where the demonstrations are."""
     runs.mkdir(parents=True, exist_ok=True)
     demos = runs / f"demos-{seed}"
     shutil.rmtree(demos, ignore_errors=True)
-    asked = (f"recipe={RECIPES[case]}", f"seed={seed}", *ONE_CORE)
+    asked = (f"recipe={recipe}", f"seed={seed}", *ONE_CORE)
     costs = [measure(program("collect", *asked, f"out={demos}"), env, TIMEOUT_S)]
-    imitate = program(
-        "sft", *asked, in_time(case), f"sft.data={demos}", f"run.dir={runs}", f"run.name=seed-{seed}", *HELD_OUT
-    )
-    run = new_folder(runs, f"seed-{seed}", lambda: costs.append(measure(imitate, env, TIMEOUT_S)))
+    given = [option.format(demos=demos) for option in options]
+    command = program("sft", *asked, *given, f"sft.data={demos}", f"run.dir={runs}", f"run.name={name}", *HELD_OUT)
+    run = new_folder(runs, name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
     results, (collected, imitated) = last_results(run), costs
     return {
         "run": run.name,

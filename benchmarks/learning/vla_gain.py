@@ -12,11 +12,10 @@ files of PutOnPlate-25 (docs/bridge.md).
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import RESULTS, ROOT, config_hash, environment, measure, resolved
+from benchmarks.common import RESULTS, ROOT, config_hash, environment, resolved
 from benchmarks.learning.grpo_gain import (
     CONTROL,
     Case,
@@ -28,18 +27,8 @@ from benchmarks.learning.grpo_gain import (
     settled,
     weights_digest,
 )
-from benchmarks.learning.seeds import (
-    EVAL_SEED,
-    HELD_OUT,
-    ONE_CORE,
-    TIMEOUT_S,
-    last_results,
-    new_folder,
-    once,
-    parser,
-    program,
-    rate,
-)
+from benchmarks.learning.seeds import EVAL_SEED, once, parser, rate
+from benchmarks.learning.starts import imitate
 
 
 @dataclass(frozen=True)
@@ -61,10 +50,10 @@ def main() -> None:
     options = ask.parse_args()
     name, model, env, done = options.model, MODELS[options.model], environment(), []
     folder, runs = RESULTS / f"vla_{name}", ROOT / "runs" / f"vla_{name}"
-    runs.mkdir(parents=True, exist_ok=True)
+    figures = ["policy.statistics={demos}"] if model.normalised else []
     for seed in options.seeds:
         about = {"seed": seed, "config": config_hash(resolved(model.sft)), "eval_seed": EVAL_SEED}
-        made = lambda seed=seed: imitate(model, runs, seed, env)  # noqa: E731
+        made = lambda seed=seed: imitate(model.sft, runs, f"start-{seed}", seed, figures, env)  # noqa: E731
         result = once(folder / f"start-{seed}.json", about, options.resume, made)
         print(f"start {seed}: {rate(result['success_once'])}", flush=True)
     plan = [(f"seed-{seed}", seed, ()) for seed in options.seeds] + [("control", options.seeds[0], CONTROL)]
@@ -76,26 +65,6 @@ def main() -> None:
         done.append((label, result))
         print(describe(label, result), flush=True)
     print(report(done))
-
-
-def imitate(model: Model, runs: Path, seed: int, env: dict) -> dict:
-    """Demonstrations of its own for every seed, imitation, and at its end the evaluation."""
-    demos = runs / f"demos-{seed}"
-    shutil.rmtree(demos, ignore_errors=True)
-    asked = (f"recipe={model.sft}", f"seed={seed}", *ONE_CORE)
-    costs = [measure(program("collect", *asked, f"out={demos}"), env, TIMEOUT_S)]
-    figures = [f"policy.statistics={demos}"] if model.normalised else []
-    goes = [f"sft.data={demos}", *figures, f"run.dir={runs}", f"run.name=start-{seed}", *HELD_OUT]
-    command = program("sft", *asked, *goes)
-    run = new_folder(runs, f"start-{seed}", lambda: costs.append(measure(command, env, TIMEOUT_S)))
-    results, (collected, imitated) = last_results(run), costs
-    return {
-        "run": run.name,
-        "collect_cpu_s": round(collected.cpu_s, 1),
-        "imitate_cpu_s": round(imitated.cpu_s, 1),  # with the evaluation
-        "success_once": results["overall"]["success_once"],
-        "success_at_end": results["overall"]["success_at_end"],
-    }
 
 
 def find_start(runs: Path, seed: int) -> Path:

@@ -26,6 +26,8 @@ from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.policies.base import Scores
 
+KEPT_BYTES = 4 * 2**30  # of the host's memory, at most, for what frozen parts make of an iteration's observations
+
 
 @dataclass(frozen=True)
 class Share:
@@ -128,13 +130,17 @@ def update_policy(
 
 
 def looked_at(model: Model, batch: Batch, size: int) -> Batch:
-    """With what the policy computes of the items' observations and no epoch changes."""
-    size, parts = model.config.micro_batch_size or size, []
-    for items in torch.arange(len(batch)).split(size):
-        parts.append(model.features(take_items(batch.obs, items)))
-        if not parts[0]:
-            return batch
-    known = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+    """With what the policy computes of the items' observations and no epoch changes, where that fits."""
+    known: dict[str, Tensor] = {}
+    for items in torch.arange(len(batch)).split(model.config.micro_batch_size or size):
+        found = model.features(take_items(batch.obs, items))
+        if not known:
+            each = sum(tensor[0].nbytes for tensor in found.values()) if len(items) else 0
+            if not each or each * len(batch) > KEPT_BYTES:
+                return batch
+            known = {name: tensor.new_empty(len(batch), *tensor.shape[1:]) for name, tensor in found.items()}
+        for name, tensor in found.items():
+            known[name][items] = tensor
     return replace(batch, replay=batch.replay | known)
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from embodied.data import ActionSpec, EnvSpec
+from embodied.learners import update
 from embodied.learners.batch import Batch
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
@@ -35,7 +36,7 @@ def batch_of(policy, rows=5):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_images_are_not_looked_at_again(family):
+def test_images_are_not_looked_at_again(family, monkeypatch):
     config = FAMILIES[family]
     spec = EnvSpec(ActionSpec(2), state_dim=3, images=CAMERAS, instruction=True)
     policy = make_policy(config, spec, 0).eval()
@@ -51,3 +52,9 @@ def test_images_are_not_looked_at_again(family):
         assert not torch.allclose(policy(batch.inputs(items)).values, wanted.values, atol=1e-4)
     trained = make_policy(config.model_copy(update={"train": "all"}), spec).eval()
     assert looked_at(Model(trained, LearnerConfig()), batch, 2) is batch
+    monkeypatch.setattr(update, "KEPT_BYTES", sum(map(size_of_one, known.replay.values())) * len(batch) // 2)
+    assert looked_at(Model(policy, LearnerConfig()), batch, 2) is batch, "more than may be kept"
+
+
+def size_of_one(tensor):
+    return tensor[0].nbytes

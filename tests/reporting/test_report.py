@@ -1,6 +1,7 @@
 """The report page: whole, self-contained, with every number, and safe whatever the texts in it say."""
 
 import base64
+import errno
 import json
 import os
 import re
@@ -176,13 +177,20 @@ def test_a_run_that_has_just_begun_has_a_report(run, page_checker):
     assert "running" in page.text and "since 2026-01-01 00:00 UTC" in page.text
 
 
-def test_a_run_that_was_killed_is_not_said_to_be_running(tmp_path, page_checker):
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_a_run_that_was_killed_is_not_said_to_be_running(tmp_path, page_checker, monkeypatch):
     folder = RunFolder.create(tmp_path, "toy", "")
     assert "running" in page_checker(report(read_run(folder.path), folder.path)).text
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr("fcntl.flock", no_locks)
+        assert "running" in page_checker(report(read_run(folder.path), folder.path)).text
     os.close(folder._lock)  # what the kernel does when a process dies
     page = page_checker(report(read_run(folder.path), folder.path))
     assert "killed" in page.text and f"python -m embodied.train resume={folder.path}" in page.text
-    folder.record(provenance={"host": "elsewhere"})
+    folder.record(resumed=[{"provenance": {"host": "elsewhere"}}])
     assert "running" in page_checker(report(read_run(folder.path), folder.path)).text
 
 
