@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -51,18 +52,20 @@ PLACEMENT = {
 }
 
 OUTPUTS = ("nan_observation", "nan_action", "inf_reward", "wrong_shape")
-FAULTY = {"sim": ("env", "faulty_env:FaultyEnv"), "policy": ("policy", "faulty_policy:FaultyPolicy")}
+IN_A_POLICY = ("policy", "faulty_policy:FaultyPolicy")
+FAULTY = {"sim": ("env", "faulty_env:FaultyEnv"), "policy": IN_A_POLICY, "learner": IN_A_POLICY}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A fault in a worker: of its env, or of its policy."""
+    """A fault in a worker: of its env, or of its policy. `placement`: of the run, if not as in `PLACEMENT`."""
 
     fault: str
     place: str
     backend: str
     always: bool = False
     worker: str = "sim-0"
+    placement: str = ""
 
     def arguments(self, folder: Path) -> dict:
         """Of the run."""
@@ -73,18 +76,20 @@ class Case:
         role = self.worker.partition("-")[0]
         what, name = FAULTY[role]
         mine = {f"{what}.name": name, f"{what}.kwargs": f"{{{kwargs}}}", "cluster.backend": self.backend}
-        return {**ARGUMENTS, "placement": PLACEMENT[role], **mine}
+        return {**ARGUMENTS, "placement": self.placement or PLACEMENT[role], **mine}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`ended`: recovered, message, or what is wrong with it."""
+    """`ended`: recovered, message, or what is wrong with it. `answer_s`: from the fault to the message, or until two
+    more lines were told: the iteration that it struck has ended and another one, or the evaluation."""
 
     case: Case
     ended: str
     restarts: int
     seconds: float
     said: str  # the line about the restart or the end
+    answer_s: float | None = None
 
 
 def cases(worker: str, faults: list[str], places: list[str], backends: list[str], always: bool) -> list[Case]:
@@ -110,23 +115,28 @@ def play(case: Case, folder: Path) -> Outcome:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        return Outcome(case, f"hung for {DEADLINE_S:g} s", 0, DEADLINE_S, output[-300:])
-    seconds = time.perf_counter() - started
+    deadline = threading.Timer(DEADLINE_S, process.kill)
+    deadline.start()
+    told = [(time.time(), line) for line in process.stdout]
+    process.wait()
+    deadline.cancel()
+    seconds, output = time.perf_counter() - started, "".join(line for _, line in told)
+    if seconds >= DEADLINE_S:
+        return Outcome(case, f"hung for {DEADLINE_S:g} s", 0, seconds, output[-300:])
     (run,) = (folder / "runs").iterdir()
     info = json.loads((run / "run.json").read_text())
     restarts = info.get("restarts", 0)
+    again = next((i for i, (_, line) in enumerate(told) if " is started again " in line), None)
+    answered = time.time() if process.returncode or again is None else told[again + 2][0]
+    struck = folder / "struck"
+    answer_s = round(answered - struck.stat().st_mtime, 1) if struck.exists() else None
     if process.returncode == 0:
-        said = next((line for line in output.splitlines() if " is started again " in line), "")
-        return Outcome(case, problems(run, restarts) or "recovered", restarts, seconds, said)
+        said = "" if again is None else told[again][1].rstrip()
+        return Outcome(case, problems(run, restarts) or "recovered", restarts, seconds, said, answer_s)
     said = output[output.rfind("\nerror: ") + 1 :].strip()
     clear = process.returncode == 1 and case.worker in said and ".log" in said and "Traceback" not in output
     ended = "message" if clear and info["state"] == "failed" else "unclear end"
-    return Outcome(case, ended, restarts, seconds, said)
+    return Outcome(case, ended, restarts, seconds, said, answer_s)
 
 
 def play_in_a_folder(case: Case) -> Outcome:

@@ -26,6 +26,7 @@ FAULTS = (
 )
 OF_A_POLICY = tuple({"nan_observation": "nan_action"}.get(fault, fault) for fault in FAULTS if fault != "inf_reward")
 PLACES = ("constructor", "first_step", "rollout", "reset", "evaluation")
+LEARNING = ("update", "weights")  # places of a policy: in a learner's gradient, and while new weights are on their way
 MIDDLE = 5  # env steps (or resets) before a fault in the middle
 
 
@@ -34,7 +35,7 @@ class Fault:
 
     def __init__(self, fault: str, place: str, worker: str, once: str | None = None) -> None:
         """`once` is a file that does not exist yet."""
-        assert fault in (*FAULTS, *OF_A_POLICY) and place in PLACES, (fault, place)
+        assert fault in (*FAULTS, *OF_A_POLICY) and place in (*PLACES, *LEARNING), (fault, place)
         self.fault, self.place, self.worker = fault, place, worker
         self.once = Path(once) if once else None
         self.count = 0

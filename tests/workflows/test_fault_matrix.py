@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from faulty_env import FAULTS, OF_A_POLICY
 
+from benchmarks import kill_table
 from benchmarks.common import hosts
 from benchmarks.fault_table import ARGUMENTS, DEADLINE_S, PLACEMENT, Case, play
 
@@ -58,6 +59,18 @@ def test_a_run_survives_a_fault_of_its_policy(fault, place, backend, tmp_path):
 def test_a_fault_in_the_constructor_of_a_policy_ends_the_run_with_its_cause(fault, backend, tmp_path):
     outcome = play(Case(fault, "constructor", backend, always=True, worker="policy-0"), tmp_path)
     assert outcome.ended == "message", outcome
+
+
+@pytest.mark.parametrize(
+    ("mode", "case", "ends"),
+    [
+        pytest.param(mode, case, ends, id=f"{mode}-{case.backend}-{case.worker}-{case.place}")
+        for (mode, case), ends in kill_table.cases(kill_table.MODES, BACKENDS).items()
+    ],
+)
+def test_in_every_mode_a_killed_policy_or_learner_is_answered_within_a_minute(mode, case, ends, tmp_path):
+    outcome = play(case, tmp_path)
+    assert not kill_table.problem(outcome, ends), outcome
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
