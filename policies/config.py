@@ -67,7 +67,9 @@ class VLAConfig(Strict):
         None, description="Folder of a published model, or of a policy of ours; its weights are the initial ones."
     )
     statistics: str | None = Field(
-        None, description="Data set whose action range is used, where the model was trained on several."
+        None,
+        description="Data set whose ranges actions and states have, where the model was trained on several; or the "
+        "folder of any dataset.",
     )
     instruction: str | None = Field(None, description="What it is told where the env gives no instruction.")
     gripper: Literal["as_is", "libero", "bridge"] = Field(

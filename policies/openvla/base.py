@@ -21,6 +21,7 @@ from embodied.policies.openvla.actions import ActionTokens
 from embodied.policies.openvla.components import as_stored
 from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, write_published
 from embodied.policies.openvla.llama import LanguageModel
+from embodied.policies.openvla.ranges import OWN, Ranges, stated_ranges
 from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.text import Tokenizer, WordTokenizer, prompt, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
@@ -33,6 +34,7 @@ from embodied.runtime.blobs import Blob, blob_of
 from embodied.runtime.blobs import tensor_of as tensor_of_blob
 
 VALUE = "value_head."
+RANGES = "ranges."
 PATCHES = "patches"
 
 
@@ -41,7 +43,7 @@ class PrismaticPolicy(AdaptedPolicy):
 
     any_image_size = True
     value_names = (VALUE,)
-    extras: tuple[str, ...] = (VALUE,)  # how the names of weights begin that published folders may lack
+    extras: tuple[str, ...] = (VALUE, RANGES)  # how the names of weights begin that published folders may lack
 
     def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
         super().__init__(config, spec)
@@ -49,9 +51,8 @@ class PrismaticPolicy(AdaptedPolicy):
         self.source = self.origin = self.published and self.published.path
         published = self.published
         self.settings = published.settings if published else settings_of(PRESETS[config.preset], "policy.preset")
-        self.norm_stats = published.norm_stats if published else fresh_statistics(spec)
         self.where = str(self.source or "policy.preset")
-        self.statistics = self._statistics("action")
+        self.stated, self.data_set = stated_ranges(published.norm_stats if published else {}, config.statistics, spec)
         self.cameras = self.choose_cameras()
         check_env(config, spec, len(self.statistics.low))
         settings, numbers = self.settings, published.preprocessor if published else {}
@@ -64,6 +65,7 @@ class PrismaticPolicy(AdaptedPolicy):
         with torch.device("meta"):
             self.build()
         self.to(self.dtype).to_empty(device="cpu")
+        self.ranges = None if published else Ranges(self.stated[OWN])
 
     @classmethod
     def choices(cls, config: PrismaticConfig, task: str) -> dict[str, Any]:
@@ -125,6 +127,8 @@ class PrismaticPolicy(AdaptedPolicy):
     def start(self, name: str, parameter: Tensor, draw: torch.Generator) -> None:
         """The initial numbers of a weight: ones for norms and scales, zero biases, small normal numbers. An adapter
         begins without effect. Places in an image are as loud as what is seen there."""
+        if name.startswith(RANGES):
+            return
         if name.endswith("patch_embed.proj.weight"):
             parameter.copy_(smooth_filters(parameter.shape, draw))
         elif name.endswith("pos_embed"):
@@ -134,7 +138,7 @@ class PrismaticPolicy(AdaptedPolicy):
         elif parameter.ndim == 1:
             parameter.fill_(1.0)
         else:
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=draw))
+            parameter.copy_(torch.empty(parameter.shape).normal_(generator=draw) * spread(name, parameter))
 
     def name_in(self, stored: dict[str, Blob], name: str) -> str:
         """That of a weight in a folder, where parts may or may not have adapters and FiLM."""
@@ -157,8 +161,17 @@ class PrismaticPolicy(AdaptedPolicy):
 
     # From actions to what the networks write, and back
 
+    @property
+    def norm_stats(self) -> dict[str, Any]:
+        ranges = getattr(self, "ranges", None)  # not there yet while networks are built, nor where they are but counted
+        return self.stated if ranges is None or ranges.action_min.is_meta else ranges.norm_stats()
+
+    @property
+    def statistics(self) -> Statistics:
+        return self._statistics("action")
+
     def _statistics(self, part: str) -> Statistics:
-        return statistics_of(self.norm_stats, self.config.statistics, self.where, part)
+        return statistics_of(self.norm_stats, self.data_set, self.where, part)
 
     def actions_of(self, units: np.ndarray) -> np.ndarray:
         """Numbers in [-1, 1], [..., A], in the units that the env takes."""
@@ -216,7 +229,7 @@ class PrismaticPolicy(AdaptedPolicy):
     def description(self) -> dict[str, Any]:
         """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""
         ours = super().description()
-        ours["policy"]["pretrained"] = "." if self.source else None
+        ours["policy"] |= {"pretrained": "." if self.source else None, "statistics": self.source and self.data_set}
         return self.published_config() | ours
 
     def published_config(self) -> dict[str, Any]:
@@ -246,15 +259,11 @@ class PrismaticPolicy(AdaptedPolicy):
         raise NotImplementedError
 
 
-def fresh_statistics(spec: EnvSpec) -> dict[str, Any]:
-    """Of a model with fresh weights: actions are from -1 to 1, and what a robot feels within half a turn."""
-    dim, felt = spec.action.dim, spec.state_dim or 0
-    return {
-        "unit": {
-            "action": {"q01": [-1.0] * dim, "q99": [1.0] * dim, "mask": [True] * dim},
-            "proprio": {"q01": [-np.pi] * felt, "q99": [np.pi] * felt},
-        }
-    }
+def spread(name: str, weight: Tensor) -> float:
+    """The deviation of initial weights: what goes through keeps its size. Values begin near zero."""
+    if name.startswith(VALUE):
+        return 0.02
+    return 1.0 if name.endswith("embed_tokens.weight") else weight[0].numel() ** -0.5
 
 
 def check_env(config: PrismaticConfig, spec: EnvSpec, dim: int) -> None:

@@ -17,7 +17,7 @@ from embodied.data import NoiseSpec, Observation, PolicyOutput
 from embodied.errors import ConfigError
 from embodied.policies.base import Scores
 from embodied.policies.config import OpenVLAOFTConfig
-from embodied.policies.openvla.base import PATCHES, VALUE, PrismaticPolicy, check_cameras
+from embodied.policies.openvla.base import PATCHES, RANGES, VALUE, PrismaticPolicy, check_cameras
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.heads import FiLM, L1Head, ProprioProjector, laplace, laplace_noise
 from embodied.policies.openvla.sampling import action_scores, pick
@@ -30,7 +30,7 @@ FILM = (".scale.weight", ".scale.bias", ".shift.weight", ".shift.bias")
 
 
 class OpenVLAOFTPolicy(PrismaticPolicy):
-    extras = (VALUE, LOG_SCALE, "action_head.", "proprio_projector.")
+    extras = (VALUE, RANGES, LOG_SCALE, "action_head.", "proprio_projector.")
 
     @classmethod
     def choices(cls, config: OpenVLAOFTConfig, task: str) -> dict[str, Any]:
@@ -58,18 +58,21 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             self.action_head = L1Head(dim, numbers)
             self.log_scale = nn.Parameter(torch.empty(numbers))
         if self.proprio:
-            self.felt = self._felt()
+            self._check_state()
             self.proprio_projector = ProprioProjector(self.spec.state_dim, dim)
         self.adapt(self._wrap_blocks() if self.film else ())
 
-    def _felt(self) -> Statistics:
-        felt, there = self._statistics("proprio"), self.spec.state_dim
+    @property
+    def felt(self) -> Statistics:
+        return self._statistics("proprio")
+
+    def _check_state(self) -> None:
+        felt, there = self.felt, self.spec.state_dim
         if there != len(felt.low):
             raise ConfigError(
                 f"this model feels {len(felt.low)} numbers (policy.proprio), the env gives {there or 'none'}; "
                 "set env.state=proprio, or policy.proprio=false"
             )
-        return felt
 
     def _wrap_blocks(self) -> tuple[nn.Module, ...]:
         """Put FiLM around all vision blocks; -> its layers."""
@@ -118,6 +121,16 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             scores = action_scores(self._logits(hidden), self.tokens_of(inputs))
         return Scores(*scores, self._value(hidden[:, 0, 0]))
 
+    def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
+        """With an l1 head the plain difference, and how well the scale fits it. As a likelihood, numbers that a
+        demonstrator never moves would leave the others no gradient."""
+        if self.head != "l1":
+            return super().imitate(inputs, noise)
+        center = self._center(self._hidden(inputs["obs"], inputs.get(PATCHES)))
+        units = tensor_of(self.units_of(inputs["actions"]), self.device).to(self.exact)
+        logprobs, _ = laplace(center.detach(), self._log_scale(), units)
+        return (units - center).abs() - logprobs
+
     def deviations(self) -> list[nn.Parameter]:
         return [self.log_scale] if self.head == "l1" else []
 
@@ -165,7 +178,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return self.log_scale.to(self.exact)
 
     def _statistics(self, part: str) -> Statistics:
-        return statistics_of(self.norm_stats, self.config.statistics, self.where, part, self.config.bounds, SLACK)
+        return statistics_of(self.norm_stats, self.data_set, self.where, part, self.config.bounds, SLACK)
 
     # On disk
 

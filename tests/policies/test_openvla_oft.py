@@ -36,7 +36,7 @@ def uniform(rows=2, seed=1):
     return np.random.default_rng(seed).random((rows, CHUNK * 3))
 
 
-def lively(policy, scale=20):
+def lively(policy, scale=5):
     """Probabilities, and effects of all parts, that differ."""
     with torch.no_grad():
         policy.language_model.lm_head.weight.mul_(scale)
