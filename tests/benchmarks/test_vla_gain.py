@@ -15,7 +15,3 @@ def test_grpo_begins_with_what_imitation_leaves(name):
     assert going_on.env.reward == "success" and going_on.algo.name == "grpo"
     same = "task max_episode_steps action_units cameras image_size fast_images state on_success".split()
     assert all(getattr(imitating.env, key) == getattr(going_on.env, key) for key in same)
-
-
-def test_only_pi0_is_normalised_by_its_demonstrations():
-    assert [name for name, model in MODELS.items() if model.normalised] == ["pi0"]
