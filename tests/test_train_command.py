@@ -121,6 +121,9 @@ def test_a_run_says_what_it_does_and_leaves_a_whole_folder(finished):
     assert "iteration 6/6" in (path / "logs" / "driver.log").read_text()
     spans = read_trace(path / "trace.json")
     assert {span.iteration for span in spans} == {1, 2, 3, 4, 5}
+    for row, rollout, first in zip(rows, *([s for s in spans if s.name == n] for n in ("rollout", "first backward"))):
+        assert rollout.end_s < first.start_s
+        assert row["time/first_backward_s"] == pytest.approx(first.start_s - rollout.start_s, abs=0.2)
     names = {(span.worker.partition("-")[0], span.name) for span in spans}
     assert names >= {("driver", "rollout"), ("driver", "save"), ("learner", "update"), ("learner", "publish")}
     assert names >= {("sim", "collect"), ("sim", "step"), ("sim", "wait"), ("sim", "evaluate"), ("policy", "act")}

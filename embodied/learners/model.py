@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class Model:
         first = next(policy.parameters())
         self.device = first.device.type
         self.dtype = torch.promote_types(first.dtype, torch.float32)  # of losses, and of gradients on their way
+        self.first_backward: float | None = None  # when it began, by time.perf_counter; of the update since it was None
         if config.checkpoint_activations:
             recompute(policy)
         if config.compile:
@@ -35,6 +37,11 @@ class Model:
             scores = self.policy(inputs)
         parts = (scores.logprobs, scores.entropy, scores.values, scores.own_loss)
         return Scores(*(None if part is None else part.to(self.dtype) for part in parts))
+
+    def backward(self, loss: Tensor) -> None:
+        if self.first_backward is None:
+            self.first_backward = perf_counter()
+        loss.backward()
 
     @torch.no_grad()
     def features(self, obs: Observation) -> dict[str, Tensor]:

@@ -167,7 +167,7 @@ def gradient(
             own = scores.own_loss.sum() * float(counts)
             loss = loss + own
             parts.append(own.detach())
-        (loss / count).backward()
+        model.backward(loss / count)
         sums += torch.stack(parts)
         if counts:
             played = (take(batch.mask, part) & take(batch.current, part)[:, None])[:, :, None]

@@ -7,6 +7,7 @@ step, and everything that is normalised (advantages, observations, gradient norm
 from __future__ import annotations
 
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 from torch import Tensor
@@ -89,17 +90,19 @@ class LearnerWorker(Worker):
     ) -> dict[str, float]:
         """Receive this rank's trajectories of one rollout, those of `sources`, and do one PPO update with all ranks,
         which together have the env rows `env_ids`."""
+        started = self._begin_update()
         with self.timers.measure("wait"):
             parts = receive(trajectories, sources)
         whole = merge(parts)
         share = prepare(whole, self.algo, self.collective, env_ids, self.model.dtype, self.device)
-        return self._learn(share, self.policy.observation_moments(whole.obs), iteration, total)
+        return self._learn(share, self.policy.observation_moments(whole.obs), iteration, total, started)
 
     @done_together
     def update_groups(
         self, trajectories: Channel, sources: tuple[str, ...], batch: GroupBatch, iteration: int, total: int
     ) -> dict[str, float]:
         """The same with whole episodes, in groups."""
+        started = self._begin_update()
         with self.timers.measure("wait"):
             parts = receive(trajectories, sources)
         played = join_episodes(parts)
@@ -107,14 +110,21 @@ class LearnerWorker(Worker):
         rows = None
         if not self.started:  # else what the policy was trained with stays
             rows = moments_of(played, batch.last - batch.first, self.policy.observation_moments)
-        return self._learn(share, rows, iteration, total)
+        return self._learn(share, rows, iteration, total, started)
 
-    def _learn(self, share, moments: np.ndarray | None, iteration: int, total: int) -> dict[str, float]:
+    def _begin_update(self) -> float:
+        self.model.first_backward = None
+        return perf_counter()
+
+    def _learn(self, share, moments: np.ndarray | None, iteration: int, total: int, started: float) -> dict[str, float]:
         with self.store.updating():
             numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, iteration, total)
             if moments is not None:
                 self.policy.merge_observation_moments(np.concatenate(self.collective.gather(moments)))
-        return numbers
+        if self.model.first_backward is None:  # all items were other ranks'
+            return numbers
+        self.timers.mark("first backward", self.model.first_backward)
+        return numbers | {"time/first_backward_s": self.model.first_backward - started}
 
     def needs(self, shared: bool = False) -> Needs:
         """Weights, gradients, the optimizer's two averages of them, and the reference; weights that others act with

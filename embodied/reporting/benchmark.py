@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -15,11 +15,11 @@ import numpy as np
 from embodied.reporting.gantt import image
 from embodied.reporting.html import page, section, table, tag
 
-HEAD = ("mode", "steps/s", "per core", "rollout s", "update s", "weights s", "idle", "MB", "first grad s")
+HEAD = ("mode", "steps/s", "per core", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
 PREDICTED = ("predicted", "measured", "error", "spread")
 
 
-def row_of(result: Any, mode: str) -> dict[str, float]:
+def row_of(result: Any, mode: str) -> dict[str, float | None]:
     """Medians over the rounds of a mode."""
     rounds, expected = result.rounds[mode], result.expected[mode]
     seconds = [r.seconds for r in rounds]
@@ -33,7 +33,7 @@ def row_of(result: Any, mode: str) -> dict[str, float]:
         "publish_s": median(r.publish_s for r in rounds),
         "idle": result.idle[mode],
         "peak_bytes": result.peak_bytes[mode],
-        "first_backward_s": median(r.rollout_s for r in rounds),  # the learners begin when all data are there
+        "first_backward_s": middle(r.first_backward_s for r in rounds),
         "predicted_s": expected["seconds"],
         "measured_s": median(seconds),
         "error": expected["seconds"] / median(seconds) - 1,
@@ -41,7 +41,13 @@ def row_of(result: Any, mode: str) -> dict[str, float]:
     }
 
 
-def rows_of(result: Any) -> dict[str, dict[str, float]]:
+def middle(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def rows_of(result: Any) -> dict[str, dict[str, float | None]]:
     found = {mode: row_of(result, mode) for mode in result.rounds}
     return dict(sorted(found.items(), key=lambda item: item[1]["measured_s"]))
 
@@ -66,7 +72,7 @@ def cells(mode: str, row: dict[str, float]) -> list[str]:
         f"{row['publish_s']:.3f}",
         f"{row['idle']:.0%}",
         f"{row['peak_bytes'] / 1e6:.0f}",
-        f"{row['first_backward_s']:.3f}",
+        "" if row["first_backward_s"] is None else f"{row['first_backward_s']:.3f}",
         f"{row['predicted_s']:.3f} s",
         f"{row['measured_s']:.3f} s",
         f"{row['error']:+.0%}",

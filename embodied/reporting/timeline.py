@@ -5,7 +5,8 @@ microseconds since training began. It grows by an event per line as iterations e
 killed run leaves can still be read. Sums over the whole run are kept whether or not single pieces are.
 
 Names are those of worker methods (collect, serve, update, publish, load_weights, evaluate) and inside them step, reset,
-act, sync (with other learner ranks) and wait; the driver's own are rollout, update, publish, evaluate and save.
+act, sync (with other learner ranks), wait and, a moment, first backward; the driver's own are rollout, update,
+publish, evaluate and save.
 """
 
 from __future__ import annotations

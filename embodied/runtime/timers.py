@@ -56,6 +56,10 @@ class Timers:
         self._add(name, start, seconds, 0.0)
         return seconds
 
+    def mark(self, name: str, at: float) -> None:
+        """A moment (time.perf_counter): a piece without length."""
+        self._add(name, at, 0.0, 0.0)
+
     def totals(self) -> dict[str, Total]:
         with self._lock:
             return dict(self._totals)

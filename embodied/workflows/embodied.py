@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -136,12 +137,15 @@ class EmbodiedLoop:
 
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
         """Collect a batch, update, publish. Returns the finished episodes and the numbers of the iteration."""
-        restarts = self.crew.restarts
+        restarts, started = self.crew.restarts, perf_counter()
         with self.timers.measure("rollout"), self.turns.phase(ROLLOUT):
             batch = self.collection.collect(self.version)
         with self.timers.measure("update"), self.turns.phase(UPDATE):
+            before_s = perf_counter() - started
             updating = self.collection.update(batch, iteration, total)
             losses = updating.wait()[0] if updating else {}
+        if "time/first_backward_s" in losses:  # as rank 0 saw it: since its update began
+            losses["time/first_backward_s"] += before_s
         publish_s = self.publish(self.version + 1)
         own = {"time/publish_s": publish_s, "faults/restarts": self.crew.restarts - restarts}
         return batch.finished, self.collection.numbers(batch) | own | losses
