@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embodied.config import RunConfig
 from embodied.placement import PlacementError, PlacementPlan, make_plan
-from embodied.placement.deploy import as_placement
+from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.explain import why_not
 from embodied.placement.layout import DeviceClass
 from embodied.placement.planner import Choice, Planner
@@ -17,7 +17,8 @@ from embodied.profiles import counted, fitted_to, limited, stored_profile
 
 
 def plan_from_profile(config: RunConfig, cores: tuple[int, ...]) -> tuple[RunConfig, PlacementPlan] | None:
-    """The config with the plan's stages, and the plan; None without a profile of this recipe on so many cores."""
+    """The config with the plan's stages and granularity, and the plan; None without a profile of this recipe on so many
+    cores."""
     path = stored_profile(config)
     if path is None:
         return None
@@ -35,7 +36,8 @@ def plan_from_profile(config: RunConfig, cores: tuple[int, ...]) -> tuple[RunCon
         raise PlacementError("\n".join([f"no plan fits by {path}; allow more memory, or name a placement", *reasons]))
     placement = as_placement(planner.pricer, best.layout)
     plan = make_plan(placement, cores, config.env.num_envs, best.layout.stages)
-    pipeline = config.pipeline.model_copy(update={"stages": best.layout.stages})
+    pieces = config.pipeline.granularity or granularity(best.layout, profile.workflow)
+    pipeline = config.pipeline.model_copy(update={"stages": best.layout.stages, "granularity": pieces})
     reason = why(best, profile.workflow.env_steps, path, profile.made.get("date"))
     return config.model_copy(update={"pipeline": pipeline}), replace(plan, mode="auto", reason=reason)
 

@@ -19,7 +19,7 @@ from embodied.discovery import cores, discover
 from embodied.errors import ConfigError
 from embodied.layers import recipe_names
 from embodied.placement import PlacementPlan, make_plan
-from embodied.placement.deploy import as_placement
+from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.explain import describe_layout, idle_shares, why_not
 from embodied.placement.planner import Choice
 from embodied.placement.profile import Profile, read_profile, write_profile
@@ -125,6 +125,7 @@ def predicted(planned: Planned, choice: Choice) -> dict[str, Any]:
         "layout": describe_layout(choice.layout),
         "placement": as_placement(planned.planner.pricer, choice.layout),
         "stages": choice.layout.stages,
+        "granularity": granularity(choice.layout, planned.profile.workflow),
     }
 
 
@@ -151,7 +152,7 @@ def run_all(
 
 def runnable(config: RunConfig, expected: dict[str, Any]) -> tuple[RunConfig, PlacementPlan]:
     """The recipe under this placement."""
-    pipeline = config.pipeline.model_copy(update={"stages": expected["stages"]})
+    pipeline = config.pipeline.model_copy(update={key: expected[key] for key in ("stages", "granularity")})
     changed = config.model_copy(update={"placement": expected["placement"], "pipeline": pipeline})
     return changed, make_plan(expected["placement"], cores(), config.env.num_envs, expected["stages"])
 

@@ -110,6 +110,14 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
         check_simulators(config, plan.count("sim"))
     if not learn:
         return config, plan.without("learner")
+    if config.pipeline.granularity and not plan.apart("learner"):
+        placement = "this map" if plan.mode == "explicit" else f"placement={plan.mode}"
+        raise ConfigError(
+            f"pipeline.granularity={config.pipeline.granularity}: learners put a rollout together while it goes on, "
+            f"but with {placement} they take turns with others on their devices; leave it out, or give them devices of "
+            "their own: "
+            """placement='{"sim,policy": "cpu:0", learner: "cpu:1"}'"""
+        )
     check_pictures(config)
     try:
         config.learner.check_ranks(plan.count("learner"), config.cluster.backend)

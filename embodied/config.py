@@ -69,6 +69,12 @@ class PipelineSection(Strict):
     stages: int = Field(
         1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another."
     )
+    granularity: int | None = Field(
+        None,
+        gt=0,
+        description="Decisions after which sims hand on what they have played; learners on devices of their own put it "
+        "together at once and look at it with frozen parts of the policy. null: when the rollout is over.",
+    )
 
 
 class EvalSection(Strict):
@@ -140,7 +146,7 @@ class RunConfig(Strict):
         unused = (info.context or {}).get("unused", ())
         checks = [self._stages_share_envs, self._precisions_fit]
         if "algo" not in unused:
-            checks += [lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
+            checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
         if problems := [str(err) for err in map(failure, checks) if err]:
             raise ValueError("\n".join(problems))
         return self
@@ -151,6 +157,22 @@ class RunConfig(Strict):
             fit = max(envs // stages, 1) * stages
             raise ValueError(
                 f"env.num_envs={envs} is not a multiple of pipeline.stages={stages}; try env.num_envs={fit}"
+            )
+
+    def _pieces_fit(self) -> None:
+        pieces = self.pipeline.granularity
+        if pieces is None:
+            return
+        told = f"pipeline.granularity={pieces}"
+        if self.algo.name != "ppo":
+            raise ValueError(
+                f"{told}: algo.name={self.algo.name} learns from whole groups of episodes, and which of them count is "
+                "known when all are over; leave it out"
+            )
+        if pieces > self.algo.rollout_decisions:
+            raise ValueError(
+                f"{told} is more than algo.rollout_decisions={self.algo.rollout_decisions}; leave it out to hand on "
+                "whole rollouts"
             )
 
     def _whole_episodes_fit(self) -> None:

@@ -122,7 +122,7 @@ class EpisodeResult:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """T consecutive decisions of a block of N envs with all the learner needs.
+    """T consecutive decisions of a block of N envs with all the learner needs: a rollout, or a piece of one.
 
     `values[t]` is V(obs[t]) at act time and `values[T]` V of the observation after the last decision. `final_values[t,
     n]` is V(final_obs) where the episode of env n was truncated inside decision t, else 0: the observation at t+1
@@ -143,6 +143,8 @@ class Trajectory:
     episodes: np.ndarray  # int [T, N], EpisodeSpec.index
     replay: dict[str, np.ndarray] = field(default_factory=dict)  # [T, N, ...]
     source: str = ""  # who played it in which round, as in `ActRequest`
+    first: int = 0  # of the rollout's decisions, the one that this piece begins with
+    last: bool = True  # whether the rollout ends with it
 
     @property
     def num_steps(self) -> int:

@@ -17,7 +17,7 @@ from embodied.envs import env_class
 from embodied.errors import ConfigError
 from embodied.layers import recipe_names
 from embodied.placement import PlacementError
-from embodied.placement.deploy import as_placement
+from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.explain import describe_layout, idle_shares, why_it_wins, why_not
 from embodied.placement.planner import STAGES, Choice, Planner
 from embodied.placement.profile import Profile, read_profile
@@ -152,7 +152,9 @@ def describe(planned: Planned, name: str) -> list[str]:
     lines += [f"the profile has no costs on {name}, so none is used" for name in left if name != "cpu"]
     lines += ["", f"{mode} wins", *(f"  {line}" for line in why_it_wins(planned.planner.pricer, winner, others))]
     placement = as_placement(planned.planner.pricer, winner.layout, planned.topology)
-    return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}"]
+    pieces = granularity(winner.layout, planned.profile.workflow)
+    cut = f" pipeline.granularity={pieces}" if pieces else ""
+    return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}{cut}"]
 
 
 def ranked(planned: Planned) -> list[str]:

@@ -15,12 +15,15 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 
 from embodied.config import RunConfig
 from embodied.data import GroupBatch, PlayedEpisodes, Route, Trajectory
 from embodied.envs.base import VectorEnv
 from embodied.envs.worker import SimWorker
 from embodied.episodes import EpisodeList
+from embodied.learners.batch import flatten_obs
+from embodied.learners.intake import cut
 from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy
 from embodied.policies.worker import PolicyWorker
@@ -118,24 +121,37 @@ class ProbeWorker(Worker):
         return part.samples
 
     def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
-        """Learn from the last rollout in so many envs: seconds of a gradient step, and what an update takes besides."""
+        """Learn from the last rollout in so many envs: seconds of a gradient step, what an update takes besides, and of
+        looking at an item with frozen parts ahead of all steps."""
         part = self.parts[num_envs]
-        times = {1: [], 2: []}
-        steps = -(-num_decisions(part.kept.get()) // minibatch)
+        first = 2 if self._has_frozen_parts(part) else 1  # epochs: with one nothing is kept of what frozen parts make
+        times, looks = {first: [], first + 1: []}, []
+        items = num_decisions(part.kept.get())
+        steps = -(-items // minibatch)
         for epochs, found in times.items():
             algo = self.config.algo.model_copy(update={"minibatch_size": minibatch, "epochs": epochs})
             learner = self._learner(algo, part)
             for repeat in range(repeats + 1):
-                started = perf_counter()
+                started, looked_before = perf_counter(), looking_s(learner)
                 self._learn(learner, part)
                 if repeat:
-                    found.append(perf_counter() - started)
+                    looked = 0.0 if self.grouped else looking_s(learner) - looked_before
+                    found.append(perf_counter() - started - looked)
+                    looks.append(looked / items)
                 self.tick()
             learner.close()
-        once, twice = min(times[1]), min(times[2])
-        epoch = max(twice - once, 0.1 * once)
-        each = [seconds / steps * epoch / once for seconds in times[1]]
-        return {"step": each, "fixed": [max(once - epoch, 0.0)]}
+        less, more = min(times[first]), min(times[first + 1])
+        epoch = max(more - less, 0.1 * less)
+        each = [seconds / steps * epoch / less for seconds in times[first]]
+        return {"step": each, "fixed": [max(less - first * epoch, 0.0)], "ahead": looks if first > 1 else [0.0]}
+
+    def _has_frozen_parts(self, part: Part) -> bool:
+        if self.config.algo.epochs == 1:
+            return False
+        played = part.kept.get()
+        obs = cut(played.obs, slice(0, 1)) if self.grouped else flatten_obs(cut(played.obs, slice(0, 1)))
+        with torch.no_grad():
+            return bool(part.policy.policy.frozen_features(obs))
 
     def moves(self, num_envs: int) -> dict[str, Moves]:
         """Of the policy, and of a learner that has learned once."""
@@ -208,6 +224,11 @@ class ProbeWorker(Worker):
         policy.policy = make_policy(self.config.policy, sim.spec(), self.config.seed).eval()  # with initial weights
         policy.weights.version = 0
         return policy
+
+
+def looking_s(learner: LearnerWorker) -> float:
+    total = learner.timers.totals().get("look")
+    return total.seconds if total else 0.0
 
 
 def num_decisions(played: Trajectory | PlayedEpisodes) -> int:

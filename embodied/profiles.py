@@ -54,7 +54,9 @@ def workflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Workflow:
         items = max(1, round(episodes * episode_decisions))
     minibatch = min(algo.minibatch_size, items)
     steps = items * getattr(config.policy, "chunk", 1)
-    return embodied_workflow(envs, decisions, algo.epochs * -(-items // minibatch), minibatch, steps)
+    looks_once = algo.name == "ppo" and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
+    ahead = items if looks_once else 0
+    return embodied_workflow(envs, decisions, algo.epochs * -(-items // minibatch), minibatch, steps, ahead)
 
 
 def counted(profile: Profile, memory_gb: float | None) -> Profile:

@@ -129,6 +129,7 @@ def probe(
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     used_bytes: dict[int, int] = {}
     fixed: list[float] = []
+    ahead: list[float] = []
     with Cluster("local", hosts, logs, config.faults.timeout_s) as cluster:
         probes = cluster.launch("embodied.probing:ProbeWorker", "probe", config)
         sizes = env_sizes(config, len(cores))
@@ -144,11 +145,13 @@ def probe(
             minibatch = min(minibatch, num_envs * decisions)
             for learned in probes.update(num_envs, minibatch, 1).wait():
                 found["step"][minibatch] += learned["step"]
-                fixed += learned["fixed"] if place == 0 else []
+                if place == 0:
+                    fixed += learned["fixed"]
+                    ahead += learned["ahead"]
         moves = probes.moves(sizes[0]).wait()
     sim = Cost(fit(found["sim"]), bytes=rising_bytes(used_bytes))
     policy = Cost(fit(found["policy"]), last_s=fit(found["value"]) if "value" in found else NOTHING)
-    learner = Cost(fit(found["step"]), fixed_s=median(fixed))
+    learner = Cost(fit(found["step"]), fixed_s=median(fixed), ahead_s=median(ahead))
     moving = [
         movable(cost, [each[name] for each in moves]) for name, cost in (("policy", policy), ("learner", learner))
     ]
@@ -228,7 +231,7 @@ def take_over(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen, rank
     at = {name: (zone, zone.devices) for layer in layout.layers for zone in layer for name in zone.components}
     workflow = profile.workflow
     rollout = float(pricer.node_seconds(("sim", "policy"), at, 1))
-    update = float(pricer.node_seconds(("learner",), at, 1))
+    update = float(pricer.node_seconds(("learner",), at, 1) + pricer.ahead_seconds("learner", at))
     handing = max(seen.rollout_s - rollout, 0.0) / workflow["sim"].calls
     waiting = max(seen.update_s - update, 0.0) / workflow["learner"].calls
     sim, learner = profile.costs["sim"]["cpu"], profile.costs["learner"]["cpu"]

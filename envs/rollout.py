@@ -119,6 +119,7 @@ class Record:
         self.source = source
         self.horizon = horizon
         self.env_ids = env_ids
+        self.handed = 0  # decisions that have been handed on
         self.finished: list[EpisodeResult] = []
         self.arrays: dict[str, np.ndarray] = {}
         self.obs: dict[str, object] = {}
@@ -155,16 +156,22 @@ class Record:
         if len(rows):
             self.final_values[t, rows] = final_values
 
-    def trajectory(self, columns: slice) -> Trajectory:
-        """The part of the record that belongs to these env rows."""
-        cut = {name: array[:, columns] for name, array in self.arrays.items()}
+    def trajectory(self, columns: slice, end: int) -> Trajectory:
+        """The part of the record that belongs to these env rows: the decisions before `end` that have not been handed
+        on. None of them is written to any more when the answer to the question after them has been taken."""
+        piece = slice(self.handed, end)
+        cut = {name: array[piece, columns] for name, array in self.arrays.items()}
         return Trajectory(
             env_ids=self.env_ids[columns],
-            obs=map_obs(self.obs, lambda array: array[:, columns], lambda texts: [row[columns] for row in texts]),
-            values=self.values[:, columns],
-            final_values=self.final_values[:, columns],
-            replay={name: array[:, columns] for name, array in self.replay.items()},
+            obs=map_obs(
+                self.obs, lambda array: array[piece, columns], lambda texts: [row[columns] for row in texts[piece]]
+            ),
+            values=self.values[self.handed : end + 1, columns],
+            final_values=self.final_values[piece, columns],
+            replay={name: array[piece, columns] for name, array in self.replay.items()},
             source=self.source,
+            first=self.handed,
+            last=end == self.horizon,
             **cut,
         )
 

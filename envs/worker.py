@@ -56,8 +56,11 @@ class SimWorker(Worker):
             self.eval_env = make_env(self.eval_config, self.eval_rows)
         return self.eval_env.env_spec
 
-    def collect(self, episodes: EpisodeList, horizon: int, route: Route, out: tuple[Channel, ...]) -> RolloutStats:
-        """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows."""
+    def collect(
+        self, episodes: EpisodeList, horizon: int, route: Route, out: tuple[Channel, ...], granularity: int = 0
+    ) -> RolloutStats:
+        """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows: at the
+        end, or every `granularity` decisions."""
         records = [Record(source, horizon, s.env_ids) for source, s in zip(route.sources, self.stages, strict=True)]
         for stage, *channels in zip(self.stages, route.sources, route.requests, route.replies, strict=True):
             stage.line = Line(*channels)
@@ -69,9 +72,11 @@ class SimWorker(Worker):
             for stage, record in zip(self.stages, records, strict=True):
                 stage.take(record, t, episodes)
                 stage.ask(value_only=t == horizon - 1)
+                if granularity and t and t % granularity == 0:
+                    self._deliver(record, out, t)
         for stage, record in zip(self.stages, records, strict=True):
             stage.close(record)
-            self._deliver(record, out)
+            self._deliver(record, out, horizon)
         return RolloutStats(
             env_steps=sum(int(record.arrays["mask"].sum()) for record in records),
             finished=tuple(result for record in records for result in record.finished),
@@ -163,14 +168,15 @@ class SimWorker(Worker):
         for env in [stage.env for stage in self.stages] + ([self.eval_env] if self.eval_env else []):
             env.close()
 
-    def _deliver(self, record: Record, out: tuple[Channel, ...]) -> None:
-        """Cut the record at the borders of the learner ranks' env blocks."""
+    def _deliver(self, record: Record, out: tuple[Channel, ...], end: int) -> None:
+        """Hand on the decisions before `end`, cut at the borders of the learner ranks' env blocks."""
         for rank, block in enumerate(env_blocks(self.config.num_envs, len(out))):
             columns = np.flatnonzero((record.env_ids >= block.start) & (record.env_ids < block.stop))
             if len(columns):
                 cut = slice(int(columns[0]), int(columns[-1]) + 1)
-                trajectory = record.trajectory(cut)
+                trajectory = record.trajectory(cut, end)
                 out[rank].put(trajectory, weight=trajectory.num_steps)
+        record.handed = end
 
 
 def stage_state(stage: Stage) -> dict[str, np.ndarray]:

@@ -5,7 +5,8 @@ same for one layout. The schedule simulator replays plans step by step and must 
 
 A cycle (sim and policy) with s stages: the station with the most work per decision is busy all the time, or a stage
 waits for its own answer: period = max(busiest station, round trip). All decisions take (n - 1) periods and one round.
-A layer: nodes begin when their input and their zone are there; with chunks, when the first chunk is.
+A layer: nodes begin when their input and their zone are there; with chunks, when the first chunk is. What a component
+can look at ahead of its work it looks at chunk by chunk.
 """
 
 from __future__ import annotations
@@ -13,16 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from embodied.placement.layout import DeviceClass, Layer, Layout, Zone, arrangements
 from embodied.placement.profile import Cost, Profile
-from embodied.placement.tables import Table, make_table
-from embodied.placement.workflow import Workflow
-
-Array = Any  # numpy array, or a number
+from embodied.placement.tables import Array, Table, make_table, max_of
+from embodied.placement.workflow import Workflow, asker_of
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,12 @@ class Price:
 
 @dataclass(frozen=True)
 class Turn:
-    """A node of the workflow in a layer: its components by zone, and the nodes it waits for; early: for the first of
-    what they make."""
+    """A node of the workflow in a layer: its components by zone, and the nodes it waits for. early: for the first of
+    what they make; apart: no device is in common."""
 
     node: int
     parts: tuple[tuple[int, tuple[str, ...]], ...]  # (index of the zone, components)
-    waits: tuple[tuple[int, bool], ...]  # (node, early)
+    waits: tuple[tuple[int, bool, bool], ...]  # (node, early, apart)
 
 
 class Pricer:
@@ -113,7 +111,7 @@ class Pricer:
                 busy, waits = np.minimum(busy, whole), np.minimum(waits, one)
         return calls * busy, calls * waits
 
-    def least_seconds(self, layer: Layer, most: Sequence[Any], stages: int, chunks: int) -> Any:
+    def least_seconds(self, layer: Layer, most: Sequence[Array], stages: int, chunks: int) -> Array:
         """No split of this layer takes less where its zones have at most so many devices (numbers, or arrays)."""
         work = {}
         for turn in self.turns(layer):
@@ -218,9 +216,11 @@ class Pricer:
             time = max_of(*(free[z] for z, _ in turn.parts))
             if swapped:
                 time = time + self.swap_seconds(node, at, swapped, "onload_s")
+            if at and self.workflow[node[0]].ahead:
+                time = self._after_looking(turn, self.ahead_seconds(node[0], at), time, ready, chunks)
             ready[turn.node] = []
             for chunk in range(chunks):
-                for source, early in turn.waits:
+                for source, early, _ in turn.waits:
                     time = max_of(time, ready[source][chunk if early else -1])
                 time = time + each
                 ready[turn.node].append(time)
@@ -229,6 +229,18 @@ class Pricer:
             for z, _ in turn.parts:
                 free[z] = time
         return max_of(*free)
+
+    def _after_looking(self, turn: Turn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
+        """When a component has looked at all of its input: chunk by chunk, where that is made on other devices."""
+        for chunk in range(chunks):
+            for source, _, apart in turn.waits:
+                time = max_of(time, ready[source][chunk if apart else -1])
+            time = time + seconds / chunks
+        return time
+
+    def ahead_seconds(self, name: str, at: Mapping) -> Array:
+        items = -(-self.workflow[name].ahead // np.maximum(self.count(name, at, 1), 1))
+        return self.cost(name, at[name][0].device_class).ahead_s * items
 
     def _turns_of(self, layer: Layer) -> tuple[Turn, ...]:
         place = {name: z for z, zone in enumerate(layer) for name in zone.components}
@@ -242,7 +254,8 @@ class Pricer:
                 for j in self.workflow.sources[i]:
                     source = self.workflow.order[j]
                     if source[0] in place:
-                        waits.append((j, streams and all(place[name] not in mine for name in source)))
+                        apart = all(place[name] not in mine for name in source)
+                        waits.append((j, streams and apart, apart))
                 found.append(Turn(i, parts, tuple(waits)))
         return tuple(found)
 
@@ -378,21 +391,9 @@ class Pricer:
         return make_table(component, cost, on, stages if component.splits else 1)
 
 
-def asker_of(workflow: Workflow, node: tuple[str, ...]) -> str | None:
-    return next((name for name in node if workflow[name].splits), None) if len(node) > 1 else None
-
-
 def used_bytes(layers: Sequence[LayerPrice], device_class: str) -> float:
     """On the fullest device: a layer at work beside what the others leave there."""
     rest = sum(float(layer.idle.get(device_class, 0.0)) for layer in layers)
     return max(
         rest + float(layer.active.get(device_class, 0.0)) - float(layer.idle.get(device_class, 0.0)) for layer in layers
     )
-
-
-def max_of(*values: Array) -> Array:
-    most = values[0]
-    for value in values[1:]:
-        plain = isinstance(most, float) and isinstance(value, float)
-        most = max(most, value) if plain else np.maximum(most, value)
-    return most

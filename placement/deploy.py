@@ -8,6 +8,7 @@ from embodied.placement.costs import Pricer
 from embodied.placement.grammar import PlacementError
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.topology import Topology
+from embodied.placement.workflow import Workflow
 
 
 def as_placement(pricer: Pricer, layout: Layout, topology: Topology | None = None) -> dict[str, str]:
@@ -25,6 +26,12 @@ def as_placement(pricer: Pricer, layout: Layout, topology: Topology | None = Non
                 placement[",".join(roles)] = text_of(devices[: counts[roles[0]]])
             taken[zone.device_class] = first + zone.devices
     return placement
+
+
+def granularity(layout: Layout, workflow: Workflow) -> int | None:
+    """Decisions after which sims hand on what they have played; None: at the end."""
+    calls = max((c.calls for c in workflow.components if c.splits), default=1)
+    return None if layout.chunks == 1 else -(-calls // layout.chunks)
 
 
 def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, str, int]]:

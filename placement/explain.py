@@ -25,6 +25,8 @@ def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
                 work = float(pricer.node_seconds(node, at, layout.stages)) * pricer.workflow.passes
                 name = "rollout" if len(node) > 1 else "update" if node == ("learner",) else "+".join(node)
                 found[name] = found.get(name, 0.0) + work
+                if pricer.workflow[node[0]].ahead:
+                    found["looking"] = found.get("looking", 0.0) + float(pricer.ahead_seconds(node[0], at))
                 swap = sum(pricer.swap_seconds(node, at, layout.swapped, which) for which in ("onload_s", "offload_s"))
                 found["swap"] = found.get("swap", 0.0) + swap
         found["weights"] = found.get("weights", 0.0) + float(pricer.sync_seconds(at, layout.stages))

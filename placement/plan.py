@@ -56,6 +56,11 @@ class PlacementPlan:
         """How many workers a role has."""
         return sum(role in host.roles for host in self.hosts)
 
+    def apart(self, role: str) -> bool:
+        """Whether the workers of a role share no device with others."""
+        mine = {name for host in self.hosts if role in host.roles for name in host.held}
+        return not any(mine & set(host.held) for host in self.hosts if set(host.roles) - {role})
+
     def without(self, role: str) -> PlacementPlan:
         """The plan of a command that does not need this role."""
         kept = [(host, tuple(r for r in host.roles if r != role)) for host in self.hosts]

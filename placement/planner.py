@@ -72,7 +72,7 @@ class Planner:
         self.pricer = Pricer(workflow, profile, self.classes)
         self.limits = np.array([c.memory_bytes for c in self.classes], float)
         self.stages = stages if any(len(node) > 1 for node in workflow.order) else (1,)
-        self.chunks = chunk_grid(workflow)
+        self.chunks = chunk_grid(workflow, profile)
         self._searches: dict[tuple, LayerSearch] = {}
         self._found: dict[Cut, list[Option]] = {}
         self._tickets = count(1)
@@ -194,10 +194,15 @@ class Planner:
         return Choice(layout, self.pricer.price(layout))
 
 
-def chunk_grid(workflow: Workflow) -> tuple[int, ...]:
-    """In how many parts data can be handed on: whole passes, where anybody begins before its input is whole."""
+def chunk_grid(workflow: Workflow, profile: Profile) -> tuple[int, ...]:
+    """In how many parts data can be handed on: whole passes, where anybody begins before its input is whole; decisions
+    of a cycle, where anybody looks at them ahead."""
     if not any(c.streams for c in workflow.components):
-        return (1,)
+        looks = any(
+            c.ahead and any(cost.ahead_s for cost in profile.costs[c.name].values()) for c in workflow.components
+        )
+        most = max((c.calls for c in workflow.components if c.splits), default=1)
+        return tuple(n for n in (1, 2, 4, 8) if n == 1 or (looks and n <= most))
     return tuple(n for n in (1, 2, 4, 8, 16) if workflow.passes % n == 0)
 
 

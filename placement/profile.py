@@ -30,6 +30,7 @@ class Cost:
     fixed_s: float = 0.0  # once per pass, whatever the size
     last_s: Curve = NOTHING  # in a cycle: of the question after the last decision (a value), by items
     exchange_s: Curve = NOTHING  # per call, by number of workers: what they tell each other (gradients)
+    ahead_s: float = 0.0  # per item that is looked at ahead of the calls
     core_s: float = 0.0  # of CPU cores beside the device, per item and call; shared by all workers of a node
     onload_s: float = 0.0  # to take its memory, once per turn
     offload_s: float | None = None  # to give it back; None: it cannot
@@ -137,7 +138,7 @@ def cost_to_json(cost: Cost) -> dict[str, Any]:
     for key in CURVES:
         if getattr(cost, key) != NOTHING:
             content[key] = getattr(cost, key).to_json()
-    for key in ("fixed_s", "core_s", "onload_s", "offload_s", "kept_bytes"):
+    for key in ("fixed_s", "ahead_s", "core_s", "onload_s", "offload_s", "kept_bytes"):
         if getattr(cost, key) != Cost.__dataclass_fields__[key].default:
             content[key] = getattr(cost, key)
     return content

@@ -88,7 +88,8 @@ class Replay:
         """Nodes in order, on zones that come free, chunk by chunk."""
         free = dict.fromkeys(layer, start)
         ready: dict[int, list[float]] = {}
-        passes = self.workflow.passes // self.layout.chunks
+        chunks = self.layout.chunks
+        passes, cut = divmod(self.workflow.passes, chunks)  # chunks of whole passes, or parts of all of them
         nodes = [i for i, node in enumerate(self.workflow.order) if node[0] in at]
         for i in nodes:
             node = self.workflow.order[i]
@@ -97,19 +98,36 @@ class Replay:
             now = begin + self._swap(node, at, "onload_s")
             self._show_swap(zones, begin, now)
             sources = [j for j in self.workflow.sources[i] if j in ready]
+            apart = {j: all(at[name][0] not in zones for name in self.workflow.order[j]) for j in sources}
+            if self.workflow[node[0]].ahead:
+                now = self._look(
+                    node[0], at, now, [[ready[j][c if apart[j] else -1] for j in sources] for c in range(chunks)]
+                )
             ready[i] = []
-            for chunk in range(self.layout.chunks):
+            for chunk in range(1 if cut else chunks):
                 for j in sources:
-                    apart = all(at[name][0] not in zones for name in self.workflow.order[j])
-                    early = apart and all(self.workflow[name].streams for name in node)
+                    early = apart[j] and all(self.workflow[name].streams for name in node)
                     now = max(now, ready[j][chunk if early else -1])
-                for _ in range(passes):
+                begin = now
+                for _ in range(self.workflow.passes if cut else passes):
                     now = self._pass(node, at, now)
                 ready[i].append(now)
+            if cut:
+                ready[i] = [begin + (now - begin) * (c + 1) / chunks for c in range(chunks)]
             gone = now + self._swap(node, at, "offload_s")
             self._show_swap(zones, now, gone)
             free.update(dict.fromkeys(zones, gone))
         return max(free.values())
+
+    def _look(self, name: str, at: dict, now: float, ready: list[list[float]]) -> float:
+        """At what has come, chunk by chunk."""
+        each = float(self.pricer.ahead_seconds(name, at)) / len(ready)
+        for times in ready:
+            begin = max([now, *times])
+            now = begin + each
+            for device in self.names[at[name][0]][: int(self.pricer.count(name, at, 1))]:
+                self.schedule.add(device, name, begin, now)
+        return now
 
     def _show_swap(self, zones: Iterable[Zone], start: float, end: float) -> None:
         for zone in zones:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import Cost
 from embodied.placement.workflow import Component
+
+Array = Any  # numpy array, or a number
+
+
+def max_of(*values: Array) -> Array:
+    most = values[0]
+    for value in values[1:]:
+        plain = isinstance(most, float) and isinstance(value, float)
+        most = max(most, value) if plain else np.maximum(most, value)
+    return most
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class Component:
     splits: bool = False  # in a cycle: its workers split their items into stages, and each stage asks on its own
     merges: bool = False  # in a cycle: a worker answers all that wait for it in one call, else one after the other
     streams: bool = False  # begins before its input is whole, with what has arrived
+    ahead: int = 0  # items that it looks at in an iteration as they come, before its calls, which need all of them
 
     def __post_init__(self) -> None:
         if self.calls < 1 or self.items < 1:
@@ -94,6 +95,11 @@ class Workflow:
         return asdict(self)
 
 
+def asker_of(workflow: Workflow, node: tuple[str, ...]) -> str | None:
+    """Who asks in a cycle; None outside of cycles."""
+    return next((name for name in node if workflow[name].splits), None) if len(node) > 1 else None
+
+
 def traced_edges(flows: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[Edge, ...]:
     """The graph behind an iteration in which items went from one component to another between two moments.
 
@@ -127,14 +133,14 @@ def workflow_from_json(content: Mapping[str, Any]) -> Workflow:
 
 
 def embodied_workflow(
-    num_envs: int, decisions: int, learner_calls: int, learner_items: int, env_steps: int, **more: Any
+    num_envs: int, decisions: int, learner_calls: int, learner_items: int, env_steps: int, ahead: int = 0, **more: Any
 ) -> Workflow:
     """Sims and policies in a cycle, trajectories to the learner, weights to the next iteration."""
     return Workflow(
         components=(
             Component("sim", decisions, num_envs, even=True, splits=True),
             Component("policy", decisions, num_envs),
-            Component("learner", learner_calls, learner_items),
+            Component("learner", learner_calls, learner_items, ahead=ahead),
         ),
         edges=(
             Edge("sim", "policy"),

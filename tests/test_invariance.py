@@ -165,6 +165,16 @@ def test_repeating_a_plan_gives_the_same_bits(reference, tmp_path, backend, plac
     check_same(first, reference)
 
 
+@pytest.mark.parametrize(
+    ("granularity", "backend"),
+    [(7, "inline"), *(pytest.param(n, "local", marks=pytest.mark.slow) for n in (1, 16, 40))],
+)
+def test_in_which_pieces_rollouts_are_handed_on_changes_no_bit(reference, tmp_path, granularity, backend):
+    placement = {"sim": "cpu:0", "policy": "cpu:1", "learner": "cpu:2"}
+    found = trained(tmp_path, placement, backend, options=[f"pipeline.granularity={granularity}"])[0]
+    assert all(np.array_equal(found[name], reference[name]) for name in reference)
+
+
 def check_same(ours, reference):
     assert ours.keys() == reference.keys()
     worst = max(float(np.abs(ours[name] - reference[name]).max()) for name in reference)

@@ -61,6 +61,10 @@ class Share:
         )
         return ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
 
+    def with_replay(self, known: dict[str, Tensor]) -> Share:
+        """With more inputs of its items."""
+        return replace(self, batch=replace(self.batch, replay=self.batch.replay | known))
+
     def summary(self) -> dict[str, float]:
         """What there is to say of the data."""
         return {"train/explained_variance": explained_variance(self)}
@@ -97,8 +101,6 @@ def update_policy(
     factor = lr_factor(config.lr_schedule, iteration / total)
     blocks = item_blocks(optimizer, share)
     names = (*share.sums, *model.policy.own_losses)
-    if config.epochs > 1 and not optimizer.sharded:
-        share = replace(share, batch=looked_at(model, share.batch, config.minibatch_size))
     history: list[dict[str, float]] = []
     gap = None
     for epoch in range(config.epochs):

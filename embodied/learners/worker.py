@@ -6,6 +6,7 @@ step, and everything that is normalised (advantages, observations, gradient norm
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -13,18 +14,19 @@ import numpy as np
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.data import EnvSpec, GroupBatch, PlayedEpisodes, Trajectory
+from embodied.data import EnvSpec, GroupBatch, PlayedEpisodes
 from embodied.episodes import join_episodes
 from embodied.errors import CheckpointError, EmbodiedError
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
 from embodied.learners.groups import moments_of, prepare_groups
+from embodied.learners.intake import Frozen, Intake
 from embodied.learners.meeting import MeetingAddress, listen
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
-from embodied.learners.update import prepare, update_policy
+from embodied.learners.update import looked_at, prepare, update_policy
 from embodied.policies import make_policy
 from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
@@ -46,6 +48,7 @@ class LearnerWorker(Worker):
         self.device = device
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
+        self.intake: Intake | None = None  # what has come of a rollout that goes on
         self.residence = Residence()
         self.shares = False  # its weights are acted with in this process
 
@@ -91,10 +94,17 @@ class LearnerWorker(Worker):
         """Receive this rank's trajectories of one rollout, those of `sources`, and do one PPO update with all ranks,
         which together have the env rows `env_ids`."""
         started = self._begin_update()
+        intake, self.intake = self.intake or self._new_intake(), None
         with self.timers.measure("wait"):
-            parts = receive(trajectories, sources)
-        whole = merge(parts)
+            while not intake.has(sources):
+                intake.add(trajectories.get())
+        whole = merge(intake.trajectories(sources))
         share = prepare(whole, self.algo, self.collective, env_ids, self.model.dtype, self.device)
+        if self._looks_once():
+            with self.timers.measure("look"):
+                intake.frozen = intake.frozen or Frozen(self.model.features, whole.env_ids, len(whole.rewards))
+                intake.look()
+            share = share.with_replay(intake.frozen.of(whole.env_ids))
         return self._learn(share, self.policy.observation_moments(whole.obs), iteration, total, started)
 
     @done_together
@@ -107,10 +117,36 @@ class LearnerWorker(Worker):
             parts = receive(trajectories, sources)
         played = join_episodes(parts)
         share = prepare_groups(played, batch, self.algo, self.collective, self.model.dtype, self.reference)
+        if self._looks_once():
+            with self.timers.measure("look"):
+                share = replace(share, batch=looked_at(self.model, share.batch, self.algo.minibatch_size))
         rows = None
         if not self.started:  # else what the policy was trained with stays
             rows = moments_of(played, batch.last - batch.first, self.policy.observation_moments)
         return self._learn(share, rows, iteration, total, started)
+
+    def take_in(self, trajectories: Channel, rows: np.ndarray) -> None:
+        """While the sims play, for env rows `rows` of this rank: put together and look at what they hand on, until they
+        are done."""
+        self.intake = self._new_intake()
+        if self._looks_once():
+            self.intake.frozen = Frozen(self.model.features, rows, self.algo.rollout_decisions)
+        while True:
+            with self.timers.measure("wait"):
+                piece = trajectories.get()
+            if piece is None:
+                return
+            with self.timers.measure("look"):
+                self.intake.add(piece)
+                if self.intake.frozen:
+                    self.intake.look()
+
+    def _new_intake(self) -> Intake:
+        return Intake(self.algo.rollout_decisions, self.config.micro_batch_size or self.algo.minibatch_size)
+
+    def _looks_once(self) -> bool:
+        """Whether what frozen parts of the policy make of an observation is kept for all epochs."""
+        return self.algo.epochs > 1 and not self.config.shard
 
     def _begin_update(self) -> float:
         self.model.first_backward = None
@@ -213,7 +249,7 @@ def receive(trajectories: Channel, sources: tuple[str, ...]) -> list:
     """One part of each source; others are what sims that died have left."""
     missing, parts = set(sources), []
     while missing:
-        part: Trajectory | PlayedEpisodes = trajectories.get()
+        part: PlayedEpisodes = trajectories.get()
         if part.source in missing:
             missing.remove(part.source)
             parts.append(part)

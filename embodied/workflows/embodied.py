@@ -126,7 +126,9 @@ class EmbodiedLoop:
         channel, faults = self.cluster.channel, self.config.faults
         self.delivery = Delivery(self.cluster, self.policies)
         ranks = range(len(self.learners)) if self.learners else range(0)
-        self.trajectories = [channel(f"trajectories-{r}", home=self.learners[r]) for r in ranks]
+        self.trajectories = [  # bounded by what a rollout is: nobody takes anything before it has ended
+            channel(f"trajectories-{r}", home=self.learners[r], capacity=None) for r in ranks
+        ]
         budget = Budget(faults.max_restarts, faults.window_s, faults.hang_s)
         self.crew.start(spec, self.collection.noted if self.learners else None, self.delivery, budget)
         if self.learners:

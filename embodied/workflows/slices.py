@@ -55,7 +55,9 @@ class Slices:
     def collect(self, version: int) -> Batch:
         """A rollout of all sims. Of those that die, the part is played again where half or more is missing, or all that
         a learner rank would get; otherwise it is left out."""
-        crew = self.crew
+        crew, streamed = self.crew, self.config.pipeline.granularity
+        if streamed:
+            self.learners.take_in.each(list(zip(self.trajectories, map(np.array, self.blocks), strict=True)))
         batch, missing = Batch(), list(range(len(crew.sims)))
         while missing:
             calls, routes = crew.play(missing, self._collect, self.config.pipeline.stages, 1.0, "train")
@@ -67,6 +69,8 @@ class Slices:
             missing = [sim for sim in missing if sim not in batch.stats]
             if not self._too_little(batch, missing):
                 break
+        for channel in self.trajectories if streamed else ():
+            channel.put(None)
         crew.read_journal()
         crew.ledger.finish(result for part in batch.stats.values() for result in part.finished)
         return batch
@@ -101,7 +105,8 @@ class Slices:
 
     def _collect(self, sim: int, route: Route) -> Handle:
         horizon = self.config.algo.rollout_decisions
-        return self.crew.sims[sim].collect(self.episodes, horizon, route, tuple(self.trajectories))
+        granularity = self.config.pipeline.granularity or 0
+        return self.crew.sims[sim].collect(self.episodes, horizon, route, tuple(self.trajectories), granularity)
 
     def _parts(self, sim: int, route: Route) -> dict[str, range]:
         """Which env rows each stage of a sim plays."""

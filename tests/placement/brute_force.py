@@ -54,7 +54,7 @@ def all_layouts(workflow, profile, classes, stages):
     able = [c.name for c in workflow.components if pricer.can_swap(c.name)]
     for cut in cuts(workflow):
         for chosen in product(*(list(layers(workflow, nodes, classes, pricer)) for nodes in cut)):
-            for s, c, swapped in product(stages, chunk_grid(workflow), subsets(able)):
+            for s, c, swapped in product(stages, chunk_grid(workflow, profile), subsets(able)):
                 yield Layout(tuple(chosen), s, c, frozenset(swapped))
 
 
@@ -82,6 +82,7 @@ def random_cost(rng, memory):
         fixed_s=rng.choice([0, 0.5]),
         last_s=constant(rng.choice([0, 0.3])),
         exchange_s=rng.choice([constant(0), Curve((1.0, 4.0), (0.0, rng.uniform(0, 1)))]),
+        ahead_s=rng.choice([0, 0.05]),
         core_s=rng.choice([0, 0, 0.1]),
         onload_s=rng.choice([0, 0.4]),
         offload_s=rng.choice([None, 0, 0.3]),
@@ -96,7 +97,7 @@ def random_case(rng, num_classes, num_devices, more=0):
     components = [
         Component("sim", rng.randint(1, 5), envs, even=True, splits=True),
         Component("policy", rng.randint(1, 5), envs, merges=merges),
-        Component("learner", rng.randint(1, 4), rng.randint(1, 20), streams=streams),
+        Component("learner", rng.randint(1, 4), rng.randint(1, 20), streams=streams, ahead=rng.choice([0, 0, 0, 20])),
     ]
     edges = [
         Edge("sim", "policy", rng.choice([0, 3])),

@@ -92,8 +92,9 @@ def faulty(fault, place, folder, worker="sim-0", once=True, **more):
 
 
 @pytest.mark.chaos
-def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_path):
-    with Run(tmp_path, TWO_SIMS, *faulty("sigkill", "rollout", tmp_path, worker="sim-1")) as run:
+@pytest.mark.parametrize("options", [(), ("pipeline.granularity=3",)], ids=["whole", "in_pieces"])
+def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_path, options):
+    with Run(tmp_path, TWO_SIMS, *options, *faulty("sigkill", "rollout", tmp_path, worker="sim-1")) as run:
         finished, numbers = run.iterate(0)
         assert numbers["env_steps"] == ENVS * DECISIONS
         assert (numbers["faults/restarts"], numbers["faults/lost_decisions"]) == (1, 0)
