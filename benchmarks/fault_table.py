@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -134,7 +135,9 @@ def play(case: Case, folder: Path) -> Outcome:
         said = "" if again is None else told[again][1].rstrip()
         return Outcome(case, problems(run, restarts) or "recovered", restarts, seconds, said, answer_s)
     said = output[output.rfind("\nerror: ") + 1 :].strip()
-    clear = process.returncode == 1 and case.worker in said and ".log" in said and "Traceback" not in output
+    role, _, rank = case.worker.partition("-")
+    named = case.worker in said or re.search(rf"\b{role}\b[\w+]*-{rank}\.log", said)  # or another role of its process
+    clear = process.returncode == 1 and named and ".log" in said and "Traceback" not in output
     ended = "message" if clear and info["state"] == "failed" else "unclear end"
     return Outcome(case, ended, restarts, seconds, said, answer_s)
 
