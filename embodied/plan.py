@@ -26,6 +26,7 @@ from embodied.placement.topology import Topology, read_topology
 from embodied.profiles import counted, fitted_to, limited, newest_profile
 from embodied.reporting import gantt
 from embodied.reporting.html import page, section, table, tag
+from embodied.runtime.config import ClusterConfig
 
 OWN = ("cluster", "profile", "out")
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
@@ -69,9 +70,10 @@ def start(argv: list[str]) -> int:
         raise ConfigError("\n".join(problems))
     own = {key: str(value) for key, value in values.items()}
     try:
-        profile, name, memory_gb = find_profile(own.get("profile"), rest)
-        topology = read_topology(own["cluster"]) if "cluster" in own else here()
-        planned = plan(profile, topology, memory_gb)
+        profile, name, cluster = find_profile(own.get("profile"), rest)
+        hardware = tuple(device for device in cluster.devices if "/" not in device)
+        topology = read_topology(own["cluster"]) if "cluster" in own else here(hardware)
+        planned = plan(profile, topology, cluster.memory_gb)
     except PlacementError as err:
         raise ConfigError(str(err)) from None
     print("\n".join(describe(planned, name)))
@@ -81,19 +83,19 @@ def start(argv: list[str]) -> int:
     return 0
 
 
-def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str, float | None]:
-    """The one that is named; its workflow, or that of the recipe where one is given too. -> also its name, and the
-    recipe's limit of memory."""
+def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str, ClusterConfig]:
+    """The one that is named; its workflow, or that of the recipe where one is given too. -> also its name, and what the
+    recipe says of the cluster."""
     path = packaged(named) if named else None
     if not any(arg.startswith("recipe=") for arg in rest):
         if rest or path is None:
             raise ConfigError("what to plan? name a recipe (recipe=maniskill_ppo), or a profile alone; see --help")
-        return read_profile(path), path.stem, None
+        return read_profile(path), path.stem, ClusterConfig()
     config = load(rest).config
     config = config.model_copy(update={"env": env_class(config.env).resolve(config.env)})  # as it was when measured
     if path is None:
         path = newest_profile(config)
-    return fitted_to(config, read_profile(path), path), path.stem, config.cluster.memory_gb
+    return fitted_to(config, read_profile(path), path), path.stem, config.cluster
 
 
 def packaged(name: str) -> Path:
@@ -102,10 +104,10 @@ def packaged(name: str) -> Path:
     return inside if inside.is_file() else Path(name)
 
 
-def here() -> Topology:
+def here(hardware: tuple[str, ...]) -> Topology:
     from embodied.discovery import discover
 
-    return discover()
+    return discover(hardware=hardware)
 
 
 def plan(profile: Profile, topology: Topology, memory_gb: float | None = None) -> Planned:

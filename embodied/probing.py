@@ -38,6 +38,7 @@ class Samples:
     """Repeated measurements at one size."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)  # of a sim's decision, a policy's answer, its value
+    reset_s: list[float] = field(default_factory=list)  # of the resets of whole episodes, per episode of a row
     bytes: int = 0  # of this process's memory that came with the envs
     horizon: int = 1  # decisions of a rollout, or of a whole episode
 
@@ -114,6 +115,7 @@ class ProbeWorker(Worker):
             self.tick()
             if repeat:
                 decision_s = (whole - reset_s) / len(direct.act_s) + reset_s / part.samples.horizon
+                part.samples.reset_s.append(reset_s)
                 found = {"sim": decision_s, "policy": float(np.mean(direct.act_s))}
                 found |= {"value": float(np.mean(direct.value_s))} if direct.value_s else {}
                 for name, seconds in found.items():

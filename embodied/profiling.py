@@ -41,6 +41,7 @@ FEWEST_DECISIONS = 4
 MOST_PROBES = 8  # processes that measure at the same time
 MOST_SIZES = 4
 REAL_ITERATIONS = 4  # of each of two short real runs; the first one warms up
+LEAST_ALONE = 0.5  # two threads of a core slow each other down no more than this; less is noise
 START_S = 8.0  # of the processes of a real run, on a machine that is not busy
 USAGE = """Measure what the env, policy and learner of a recipe cost on this machine, for planning.
 
@@ -93,7 +94,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Pr
     cores = cores_here()
     with tempfile.TemporaryDirectory(prefix="embodied-profile-") as logs:
         say(f"measuring env, policy and learner on {len(cores)} cores, about {seconds:.0f} s")
-        costs, horizon = probe(config, cores, clock, Path(logs))
+        probed = probe(config, cores, clock, Path(logs))
         made = {
             "recipe": config.run.name,
             "name": f"{config.run.name} on {processor()}, {len(cores)} cores",
@@ -104,10 +105,12 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Pr
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0],
         }
         if config.algo.name != "ppo":
-            made["episode_decisions"] = horizon  # while a policy knows nothing, episodes last as long as they may
-        profile = Profile(workflow_of(config, horizon), costs, made=made)
-        profile = calibrate(config, profile, topology, clock, Path(logs), say)
-        whole = workflow_of(config, horizon)
+            made["episode_decisions"] = (
+                probed.horizon
+            )  # while a policy knows nothing, episodes last as long as they may
+        profile = Profile(workflow_of(config, probed.horizon), probed.costs, made=made)
+        profile = calibrate(config, profile, topology, clock, Path(logs), say, probed.reset_s)
+        whole = workflow_of(config, probed.horizon)
         whole = replace(whole, edges=profile.workflow.edges, fixed_s=profile.workflow.fixed_s)
         profile = replace(profile, workflow=whole)
     return replace(profile, made={**profile.made, "seconds": round(clock.spent(), 1)})
@@ -120,16 +123,23 @@ def env_sizes(config: RunConfig, cores: int) -> list[int]:
     return list(dict.fromkeys(shares))[:MOST_SIZES]
 
 
-def probe(
-    config: RunConfig, cores: tuple[int, ...], clock: Clock, logs: Path
-) -> tuple[dict[str, dict[str, Cost]], int]:
-    """The costs of every part on one core, while the other cores do the same; and how many decisions a rollout has."""
+@dataclass(frozen=True)
+class Probed:
+    costs: dict[str, dict[str, Cost]]
+    horizon: int  # decisions of a rollout, or of a whole episode
+    reset_s: float  # of the resets of whole episodes, per episode of a row; part of what a sim's decisions cost
+
+
+def probe(config: RunConfig, cores: tuple[int, ...], clock: Clock, logs: Path) -> Probed:
+    """The costs of every part on one core, while the other cores do the same."""
     used = cores[:MOST_PROBES]
     hosts = [HostPlan(f"probe-{i}", ("probe",), (core,), 1) for i, core in enumerate(used)]
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    alone: dict[str, float] = defaultdict(lambda: 1.0)
     used_bytes: dict[int, int] = {}
     fixed: list[float] = []
     ahead: list[float] = []
+    resets: list[float] = []
     with Cluster("local", hosts, logs, config.faults.timeout_s) as cluster:
         probes = cluster.launch("embodied.probing:ProbeWorker", "probe", config)
         sizes = env_sizes(config, len(cores))
@@ -141,6 +151,7 @@ def probe(
                 for name, seconds in samples.seconds.items():
                     found[name][num_envs] += seconds
                 used_bytes[num_envs] = max(used_bytes.get(num_envs, 0), samples.bytes)
+                resets += samples.reset_s if place == 0 else []
             minibatch = max(1, round(config.algo.minibatch_size * num_envs / config.env.num_envs))
             minibatch = min(minibatch, num_envs * decisions)
             for learned in probes.update(num_envs, minibatch, 1).wait():
@@ -148,14 +159,28 @@ def probe(
                 if place == 0:
                     fixed += learned["fixed"]
                     ahead += learned["ahead"]
+            if place == 0 and len(used) > 1:
+                alone = beside_nobody(probes[0], found, num_envs, decisions, minibatch)
         moves = probes.moves(sizes[0]).wait()
-    sim = Cost(fit(found["sim"]), bytes=rising_bytes(used_bytes))
-    policy = Cost(fit(found["policy"]), last_s=fit(found["value"]) if "value" in found else NOTHING)
-    learner = Cost(fit(found["step"]), fixed_s=median(fixed), ahead_s=median(ahead))
+    sim = Cost(fit(found["sim"]), bytes=rising_bytes(used_bytes), alone=alone["sim"])
+    last_s = fit(found["value"]) if "value" in found else NOTHING
+    policy = Cost(fit(found["policy"]), last_s=last_s, alone=alone["policy"], weight_bytes=moves[0]["policy"].bytes)
+    learner = Cost(fit(found["step"]), fixed_s=median(fixed), alone=alone["step"], ahead_s=median(ahead))
     moving = [
         movable(cost, [each[name] for each in moves]) for name, cost in (("policy", policy), ("learner", learner))
     ]
-    return {"sim": {"cpu": sim}, "policy": {"cpu": moving[0]}, "learner": {"cpu": moving[1]}}, horizon
+    costs = {"sim": {"cpu": sim}, "policy": {"cpu": moving[0]}, "learner": {"cpu": moving[1]}}
+    return Probed(costs, horizon, median(resets))
+
+
+def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatch: int) -> dict[str, float]:
+    """How long each part takes on one core while the others do nothing, next to what it took while all did the same."""
+    (samples,) = probe.rollout(num_envs, decisions, REPEATS).wait()
+    (learned,) = probe.update(num_envs, minibatch, 1).wait()
+    took = {name: samples.seconds[name][-REPEATS:] for name in ("sim", "policy")} | {"step": learned["step"]}
+    size = {"sim": num_envs, "policy": num_envs, "step": minibatch}
+    ratios = {name: median(seconds) / median(together[name][size[name]]) for name, seconds in took.items()}
+    return {name: float(min(max(ratio, LEAST_ALONE), 1.0)) for name, ratio in ratios.items()}
 
 
 def movable(cost: Cost, moves: list) -> Cost:
@@ -170,7 +195,7 @@ def affordable(sizes: list[int], probes, clock: Clock) -> tuple[int, int]:
     samples = probes.rollout(sizes[0], FEWEST_DECISIONS, 1).wait()
     horizon = samples[0].horizon
     decision_s = max(sum(sum(part) for part in found.seconds.values()) for found in samples)
-    rows = sum(sizes[:2]) / sizes[0]
+    rows = sum(sizes[:2]) / sizes[0] + 1  # and the first again, beside nobody
     left = PROBING * clock.seconds - clock.spent()
     most = int(left / 2 / ((REPEATS + 1) * rows * decision_s))
     return min(max(FEWEST_DECISIONS, most), horizon), horizon
@@ -194,7 +219,9 @@ class Seen:
     edges: tuple[Edge, ...]  # between roles, as the last iteration's items went through the channels
 
 
-def calibrate(config: RunConfig, profile: Profile, topology: Topology, clock: Clock, logs: Path, say) -> Profile:
+def calibrate(
+    config: RunConfig, profile: Profile, topology: Topology, clock: Clock, logs: Path, say, reset_s: float
+) -> Profile:
     """Short real runs: collocated on all cores, then with sims apart. Without time for them, these costs are 0."""
     cores = cores_here()
     classes = [c for c in topology.classes() if c.kind == "cpu"]
@@ -202,6 +229,8 @@ def calibrate(config: RunConfig, profile: Profile, topology: Topology, clock: Cl
     sims = next(k for k in range(min(len(cores), n), 0, -1) if n % k == 0)
     layout = Layout(((Zone(("sim", "policy"), "cpu", sims),), (Zone(("learner",), "cpu", sims),)))
     config, profile = shortened(config, profile, Pricer(profile.workflow, profile, classes), layout, clock)
+    resets_s = more_resets(config, profile, reset_s)
+    profile = with_sim(profile, resets_s)
     span = "cpu:0" if sims == 1 else f"cpu:0-{sims - 1}*{sims}"
     plan = make_plan({"sim,policy": span, "learner": span}, cores, n)
     say(f"a short real run, collocated on {sims} cores")
@@ -209,10 +238,10 @@ def calibrate(config: RunConfig, profile: Profile, topology: Topology, clock: Cl
     profile = replace(profile, workflow=replace(profile.workflow, edges=seen.edges))
     profile = take_over(profile, Pricer(profile.workflow, profile, classes), layout, seen, sims)
     if len(cores) < 2:
-        return profile
+        return with_sim(profile, -resets_s)
     if not clock.left(0.8):
         say("no time for a run with sims apart: handing over between processes counts as free")
-        return profile
+        return with_sim(profile, -resets_s)
     say("a short real run with sims apart from policy and learner")
     plan = make_plan({"sim": "cpu:0", "policy,learner": "cpu:1"}, cores, n)
     apart = real_run(config, plan, logs / "apart", clock)
@@ -223,7 +252,22 @@ def calibrate(config: RunConfig, profile: Profile, topology: Topology, clock: Cl
     decisions = profile.workflow["sim"].calls
     both_ways = max(apart.rollout_s - expected, 0.0) / (decisions + 1)
     sync = replace(profile.sync, shared_s=apart.publish_s)
-    return replace(profile, link=Link(latency_s=both_ways / 2), sync=sync)
+    return with_sim(replace(profile, link=Link(latency_s=both_ways / 2), sync=sync), -resets_s)
+
+
+def more_resets(short: RunConfig, profile: Profile, reset_s: float) -> float:
+    """Seconds of a sim's decision that go into resets because episodes are cut short here."""
+    whole = profile.made.get("episode_decisions")
+    if whole is None:
+        return 0.0
+    cut = -(-short.env.max_episode_steps // getattr(short.policy, "chunk", 1)) if short.env.max_episode_steps else whole
+    return reset_s * max(1 / cut - 1 / whole, 0.0)
+
+
+def with_sim(profile: Profile, seconds: float) -> Profile:
+    """The same with sims that take so much longer for each decision."""
+    sim = profile.costs["sim"]["cpu"]
+    return replace(profile, costs={**profile.costs, "sim": {"cpu": replace(sim, seconds=raised(sim.seconds, seconds))}})
 
 
 def take_over(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen, ranks: int) -> Profile:

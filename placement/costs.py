@@ -18,9 +18,10 @@ from functools import cache
 import numpy as np
 
 from embodied.placement.layout import DeviceClass, Layer, Layout, Zone, arrangements
+from embodied.placement.memory import used_bytes, zone_bytes
 from embodied.placement.profile import Cost, Profile
 from embodied.placement.tables import Array, Table, make_table, max_of
-from embodied.placement.workflow import Workflow, asker_of
+from embodied.placement.workflow import Edge, Workflow, asker_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Pricer:
         is busy at least, and in which one stage waits for it."""
         asker = self.asker_for(names[0])
         if asker is None:
-            found = (self.table(names[0], device_class, stages).seconds,)
+            found = (self.table(names[0], device_class, stages).seconds * self.cost(names[0], device_class).alone,)
         else:
             found = self._round_least(names, asker, device_class, stages)
         least = []
@@ -93,19 +94,19 @@ class Pricer:
     def _round_least(
         self, names: Sequence[str], asker: str, device_class: str, stages: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of all calls of a cycle, wherever the asker is."""
+        """Of all calls of a cycle, wherever the asker is, with no other device at work."""
         here, count = Zone(tuple(names), device_class), np.arange(self.classes[device_class].count + 1)
-        calls = self.workflow[asker].calls
+        calls, alone = self.workflow[asker].calls, {name: self.cost(name, device_class).alone for name in names}
         if asker in names:
             at = dict.fromkeys(names, (here, count))
-            rounds = [self.station(name, asker, at, stages) for name in names]
+            rounds = [self.station(name, asker, at, stages, alone[name]) for name in names]
             return calls * sum(whole for _, _, whole, _ in rounds), calls * sum(one for one, _, _, _ in rounds)
         busy, waits = np.full((2, len(count)), np.inf)
         for name in self.runs_on()[asker]:
             asking = np.flatnonzero(np.diff(self.table(asker, name, stages).workers) > 0) + 1
             at = {asker: (Zone((asker,), name), asking[:, None]), **dict.fromkeys(names, (here, count))}
             if len(asking):
-                rounds = [self.station(name, asker, at, stages) for name in names]
+                rounds = [self.station(name, asker, at, stages, alone[name]) for name in names]
                 every = len(asking), len(count)
                 whole, one = (np.broadcast_to(sum(r[i] for r in rounds), every).min(axis=0) for i in (2, 0))
                 busy, waits = np.minimum(busy, whole), np.minimum(waits, one)
@@ -145,8 +146,10 @@ class Pricer:
         return tuple(min(each) for each in zip(*found)) if found else (np.inf, np.inf)
 
     def slowed_by_more(self, components: Sequence[str]) -> bool:
-        """Whether more devices can cost time: every worker that receives weights is one more copy."""
-        return any(e.next_iteration and e.target in components for e in self.workflow.edges)
+        """Whether more devices can cost time: who receives weights is one more copy, who works slows others down."""
+        costs = [cost for name in components for cost in self.profile.costs[name].values()]
+        receives = any(e.next_iteration and e.target in components for e in self.workflow.edges)
+        return receives or any(cost.alone < 1 for cost in costs)
 
     def useful_answerers(self, name: str, most: int, stages: int) -> np.ndarray:
         """[most + 1] Whether a component that answers in a cycle can gain by its so-manieth device."""
@@ -188,8 +191,8 @@ class Pricer:
         """Seconds are infinite where a zone is too small for a worker."""
         at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
         active, idle = {}, {}
-        for zone, count in zip(layer, devices):
-            peak, rest = self._memory(zone, count, at, stages, swapped)
+        for zone in layer:
+            peak, rest = zone_bytes(self, zone, at, stages, swapped)
             name = zone.device_class
             active[name] = np.maximum(active.get(name, 0.0), peak)
             idle[name] = np.maximum(idle.get(name, 0.0), rest)
@@ -273,7 +276,27 @@ class Pricer:
         if len(node) > 1:
             return self._cycle(node, at, stages)
         zone, devices = at[node[0]]
-        return self.table(node[0], zone.device_class, stages).seconds[devices]
+        slowed = self.slowed(node, at, stages)[node[0]]
+        return self.table(node[0], zone.device_class, stages).seconds[devices] * slowed
+
+    def slowed(self, node: tuple[str, ...], at: Mapping, stages: int) -> dict[str, Array]:
+        """How much of its seconds each component of a node takes while no more devices work than the node keeps busy:
+        with one stage, those of one zone after the other."""
+        costs = {name: self.cost(name, at[name][0].device_class) for name in node}
+        if all(cost.alone == 1 for cost in costs.values()):
+            return dict.fromkeys(node, 1.0)
+        busy: dict[str, dict[Zone, Array]] = {}
+        for name in node:
+            zone = at[name][0]
+            zones = busy.setdefault(zone.device_class, {})
+            zones[zone] = max_of(zones.get(zone, 0), self.count(name, at, stages))
+        found = {}
+        for name, cost in costs.items():
+            on = self.classes[at[name][0].device_class]
+            zones = busy[on.name].values()
+            others = (sum(zones) if stages > 1 else max_of(*zones)) - 1
+            found[name] = cost.alone + (1 - cost.alone) * np.clip(others / max(on.count - 1, 1), 0, 1)
+        return found
 
     def _cycle(self, node: tuple[str, ...], at: Mapping, stages: int) -> Array:
         asker = self.asker[node]
@@ -281,9 +304,10 @@ class Pricer:
         stations: dict[Zone, list[Array]] = {}  # zone -> one request, until its first answer, all of a round
         last: Array = 0.0
         fixed: dict[Zone, float] = {}
+        slowed = self.slowed(node, at, stages)
         for name in node:
             zone = at[name][0]
-            one, first, whole, final = self.station(name, asker, at, stages)
+            one, first, whole, final = self.station(name, asker, at, stages, slowed[name])
             before = stations.get(zone, [0.0, 0.0, 0.0])
             stations[zone] = [before[0] + one, before[1] + first, before[2] + whole]
             last = last + final * (stages if zone is home else 1)
@@ -298,21 +322,23 @@ class Pricer:
             spent = (self.workflow[asker].calls - 1) * max_of(busiest, trip) + first + last + max(fixed.values())
         return np.where(np.isnan(spent), np.inf, spent)
 
-    def station(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array, Array]:
+    def station(
+        self, name: str, asker: str, at: Mapping, stages: int, slowed: Array
+    ) -> tuple[Array, Array, Array, Array]:
         """Seconds of one request, until the first stage of every asker has its answer, of all requests of a round,
         and of the question after the last decision."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = self.table(asker, home.device_class, stages)
         if name == asker:
-            one = asking.seconds[devices]
+            one = asking.seconds[devices] * slowed
             return one, one, one * stages, 0.0
         component, cost = self.workflow[name], self.cost(name, zone.device_class)
-        ratio = component.calls / self.workflow[asker].calls
+        ratio = slowed * component.calls / self.workflow[asker].calls
         parts = asking.workers[home_devices] * stages
         if zone is home:
             size = component.items / np.maximum(parts, 1)
             one = cost.seconds.at(size) * ratio
-            return one, one, one * stages, cost.last_s.at(size)
+            return one, one, one * stages, cost.last_s.at(size) * slowed
         if component.merges:
             workers = np.minimum(devices, max(component.items // stages, 1))
             size, requests = -(-component.items // (stages * np.maximum(workers, 1))), stages
@@ -320,7 +346,7 @@ class Pricer:
             size = component.items / np.maximum(parts, 1)
             requests = -(-parts // np.maximum(np.minimum(devices, parts), 1))
         one = np.where(devices > 0, cost.seconds.at(size) * ratio, np.inf)
-        return one, one * -(-requests // stages), one * requests, cost.last_s.at(size)
+        return one, one * -(-requests // stages), one * requests, cost.last_s.at(size) * slowed
 
     def delay(self, node: tuple[str, ...], asker: str, at: Mapping, stages: int) -> Array:
         """Handing a stage's data around the cycle, where it leaves the process."""
@@ -354,46 +380,20 @@ class Pricer:
         spent: Array = 0.0
         for edge in self.workflow.edges:
             if edge.next_iteration and edge.target in at:
-                receivers = self.count(edge.target, at, stages)
-                copied = self.profile.sync.copy_s.at(receivers)
-                zone = at[edge.target][0]
-                beside_asker = self.asker_for(edge.target) in zone.components  # then in its host, the source never is
-                if edge.source in zone.components and not beside_asker:
-                    same = receivers == self.count(edge.source, at, stages)
-                    copied = np.where(same, self.profile.sync.shared_s, copied)
-                spent = spent + copied
+                copied = self.profile.sync.copy_s.at(self.count(edge.target, at, stages))
+                shared = self.shares_weights(edge, at, stages)
+                spent = spent + np.where(shared, self.profile.sync.shared_s, copied)
         return spent
 
-    def _memory(self, zone: Zone, devices: Array, at: Mapping, stages: int, swapped) -> tuple[Array, Array]:
-        """-> bytes on a device of the zone at its fullest moment, and while another layer works."""
-        full = {name: self.bytes(name, at, stages) for name in zone.components}
-        rest = {n: self.cost(n, zone.device_class).kept_bytes if n in swapped else full[n] for n in full}
-        idle = sum(rest.values())
-        groups = [[n for n in node if n in full] for node in self.workflow.order]
-        peaks = [idle + sum(full[n] - rest[n] for n in group) for group in groups if group]
-        return max_of(*peaks), idle
-
-    def bytes(self, name: str, at: Mapping, stages: int) -> Array:
-        zone, devices = at[name]
-        component, cost = self.workflow[name], self.cost(name, zone.device_class)
-        asker = self.asker_for(name)
-        if asker in (None, name):
-            return self.table(name, zone.device_class, stages).bytes[devices]
-        if zone is at[asker][0] or not component.merges:
-            workers = self.table(asker, at[asker][0].device_class, stages).workers[at[asker][1]]
-        else:
-            workers = self.cycle_workers(name, asker, at, stages)
-        return cost.bytes.at(-(-component.items // (np.maximum(workers, 1) * stages)))
+    def shares_weights(self, edge: Edge, at: Mapping, stages: int) -> Array:
+        """Whether receivers of weights live in the processes of their source: as many, in one zone, and not beside who
+        asks them, where a source never is."""
+        zone = at[edge.target][0]
+        if edge.source not in zone.components or self.asker_for(edge.target) in zone.components:
+            return False
+        return self.count(edge.target, at, stages) == self.count(edge.source, at, stages)
 
     def _table(self, name: str, device_class: str, stages: int) -> Table:
         component, cost = self.workflow[name], self.cost(name, device_class)
         on = self.classes[device_class]
         return make_table(component, cost, on, stages if component.splits else 1)
-
-
-def used_bytes(layers: Sequence[LayerPrice], device_class: str) -> float:
-    """On the fullest device: a layer at work beside what the others leave there."""
-    rest = sum(float(layer.idle.get(device_class, 0.0)) for layer in layers)
-    return max(
-        rest + float(layer.active.get(device_class, 0.0)) - float(layer.idle.get(device_class, 0.0)) for layer in layers
-    )

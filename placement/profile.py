@@ -23,17 +23,19 @@ CURVES = ("bytes", "last_s", "exchange_s")  # of a Cost, besides `seconds`
 
 @dataclass(frozen=True)
 class Cost:
-    """What one worker of a component costs on one device of a kind."""
+    """What one worker of a component costs on one device of a kind, where all others of its class are at work too."""
 
     seconds: Curve  # of one call, by items per worker
     bytes: Curve = NOTHING  # of device memory while it works, by items per worker
     fixed_s: float = 0.0  # once per pass, whatever the size
     last_s: Curve = NOTHING  # in a cycle: of the question after the last decision (a value), by items
     exchange_s: Curve = NOTHING  # per call, by number of workers: what they tell each other (gradients)
+    alone: float = 1.0  # how long work takes where no other device of the class does any, next to where all do
     ahead_s: float = 0.0  # per item that is looked at ahead of the calls
     core_s: float = 0.0  # of CPU cores beside the device, per item and call; shared by all workers of a node
     onload_s: float = 0.0  # to take its memory, once per turn
     offload_s: float | None = None  # to give it back; None: it cannot
+    weight_bytes: float = 0.0  # of `bytes`, weights that it need not have in the process of who trains them
     kept_bytes: float = 0.0  # stays on the device when the rest was given back
 
 
@@ -138,7 +140,7 @@ def cost_to_json(cost: Cost) -> dict[str, Any]:
     for key in CURVES:
         if getattr(cost, key) != NOTHING:
             content[key] = getattr(cost, key).to_json()
-    for key in ("fixed_s", "ahead_s", "core_s", "onload_s", "offload_s", "kept_bytes"):
+    for key in ("fixed_s", "alone", "ahead_s", "core_s", "onload_s", "offload_s", "weight_bytes", "kept_bytes"):
         if getattr(cost, key) != Cost.__dataclass_fields__[key].default:
             content[key] = getattr(cost, key)
     return content

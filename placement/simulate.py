@@ -140,8 +140,8 @@ class Replay:
         if len(node) > 1:
             return self._cycle(node, at, start)
         (name,) = node
-        zone, devices = at[name]
-        seconds = float(self.pricer.table(name, zone.device_class, 1).seconds[devices])
+        zone, _ = at[name]
+        seconds = float(self.pricer.node_seconds(node, at, 1))
         workers = int(self.pricer.count(name, at, self.layout.stages))
         for device in self.names[zone][:workers]:
             self.schedule.add(device, name, start, start + seconds)
@@ -169,7 +169,9 @@ class Cycle:
         self.num = int(pricer.count(self.asker, at, self.stages))
         self.calls = pricer.workflow[self.asker].calls
         self.others = [name for name in node if name != self.asker]
-        self.station = {name: [float(v) for v in pricer.station(name, self.asker, at, self.stages)] for name in node}
+        slowed = pricer.slowed(node, at, self.stages)
+        asked = {name: pricer.station(name, self.asker, at, self.stages, slowed[name]) for name in node}
+        self.station = {name: [float(seconds) for seconds in found] for name, found in asked.items()}
         self.workers = {name: int(pricer.count(name, at, self.stages)) for name in self.others}
         self.delay = float(pricer.delay(node, self.asker, at, self.stages))
         self.fixed = max(pricer.cost(name, at[name][0].device_class).fixed_s for name in node)

@@ -145,6 +145,20 @@ def test_whole_episodes_that_would_take_too_long_become_fewer_and_then_shorter()
     assert (short.algo.groups, short.env.max_episode_steps, length) == (1, 4, 4)
 
 
+def test_resets_that_only_shorter_episodes_need_are_no_cost_of_whole_ones():
+    config = load([*GROUPED, "policy.hidden=[8]"]).config
+    cost = Cost(constant(0.1))
+    costs = {name: {"cpu": cost} for name in ("sim", "policy", "learner")}
+    profile = Profile(workflow_of(config), costs, made={"episode_decisions": 8})
+    short = config.model_copy(update={"env": config.env.model_copy(update={"max_episode_steps": 2})})
+    extra = profiling.more_resets(short, profile, reset_s=0.8)
+    assert extra == pytest.approx(0.8 / 2 - 0.8 / 8)  # a reset every two decisions instead of every eight
+    assert profiling.more_resets(config, profile, 0.8) == 0
+    raised = profiling.with_sim(profile, extra)
+    assert raised.costs["sim"]["cpu"].seconds.at(4) == pytest.approx(0.4)
+    assert profiling.with_sim(raised, -extra).costs["sim"]["cpu"].seconds.at(4) == pytest.approx(0.1)
+
+
 class SlowProbes:
     """Every decision of an env and a policy takes this long."""
 
@@ -156,7 +170,7 @@ class SlowProbes:
         return SimpleNamespace(wait=lambda: [self.samples])
 
 
-@pytest.mark.parametrize(("decision_s", "decisions"), [(1e-4, 8), (0.4, 6), (30.0, 4)])
+@pytest.mark.parametrize(("decision_s", "decisions"), [(1e-4, 8), (0.25, 6), (30.0, 4)])
 def test_rollouts_are_as_long_as_there_is_time_for(decision_s, decisions):
     clock = profiling.Clock(100.0)
     assert profiling.affordable([4, 4], SlowProbes(decision_s), clock) == (decisions, 8)

@@ -56,6 +56,16 @@ def test_the_profile_of_an_env_that_chose_its_backend_is_found(tmp_path):
     assert plan.find_profile(None, arguments)[0].costs == profile.costs
 
 
+def test_hardware_that_the_recipe_declares_is_listed(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load(["recipe=pointmass_ppo"]).config
+    costs = {name: {"cpu": Cost(constant(1))} for name in ("sim", "policy", "learner")}
+    write_profile(Profile(workflow_of(config), costs, made={"key": cost_key(config)}), profile_path(config))
+    code, out, err = run(capsys, "recipe=pointmass_ppo", "cluster.devices=[arm:0,far/arm:1]")
+    assert code == 0, err
+    assert next(line for line in out.splitlines() if line.startswith("cluster")).endswith(", arm:0")
+
+
 def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
     profile = "profile=published_maniskill_openvla"
     _, out, _ = run(capsys, profile, "cluster=2xH100", f"out={tmp_path}")

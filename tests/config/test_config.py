@@ -239,6 +239,17 @@ def test_checks_across_sections_show_the_arithmetic_and_a_value_that_works():
     load([*BASE, "env.num_envs=8", "pipeline.stages=2", "algo.minibatch_size=80", "algo.rollout_decisions=10"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["algo.rollout_decisions=10", "pipeline.granularity=11"], "pipeline.granularity=11 is more than algo.rollout"),
+        (["algo.name=grpo", "pipeline.granularity=2"], "algo.name=grpo learns from whole groups of episodes"),
+    ],
+)
+def test_rollouts_are_handed_on_in_pieces_only_where_that_can_be(arguments, answer):
+    assert answer in mistakes(*BASE, *arguments)
+
+
 @pytest.fixture
 def run_folder(tmp_path):
     run = tmp_path / "pointmass_ppo-1"

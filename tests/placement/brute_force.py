@@ -82,10 +82,12 @@ def random_cost(rng, memory):
         fixed_s=rng.choice([0, 0.5]),
         last_s=constant(rng.choice([0, 0.3])),
         exchange_s=rng.choice([constant(0), Curve((1.0, 4.0), (0.0, rng.uniform(0, 1)))]),
+        alone=rng.choice([1, 1, 0.7]),
         ahead_s=rng.choice([0, 0.05]),
         core_s=rng.choice([0, 0, 0.1]),
         onload_s=rng.choice([0, 0.4]),
         offload_s=rng.choice([None, 0, 0.3]),
+        weight_bytes=rng.choice([0, 0, 1]),
         kept_bytes=rng.choice([0, 0, 1]),
     )
 

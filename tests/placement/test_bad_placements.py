@@ -67,6 +67,13 @@ def test_a_bad_placement_is_refused_with_one_that_works(what, two_cores, tmp_pat
     planned(f"run.dir={tmp_path}", f"placement={works['map'] or works['mode']}")
 
 
+def test_pieces_of_a_rollout_need_learners_on_devices_of_their_own(two_cores, tmp_path):
+    pieces = f"run.dir={tmp_path}", "pipeline.granularity=4"
+    with pytest.raises(ConfigError, match=r"pipeline.granularity=4: .* but with placement=collocated they take turns"):
+        planned(*pieces, "placement=collocated")
+    planned(*pieces, 'placement={"sim,policy": "cpu:0", learner: "cpu:1"}')
+
+
 def test_there_are_twenty():
     assert len(BAD) >= 20
 

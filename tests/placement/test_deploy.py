@@ -5,7 +5,7 @@ import pytest
 from embodied.placement import Offer, PlacementError, make_plan
 from embodied.placement.costs import Pricer
 from embodied.placement.curves import Curve
-from embodied.placement.deploy import as_placement
+from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Profile
@@ -20,6 +20,11 @@ CLASSES = [DeviceClass("cpu", "cpu", 4, 1e12), DeviceClass("gpu", "gpu", 4, 1e12
 
 def placed(*layers):
     return as_placement(Pricer(WORKFLOW, PROFILE, CLASSES), Layout(layers))
+
+
+@pytest.mark.parametrize(("chunks", "decisions"), [(1, None), (2, 2), (4, 1), (3, 2)])
+def test_parts_of_a_rollout_are_counted_in_decisions(chunks, decisions):
+    assert granularity(Layout((), chunks=chunks), WORKFLOW) == decisions
 
 
 def zone(devices, *names, on="cpu"):

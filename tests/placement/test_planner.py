@@ -118,6 +118,30 @@ def price(profile, layers, stages=1, devices=2, memory=1e12):
     return pricer.price(Layout(layers, stages))
 
 
+def test_devices_that_work_slow_each_other_down():
+    profile = simple_profile(constant(1), constant(1), constant(1))
+    slowing = {name: {"gpu": replace(on["gpu"], alone=0.8)} for name, on in profile.costs.items()}
+    profile = replace(profile, costs=slowing)
+    turns = ((Zone(("sim",), "gpu", 1), Zone(("policy", "learner"), "gpu", 1)),)
+    # With one stage one of the two works at a time; with two both do, and a round is as long as two turns.
+    assert price(profile, turns).seconds == pytest.approx((10 * 2 + 4) * 0.8)
+    assert price(profile, turns, stages=2).seconds == pytest.approx(9 * 2 + 3 + 4 * 0.8)
+    both = ((Zone(("sim", "policy"), "gpu", 2),), (Zone(("learner",), "gpu", 1),))
+    assert price(profile, both).seconds == pytest.approx(10 * 2 + 4 * 0.8)
+
+
+def test_weights_that_policy_and_learner_share_are_counted_once():
+    profile = simple_profile(constant(1), constant(1), constant(1), bytes=constant(12), offload_s=0, onload_s=0)
+    weights = replace(profile.costs["policy"]["gpu"], bytes=constant(4), weight_bytes=4, offload_s=0)
+    profile = replace(profile, costs={**profile.costs, "policy": {"gpu": weights}})
+    apart = ((Zone(("sim",), "gpu", 1), Zone(("policy", "learner"), "gpu", 1)),)
+    pricer = Pricer(SIMPLE, profile, [DeviceClass("gpu", "gpu", 2, 1e12)])
+    assert pricer.price(Layout(apart)).used_bytes["gpu"] == 12
+    assert float(pricer.price(Layout(apart, swapped=frozenset(["learner"]))).layers[0].idle["gpu"]) == 4
+    together = ((Zone(("sim", "policy", "learner"), "gpu", 1),),)
+    assert pricer.price(Layout(together)).used_bytes["gpu"] == 16  # a learner is never in a simulator's process
+
+
 def test_taking_turns_adds_up():
     profile = simple_profile(Curve((1, 8), (1.0, 8.0)), constant(1), Curve((1, 8), (1.0, 8.0)))
     together = price(profile, ((Zone(("sim", "policy", "learner"), "gpu", 2),),))

@@ -18,17 +18,17 @@ from .brute_force import random_case
 EDGES = (Edge("sim", "policy"), Edge("policy", "sim"), Edge("sim", "learner"))
 
 
-def replay(layers, sim, policy, learner, stages=1, chunks=1, streams=False, passes=1, merges=True):
+def replay(layers, sim, policy, learner, stages=1, chunks=1, streams=False, passes=1, merges=True, ahead_s=0.0):
     workflow = Workflow(
         (
             Component("sim", 10, 8, even=True, splits=True),
             Component("policy", 10, 8, merges=merges),
-            Component("learner", 4, 8, streams=streams),
+            Component("learner", 4, 8, streams=streams, ahead=8),
         ),
         EDGES,
         passes=passes,
     )
-    costs = {"sim": Cost(sim), "policy": Cost(policy), "learner": Cost(learner)}
+    costs = {"sim": Cost(sim), "policy": Cost(policy), "learner": Cost(learner, ahead_s=ahead_s)}
     profile = Profile(workflow, {name: {"gpu": cost} for name, cost in costs.items()})
     pricer = Pricer(workflow, profile, [DeviceClass("gpu", "gpu", 8, 1e12)])
     layout = Layout(layers, stages, chunks)
@@ -50,6 +50,17 @@ def test_two_stages_hide_the_faster_one_behind_the_slower_one():
     # Nothing but the first answer (2 s) comes before the sim's twenty turns of 3 s, and the last value asks no time.
     assert schedule.seconds == pytest.approx(2 + 20 * 3)
     assert price.seconds == pytest.approx(schedule.seconds, rel=0.05)
+
+
+def test_what_can_be_looked_at_ahead_is_looked_at_while_sims_play_where_they_are_apart():
+    costs = constant(3), constant(1), constant(1)
+    apart = ((Zone(("sim", "policy"), "gpu", 1), Zone(("learner",), "gpu", 1)),)
+    together = ((Zone(("sim", "policy", "learner"), "gpu", 1),),)
+    # Ten decisions of 3 + 1 s, 8 items looked at in 1 s each, four steps of 1 s; of four pieces one is left at 40 s.
+    for layers, chunks, seconds in [(apart, 1, 40 + 8 + 4), (apart, 4, 40 + 2 + 4), (together, 4, 40 + 8 + 4)]:
+        schedule, price = replay(layers, *costs, chunks=chunks, ahead_s=1.0)
+        assert schedule.seconds == price.seconds == seconds
+    assert sum(s.end_s - s.start_s for s in schedule.spans if s.component == "learner") == 12
 
 
 def test_waiting_for_weights_and_for_memory_to_move_is_shown_and_is_not_work():
