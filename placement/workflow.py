@@ -33,6 +33,8 @@ class Component:
     def __post_init__(self) -> None:
         if self.calls < 1 or self.items < 1:
             raise ValueError(f"{self.name}: calls={self.calls} and items={self.items} must be at least 1")
+        if self.streams and self.ahead:
+            raise ValueError(f"{self.name}: ahead={self.ahead} items come before calls that need all, and it streams")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Tries every layout there is, one after the other: what the planner's answer must equal."""
 
+from dataclasses import replace
 from itertools import chain, combinations, product
 
 from embodied.placement.costs import Pricer
@@ -82,12 +83,9 @@ def random_cost(rng, memory):
         fixed_s=rng.choice([0, 0.5]),
         last_s=constant(rng.choice([0, 0.3])),
         exchange_s=rng.choice([constant(0), Curve((1.0, 4.0), (0.0, rng.uniform(0, 1)))]),
-        alone=rng.choice([1, 1, 0.7]),
-        ahead_s=rng.choice([0, 0.05]),
         core_s=rng.choice([0, 0, 0.1]),
         onload_s=rng.choice([0, 0.4]),
         offload_s=rng.choice([None, 0, 0.3]),
-        weight_bytes=rng.choice([0, 0, 1]),
         kept_bytes=rng.choice([0, 0, 1]),
     )
 
@@ -99,7 +97,7 @@ def random_case(rng, num_classes, num_devices, more=0):
     components = [
         Component("sim", rng.randint(1, 5), envs, even=True, splits=True),
         Component("policy", rng.randint(1, 5), envs, merges=merges),
-        Component("learner", rng.randint(1, 4), rng.randint(1, 20), streams=streams, ahead=rng.choice([0, 0, 0, 20])),
+        Component("learner", rng.randint(1, 4), rng.randint(1, 20), streams=streams),
     ]
     edges = [
         Edge("sim", "policy", rng.choice([0, 3])),
@@ -123,4 +121,16 @@ def random_case(rng, num_classes, num_devices, more=0):
         costs[c.name] = {name: random_cost(rng, 8) for name in chosen}
     sync = Sync(rng.choice([0, 0.1]), Curve((1.0, 4.0), (0.1, rng.uniform(0.1, 1))))
     link = Link(rng.choice([0, 0.05]), rng.choice([float("inf"), 10.0]))
+    if not streams and rng.random() < 0.5:
+        workflow = replace(workflow, components=tuple(looking_ahead(c) for c in workflow.components))
+    costs = {name: {kind: with_more(cost, rng) for kind, cost in on.items()} for name, on in costs.items()}
     return workflow, Profile(workflow, costs, sync, link), classes
+
+
+def looking_ahead(component):
+    return replace(component, ahead=20) if component.name == "learner" else component
+
+
+def with_more(cost, rng):
+    more = {"alone": [1, 1, 0.7], "ahead_s": [0, 0.05], "weight_bytes": [0, 0, 1]}
+    return replace(cost, **{name: rng.choice(values) for name, values in more.items()})

@@ -23,7 +23,7 @@ def replay(layers, sim, policy, learner, stages=1, chunks=1, streams=False, pass
         (
             Component("sim", 10, 8, even=True, splits=True),
             Component("policy", 10, 8, merges=merges),
-            Component("learner", 4, 8, streams=streams, ahead=8),
+            Component("learner", 4, 8, streams=streams, ahead=0 if streams else 8),
         ),
         EDGES,
         passes=passes,
