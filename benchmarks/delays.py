@@ -2,9 +2,11 @@
 
     python -m embodied.benchmark recipe=benchmarks/delays.yaml          # collocated: simulators divide among cores
     python -m embodied.benchmark recipe=benchmarks/delays_weights.yaml  # hybrid: weights are dear to hand over
+    python -m embodied.benchmark recipe=benchmarks/delays_frozen.yaml   # learners apart: look at rollouts in pieces
 
 Every step sleeps `fixed_s` and `row_s` for each of its rows, so that other work on the machine hardly matters; so does
-a policy that takes `load_s` to get weights of another process, as a large one does.
+a policy that takes `load_s` to get weights of another process, as a large one does, and whose frozen parts take
+`look_row_s` for an observation.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from embodied.data import ActionSpec, EnvSpec
+from embodied.data import ActionSpec, EnvSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.policies.base import Scores
 from embodied.policies.config import MLPConfig
@@ -50,12 +53,21 @@ class DelayedPolicy(MLPPolicy):
     def __init__(self, config, spec: EnvSpec) -> None:
         super().__init__(MLPConfig(hidden=(8,)), spec)
         self.load_s, self.learn_row_s = config.kwargs["load_s"], config.kwargs["learn_row_s"]
+        self.look_row_s = config.kwargs.get("look_row_s", 0.0)
 
     def use_weights(self, tensors: dict[str, Tensor]) -> None:
         if not all(tensor.untyped_storage().resizable() for tensor in tensors.values()):  # else a learner's own, here
             time.sleep(self.load_s)
         super().use_weights(tensors)
 
+    def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
+        if not self.look_row_s:
+            return {}
+        time.sleep(self.look_row_s * len(obs["state"]))
+        return {"seen": torch.zeros(len(obs["state"]), 1)}
+
     def forward(self, inputs: dict[str, Any]) -> Scores:
+        if self.look_row_s and "seen" not in inputs:
+            self.frozen_features(inputs["obs"])
         time.sleep(self.learn_row_s * len(inputs["actions"]))
         return super().forward(inputs)

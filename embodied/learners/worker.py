@@ -35,6 +35,8 @@ from embodied.runtime.blobs import blob_of, spec_of, tensor_of
 from embodied.runtime.residence import Residence, num_bytes
 from embodied.runtime.weights import Publication, WeightStore
 
+LOT = 32  # items that frozen parts look at together: enough for their speed, few enough to begin early
+
 
 class LearnerWorker(Worker):
     def __init__(
@@ -142,7 +144,7 @@ class LearnerWorker(Worker):
                     self.intake.look()
 
     def _new_intake(self) -> Intake:
-        return Intake(self.algo.rollout_decisions, self.config.micro_batch_size or self.algo.minibatch_size)
+        return Intake(self.algo.rollout_decisions, min(self.config.micro_batch_size or LOT, LOT))
 
     def _looks_once(self) -> bool:
         """Whether what frozen parts of the policy make of an observation is kept for all epochs."""
