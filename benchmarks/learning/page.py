@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 import numpy as np
 
@@ -16,22 +17,25 @@ from benchmarks.common import RESULTS, ROOT, markdown
 from benchmarks.learning.grpo_gain import interval, runs_of
 from benchmarks.learning.seeds import rate
 
-CASES = {"pickcube": "PickCube-v1", "libero": "libero_object/2"}
+TASKS = {"grpo_pickcube": "PickCube-v1", "grpo_libero": "libero_object/2"}
+VLAS = {"vla_oft": "OpenVLA-OFT", "vla_pi0": "Pi0"}
 PARTS = 6  # of a run, between which its training curve is told
 
 
-def gains() -> str:
+def gains(what: str, cases: dict[str, str]) -> str:
     rows, curves = [], []
-    for case, task in CASES.items():
-        for name, done in runs_of(RESULTS / f"grpo_{case}"):
+    for folder, task in cases.items():
+        for name, done in runs_of(RESULTS / folder):
+            if name.startswith("start-"):
+                continue
             steps, minutes = f"{done['env_steps']:,}", f"{done['cpu_s'] / 60:.0f}"
             begin, end = rate(done["start_success"]), rate(done["final_success"])
             rows.append([task, name, begin, end, interval(done["gain"]), steps, minutes])
             if name != "control":
                 curves.append([task, name, *(f"{part:.0%}" for part in course(done["curve"]))])
-    header = ["task", "run", "imitation", "after GRPO", "gain on the same episodes", "env steps", "CPU minutes"]
+    header = [what, "run", "imitation", "after GRPO", "gain on the same episodes", "env steps", "CPU minutes"]
     parts = [f"{part + 1}/{PARTS}" for part in range(PARTS)]
-    return f"{markdown(header, rows)}\n\n{markdown(['task', 'run', *parts], curves)}"
+    return f"{markdown(header, rows)}\n\n{markdown([what, 'run', *parts], curves)}"
 
 
 def course(curve: list[list[float]]) -> list[float]:
@@ -43,7 +47,11 @@ def experts() -> str:
     return libero_experts.report(json.loads(libero_experts.PLACE.read_text())["tasks"])
 
 
-BLOCKS = {"gains": ("demonstrations.md", gains), "experts": ("libero.md", experts)}
+BLOCKS = {
+    "gains": ("demonstrations.md", partial(gains, "task", TASKS)),
+    "vlas": ("vla.md", partial(gains, "policy", VLAS)),
+    "experts": ("libero.md", experts),
+}
 
 
 def told(page: str, block: str, text: str) -> str:

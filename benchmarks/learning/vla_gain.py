@@ -4,7 +4,7 @@
     python -m benchmarks.learning.vla_gain pi0 --seeds 0
 
 Every seed collects demonstrations of the scripted expert, imitates them (a small OpenVLA-OFT or Pi0, fresh weights),
-and goes on with GRPO and reward 1 for success; then start and result play the same 200 held-out episodes. control is
+and goes on with GRPO; then start and result play the same 200 held-out episodes. control is
 seed 0's start once more, two iterations with lr=0. Writes results/vla_CASE/start-S.json, seed-S.json and
 control.json as each is done; --resume leaves out what was measured with the same code, recipe and start.
 """
