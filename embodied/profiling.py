@@ -214,6 +214,7 @@ class Seen:
 
     rollout_s: float
     update_s: float
+    sync_s: float  # of it, between learners
     publish_s: float
     rest_s: float
     edges: tuple[Edge, ...]  # between roles, as the last iteration's items went through the channels
@@ -277,13 +278,14 @@ def take_over(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen, rank
     rollout = float(pricer.node_seconds(("sim", "policy"), at, 1))
     update = float(pricer.node_seconds(("learner",), at, 1) + pricer.ahead_seconds("learner", at))
     handing = max(seen.rollout_s - rollout, 0.0) / workflow["sim"].calls
-    waiting = max(seen.update_s - update, 0.0) / workflow["learner"].calls
+    besides = max(seen.update_s - update, 0.0)
+    exchange = min(seen.sync_s, besides)
     sim, learner = profile.costs["sim"]["cpu"], profile.costs["learner"]["cpu"]
     sim = replace(sim, seconds=raised(sim.seconds, handing))
+    learner = replace(learner, fixed_s=learner.fixed_s + besides - exchange)
     if ranks > 1:
-        learner = replace(learner, exchange_s=Curve((1.0, float(ranks)), (0.0, waiting)))
-    else:
-        learner = replace(learner, fixed_s=learner.fixed_s + waiting * workflow["learner"].calls)
+        each = Curve((1.0, float(ranks)), (0.0, exchange / workflow["learner"].calls))
+        learner = replace(learner, exchange_s=each)
     costs = {**profile.costs, "sim": {"cpu": sim}, "learner": {"cpu": learner}}
     return replace(
         profile,
@@ -347,6 +349,7 @@ def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock) -
     return Seen(
         median(r.rollout_s for r in rounds),
         median(r.update_s for r in rounds),
+        median(r.sync_s for r in rounds),
         median(r.publish_s for r in rounds),
         max(median(rest), 0.0),
         edges,

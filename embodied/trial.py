@@ -28,6 +28,7 @@ class Round:
     rollout_s: float
     update_s: float
     publish_s: float
+    sync_s: float  # of the update, in which a learner waits for the others or exchanges with them; their mean
     first_backward_s: float | None  # since the iteration began; None where the first rank learned nothing
     env_steps: int
     busy: dict[str, float]
@@ -68,8 +69,12 @@ class Trial:
         for group in self.loop.groups:
             shares = [self._busy(before[worker], after[worker], group.role) / seconds for worker in group.workers]
             busy[group.role] = sum(shares) / len(shares)
+        learners = [
+            seconds_of(after[w].get("sync")) - seconds_of(before[w].get("sync")) for w in self.loop.learners.workers
+        ]
         first = numbers.get("time/first_backward_s")
-        return Round(seconds, *(spent[name] for name in PHASES), first, int(numbers["env_steps"]), busy)
+        phases = (spent[name] for name in PHASES)
+        return Round(seconds, *phases, sum(learners) / len(learners), first, int(numbers["env_steps"]), busy)
 
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
         """From which role to which items went in the last iteration, from when to when. Weights have ways of their own

@@ -24,7 +24,7 @@ SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "
 
 def rounds(*seconds, steps=100):
     busy = {"sim": 0.5, "policy": 0.1, "learner": 0.2}
-    return [Round(s, s / 2, s / 4, s / 8, s / 2 + 0.001, steps, busy) for s in seconds]
+    return [Round(s, s / 2, s / 4, s / 8, 0.0, s / 2 + 0.001, steps, busy) for s in seconds]
 
 
 def result(**measured):
@@ -94,10 +94,12 @@ def test_what_a_real_run_takes_besides_goes_where_it_belongs():
     profile = Profile(workflow, {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
     pricer = Pricer(workflow, profile, [DeviceClass("cpu", "cpu", 2, 1e12)])
     layout = Layout(((Zone(("sim", "policy"), "cpu", 2),), (Zone(("learner",), "cpu", 2),)))
-    seen = profiling.Seen(8 * 0.25, 8 * 0.15, publish_s=0.02, rest_s=0.01, edges=workflow.edges)
+    update_s = 8 * 0.15 + 0.03  # of it 8 times 0.05 s between learners, and 0.03 s once
+    seen = profiling.Seen(8 * 0.25, update_s, sync_s=0.4, publish_s=0.02, rest_s=0.01, edges=workflow.edges)
     taken = profiling.take_over(profile, pricer, layout, seen, 2)
     assert taken.costs["sim"]["cpu"].seconds.at(1) == pytest.approx(0.15)
-    assert taken.costs["learner"]["cpu"].exchange_s.at(2) == pytest.approx(0.05)
+    learner = taken.costs["learner"]["cpu"]
+    assert (learner.exchange_s.at(2), learner.fixed_s) == pytest.approx((0.05, 0.03))
     again = Pricer(taken.workflow, taken, [DeviceClass("cpu", "cpu", 2, 1e12)])
     assert again.price(layout).seconds == pytest.approx(seen.rollout_s + seen.update_s + seen.publish_s + seen.rest_s)
 
