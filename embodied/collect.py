@@ -1,7 +1,7 @@
 """Write demonstrations: python -m embodied.collect recipe=maniskill_ppo env.task=PickCube-v1 out=demos/pickcube
 
-A scripted expert of the task plays (or the policy that `checkpoint` names) in sim workers, which record what it sees
-and does; the driver puts the episodes worth keeping into one dataset.
+An expert of the task plays (or the policy that `checkpoint` names) in sim workers, which record what it sees and does;
+the driver puts the episodes worth keeping into one dataset.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from embodied.reporting.stats import summarize
 from embodied.run_folder import provenance
 from embodied.targets import Target, check_fits, find
 
-EXPERT = "expert"
+EXPERTS = {"scripted": "expert", "planner": "planner"}  # their names, by collect.expert
+PLANS = 150  # env steps that leave time for all plans of the planner
 SOURCE = "meta/source.json"  # beside LeRobot's own files: who played, in which env, how well
 
 
@@ -36,8 +37,10 @@ def start(argv: list[str]) -> int:
     loaded = load(argv, entry="collect")
     if loaded is None:
         return 0
-    out, name = place_of(loaded), one_of(loaded)
-    target = find("random" if name == EXPERT else name)  # with an expert the policy workers have nothing to do
+    out, checkpoint = place_of(loaded), one_of(loaded)
+    target = find(checkpoint or "random")  # with an expert the policy workers have nothing to do
+    expert = None if checkpoint else loaded.config.collect.expert
+    name = checkpoint or EXPERTS[expert]
     config = as_played(loaded.config, target)
     config, plan = commands.planned(config, learn=False)
     print(commands.describe(config, plan).replace(target.config.name, name), flush=True)
@@ -45,10 +48,12 @@ def start(argv: list[str]) -> int:
         return 0
     out.parent.mkdir(parents=True, exist_ok=True)
     drafts = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    spec, episodes = play(config, plan, target, drafts, by_expert=name == EXPERT)
+    spec, episodes = play(config, plan, target, drafts, expert)
     results = summarize(episodes)
+    if expert == "planner":
+        tell_of_time(episodes, spec.max_episode_steps)
     kept = write(out, spec, config, episodes, drafts)
-    source = {"by": name, "policy": None if name == EXPERT else target.described(), "played": results["overall"]}
+    source = {"by": name, "policy": target.described() if checkpoint else None, "played": results["overall"]}
     about = {**source, "env": config.env.model_dump(mode="json"), "provenance": provenance()}
     (out / SOURCE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(drafts)  # after a failure it stays, with the workers' logs
@@ -68,11 +73,22 @@ def place_of(loaded: Loaded) -> Path:
     return out
 
 
-def one_of(loaded: Loaded) -> str:
-    asked = loaded.own.get("checkpoint", (EXPERT,))
+def one_of(loaded: Loaded) -> str | None:
+    """The policy that plays; None: an expert."""
+    asked = loaded.own.get("checkpoint", (None,))
     if len(asked) != 1:
         raise ConfigError(f"checkpoint={list(asked)}: one at a time; the folders can differ")
+    expert = loaded.config.collect.expert
+    if asked[0] and expert != "scripted":
+        raise ConfigError(f"checkpoint={asked[0]} plays, not collect.expert={expert}; leave out one of them")
     return asked[0]
+
+
+def tell_of_time(episodes: list[EpisodeResult], limit: int) -> None:
+    late = sum(not (episode.error or episode.success_once) and episode.length >= limit for episode in episodes)
+    if late and limit < PLANS:
+        told = f"within {limit} env steps; env.max_episode_steps={PLANS} leaves time for all plans"
+        print(f"  not solved  {late} episodes {told}")
 
 
 def as_played(config: RunConfig, target: Target) -> RunConfig:
@@ -84,14 +100,16 @@ def as_played(config: RunConfig, target: Target) -> RunConfig:
     return config.model_copy(update={"policy": target.config, "eval": config.eval.model_copy(update=rules)})
 
 
-def play(config: RunConfig, plan, target: Target, drafts: Path, by_expert: bool) -> tuple[EnvSpec, list[EpisodeResult]]:
+def play(
+    config: RunConfig, plan, target: Target, drafts: Path, expert: str | None
+) -> tuple[EnvSpec, list[EpisodeResult]]:
     from embodied.workflows.demonstrations import DemonstrationLoop
 
     with commands.cluster(config, plan, drafts / "logs") as cluster:
         loop = DemonstrationLoop(config, cluster, learn=False, tell=lambda line: print(line, flush=True))
         check_fits(target, config.env, loop.start())
         loop.adopt(target.weights)
-        return loop.demonstrate(drafts, by_expert)
+        return loop.demonstrate(drafts, expert)
 
 
 def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeResult], drafts: Path) -> int:

@@ -1,8 +1,10 @@
-"""Which scripts solve which tasks: experts for the toy and some tasks of ManiSkill and LIBERO. Imported only when asked
-for.
+"""Which experts solve which tasks: scripts for the toy and some tasks of ManiSkill and LIBERO, and ManiSkill's motion
+planner. Imported only when asked for.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from embodied.envs.base import VectorEnv
 from embodied.envs.bridge_tasks import is_bridge
@@ -10,9 +12,15 @@ from embodied.envs.pilots import Expert
 from embodied.errors import ConfigError
 
 
-def make_expert(env: VectorEnv) -> Expert:
-    """The expert that plays the rows of this env."""
+def make_expert(env: VectorEnv, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
+    """The expert of this `kind` (collect.expert) that plays the rows of this env; it ticks in long work."""
     name = env.config.name
+    if kind == "planner" and name != "maniskill":
+        raise ConfigError(f"collect.expert=planner is ManiSkill's motion planner and does not play env.name={name}")
+    if kind == "planner":
+        from embodied.envs.maniskill_planner import PlannerExpert
+
+        return PlannerExpert(env, tick)
     if name == "pointmass":
         from embodied.envs.pointmass_expert import PointMassExpert
 

@@ -1,8 +1,9 @@
 """ManiSkill's own motion planner as an expert: it plans an episode in an env of its own, and the plan is replayed here.
 
 A plan is a list of joint targets with a command for the fingers each, made for the control mode pd_joint_pos. Its
-replay looks where the hand really is: it aims a little ahead on the plan, so it goes as fast as the control mode of this
-env moves the arm, and waits where the fingers have to do something first.
+replay looks where the hand really is: it aims a little ahead on the plan, so it goes as fast as the control mode of
+this env moves the arm, and waits where the fingers have to do something first. (ManiSkill's own conversion steps one
+env by itself, at least once for every waypoint.)
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Replay:
 
 
 class PlannerExpert:
-    def __init__(self, env: ManiSkillEnv) -> None:
+    def __init__(self, env: ManiSkillEnv, tick: Callable[[], None] = lambda: None) -> None:
         task, mode = env.config.task, env.config.control_mode
         if task not in SOLVERS or mode not in CONTROLS:
             raise ConfigError(
@@ -97,13 +98,14 @@ class PlannerExpert:
             )
         self._env, self._control = env, CONTROLS[mode]
         self._turns = mode != "pd_ee_delta_pos"
-        self._planner = Planner(env)
+        self.planner, self._tick = Planner(env), tick
         self.replays: dict[int, Replay] = {}  # by row
 
     def begin(self, rows: np.ndarray) -> None:
         seeds = np.concatenate([one._episode_seed for one in self._env.envs])
         for row in rows.tolist():
-            self.replays[row] = Replay(self._planner.plan(int(seeds[row])), self._turns)
+            self._tick()
+            self.replays[row] = Replay(self.planner.plan(int(seeds[row])), self._turns)
 
     def act(self) -> np.ndarray:
         qpos = np.concatenate([to_numpy(one.agent.robot.get_qpos()) for one in self._env.envs]).astype(np.float64)
@@ -123,7 +125,8 @@ class Planner:
 
     def __init__(self, env: ManiSkillEnv) -> None:
         self._solve = solver(env.config.task)
-        plain = {"backend": "cpu", "control_mode": "pd_joint_pos", "state": "proprio", "cameras": (), "privileged": False}
+        plain = {"backend": "cpu", "control_mode": "pd_joint_pos"}
+        plain |= {"state": "proprio", "cameras": (), "privileged": False}
         self._env = Recorder(build(env.config.model_copy(update=plain), 1)[0])
 
     def plan(self, seed: int) -> Plan:
@@ -132,9 +135,6 @@ class Planner:
             self._solve(self._env, seed=seed)
         steps = np.array(self._env.actions, np.float64)
         return Plan(steps[:, : panda.JOINTS], steps[:, panda.JOINTS], self._env.solved)
-
-    def close(self) -> None:
-        self._env.close()
 
 
 class Recorder(gymnasium.Wrapper):
@@ -160,8 +160,8 @@ def solver(task: str) -> Callable[..., Any]:
             return getattr(importlib.import_module(SOLUTIONS), SOLVERS[task])
     except ImportError as err:
         raise ConfigError(
-            f"collect.expert=planner is ManiSkill's motion planner, which cannot be loaded here: {err}. It needs mplib, "
-            "which there is for Linux only: python -m pip install mplib==0.1.1; or collect.expert=scripted"
+            f"ManiSkill's motion planner cannot be loaded here: {err}. It needs mplib, which there is for Linux only: "
+            "python -m pip install mplib==0.1.1; or leave out collect.expert=planner"
         ) from None
 
 

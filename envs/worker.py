@@ -144,13 +144,13 @@ class SimWorker(Worker):
         recording: Recording,
         notes: Channel,
         alone: frozenset[int],
-        by_expert: bool = False,
+        expert: str | None = None,
     ) -> list[EpisodeResult]:
         """Play these episodes to the end in separate envs, some of them with no other beside them, with the policy or
-        with the task's scripted expert. `notes` hears of every beginning and end."""
+        with an expert of the task. `notes` hears of every beginning and end."""
         self.eval_spec()
         line = Line(route.sources[0], route.requests[0], route.replies[0])
-        pilot = ExpertPilot(make_expert(self.eval_env), line.source) if by_expert else PolicyPilot(line)
+        pilot = ExpertPilot(make_expert(self.eval_env, expert, self.tick), line.source) if expert else PolicyPilot(line)
         return play_episodes(self.eval_env, episodes, pilot, recording, notes, alone, self.timers)
 
     def get_state(self) -> dict[str, np.ndarray]:

@@ -124,9 +124,13 @@ def test_a_fixed_deviation_stays(demos, tmp_path):
 def test_mistakes_are_told_before_anything_starts(demos, tmp_path, capsys):
     assert collect([*TOY, f"out={demos}"]) == 2
     assert collect(TOY) == 2
+    planner = ["collect.expert=planner", f"out={demos.parent / 'none'}"]
+    assert collect([*TOY, *planner, "checkpoint=random"]) == 2
+    assert collect([*TOY, *planner]) == 2
     assert sft([*LEARN, f"run.dir={tmp_path}"]) == 2
     assert sft([*LEARN, f"run.dir={tmp_path}", f"sft.data={demos}", "run.iterations=3"]) == 2
     told = capsys.readouterr().err
+    assert "checkpoint=random plays, not collect.expert=planner" in told and "does not play env.name=pointmass" in told
     assert "out=demos/NAME" in told and "which demonstrations?" in told and "run.iterations has no effect" in told
     other = ["recipe=pointmass_ppo", "env.state=proprio", "cluster.backend=inline", f"run.dir={tmp_path}"]
     assert sft([*other, f"sft.data={demos}"]) == 2

@@ -14,7 +14,7 @@ from embodied.workflows.embodied import EmbodiedLoop
 class DemonstrationLoop(EmbodiedLoop):
     """Evaluation's way of playing, dead workers replaced, with other episodes."""
 
-    def demonstrate(self, drafts: Path, by_expert: bool) -> tuple[EnvSpec, list[EpisodeResult]]:
+    def demonstrate(self, drafts: Path, expert: str | None) -> tuple[EnvSpec, list[EpisodeResult]]:
         """A draft per episode in this folder; -> what the env offers, and the outcomes in episode order. With an expert
         nobody asks the policy workers."""
         tasks = env_class(self.config.env).tasks(self.config.env)
@@ -23,4 +23,4 @@ class DemonstrationLoop(EmbodiedLoop):
         if self.config.collect.noise and spec.action.discrete:
             raise ConfigError(f"collect.noise={self.config.collect.noise:g} needs continuous actions; leave it out")
         recording = Recording(drafts=drafts, noise=self.config.collect.noise, seed=self.config.seed)
-        return spec, self._play(episodes, recording, by_expert)
+        return spec, self._play(episodes, recording, expert)

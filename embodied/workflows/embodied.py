@@ -190,14 +190,14 @@ class EmbodiedLoop:
         return results
 
     def _play(
-        self, episodes: list[EpisodeSpec], recording: Recording, by_expert: bool = False, results: dict | None = None
+        self, episodes: list[EpisodeSpec], recording: Recording, expert: str | None = None, results: dict | None = None
     ) -> list[EpisodeResult]:
         def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
-            return self.sims[sim].evaluate(share, route, recording, self.notes, alone, by_expert)
+            return self.sims[sim].evaluate(share, route, recording, self.notes, alone, expert)
 
         found = {} if results is None else results
         with self.turns.phase(ROLLOUT):
-            options = (self.config.eval.temperature, found, by_expert)
+            options = (self.config.eval.temperature, found, bool(expert))
             return play_fixed(self.crew, episodes, begin, self.notes, *options)
 
     def played(self) -> list[EpisodeResult]:
