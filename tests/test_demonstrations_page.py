@@ -1,5 +1,6 @@
 """What docs/demonstrations.md says runs, where it is short enough; docs/libero.md says the same of a LIBERO task."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from benchmarks.maniskill_experts import PLACE as EXPERTS
+from benchmarks.maniskill_experts import report
 from embodied.collect import main as collect
 from embodied.sft import main as sft
 from embodied.train import main as train
@@ -39,3 +42,23 @@ def test_longer_commands_are_understood(name, told, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     assert MAINS[name]([*told.split(), "--cfg"]) == 0
     assert re.search("PickCube-v1|libero_object/", capsys.readouterr().out)
+
+
+def test_the_table_of_the_planner_is_what_was_measured():
+    table = PAGE.split("<!-- planner: begin -->\n")[1].split("\n<!-- planner: end -->")[0]
+    assert table == report(json.loads(EXPERTS.read_text())["rows"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("not __import__('importlib.util').util.find_spec('mani_skill')", reason="needs ManiSkill")
+def test_the_planner_writes_demonstrations_of_the_recipes_env(tmp_path, monkeypatch, capsys):
+    from embodied.datasets import read_dataset
+
+    monkeypatch.chdir(tmp_path)
+    (told,) = [told.split() for _, told in COMMANDS if "collect.expert=planner" in told]
+    assert collect([*told, "collect.episodes=2", "collect.noise=0", "env.num_envs=2", *INLINE]) == 0
+    assert "planner: success_once 100.0%" in capsys.readouterr().out
+    source = json.loads(Path("demos/planned/meta/source.json").read_text())
+    assert source["by"] == "planner" and source["env"]["control_mode"] == "pd_joint_delta_pos"
+    for episode in read_dataset(Path("demos/planned")):
+        assert (abs(episode.actions) <= 1).all() and len(episode) <= 50 and episode.done[-1]
