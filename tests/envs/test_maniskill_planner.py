@@ -64,6 +64,7 @@ def played(task, mode, count, rows, **options):
     return results
 
 
+@pytest.mark.slow
 def test_the_planners_plan_is_replayed_within_the_tasks_own_time():
     (result,) = played("PushCube-v1", "pd_joint_delta_pos", 1, 1)
     assert result.success_once and result.length <= 50
