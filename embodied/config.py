@@ -112,9 +112,7 @@ class EvalSection(Strict):
 
 class CollectSection(Strict):
     episodes: int = Field(50, gt=0, description="Episodes that are played, never those of training or evaluation.")
-    expert: Literal["scripted", "planner"] = Field(
-        "scripted", description="Who plays: our script for the task, or ManiSkill's motion planner."
-    )
+    expert: Literal["scripted", "planner"] = Field("scripted", description="Our script or ManiSkill's motion planner.")
     keep: Literal["successes", "all"] = Field("successes", description="Which of them become demonstrations.")
     noise: float = Field(
         0.0,
