@@ -123,8 +123,8 @@ class ProbeWorker(Worker):
         return part.samples
 
     def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
-        """Learn from the last rollout in so many envs: seconds of a gradient step, what an update takes besides, and of
-        looking at an item with frozen parts ahead of all steps."""
+        """Learn from the last rollout in so many envs: seconds of a gradient step, what an update takes besides, of
+        looking at an item with frozen parts ahead of all steps, and of the updates that were measured for that."""
         part = self.parts[num_envs]
         first = 2 if self._has_frozen_parts(part) else 1  # epochs: with one nothing is kept of what frozen parts make
         times, looks = {first: [], first + 1: []}, []
@@ -145,7 +145,8 @@ class ProbeWorker(Worker):
         less, more = min(times[first]), min(times[first + 1])
         epoch = max(more - less, 0.1 * less)
         each = [seconds / steps * epoch / less for seconds in times[first]]
-        return {"step": each, "fixed": [max(less - first * epoch, 0.0)], "ahead": looks if first > 1 else [0.0]}
+        fixed = max(less - first * epoch, 0.0)
+        return {"step": each, "fixed": [fixed], "ahead": looks if first > 1 else [0.0], "whole": [less + more]}
 
     def _has_frozen_parts(self, part: Part) -> bool:
         if self.config.algo.epochs == 1:

@@ -156,6 +156,7 @@ def probe(config: RunConfig, cores: tuple[int, ...], clock: Clock, logs: Path) -
             minibatch = min(minibatch, num_envs * decisions)
             for learned in probes.update(num_envs, minibatch, 1).wait():
                 found["step"][minibatch] += learned["step"]
+                found["whole"][minibatch] += learned["whole"]
                 if place == 0:
                     fixed += learned["fixed"]
                     ahead += learned["ahead"]
@@ -165,7 +166,7 @@ def probe(config: RunConfig, cores: tuple[int, ...], clock: Clock, logs: Path) -
     sim = Cost(fit(found["sim"]), bytes=rising_bytes(used_bytes), alone=alone["sim"])
     last_s = fit(found["value"]) if "value" in found else NOTHING
     policy = Cost(fit(found["policy"]), last_s=last_s, alone=alone["policy"], weight_bytes=moves[0]["policy"].bytes)
-    learner = Cost(fit(found["step"]), fixed_s=median(fixed), alone=alone["step"], ahead_s=median(ahead))
+    learner = Cost(fit(found["step"]), fixed_s=median(fixed), alone=alone["whole"], ahead_s=median(ahead))
     moving = [
         movable(cost, [each[name] for each in moves]) for name, cost in (("policy", policy), ("learner", learner))
     ]
@@ -177,8 +178,8 @@ def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatc
     """How long each part takes on one core while the others do nothing, next to what it took while all did the same."""
     (samples,) = probe.rollout(num_envs, decisions, REPEATS).wait()
     (learned,) = probe.update(num_envs, minibatch, 1).wait()
-    took = {name: samples.seconds[name][-REPEATS:] for name in ("sim", "policy")} | {"step": learned["step"]}
-    size = {"sim": num_envs, "policy": num_envs, "step": minibatch}
+    took = {name: samples.seconds[name][-REPEATS:] for name in ("sim", "policy")} | {"whole": learned["whole"]}
+    size = {"sim": num_envs, "policy": num_envs, "whole": minibatch}
     ratios = {name: median(seconds) / median(together[name][size[name]]) for name, seconds in took.items()}
     return {name: float(min(max(ratio, LEAST_ALONE), 1.0)) for name, ratio in ratios.items()}
 
