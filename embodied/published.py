@@ -32,6 +32,17 @@ def policy_of(folder: Path, loaded: Loaded) -> Any:
     return config.model_copy(update={key: value for key, value in chosen.items() if key not in asked})
 
 
+def spec_of(config: Any, env: Any) -> EnvSpec:
+    """What such a model sees and writes, told by the recipe and the folder alone: no simulator is asked."""
+    from embodied.data import ActionSpec, EnvSpec
+    from embodied.policies import policy_class
+
+    written, felt = policy_class(config.name).numbers(config)
+    shape = (env.image_size, env.image_size, 3)
+    cameras = getattr(config, "cameras", None) or (config.camera,)
+    return EnvSpec(ActionSpec(written), state_dim=felt, images=dict.fromkeys(cameras, shape), instruction=True)
+
+
 def weights_of(config: Any, spec: EnvSpec) -> Weights:
     """Of the folder, in the order and under the names of the policy that acts in this env."""
     from embodied.policies import make_policy

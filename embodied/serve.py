@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -25,23 +26,26 @@ from embodied.usage import plain, type_name
 if TYPE_CHECKING:
     from embodied.policies.base import Policy
 
+PROTOCOL = ("env.", "policy.")
+
 
 def main(argv: list[str] | None = None) -> int:
     return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
 
 
 def start(argv: list[str]) -> int:
-    config = read(argv)
+    protocol = [word for word in argv if word.startswith(PROTOCOL)]
+    config = read([word for word in argv if word not in protocol])
     if config is None:
         return 0
     check_packages()
-    policy = load(config)
+    policy = load(config, protocol)
     asyncio.run(serve(policy, config))
     return 0
 
 
 def read(argv: list[str]) -> ServeConfig | None:
-    """The options; None when --help has answered already."""
+    """The server's own options; None when --help has answered already."""
     arguments = parse(argv, [])
     if "--help" in arguments.flags:
         print(usage())
@@ -63,6 +67,7 @@ def usage() -> str:
         "Answer robots and other programs with a policy's actions, by openpi's websocket protocol.",
         "",
         "usage: python -m embodied.serve checkpoint=... [key=value ...] [--help]",
+        "       env.name=... env.task=... policy.KEY=...: how a model that others published is asked for actions",
         f"       {TOKEN}=SECRET in the environment makes clients show this token (openpi-client: api_key=SECRET)",
         "",
     ]
@@ -72,14 +77,37 @@ def usage() -> str:
     return "\n".join(lines)
 
 
-def load(config: ServeConfig) -> Policy:
+def load(config: ServeConfig, protocol: list[str]) -> Policy:
+    """`protocol` are arguments that say how a model that others published is asked."""
+    from embodied.hub import fetch, is_hub_id
     from embodied.policies import load_policy
+    from embodied.policies.folder import published_family
     from embodied.targets import find
 
+    here = Path(config.checkpoint).expanduser()
+    if is_hub_id(config.checkpoint) and not here.exists():
+        here = fetch(config.checkpoint)
+    if published_family(here):
+        return load_published(here, protocol)
+    if protocol:
+        raise ConfigError(f"{protocol[0]} has no effect: {config.checkpoint} says itself how it acts; leave it out")
     target = find(config.checkpoint)
     if target.folder is None:
         raise ConfigError(f"checkpoint={config.checkpoint} has no weights to serve; name a run or a policy folder")
     return load_policy(target.folder)
+
+
+def load_published(folder: Path, protocol: list[str]) -> Policy:
+    """As its authors evaluate it on a benchmark, without the simulator; says what was chosen."""
+    from embodied.config import load as load_recipe
+    from embodied.policies import make_policy
+    from embodied.published import describe, spec_of
+    from embodied.targets import find
+
+    loaded = load_recipe([f"checkpoint={folder}", *protocol], entry="evaluate")
+    target = find(str(folder), loaded)
+    print(f"protocol    {describe(target.config, loaded.config.env)}")
+    return make_policy(target.config, spec_of(target.config, loaded.config.env), seed=0)
 
 
 async def serve(policy: Policy, config: ServeConfig) -> None:

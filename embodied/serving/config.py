@@ -26,6 +26,10 @@ class ServeConfig(Strict):
     )
     seed: int = Field(0, ge=0, lt=2**63, description="All randomness of the answers follows from it.")
     max_request_mb: int = Field(32, gt=0, le=1024, description="Longer questions end the connection.")
+    batch: int = Field(8, gt=0, description="Questions that are answered in one pass at most; 1: one at a time.")
+    wait_ms: float = Field(
+        5.0, ge=0, le=10_000, description="How long a question waits for those of other connected clients to join it."
+    )
     max_clients: int = Field(8, gt=0, description="Connections at a time; more are turned away.")
 
     @property

@@ -1,4 +1,4 @@
-"""The connections: who may come in, how much may be said, and one answer at a time from the policy.
+"""The connections: who may come in, how much may be said, and what the policy answers.
 
 What surprises: an error goes over the wire as text, in openpi's protocol the sign of one, and never says more than the
 client needs; what went wrong inside is printed here.
@@ -13,23 +13,38 @@ import itertools
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from embodied import rng
+from embodied.data import Observation
 from embodied.policies.base import Policy
+from embodied.serving.batching import Batching
 from embodied.serving.codec import BadMessage, pack, unpack
 from embodied.serving.config import ServeConfig
-from embodied.serving.questions import observation_of
+from embodied.serving.questions import observation_of, together
 
 ANSWER_S, SEND_S = 120.0, 30.0  # most that an answer, and taking it, may last
 REFUSED, BROKEN = 1007, 1011  # codes of closing: what was sent is bad; what is here is
 
 
+@dataclass(frozen=True)
+class Question:
+    obs: Observation  # of one row
+    client: int
+    number: int  # counts a client's questions: noise does not depend on what others ask
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Of its images: those of one pass are of the same sizes."""
+        return sorted((camera, image.shape) for camera, image in self.obs.get("images", {}).items())
+
+
 class Answers:
-    """The policy, asked one question at a time."""
+    """The policy, asked by one thread at a time."""
 
     def __init__(self, policy: Policy, config: ServeConfig) -> None:
         self.policy = policy.eval().to(config.device)
@@ -49,24 +64,38 @@ class Answers:
             "action_chunk": getattr(config, "chunk", 1),
         }
 
-    def answer(self, data: bytes, client: int, number: int) -> bytes:
-        """`number` counts a client's questions: noise does not depend on what others ask."""
+    def read(self, data: bytes, client: int, number: int) -> Question:
+        return Question(observation_of(unpack(data), self.policy.spec, self.policy.any_image_size), client, number)
+
+    def answer(self, questions: list[Question]) -> list[bytes | BadMessage]:
+        """In their order; those with images of one size in one pass."""
+        found: dict[int, bytes | BadMessage] = {}
+        order = sorted(range(len(questions)), key=lambda at: questions[at].shapes)
+        for _, alike in itertools.groupby(order, key=lambda at: questions[at].shapes):
+            places = list(alike)
+            found |= dict(zip(places, self._answer([questions[at] for at in places]), strict=True))
+        return [found[at] for at in range(len(questions))]
+
+    def _answer(self, questions: list[Question]) -> list[bytes | BadMessage]:
         began = time.perf_counter()
-        obs = observation_of(unpack(data), self.policy.spec, self.policy.any_image_size)
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
-        noise = draw(self.config.seed, "act/serve", np.array([client]), np.array([number]), self.noise.width)
-        output = self.policy.act(obs, noise, self.config.temperature)
-        actions = np.asarray(torch.as_tensor(output.actions).cpu())[0]
-        if not np.isfinite(actions).all():
-            raise BadMessage("the policy's actions are not finite for this observation")
+        clients, numbers = (np.array([getattr(one, key) for one in questions]) for key in ("client", "number"))
+        noise = draw(self.config.seed, "act/serve", clients, numbers, self.noise.width)
+        output = self.policy.act(together([one.obs for one in questions]), noise, self.config.temperature)
+        actions = np.asarray(torch.as_tensor(output.actions).cpu())
         spent = 1000 * (time.perf_counter() - began)
-        return pack({"actions": actions, "policy_timing": {"infer_ms": spent}})
+        return [
+            pack({"actions": row, "policy_timing": {"infer_ms": spent}})
+            if np.isfinite(row).all()
+            else BadMessage("the policy's actions are not finite for this observation")
+            for row in actions
+        ]
 
 
 class Server:
     def __init__(self, answers: Answers, config: ServeConfig, tell: Callable[[str], None] = print) -> None:
         self.answers, self.config, self.tell = answers, config, tell
-        self.turn = asyncio.Lock()
+        self.batching = Batching(answers.answer, config.batch, config.wait_ms / 1000, lambda: self.connected)
         self.clients = itertools.count()
         self.connected = 0
 
@@ -86,7 +115,9 @@ class Server:
             max_queue=2,
         ) as server:
             ready(server.sockets[0].getsockname()[1])
+            answering = asyncio.create_task(self.batching.run())
             await stop.wait()
+            answering.cancel()
 
     def admit(self, connection: Any, request: Any) -> Any:
         if request.path == "/healthz":
@@ -120,8 +151,9 @@ class Server:
         try:
             if isinstance(data, str):
                 raise BadMessage("questions are bytes, not text")
-            async with self.turn:
-                reply = await asyncio.wait_for(asyncio.to_thread(self.answers.answer, data, client, number), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                question = await asyncio.to_thread(self.answers.read, data, client, number)
+                reply = await self.batching.ask(question)
         except BadMessage as err:
             await asyncio.wait_for(connection.send(f"error: {err}"), SEND_S)
             await connection.close(REFUSED, "the question cannot be answered")

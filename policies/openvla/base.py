@@ -77,6 +77,12 @@ class PrismaticPolicy(AdaptedPolicy):
         return {"statistics": found[0] if found else next(iter(stats)) if len(stats) == 1 else None}
 
     @classmethod
+    def numbers(cls, config: PrismaticConfig) -> tuple[int, int | None]:
+        """How many an action of a published folder has, and how many it wants to know of what the robot feels."""
+        published = read_published(config.pretrained)
+        return len(statistics_of(published.norm_stats, config.statistics, config.pretrained).low), None
+
+    @classmethod
     def counted(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
         words = {"choose_tokenizer": lambda self: WordTokenizer(self.settings)}
         return type(cls.__name__, (cls,), words)(config.model_copy(update={"pretrained": None}), spec)

@@ -39,6 +39,13 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         more = {"cameras": config.cameras[:1], "stop_token": False} if alone else {}
         return super().choices(config, task) | more
 
+    @classmethod
+    def numbers(cls, config: OpenVLAOFTConfig) -> tuple[int, int | None]:
+        published = read_published(config.pretrained)
+        told = first(config.proprio, published.oft.get("proprio"), "proprio_projector" in published.components)
+        felt = statistics_of(published.norm_stats, config.statistics, config.pretrained, "proprio") if told else None
+        return super().numbers(config)[0], felt and len(felt.low)
+
     def choose_cameras(self) -> tuple[str, ...]:
         check_cameras(self.config, self.spec, self.config.cameras, "policy.cameras")
         return self.config.cameras or tuple(sorted(self.spec.images))

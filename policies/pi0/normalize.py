@@ -72,6 +72,11 @@ def choose(found: dict[str, Figures], name: str | None, where: str) -> Figures:
     return found[choose_key(found, name, where)]
 
 
+def width_of(figures: dict[str, list[float]]) -> int:
+    """Of what they describe, without the zeros that fill it up to a model's width."""
+    return max((at + 1 for column in figures.values() for at, number in enumerate(column) if number), default=0)
+
+
 def _from_step(path: Path) -> Figures:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, which holds the figures that {STEPS} normalises by")

@@ -27,7 +27,7 @@ from embodied.policies.pi0.checks import check_env, views_of
 from embodied.policies.pi0.folder import MODEL, drawn, layout_of, read_published, save_beside, write_back
 from embodied.policies.pi0.images import pixels_of, resize_with_pad
 from embodied.policies.pi0.network import Pi0Network, Prefix, in_half
-from embodied.policies.pi0.normalize import Scale, choose, read_figures
+from embodied.policies.pi0.normalize import Scale, choose, read_figures, width_of
 from embodied.policies.pi0.settings import PRESETS, settings_of
 from embodied.policies.pi0.text import Tokenizer, padded, prompt, tokenizer_of
 from embodied.policies.vla.lora import AdaptedPolicy, add_lora, is_adapter, published_name
@@ -82,6 +82,14 @@ class Pi0Policy(AdaptedPolicy):
             return {}
         near = [name for name in found if task.partition("_")[0] in name]
         return {"statistics": near[0] if len(near) == 1 else None}
+
+    @classmethod
+    def numbers(cls, config: Pi0Config) -> tuple[int, int | None]:
+        """How many an action of a published folder has, and how many it wants to know of what the robot feels."""
+        published = read_published(config.pretrained, config.name)
+        figures = choose(published.figures, config.statistics, config.pretrained)
+        told = not published.settings.adaptive or config.state_in_prompt
+        return width_of(figures["actions"]), width_of(figures["state"]) if told or config.relative_actions else None
 
     @classmethod
     def counted(cls, config: Pi0Config, spec: EnvSpec) -> Pi0Policy:

@@ -168,6 +168,58 @@ def test_what_goes_wrong_inside_is_printed_here_and_not_told(policy, monkeypatch
     assert "the weights are at /home/me" in "".join(told)
 
 
+def together(address, count):
+    """So many clients that ask one question each before anybody hears an answer; -> the answers."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(address)) for _ in range(count)]
+        for client in clients:
+            client.recv(timeout=30)
+        for number, client in enumerate(clients):
+            client.send(codec.pack(question(number)))
+        replies = [client.recv(timeout=30) for client in clients]
+        return [reply if isinstance(reply, str) else codec.unpack(reply)["actions"] for reply in replies]
+
+
+def watch(policy, monkeypatch, refuses=lambda rows: False):
+    """The rows of every pass; those that are refused fail."""
+    passes, act = [], policy.act
+
+    def acting(obs, noise, temperature):
+        passes.append(len(noise))
+        if refuses(len(noise)):
+            raise ValueError("too much at once")
+        return act(obs, noise, temperature)
+
+    monkeypatch.setattr(policy, "act", acting)
+    return passes
+
+
+def test_questions_that_come_together_are_answered_in_one_pass_as_if_each_were_alone(policy, monkeypatch):
+    noise = rng.normal(0, "act/serve", np.arange(4), np.zeros(4, int), 8)
+    alone = [policy.act(observation_of(question(i), SPEC, False), noise[i : i + 1]).actions[0] for i in range(4)]
+    passes = watch(policy, monkeypatch)
+    with served(policy, temperature=1.0, batch=2, wait_ms=10_000) as (address, _):
+        replies = together(address, 4)
+    np.testing.assert_allclose(replies, alone, atol=1e-6)
+    assert passes == [2, 2]
+
+
+def test_a_pass_that_fails_is_tried_again_for_each_alone(policy, monkeypatch):
+    passes = watch(policy, monkeypatch, refuses=lambda rows: rows > 1)
+    with served(policy, wait_ms=10_000) as (address, told):
+        assert all(actions.shape == (4, 2) for actions in together(address, 3))
+    assert passes == [3, 1, 1, 1] and not [line for line in told if "Traceback" in line]
+
+
+def test_a_question_does_not_wait_for_longer_than_allowed(policy, monkeypatch):
+    passes = watch(policy, monkeypatch)
+    with served(policy, wait_ms=1) as (address, _), connect(address) as silent, connect(address) as asking:
+        silent.recv(timeout=30)
+        asking.recv(timeout=30)
+        assert ask(asking, question())["actions"].shape == (4, 2)
+    assert passes == [1]
+
+
 @pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager:DeprecationWarning")
 def test_openpis_own_client_is_served(policy, monkeypatch):
     client = pytest.importorskip("openpi_client.websocket_client_policy", reason="needs the package openpi-client")
