@@ -73,6 +73,7 @@ class Result:
     rounds: dict[str, list[Round]] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
+    traces: dict[str, str] = field(default_factory=dict)  # of one more iteration, by mode
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -148,6 +149,13 @@ def run_all(
         for mode, trial in trials.items():
             result.peak_bytes[mode] = trial.peak_bytes()
             result.idle[mode] = trial.idle(result.rounds[mode], result.cores)
+            result.traces[mode] = str(trial.traced(new_trace(folder, mode)))
+
+
+def new_trace(folder: Path, mode: str) -> Path:
+    """trace-hybrid.json; of a second task or number of envs trace-hybrid-2.json."""
+    number = 1 + len(list(folder.glob(f"trace-{mode}*.json")))
+    return folder / (f"trace-{mode}.json" if number == 1 else f"trace-{mode}-{number}.json")
 
 
 def runnable(config: RunConfig, expected: dict[str, Any]) -> tuple[RunConfig, PlacementPlan]:

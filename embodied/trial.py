@@ -12,6 +12,7 @@ from embodied import commands
 from embodied.config import RunConfig
 from embodied.learners.meeting import meeting_point
 from embodied.placement import PlacementPlan
+from embodied.reporting.timeline import Timeline
 from embodied.runtime.timers import Total
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -75,6 +76,13 @@ class Trial:
         first = numbers.get("time/first_backward_s")
         phases = (spent[name] for name in PHASES)
         return Round(seconds, *phases, sum(learners) / len(learners), first, int(numbers["env_steps"]), busy)
+
+    def traced(self, path: Path) -> Path:
+        """One more iteration, whose every piece of work is written to `path`."""
+        with Timeline(self.loop.groups, self.loop.timers, path, 1) as timeline:
+            self.iterate()
+            timeline.collect(1)
+        return path
 
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
         """From which role to which items went in the last iteration, from when to when. Weights have ways of their own

@@ -80,6 +80,10 @@ class Policy(nn.Module):
         computes it once, and hands it over among the inputs."""
         return {}
 
+    def cache_tensors(self) -> list[Tensor]:
+        """Memory that acting keeps from one decision to the next, not what is in it: a device may take it back."""
+        return []
+
     @property
     def horizon(self) -> int:
         """Actions of a demonstration that it learns to predict from one observation."""

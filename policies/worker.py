@@ -18,7 +18,7 @@ from embodied.errors import Unusable, WrongShape
 from embodied.policies import make_policy
 from embodied.runtime import Channel, Needs, Worker
 from embodied.runtime.blobs import Blob, tensor_of
-from embodied.runtime.residence import Residence, num_bytes
+from embodied.runtime.residence import Belongings, num_bytes
 from embodied.runtime.weights import Publication, WeightReader
 
 
@@ -30,28 +30,32 @@ class PolicyWorker(Worker):
         self.device = device
         self.bf16 = precision == "bf16"
         self.weights = WeightReader()
-        self.residence = Residence()
         self.shares = False  # its weights are a learner's
+        self.cache_bytes = 0  # the most that it acted in so far
         self.valued: dict[str, tuple[tuple[str, int], Observation]] = {}  # stage -> its last question of values only
 
     def build(self, spec: EnvSpec) -> None:
+        self.belongings = Belongings(self.timers)
         self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.noise = self.policy.noise_spec()
         self.action_dim = spec.action.dim
 
     def needs(self, shared: bool = False) -> Needs:
-        """None of its own where it acts with the weights of a learner."""
+        """Its weights, unless it acts with those of a learner, and the memory it acts in."""
         self.shares = shared
-        return Needs(0 if shared else num_bytes(self._tensors()))
+        weights = [] if shared else self._weights()
+        self.cache_bytes = max(self.cache_bytes, num_bytes(self.policy.cache_tensors()))
+        return Needs(num_bytes(weights) + self.cache_bytes)
 
     def onload(self) -> None:
-        self.residence.onload()
+        self.belongings.onload()
 
     def offload(self) -> None:
-        if not self.shares and not self.residence.away:
-            self.residence.offload(self._tensors())
+        if not self.belongings.away:
+            weights = {} if self.shares else {"weights": self._weights()}
+            self.belongings.offload(weights | {"cache": self.policy.cache_tensors()}, emptied=("cache",))
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def _weights(self) -> list[torch.Tensor]:
         return [*self.policy.parameters(), *self.policy.buffers()]
 
     def route(self, publication: Publication) -> str:

@@ -16,7 +16,8 @@ from embodied.placement.profile import Cost, Profile
 from embodied.placement.workflow import traced_edges
 from embodied.probing import ProbeWorker, num_decisions, real
 from embodied.profiles import cost_key, newest_profile, one_round, workflow_of
-from embodied.reporting.benchmark import describe, paired_ratio
+from embodied.reporting.benchmark import describe, paired_ratio, timeline
+from embodied.reporting.timeline import TraceWriter
 from embodied.trial import Round, Trial
 
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
@@ -43,6 +44,16 @@ def test_the_table_puts_predicted_next_to_measured():
     assert first.split()[-5:] == ["s", "1.250", "s", "-20%", "20%"]  # quartiles 1.125 and 1.375 around 1.25
     assert "disaggregated  not run: needs 3 devices" in "\n".join(lines)
     assert lines[-1].startswith("the order of modes is the predicted one; placement=auto takes collocated, the fastest")
+
+
+def test_memory_that_moved_is_listed_with_its_bytes_and_drawn(tmp_path):
+    writer = TraceWriter(tmp_path / "trace.json", [("driver", "driver"), ("learner-0", "learner")])
+    writer.add("driver", [("rollout", 2.0, 1.0)], 1)
+    writer.add("learner-0", [("offload optimizer, 32 MB", 2.5, 0.001), ("offload", 2.5, 0.002)], 1)
+    writer.close()
+    picture, moves = timeline("hybrid", tmp_path / "trace.json")
+    assert "hybrid: one iteration" in picture and picture.count("offload optimizer, 32 MB, 1 ms at 0.5 s") == 1
+    assert all(word in moves for word in ("0.500 s", "learner-0", "offload optimizer, 32 MB", "1.00 ms"))
 
 
 def test_an_auto_that_is_not_the_fastest_is_told_with_an_interval():

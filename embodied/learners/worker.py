@@ -32,7 +32,7 @@ from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.blobs import blob_of, spec_of, tensor_of
-from embodied.runtime.residence import Residence, num_bytes
+from embodied.runtime.residence import Belongings, num_bytes
 from embodied.runtime.weights import Publication, WeightStore
 
 LOT = 32  # items that frozen parts look at together: enough for their speed, few enough to begin early
@@ -51,7 +51,6 @@ class LearnerWorker(Worker):
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
         self.intake: Intake | None = None  # what has come of a rollout that goes on
-        self.residence = Residence()
         self.shares = False  # its weights are acted with in this process
 
     def listen(self, timeout_s: float) -> MeetingAddress:
@@ -66,6 +65,7 @@ class LearnerWorker(Worker):
         """The policy with its initial weights (the same on every rank), those of the policy folder `start` if there is
         one, and a fresh optimizer. Published weights are known under the name `store`; they need a snapshot if somebody
         outside the learners' processes acts."""
+        self.belongings = Belongings(self.timers)
         self.policy = self.new_policy(spec, start)
         self.started = start is not None
         self.reference = self._frozen_copy() if getattr(self.algo, "kl_coef", 0) else None
@@ -173,13 +173,14 @@ class LearnerWorker(Worker):
         return Needs(weights + 3 * trained + aside, weights if shared else 0)
 
     def onload(self) -> None:
-        self.residence.onload()
+        self.belongings.onload()
 
     def offload(self) -> None:
-        if not self.residence.away:
+        if not self.belongings.away:
             self.optimizer.forget_gradients()
-            weights = [] if self.shares else self._weights()
-            self.residence.offload([*weights, *self._reference(), *self.optimizer.tensors()])
+            weights = {} if self.shares else {"weights": self._weights()}
+            more = {"reference": self._reference(), "optimizer": self.optimizer.tensors()}
+            self.belongings.offload(weights | more)
 
     def _weights(self) -> list[Tensor]:
         return [local(tensor) for tensor in (*self.policy.parameters(), *self.policy.buffers())]

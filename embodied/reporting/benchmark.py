@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from embodied.reporting.gantt import image
-from embodied.reporting.html import page, section, table, tag
+from embodied.reporting.html import Html, page, section, table, tag
+from embodied.reporting.report_machine import MOST_TRACE_BYTES, is_move, worker_rows
+from embodied.reporting.timeline import innermost, read_trace
 
 HEAD = ("mode", "steps/s", "per core", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
 PREDICTED = ("predicted", "measured", "error", "spread")
@@ -121,9 +123,30 @@ def html(results: Sequence[Any], about: dict[str, Any], png: bytes) -> str:
         refused = [tag("li", f"{mode} was not run: {reason}") for mode, reason in result.refused.items()]
         plans = [tag("li", f"{mode}: {told['layout']}") for mode, told in result.expected.items()]
         lines = [tag("p", line) for line in verdict(result)]
-        parts.append(section(f"{result.task}, {result.num_envs} envs", shown, *lines, tag("ul", *plans, *refused)))
+        traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
+        told = [shown, *lines, tag("ul", *plans, *refused), *traced]
+        parts.append(section(f"{result.task}, {result.num_envs} envs", *told))
     title = f"Placements of {about['recipe']}"
     return page(title, tag("h1", title), image(png, "predicted and measured throughput"), *parts)
+
+
+def timeline(mode: str, path: Path) -> list[Html]:
+    """One iteration of a mode, piece by piece, and what left a device or came back in it."""
+    if path.stat().st_size > MOST_TRACE_BYTES:
+        return [tag("p", f"{path.name} is too large to be drawn here; open it in a trace viewer.", class_="note")]
+    spans = innermost(read_trace(path))
+    begin = min(span.start_s for span in spans)
+    moves = [
+        [f"{span.start_s - begin:.3f} s", span.worker, span.name, f"{1e3 * (span.end_s - span.start_s):.2f} ms"]
+        for span in sorted(spans, key=lambda span: span.start_s)
+        if is_move(span.name)
+    ]
+    moved = (
+        table(["at", "worker", "memory", "took"], moves, numeric=False)
+        if moves
+        else tag("p", f"{mode}: no memory moved.")
+    )
+    return [worker_rows(spans, f"{mode}: one iteration, piece by piece"), moved]
 
 
 def picture(results: Sequence[Any]) -> bytes:

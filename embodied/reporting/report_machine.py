@@ -21,7 +21,7 @@ IDLE = "idle"
 # A colour for every word a timeline knows; new words take the ones that are left over.
 COLORS = {
     "step": 0, "update": 1, "publish": 2, "act": 3, "waiting for actions": 3, "sync": 4, "reset": 5, "serve": 6,
-    "collect": 7, "rollout": 8, "load_weights": 9, "save": 10, "evaluate": 11,
+    "collect": 7, "rollout": 8, "load_weights": 9, "save": 10, "evaluate": 11, "offload": 10, "onload": 11,
 }  # fmt: skip
 
 
@@ -124,7 +124,21 @@ def pieces(spans: list[Span], start: float, end: float) -> Html:
                 tag("rect", told, x=at, y=0, width=until - at, height=10, class_=f"bar {color_of(kinds[at])}")
             )
         at = until
+    shapes += [moved(span, start, width) for span in spans if is_move(span.name)]
     return tag("svg", *shapes, viewBox=f"0 0 {BINS} 10", preserveAspectRatio="none", class_="pieces")
+
+
+def is_move(name: str) -> bool:
+    """Whether a piece of work is memory that leaves a device or comes back."""
+    return name.startswith(("offload ", "onload "))
+
+
+def moved(span: Span, start: float, width: float) -> Html:
+    """Drawn on top and never too thin to be seen."""
+    at, wide = (span.start_s - start) / width, max((span.end_s - span.start_s) / width, 3)
+    told = tag("title", f"{span.name}, {1e3 * (span.end_s - span.start_s):.3g} ms at {span.start_s - start:.4g} s")
+    place = {"x": f"{at:.1f}", "y": 0, "width": f"{wide:.1f}", "height": 10}
+    return tag("rect", told, **place, class_=f"bar {color_of(span.name)}")
 
 
 def most(parts: dict[str, float], width: float) -> str:
@@ -154,7 +168,7 @@ def shares_legend(parts: Iterable[str] | dict[str, float]) -> Html | None:
 
 
 def color_of(name: str) -> str:
-    return f"c{COLORS.get(name, sum(map(ord, name)) % 8)}"
+    return f"c{COLORS.get(name.split(' ')[0] if is_move(name) else name, sum(map(ord, name)) % 8)}"
 
 
 def strip(label: str, picture: Html, note: str = "") -> Html:

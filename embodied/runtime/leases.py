@@ -103,6 +103,13 @@ class Coordinator:
         self._moved(action.verb, action.worker)
         return self._after(action.gang, (action.verb, action.worker))
 
+    def revise(self, claims: Iterable[Claim]) -> None:
+        """Workers have come to need other amounts than they claimed; LeaseError where that cannot be."""
+        new = {claim.worker: claim for claim in claims}
+        self.gangs = {name: tuple(new.get(c.worker, c) for c in mine) for name, mine in self.gangs.items()}
+        self.claims |= new
+        self._check()
+
     def died(self, worker: str) -> list[Action]:
         """A worker's process is gone: its memory is free, and its gang's devices are if it was at work."""
         self.resident.pop(worker, None)

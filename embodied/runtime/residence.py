@@ -6,14 +6,46 @@ Until it is back, it must not be used. Storage that belongs to somebody else (ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from time import perf_counter
 from typing import Any
+
+from embodied.runtime.timers import Timers
+
+
+class Belongings:
+    """What a worker has on its device, part by part; each move is measured under the part's name and its bytes."""
+
+    def __init__(self, timers: Timers) -> None:
+        self.timers = timers
+        self.parts: dict[str, Residence] = {}
+
+    @property
+    def away(self) -> bool:
+        return any(part.away for part in self.parts.values())
+
+    def offload(self, parts: Mapping[str, Iterable[Any]], emptied: Collection[str] = ()) -> None:
+        """What is in the parts `emptied` is not needed when they are back."""
+        for name, tensors in parts.items():
+            residence = self.parts.setdefault(name, Residence(keeps=name not in emptied))
+            self._told("offload", name, residence.offload, tensors)
+
+    def onload(self) -> None:
+        for name, residence in self.parts.items():
+            self._told("onload", name, residence.onload)
+
+    def _told(self, verb: str, name: str, move: Callable[..., int], *tensors: Any) -> None:
+        started = perf_counter()
+        if moved := move(*tensors):
+            self.timers.add(f"{verb} {name}, {moved / 1e6:.3g} MB", started)
 
 
 class Residence:
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = True) -> None:
+        """`keeps`: what is in the tensors comes back with them."""
+        self.keeps = keeps
         self._copies: dict[int, tuple[Any, Any]] = {}  # id -> (tensor, its copy): pinned memory is dear, so it is kept
-        self._away: list[tuple[Any, Any]] = []
+        self._away: list[tuple[Any, int, Any]] = []  # tensor, bytes, its copy
 
     @property
     def away(self) -> bool:
@@ -23,35 +55,38 @@ class Residence:
         """-> bytes that were freed."""
         import torch
 
-        freed, seen = 0, set()
+        seen = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if not storage.nbytes() or storage.data_ptr() in seen or not storage.resizable():
                 continue
             seen.add(storage.data_ptr())
-            copy = self._copy_for(tensor, storage)
-            copy.copy_(bytes_of(storage), non_blocking=True)
-            self._away.append((tensor, copy))
-        on_gpus = any(tensor.is_cuda for tensor, _ in self._away)
+            copy = self._copy_for(tensor, storage) if self.keeps else None
+            if copy is not None:
+                copy.copy_(bytes_of(storage), non_blocking=True)
+            self._away.append((tensor, storage.nbytes(), copy))
+        on_gpus = any(tensor.is_cuda for tensor, _, _ in self._away)
         if on_gpus:
             torch.cuda.synchronize()  # the copies are whole before their sources go
-        for tensor, copy in self._away:
-            freed += copy.numel()
+        for tensor, _, _ in self._away:
             tensor.untyped_storage().resize_(0)
         if on_gpus:
             torch.cuda.empty_cache()  # for other processes
-        return freed
+        return sum(size for _, size, _ in self._away)
 
-    def onload(self) -> None:
+    def onload(self) -> int:
+        """-> bytes that were taken again."""
         import torch
 
-        for tensor, copy in self._away:
+        for tensor, size, copy in self._away:
             storage = tensor.untyped_storage()
-            storage.resize_(copy.numel())
-            bytes_of(storage).copy_(copy, non_blocking=True)
-        if any(tensor.is_cuda for tensor, _ in self._away):
+            storage.resize_(size)
+            if copy is not None:
+                bytes_of(storage).copy_(copy, non_blocking=True)
+        if any(tensor.is_cuda for tensor, _, _ in self._away):
             torch.cuda.synchronize()
-        self._away = []
+        taken, self._away = sum(size for _, size, _ in self._away), []
+        return taken
 
     def _copy_for(self, tensor: Any, storage: Any) -> Any:
         import torch

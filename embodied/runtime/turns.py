@@ -6,17 +6,25 @@ with turns.phase("update"): ...
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from embodied.runtime.group import WorkerGroup
-from embodied.runtime.leases import Action, Coordinator, LeaseError
+from embodied.runtime.leases import Action, Claim, Coordinator, LeaseError
 from embodied.runtime.timers import Timers
 
 
 class Turns:
-    def __init__(self, coordinator: Coordinator, groups: Mapping[str, WorkerGroup], timers: Timers) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        groups: Mapping[str, WorkerGroup],
+        timers: Timers,
+        growing: Mapping[str, Callable[[], list[Claim]]] | None = None,
+    ) -> None:
+        """`growing` says of a gang what its workers need after a phase: more than they knew of before, perhaps."""
         self.coordinator = coordinator
+        self.growing = growing or {}
         self.workers = {name: group[i] for group in groups.values() for i, name in enumerate(group.workers)}
         self.timers = timers
         self.moves: list[Action] = []  # all that were carried out
@@ -31,6 +39,8 @@ class Turns:
             raise LeaseError(f"{gang} needs devices that others hold: phases that share devices cannot be nested")
         try:
             yield
+            if gang in self.growing:
+                self.coordinator.revise(self.growing[gang]())
         finally:
             self._carry_out(self.coordinator.release(gang))
 

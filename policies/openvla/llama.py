@@ -13,22 +13,41 @@ ALL = slice(None)
 
 
 class Cache:
-    """Keys and values of every layer in memory of a fixed size, `width` tokens for each row; `length` are filled."""
+    """Keys and values of every layer: a batch's are begun, then `length` tokens of up to `width` are filled. The memory
+    is kept for the next batch and grows with the largest."""
 
-    def __init__(self, rows: int, width: int) -> None:
-        self.rows, self.width, self.length = rows, width, 0
+    def __init__(self) -> None:
+        self.rows = self.width = self.length = 0
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, rows: int, width: int) -> None:
+        self.rows, self.width, self.length = rows, width, 0
 
     def add(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put new tokens behind those there are; -> all of them."""
-        if layer not in self.layers:
-            shape = (self.rows, k.shape[1], self.width, k.shape[3])
-            self.layers[layer] = (k.new_empty(shape), v.new_empty(shape))
         end = self.length + k.shape[2]
-        keys, values = self.layers[layer]
+        keys, values = (memory[: self.rows] for memory in self._memory(layer, k))
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
         return keys[:, :, :end], values[:, :, :end]
+
+    def __deepcopy__(self, _: dict) -> Cache:
+        return Cache()
+
+    def tensors(self) -> list[Tensor]:
+        return [memory for pair in self.layers.values() for memory in pair]
+
+    def _memory(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.layers.get(layer)
+        if found is None or found[0].dtype != like.dtype or found[0].device != like.device:
+            rows, width = self.rows, self.width
+        elif found[0].shape[0] >= self.rows and found[0].shape[2] >= self.width:
+            return found
+        else:
+            rows, width = max(self.rows, found[0].shape[0]), max(self.width, found[0].shape[2])
+        shape = (rows, like.shape[1], width, like.shape[3])
+        self.layers[layer] = like.new_empty(shape), like.new_empty(shape)
+        return self.layers[layer]
 
 
 class RMSNorm(nn.Module):

@@ -19,8 +19,7 @@ from embodied.policies.base import Scores
 from embodied.policies.openvla.base import PATCHES, PrismaticPolicy, check_cameras
 from embodied.policies.openvla.llama import Cache
 from embodied.policies.openvla.sampling import action_scores, pick
-
-LAST = slice(-1, None)
+from embodied.policies.openvla.writing import LAST, writing
 
 
 class OpenVLAPolicy(PrismaticPolicy):
@@ -34,6 +33,10 @@ class OpenVLAPolicy(PrismaticPolicy):
     def build(self) -> None:
         super().build()
         self.adapt()
+        self.cache = Cache()
+
+    def cache_tensors(self) -> list[Tensor]:
+        return self.cache.tensors()
 
     def noise_spec(self) -> NoiseSpec:
         return NoiseSpec("uniform", self.spec.action.dim)
@@ -56,16 +59,14 @@ class OpenVLAPolicy(PrismaticPolicy):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Action tokens and their log-probs [N, A], and values [N], from embeddings of image and prompt."""
         stack, numbers = self.language_model.model, uniform.shape[1]
-        cache = Cache(len(x), x.shape[1] + numbers - 1)
-        hidden = stack(x, present, cache, padded=padded, read=LAST)[:, -1]
+        text = writing(stack, self.cache, present, padded, numbers - 1)
+        hidden = text.read(x)
         values = self._value(hidden)
         tokens, logits = [], [self._logits(hidden)]
         for column in uniform.T:
             tokens.append(pick(logits[-1], column, temperature))
             if len(tokens) < numbers:
-                present = nn.functional.pad(present, (0, 1), value=True)
-                hidden = stack(self._embed(tokens[-1])[:, None], present, cache, padded=padded)[:, -1]
-                logits.append(self._logits(hidden))
+                logits.append(self._logits(text.go_on(self._embed(tokens[-1]))))
         chosen = torch.stack(tokens, 1)
         return chosen, action_scores(torch.stack(logits, 1), chosen)[0], values
 

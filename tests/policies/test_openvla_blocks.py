@@ -6,6 +6,7 @@ import torch
 from embodied.policies.openvla.llama import Cache, LanguageModel
 from embodied.policies.openvla.settings import LlamaSettings, TowerSettings
 from embodied.policies.openvla.vision import Tower
+from embodied.policies.openvla.writing import QuickWriting, is_plain
 
 transformers = pytest.importorskip("transformers")
 
@@ -65,10 +66,38 @@ def test_token_by_token_equals_all_at_once(llamas, padded):
     there[0, 1:3] = not padded
     with torch.no_grad():
         whole = ours.model(x, there, padded=padded)
-        cache = Cache(2, 8)
+        cache = Cache()
+        cache.begin(2, 8)
         parts = [ours.model(x[:, :5], there[:, :5], cache, padded=padded)]
         parts += [ours.model(x[:, i : i + 1], there[:, : i + 1], cache, padded=padded) for i in (5, 6, 7)]
     torch.testing.assert_close(torch.cat(parts, 1)[there], whole[there], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_quick_writing_equals_the_stack(llamas, padded):
+    stack, cache = llamas[0].model, Cache()
+    assert is_plain(stack)
+    x = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(3))
+    there = torch.ones(3, 8, dtype=torch.bool)
+    there[0, 1:3] = not padded
+    with torch.inference_mode():
+        for rows in (3, 2):  # the second batch finds the memory of the first
+            whole = stack(x[:rows], there[:rows], padded=padded)
+            before = x.clone()
+            text = QuickWriting(stack, cache, there[:rows, :5], padded, more=3)
+            found = [text.read(x[:rows, :5]), *(text.go_on(x[:rows, i]) for i in (5, 6, 7))]
+            torch.testing.assert_close(torch.stack(found, 1), whole[:, 4:], atol=1e-5, rtol=1e-5)
+            assert torch.equal(x, before) and all(len(kept) == 3 for kept in cache.tensors())
+
+
+def test_writing_is_quick_only_where_rounding_is_the_learners():
+    model = LanguageModel(LlamaSettings(50, 32, 2, 4, 2, 48))
+    assert is_plain(model.model) and not is_plain(model.bfloat16().model)
+    model = model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_plain(model.model)
+    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
+    assert not is_plain(model.model)
 
 
 def test_bidirectional_attention_lets_the_first_token_see_the_last(llamas):

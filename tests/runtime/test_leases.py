@@ -48,6 +48,20 @@ def test_what_does_not_fit_swaps_while_the_sim_keeps_its_device():
     assert coordinator.used_bytes("fake:0") == 4 * GB
 
 
+def test_who_came_to_need_more_in_its_turn_makes_room_from_then_on():
+    rollout, update = [Claim("policy-0", ("fake:0",), gives_back=False)], [Claim("learner-0", ("fake:0",), 9, 2)]
+    coordinator = Coordinator({"fake:0": 10}, {"rollout": rollout, "update": update}, ["policy-0", "learner-0"])
+    assert coordinator.acquire("rollout") == []
+    coordinator.revise([Claim("policy-0", ("fake:0",), 3)])
+    coordinator.release("rollout")
+    assert finish(coordinator, coordinator.acquire("update")) == [("offload", "policy-0")]
+    coordinator.release("update")
+    assert finish(coordinator, coordinator.acquire("rollout")) == [("offload", "learner-0"), ("onload", "policy-0")]
+    assert coordinator.used_bytes("fake:0") == 3 + 2
+    with pytest.raises(LeaseError, match="rollout does not fit on fake:0"):
+        coordinator.revise([Claim("policy-0", ("fake:0",), 9)])
+
+
 def test_nobody_loads_before_room_was_made():
     coordinator = hybrid(10)
     finish(coordinator, coordinator.acquire("rollout"))

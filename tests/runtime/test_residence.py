@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from embodied.runtime.residence import Residence, num_bytes
+from embodied.runtime.residence import Belongings, Residence, num_bytes
+from embodied.runtime.timers import Timers
 
 
 def trained(device="cpu"):
@@ -36,6 +37,19 @@ def test_what_was_offloaded_takes_no_memory_and_comes_back_with_its_views():
     assert torch.equal(view, shown + 1)
 
 
+def test_every_part_is_moved_and_told_on_its_own():
+    timers, weights, scratch = Timers(), torch.arange(1000.0), torch.ones(500)
+    belongings = Belongings(timers)
+    timers.record(True)
+    belongings.offload({"weights": [weights], "cache": [scratch], "optimizer": []}, emptied=("cache",))
+    assert belongings.away and not weights.untyped_storage().nbytes() + scratch.untyped_storage().nbytes()
+    belongings.onload()
+    assert not belongings.away and torch.equal(weights, torch.arange(1000.0)) and scratch.untyped_storage().nbytes()
+    told = [name for name, _, _ in timers.record(False).spans]
+    parts = ("weights, 0.004 MB", "cache, 0.002 MB")
+    assert told == [*(f"offload {part}" for part in parts), *(f"onload {part}" for part in parts)]
+
+
 def test_memory_of_somebody_else_stays():
     mapped = torch.frombuffer(bytearray(32), dtype=torch.float32)
     assert Residence().offload([mapped]) == 0
@@ -63,6 +77,6 @@ def test_on_a_gpu_the_memory_is_free_again_and_the_copies_are_pinned():
     residence = Residence()
     residence.offload(tensors)
     assert torch.cuda.memory_allocated() <= baseline + 4096
-    assert all(copy.is_pinned() for tensor, copy in residence._away if tensor.is_cuda)
+    assert all(copy.is_pinned() for tensor, _, copy in residence._away if tensor.is_cuda)
     residence.onload()
     assert all(torch.equal(tensor.cpu(), was) for tensor, was in zip(tensors, before, strict=True))

@@ -23,14 +23,15 @@ ARGUMENTS += ["algo.rollout_decisions=8", "algo.minibatch_size=16", "algo.epochs
 ARGUMENTS += ["run.iterations=3"]
 SHARED = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:2"}
 WEIGHTS = 8 * (16 * 8 + 16 * 8 + 21)  # bytes
+PARTS = {"policy-0": "cache", "learner-0": "optimizer"}
 LEARNING = 4  # times these: themselves, their gradients, two averages of those
 
 
 class Trained:
-    def __init__(self, folder, placement, memory=None, backend="inline", iterations=3):
+    def __init__(self, folder, placement, memory=None, backend="inline", iterations=3, arguments=ARGUMENTS):
         """`memory`: bytes of a device."""
         options = [f"cluster.memory_gb={memory / 1e9}"] if memory else []
-        config = load([*ARGUMENTS, f"cluster.backend={backend}", *options]).config
+        config = load([*arguments, f"cluster.backend={backend}", *options]).config
         plan = make_plan(placement, (0,), config.env.num_envs)
         folder.mkdir(parents=True, exist_ok=True)
         with commands.cluster(config, plan, folder) as cluster:
@@ -70,6 +71,25 @@ def test_policies_and_learners_swap_while_sims_keep_their_devices(roomy, tmp_pat
     assert tight.moves == to_learn[:1] + to_act + 3 * (to_learn + to_act) + to_learn
     assert {("learner-0", "onload"), ("learner-0", "offload"), ("policy-0", "onload")} <= tight.spans
     assert ("driver", "switch") in tight.spans
+    assert all(np.array_equal(tight.weights[name], roomy.weights[name]) for name in roomy.weights)
+
+
+@pytest.mark.slow
+def test_a_policy_and_a_learner_in_one_process_swap_cache_and_optimizer(tmp_path):
+    options = ["env.num_envs=2", "algo.rollout_decisions=2", "algo.minibatch_size=2", "algo.epochs=1"]
+    options = {"arguments": ["recipe=pointmass_ppo_openvla_tiny", *options], "iterations": 2}
+    hybrid = {"sim": "fake:0", "policy,learner": "fake:1"}
+    roomy = Trained(tmp_path / "roomy", hybrid, **options)
+    limit = roomy.bytes["learner-0"] + 1  # not for the keys and values of acting besides
+    tight = Trained(tmp_path / "tight", hybrid, limit, **options)
+    to_learn = [("offload", "policy-0"), ("onload", "learner-0")]
+    to_act = [("offload", "learner-0"), ("onload", "policy-0")]
+    # The first rollout finds the learner's memory there. Two iterations, then saving.
+    assert tight.moves == to_learn[:1] + to_act + to_learn + to_act + to_learn and not roomy.moves
+    moved = {(worker, name.partition(",")[0]) for worker, name in tight.spans if " MB" in name}
+    both = [(worker, f"{verb} {part}") for worker, part in PARTS.items() for verb in ("offload", "onload")]
+    assert moved == set(both)  # the weights are there once and stay
+    assert 0 < tight.bytes["policy-0"] < 1e7
     assert all(np.array_equal(tight.weights[name], roomy.weights[name]) for name in roomy.weights)
 
 

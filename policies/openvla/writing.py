@@ -1,0 +1,126 @@
+"""Writing action tokens one by one behind a prompt: what a Llama keeps in between, and the quick way to run it.
+
+Acting needs no gradients and small batches are bound by the number of operations, so `QuickWriting` computes what
+`LlamaStack` does in far fewer, in place and on flat rows. It knows plain layers only: with adapters, in autocast and
+in half precision, whose roundings must be the learner's, `Writing` runs the stack itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodied.policies.openvla.llama import Cache, LlamaAttention, LlamaLayer, LlamaStack, RMSNorm, visible
+from embodied.policies.vla.layers import GatedMLP, turns
+
+LAST = slice(-1, None)
+PLAIN = {LlamaStack, LlamaLayer, LlamaAttention, GatedMLP, RMSNorm, nn.ModuleList, nn.Linear, nn.Embedding}
+
+
+class Writing:
+    """One batch of prompts; `present` [N, L] is False for padding, `more` tokens will follow."""
+
+    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
+        self.stack, self.cache, self.padded = stack, cache, padded
+        self.present = F.pad(present, (0, more), value=True)
+        cache.begin(*self.present.shape)
+
+    def read(self, x: Tensor) -> Tensor:
+        """Hidden states [N, D] behind prompts, of embeddings [N, L, D]."""
+        return self._run(x)
+
+    def go_on(self, x: Tensor) -> Tensor:
+        """Hidden states [N, D] behind one more token, of embeddings [N, D]."""
+        return self._run(x[:, None])
+
+    def _run(self, x: Tensor) -> Tensor:
+        so_far = self.present[:, : self.cache.length + x.shape[1]]
+        return self.stack(x, so_far, self.cache, padded=self.padded, read=LAST)[:, -1]
+
+
+class QuickWriting(Writing):
+    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
+        super().__init__(stack, cache, present, padded, more)
+        settings = stack.settings
+        self.rows = len(self.present)
+        self.heads, self.kv_heads = settings.heads, settings.kv_heads
+        self.head_dim = settings.dim // settings.heads
+        weight = stack.norm.weight
+        self.eps = weight.new_tensor(settings.eps)
+        rows = self.present if padded else self.present[:1]  # else all rows stand at the same places
+        position = (rows.long().cumsum(1) - 1).clamp(min=0)
+        cos, sin = turns(position, self.head_dim, settings.rope_theta, weight.dtype)
+        left, right = sin.chunk(2, dim=-1)
+        self.cos, self.sin = cos.transpose(1, 2), torch.cat([-left, right], dim=-1).transpose(1, 2)  # [N, W, 1, d]
+        self.seen = as_bias(self.present[:, None, None], weight.dtype) if padded else None  # [N, 1, 1, W]
+
+    def _run(self, x: Tensor) -> Tensor:
+        begin, new = self.cache.length, x.shape[1]
+        end = begin + new
+        mask = None
+        if self.padded:
+            first = as_bias(visible(self.present[:, :end], new, False), x.dtype) if new > 1 else None
+            mask = self.seen[..., :end] if first is None else first
+        turn = self.cos[:, begin:end], self.sin[:, begin:end]
+        x = x.reshape(self.rows * new, -1).clone()
+        *layers, last = self.stack.layers
+        for layer in layers:
+            x = self._layer(layer, x, turn, mask, begin, new)
+        x = self._layer(last, x, turn, mask, begin, new, read_last=new > 1)
+        self.cache.length = end
+        return self._norm(self.stack.norm, x)
+
+    def _layer(
+        self,
+        layer: LlamaLayer,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        begin: int,
+        new: int,
+        read_last: bool = False,
+    ) -> Tensor:
+        """Rows of embeddings [N * new, D], which are overwritten; -> those behind this layer, of the last tokens only
+        if so asked."""
+        attention, mlp, (cos, sin) = layer.self_attn, layer.mlp, turn
+        normed = self._norm(layer.input_layernorm, x)
+        k = self._turned(normed @ attention.k_proj.weight.t(), cos, sin)
+        v = normed @ attention.v_proj.weight.t()
+        causal = mask is None and new > 1
+        if read_last:
+            x, normed = x.view(self.rows, new, -1)[:, -1].contiguous(), normed.view(self.rows, new, -1)[:, -1]
+            cos, sin, causal = cos[:, -1:], sin[:, -1:], False
+            mask = None if mask is None else mask[:, :, -1:]
+        q = self._turned(normed @ attention.q_proj.weight.t(), cos, sin).transpose(1, 2)
+        k, v = self.cache.add(attention.layer, k.transpose(1, 2), v.view(k.shape).transpose(1, 2))
+        grouped = self.heads != self.kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+        x.addmm_(out.transpose(1, 2).reshape(len(x), -1), attention.o_proj.weight.t())
+        normed = self._norm(layer.post_attention_layernorm, x)
+        gate = F.silu(normed @ mlp.gate_proj.weight.t(), inplace=True)
+        return x.addmm_(gate.mul_(normed @ mlp.up_proj.weight.t()), mlp.down_proj.weight.t())
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[N * L, heads * d] -> [N, L, heads, d], by the places of its tokens."""
+        x = x.view(self.rows, -1, x.shape[-1] // self.head_dim, self.head_dim)
+        return (x * cos).addcmul_(x.roll(self.head_dim // 2, -1), sin)
+
+    def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()).mul_(norm.weight)
+
+
+def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Added to attention: nothing where a token is seen."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def writing(stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> Writing:
+    return (QuickWriting if is_plain(stack) else Writing)(stack, cache, present, padded, more)
+
+
+def is_plain(stack: LlamaStack) -> bool:
+    weight = stack.norm.weight
+    exact = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(weight.device.type)
+    return exact and all(type(part) in PLAIN for part in stack.modules())
