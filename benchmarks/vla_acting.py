@@ -56,8 +56,7 @@ def line(name: str, found: dict[str, float]) -> list[str]:
 
 
 def compare(rows: int, rounds: int, words: int) -> dict:
-    PRESETS["tiny"] = TINY | {"text_config": TINY["text_config"] | {"vocab_size": words}, "pad_token_id": words - 64}
-    policy = make_policy(OpenVLAConfig(name="openvla"), SPEC, 0).eval()
+    policy = policy_with(words)
     reference, draw = reference_of(policy), np.random.default_rng(0)
     frames = draw.integers(0, 256, (rows, SIDE, SIDE, 3), np.uint8)
     obs = {"images": {"top": frames}, "instruction": ["pick up the red cup and put it on the plate"] * rows}
@@ -80,6 +79,16 @@ def compare(rows: int, rounds: int, words: int) -> dict:
             found[name] = {"ours": ours, "generate": theirs, "ratio": theirs / ours}
         found["products"], _ = alternate((products(policy, rows, prefix[0].shape[1]), lambda: None), rounds)
     return found | {"prefix_tokens": prefix[0].shape[1]}
+
+
+def policy_with(words: int):
+    """The tiny preset with so large a vocabulary."""
+    text = TINY["text_config"] | {"vocab_size": words}
+    PRESETS["tiny"] = TINY | {"text_config": text, "pad_token_id": words - 64}
+    try:
+        return make_policy(OpenVLAConfig(name="openvla"), SPEC, 0).eval()
+    finally:
+        PRESETS["tiny"] = TINY
 
 
 def reference_of(policy) -> Callable:
