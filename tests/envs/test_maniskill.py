@@ -161,7 +161,7 @@ def test_auto_takes_the_batched_backend_only_where_it_was_proven(monkeypatch):
     ],
 )
 def test_what_cannot_run_is_refused_before_the_run(options, error, says, monkeypatch, tmp_path):
-    monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path))
+    monkeypatch.setattr("mani_skill.ASSET_DIR", tmp_path)
     monkeypatch.setattr("embodied.envs.maniskill.has_gpu", lambda: False)
     config = ManiSkillConfig(**options)
     with pytest.raises(error, match=says):
