@@ -36,6 +36,7 @@ class Model:
     grpo: str
 
 
+RANGES = ["policy.statistics={demos}"]
 CONTROLLED = 0  # the seed of the control run; a process that is asked for other seeds leaves it out
 MODELS = {
     "oft": Model("pushcube_sft_openvla_oft_tiny", "pushcube_grpo_openvla_oft_tiny"),
@@ -49,10 +50,9 @@ def main() -> None:
     options = ask.parse_args()
     name, model, env, done = options.model, MODELS[options.model], environment(), []
     folder, runs = RESULTS / f"vla_{name}", ROOT / "runs" / f"vla_{name}"
-    figures = ["policy.statistics={demos}"]
     for seed in options.seeds:
         about = {"seed": seed, "config": config_hash(resolved(model.sft)), "eval_seed": EVAL_SEED}
-        made = lambda seed=seed: imitate(model.sft, runs, f"start-{seed}", seed, figures, env)  # noqa: E731
+        made = lambda seed=seed: imitate(model.sft, runs, f"start-{seed}", seed, RANGES, env)  # noqa: E731
         result = once(folder / f"start-{seed}.json", about, options.resume, made)
         print(f"start {seed}: {rate(result['success_once'])}", flush=True)
     plan = [(f"seed-{seed}", seed, ()) for seed in options.seeds]

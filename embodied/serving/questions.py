@@ -37,20 +37,6 @@ def observation_of(question: Any, spec: EnvSpec, any_size: bool) -> Observation:
     return obs
 
 
-def together(rows: list[Observation]) -> Observation:
-    """Several rows, side by side."""
-    first = rows[0]
-    obs: Observation = {}
-    if "images" in first:
-        cameras = first["images"]
-        obs["images"] = {camera: np.concatenate([row["images"][camera] for row in rows]) for camera in cameras}
-    if "state" in first:
-        obs["state"] = np.concatenate([row["state"] for row in rows])
-    if "instruction" in first:
-        obs["instruction"] = [text for row in rows for text in row["instruction"]]
-    return obs
-
-
 def names_of(camera: str, number: int) -> list[str]:
     aliases = [f"observation/{ALIASES[number]}"] if number < len(ALIASES) else []
     return [f"images/{camera}", f"observation/{camera}", camera, *aliases]

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 from embodied import rng
+from embodied.arrays import join_rows
 from embodied.data import Observation
 from embodied.policies.base import Policy
 from embodied.serving.batching import Batching
 from embodied.serving.codec import BadMessage, pack, unpack
 from embodied.serving.config import ServeConfig
-from embodied.serving.questions import observation_of, together
+from embodied.serving.questions import observation_of
 
 ANSWER_S, SEND_S = 120.0, 30.0  # most that an answer, and taking it, may last
 REFUSED, BROKEN = 1007, 1011  # codes of closing: what was sent is bad; what is here is
@@ -81,7 +82,7 @@ class Answers:
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
         clients, numbers = (np.array([getattr(one, key) for one in questions]) for key in ("client", "number"))
         noise = draw(self.config.seed, "act/serve", clients, numbers, self.noise.width)
-        output = self.policy.act(together([one.obs for one in questions]), noise, self.config.temperature)
+        output = self.policy.act(join_rows([one.obs for one in questions]), noise, self.config.temperature)
         actions = np.asarray(torch.as_tensor(output.actions).cpu())
         spent = 1000 * (time.perf_counter() - began)
         return [
