@@ -24,7 +24,7 @@ from embodied.placement.explain import describe_layout, idle_shares, why_not
 from embodied.placement.planner import Choice
 from embodied.placement.profile import Profile, read_profile, write_profile
 from embodied.plan import Planned, plan
-from embodied.profiles import fitted_to, one_round, profile_path, stored_profile
+from embodied.profiles import fitted_to, profile_path, repeated, stored_profile
 from embodied.profiling import measure as measure_profile
 from embodied.reporting.benchmark import describe, write_report
 from embodied.run_folder import provenance
@@ -94,7 +94,7 @@ def start(argv: list[str]) -> int:
 
 
 def benchmark(config: RunConfig, options: Options, folder: Path) -> Result:
-    config, _ = commands.planned(one_round(config))
+    config, _ = commands.planned(repeated(config))
     profile = profile_for(config, options)
     planned = plan(profile, discover(), config.cluster.memory_gb)
     chosen = {mode: planned.modes[mode] for mode in options.modes if planned.modes.get(mode)}

@@ -29,17 +29,16 @@ AMOUNTS = {
 }
 
 
-def steady(config: RunConfig) -> RunConfig:
-    """The recipe with iterations of one size and without a limit of memory, for measuring what its parts cost."""
-    cluster = config.cluster.model_copy(update={"memory_gb": None})
-    return one_round(config).model_copy(update={"cluster": cluster})
+def without_limit(config: RunConfig) -> RunConfig:
+    """The recipe without a limit of memory, for measuring what its parts cost."""
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gb": None})})
 
 
-def one_round(config: RunConfig) -> RunConfig:
-    """Every iteration plays its groups once, and learns from all of them."""
-    if config.algo.name == "ppo":
-        return config
-    return config.model_copy(update={"algo": config.algo.model_copy(update={"filter": "none"})})
+def repeated(config: RunConfig) -> RunConfig:
+    """The recipe with the same work in every iteration: groups are played once, and learned from; the learning rate is
+    zero, since a robot that learns to touch things gives its simulator more to do."""
+    same = {"lr": 0.0, "value_lr": 0.0} if config.algo.name == "ppo" else {"lr": 0.0, "filter": "none"}
+    return config.model_copy(update={"algo": config.algo.model_copy(update=same)})
 
 
 def workflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Workflow:

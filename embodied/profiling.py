@@ -30,7 +30,7 @@ from embodied.placement.layout import Layout, Zone
 from embodied.placement.profile import NOTHING, Cost, Link, Profile, Sync, write_profile
 from embodied.placement.topology import Topology
 from embodied.placement.workflow import Edge, traced_edges
-from embodied.profiles import cost_key, processor, profile_path, steady, workflow_of
+from embodied.profiles import cost_key, processor, profile_path, repeated, without_limit, workflow_of
 from embodied.runtime import Cluster, HostPlan
 from embodied.trial import Trial
 
@@ -88,7 +88,7 @@ def start(argv: list[str]) -> int:
 
 def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Profile:
     """Probe the parts, then calibrate with short real runs."""
-    config = steady(config)
+    config = without_limit(repeated(config))
     clock = Clock(seconds)
     topology = discover()
     cores = cores_here()

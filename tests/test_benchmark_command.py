@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from embodied import benchmark, profiling
+from embodied.algorithms.schedules import learning_rates
 from embodied.config import load
 from embodied.errors import ConfigError
 from embodied.placement import make_plan
@@ -15,7 +16,7 @@ from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile
 from embodied.placement.workflow import traced_edges
 from embodied.probing import ProbeWorker, num_decisions, real
-from embodied.profiles import cost_key, newest_profile, one_round, workflow_of
+from embodied.profiles import cost_key, newest_profile, repeated, workflow_of
 from embodied.reporting.benchmark import describe, paired_ratio, timeline
 from embodied.reporting.timeline import TraceWriter
 from embodied.trial import Round, Trial
@@ -120,7 +121,7 @@ GROUPED = ("recipe=pointmass_grpo", "env.num_envs=4", "algo.groups=2", "algo.gro
 
 @pytest.mark.parametrize("arguments", [SMALL, GROUPED])
 def test_the_graph_is_what_went_through_the_channels_of_a_real_iteration(tmp_path, arguments):
-    config = one_round(load([*arguments, "cluster.backend=inline"]).config)
+    config = repeated(load([*arguments, "cluster.backend=inline"]).config)
     plan = make_plan({"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, (0,), config.env.num_envs)
     with Trial(config, plan, tmp_path) as trial:
         trial.iterate()
@@ -143,11 +144,18 @@ def test_parts_are_measured_again_and_again_with_the_same_envs(arguments):
 
 def test_an_iteration_of_whole_episodes_is_one_round_of_all_groups():
     config = load([*GROUPED, "algo.filter=resample", "algo.minibatch_size=16", "algo.epochs=3"]).config
-    assert one_round(config).algo.filter == "none"
+    assert repeated(config).algo.filter == "none"
     workflow = workflow_of(config, episode_decisions=6)
     assert workflow["sim"].calls == 12  # two rounds of four episodes
     assert workflow["learner"].calls == 3 * 3 and workflow.env_steps == 8 * 6
-    assert cost_key(config) == cost_key(one_round(config))
+    assert cost_key(config) == cost_key(repeated(config))
+
+
+def test_every_iteration_that_is_timed_does_the_same_work():
+    for recipe in ("recipe=pointmass_ppo", "recipe=pointmass_grpo"):
+        config = load([recipe, "algo.lr=0.1"]).config
+        assert set(learning_rates(repeated(config).algo).values()) == {0.0}
+        assert cost_key(config) == cost_key(repeated(config))
 
 
 def test_whole_episodes_that_would_take_too_long_become_fewer_and_then_shorter():
