@@ -85,7 +85,8 @@ class PrismaticPolicy(AdaptedPolicy):
     @classmethod
     def counted(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
         words = {"choose_tokenizer": lambda self: WordTokenizer(self.settings)}
-        return type(cls.__name__, (cls,), words)(config.model_copy(update={"pretrained": None}), spec)
+        without = config.model_copy(update={"pretrained": None, "statistics": None})
+        return type(cls.__name__, (cls,), words)(without, spec)
 
     def choose_tokenizer(self) -> Tokenizer:
         return tokenizer_of(self.source, self.settings)

@@ -62,8 +62,9 @@ def demonstrated(folder: Path, spec: EnvSpec) -> Figures:
     """Those of a dataset's actions and states."""
     if not (folder / DATA_SET).is_file():
         raise ConfigError(
-            f"policy.statistics={folder} is neither a data set that the model knows nor the folder of one in "
-            f"LeRobot's layout, with {DATA_SET} (python -m embodied.collect writes some)"
+            f"policy.statistics={folder} is neither a data set that the model knows (give policy.pretrained=FOLDER, a "
+            f"model trained on it) nor the folder of one in LeRobot's layout, with {DATA_SET} (python -m "
+            "embodied.collect writes some)"
         )
     stats, wanted = read_json(folder / DATA_SET), {"action": spec.action.dim, "proprio": spec.state_dim or 0}
     found = plain(spec)

@@ -6,8 +6,12 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from bridge_files import needs
 
 from embodied import collect, evaluate, sft, train
+from embodied.data import ActionSpec, EnvSpec
+from embodied.policies import make_policy
+from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig
 
 SHORT = [
     "recipe=pointmass_ppo_openvla_tiny",
@@ -109,6 +113,49 @@ def test_each_family_imitates_and_rl_goes_on_from_there(policy, tmp_path, monkey
     assert losses[-1] < losses[0]
     short = ["run.iterations=1", "algo.rollout_decisions=4", "env.num_envs=4", "algo.minibatch_size=16"]
     assert train.main([*told, *short, f"run.start_from={run}"]) == 0
+
+
+def publish(folder, config):
+    """A model of random weights as others publish theirs, trained on two data sets."""
+    made = make_policy(config, EnvSpec(ActionSpec(7), images={"camera": (64, 64, 3)}, instruction=True), 0)
+    made.save_published(folder)
+    about = json.loads((folder / "config.json").read_text())
+    low, high = [-0.03] * 3 + [-0.1] * 3 + [0.0], [0.03] * 3 + [0.1] * 3 + [1.0]
+    ranges = {"action": {"q01": low, "q99": high, "mask": [True] * 6 + [False]}}
+    about["norm_stats"] = {"bridge_orig": ranges, "another": ranges}
+    (folder / "config.json").write_text(json.dumps(about))
+    return folder
+
+
+@pytest.mark.slow
+@needs("PutOnPlateInScene25Main-v3")
+@pytest.mark.parametrize(
+    ("recipe", "config", "few"),
+    [
+        ("maniskill_ppo_openvla", OpenVLAConfig(name="openvla"), ["algo.rollout_decisions=4", "pipeline.stages=1"]),
+        (
+            "maniskill_grpo_openvla_oft",
+            OpenVLAOFTConfig(name="openvla_oft"),
+            ["algo.groups=1", "algo.group_size=2"],
+        ),
+    ],
+)
+def test_recipes_at_full_size_train_a_small_model_that_is_published_alike(recipe, config, few, tmp_path, monkeypatch):
+    folder = publish(tmp_path / "published", config)
+    monkeypatch.chdir(tmp_path)
+    told = [f"recipe={recipe}", f"policy.pretrained={folder}", "policy.dtype=float32", "env.image_size=64", *few]
+    short = ["run.iterations=1", "run.env_steps=null", "env.num_envs=1", "env.max_episode_steps=8"]
+    assert (
+        train.main(
+            [*told, *short, "algo.minibatch_size=2", "cluster.backend=inline", "eval.episodes=1", "eval.videos=0"]
+        )
+        == 0
+    )
+    (run,) = (tmp_path / "runs").iterdir()
+    (row,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert row["train/logprob_gap"] < 1e-5
+    (report,) = run.glob("eval/*/results.json")
+    assert list(json.loads(report.read_text())["per_task"]) == ["PutOnPlateInScene25Main-v3"]
 
 
 @pytest.mark.slow
