@@ -229,9 +229,15 @@ def test_openpis_own_client_is_served(policy, monkeypatch):
         assert asking.get_server_metadata()["policy"] == "cnn"
         answer = asking.infer(question())
         assert answer["actions"].shape == (4, 2) and answer["policy_timing"]["infer_ms"] > 0
+        another = client.WebsocketClientPolicy(address, api_key=SECRET)
+        broker = pytest.importorskip("openpi_client.action_chunk_broker").ActionChunkBroker(another, 4)
+        steps = np.stack([broker.infer(question())["actions"] for _ in range(4)])
+        np.testing.assert_allclose(steps, answer["actions"], atol=1e-6)  # greedy, and one question for a whole chunk
         with pytest.raises(RuntimeError, match="lacks 'prompt'"):
             asking.infer({key: value for key, value in question().items() if key != "prompt"})
-        asking._ws.close()
+        assert another.infer(question())["actions"].shape == (4, 2)
+        for one in (asking, another):
+            one._ws.close()
 
 
 @pytest.mark.parametrize(
