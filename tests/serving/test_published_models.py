@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from embodied import serve
@@ -24,8 +25,10 @@ FELT = {"q01": [-1.0] * 8, "q99": [1.0] * 8}
 FIGURES = {key: [0.1 + (key in ("std", "q99"))] * 8 + [0.0] * 24 for key in ("mean", "std", "q01", "q99")}
 
 
-def publish(folder, config):
+def publish(folder, config, layout="openpi"):
     made = make_policy(config, SPEC, 0)
+    if layout == "lerobot":
+        return publish_lerobot(folder, made)
     if config.name == "pi0":
         (folder / "assets" / "libero").mkdir(parents=True)
         save_file({TIED if name == WORDS else name: w for name, w in made.model.state_dict().items()}, folder / WEIGHTS)
@@ -40,16 +43,32 @@ def publish(folder, config):
     return folder
 
 
+def publish_lerobot(folder, made):
+    folder.mkdir()
+    weights = {f"model.{TIED if name == WORDS else name}": w for name, w in made.model.state_dict().items()}
+    save_file(weights, folder / WEIGHTS)
+    variants = {key: TINY[key] for key in ("paligemma_variant", "action_expert_variant")}
+    sizes = {"chunk_size": 8, "max_action_dim": 8, "max_state_dim": 32, "tokenizer_max_length": 48}
+    (folder / CONFIG).write_text(json.dumps({"type": "pi0", **sizes, **variants}))
+    step = {"registry_name": "normalizer_processor", "state_file": "policy_preprocessor_step_5.safetensors"}
+    (folder / "policy_preprocessor.json").write_text(json.dumps({"steps": [step]}))
+    told = {"observation.state": 8, "action": 7}
+    figures = {f"{part}.{key}": numbers[:count] for part, count in told.items() for key, numbers in FIGURES.items()}
+    save_file({name: torch.tensor(numbers) for name, numbers in figures.items()}, folder / step["state_file"])
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("config", "keys", "cameras", "felt", "chunk"),
+    ("config", "layout", "keys", "cameras", "felt", "chunk"),
     [
-        (OpenVLAConfig(name="openvla", camera="agentview"), "gripper=libero", CAMERAS[:1], None, 1),
-        (OpenVLAOFTConfig(name="openvla_oft", head="l1", proprio=True), "crop_area=0.9", CAMERAS, 8, 8),
-        (Pi0Config(name="pi0"), "relative_actions=6", CAMERAS, 8, 5),
+        (OpenVLAConfig(name="openvla", camera="agentview"), "", "gripper=libero", CAMERAS[:1], None, 1),
+        (OpenVLAOFTConfig(name="openvla_oft", head="l1", proprio=True), "", "crop_area=0.9", CAMERAS, 8, 8),
+        (Pi0Config(name="pi0"), "openpi", "relative_actions=6", CAMERAS, 8, 5),
+        (Pi0Config(name="pi0"), "lerobot", "relative_actions=6", CAMERAS, 8, 5),
     ],
 )
-def test_a_published_folder_is_asked_as_its_authors_do(config, keys, cameras, felt, chunk, tmp_path, capsys):
-    folder = publish(tmp_path / "there", config)
+def test_a_published_folder_is_asked_as_its_authors_do(config, layout, keys, cameras, felt, chunk, tmp_path, capsys):
+    folder = publish(tmp_path / "there", config, layout)
     asked = ["env.name=libero", "env.task=libero_spatial"]
     policy = serve.load(ServeConfig(checkpoint=str(folder)), [*asked, "policy.dtype=float32"])
     told = capsys.readouterr().out
@@ -60,6 +79,22 @@ def test_a_published_folder_is_asked_as_its_authors_do(config, keys, cameras, fe
     obs = {"images": frames, "state": np.zeros((1, 8), np.float32), "instruction": ["pick it up"]}
     noise = np.full((1, policy.noise_spec().width), 0.5)
     assert policy.act(obs, noise, 0.0).actions.shape == (1, chunk, 7)
+
+
+def test_a_policy_on_the_hub_is_served_like_its_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = OpenVLAConfig(name="openvla", camera="agentview")
+    for repository, save in (("ours", make_policy(config, SPEC, 3).save_pretrained), ("others", None)):
+        folder = tmp_path / f"models--lab--{repository}"
+        save(folder / "snapshots" / "0123abc") if save else publish(folder / "snapshots" / "0123abc", config)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("0123abc")
+    ours = serve.load(ServeConfig(checkpoint="lab/ours"), [])
+    assert torch.equal(ours.value_head[0].weight, make_policy(config, SPEC, 3).value_head[0].weight)
+    told = ["env.name=libero", "env.task=libero_spatial", "policy.dtype=float32"]
+    others = serve.load(ServeConfig(checkpoint="lab/others"), told)
+    assert others.data_set == "libero_spatial" and "models--lab--others" in capsys.readouterr().out
 
 
 def test_a_published_folder_does_not_say_for_which_env(tmp_path):
