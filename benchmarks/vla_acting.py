@@ -1,7 +1,8 @@
 """How fast the tiny OpenVLA acts, next to transformers' generate() with the same Llama weights, side by side.
 
-Both get the same embeddings of image and prompt (our towers and projector, so that only the writing differs), sample
-from the 256 action tokens and give the log-probs that RL needs. Rounds alternate; seconds are of one thread's CPU time.
+All get the same embeddings of image and prompt (our towers and projector, so that only the writing differs), sample
+from the 256 action tokens and give the log-probs that RL needs: ours as it is and with policy.compile=true, and
+generate(). Rounds alternate; seconds are of one thread's CPU time.
 In "writing" image and prompt are embedded already, in "deciding" both sides embed them with our towers; "as published"
 means that the other side computes the towers' last blocks too, which nobody uses, as the published code does. Beside
 them stand the matrix products of our writing alone, below which no implementation gets with these weights.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import process_time
 
@@ -31,6 +32,7 @@ from embodied.policies.config import OpenVLAConfig
 from embodied.policies.openvla.settings import PRESETS, TINY
 
 SIDE, NUMBERS = 64, 7
+SIDES = ("ours", "compiled", "generate")
 CONTESTS = ("writing", "deciding", "deciding as published")
 WORDS = (TINY["text_config"]["vocab_size"], 32064)
 SPEC = EnvSpec(ActionSpec(NUMBERS), images={"top": (SIDE, SIDE, 3)}, instruction=True)
@@ -46,17 +48,18 @@ def main() -> None:
     about = {"rows": given.rows, "rounds": given.rounds, "commit": code_commit(), "packages": packages(), **machine()}
     write_json(RESULTS / "vla_acting.json", {"by_vocabulary": found} | about)
     rows = [line(f"{name}, {words} words", one[name]) for words, one in found.items() for name in CONTESTS]
-    print(markdown([f"{given.rows} rows", "ours", "generate()", "faster"], rows))
+    print(markdown([f"{given.rows} rows", "ours", "compiled", "generate()", "faster", "faster, compiled"], rows))
     for words, one in found.items():
         print(f"matrix products of our writing alone, {words} words: {one['products'] * 1e3:.1f} ms")
 
 
 def line(name: str, found: dict[str, float]) -> list[str]:
-    return [name, f"{found['ours'] * 1e3:.1f} ms", f"{found['generate'] * 1e3:.1f} ms", f"{found['ratio']:.2f}x"]
+    seconds = [f"{found[side] * 1e3:.1f} ms" for side in SIDES]
+    return [name, *seconds, f"{found['ratio']:.2f}x", f"{found['compiled_ratio']:.2f}x"]
 
 
 def compare(rows: int, rounds: int, words: int) -> dict:
-    policy = policy_with(words)
+    policy, fused = policy_with(words), policy_with(words, compile=True)
     reference, draw = reference_of(policy), np.random.default_rng(0)
     frames = draw.integers(0, 256, (rows, SIDE, SIDE, 3), np.uint8)
     obs = {"images": {"top": frames}, "instruction": ["pick up the red cup and put it on the plate"] * rows}
@@ -65,28 +68,32 @@ def compare(rows: int, rounds: int, words: int) -> dict:
     with torch.inference_mode():
         prefix = policy._prefix(obs)
         check_equal(policy.write(*prefix, uniform, 0.0)[0], reference(prefix, sample=False)[0])
+        check_equal(fused.write(*prefix, uniform, 0.0)[0], reference(prefix, sample=False)[0])
+        write = [lambda one=one: one.write(*prefix, uniform, 1.0) for one in (policy, fused)]
+        decide = [lambda one=one: one.act(obs, noise) for one in (policy, fused)]
         contests = {
-            "writing": (lambda: policy.write(*prefix, uniform, 1.0), lambda: reference(prefix)),
-            "deciding": (lambda: policy.act(obs, noise), lambda: reference(policy._prefix(obs))),
+            "writing": (*write, lambda: reference(prefix)),
+            "deciding": (*decide, lambda: reference(policy._prefix(obs))),
             "deciding as published": (
-                lambda: policy.act(obs, noise),
+                *decide,
                 lambda: (last_blocks(policy, rows), reference(policy._prefix(obs))),
             ),
         }
         found = {}
-        for name, pair in contests.items():
-            ours, theirs = alternate(pair, rounds)
-            found[name] = {"ours": ours, "generate": theirs, "ratio": theirs / ours}
-        found["products"], _ = alternate((products(policy, rows, prefix[0].shape[1]), lambda: None), rounds)
+        for name, sides in contests.items():
+            took = dict(zip(SIDES, alternate(sides, rounds), strict=True))
+            theirs = took["generate"]
+            found[name] = took | {"ratio": theirs / took["ours"], "compiled_ratio": theirs / took["compiled"]}
+        (found["products"],) = alternate((products(policy, rows, prefix[0].shape[1]),), rounds)
     return found | {"prefix_tokens": prefix[0].shape[1]}
 
 
-def policy_with(words: int):
+def policy_with(words: int, **options):
     """The tiny preset with so large a vocabulary."""
     text = TINY["text_config"] | {"vocab_size": words}
     PRESETS["tiny"] = TINY | {"text_config": text, "pad_token_id": words - 64}
     try:
-        return make_policy(OpenVLAConfig(name="openvla"), SPEC, 0).eval()
+        return make_policy(OpenVLAConfig(name="openvla", **options), SPEC, 0).eval()
     finally:
         PRESETS["tiny"] = TINY
 
@@ -160,15 +167,15 @@ def check_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
         raise SystemExit("the best tokens differ: this compares two different models")
 
 
-def alternate(pair: tuple[Callable, Callable], rounds: int) -> tuple[float, float]:
-    """Medians of both, taken in turns."""
-    seconds: tuple[list[float], list[float]] = ([], [])
+def alternate(sides: Sequence[Callable], rounds: int) -> list[float]:
+    """Medians of all, taken in turns."""
+    seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds + 3):
-        for run, times in zip(pair, seconds, strict=True):
+        for run, times in zip(sides, seconds, strict=True):
             started = process_time()
             run()
             times.append(process_time() - started)
-    return median(seconds[0][3:]), median(seconds[1][3:])
+    return [median(times[3:]) for times in seconds]
 
 
 if __name__ == "__main__":

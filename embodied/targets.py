@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from embodied.workflows.delivery import Weights
 
 BUILT_IN = {"random": "embodied.policies.simple:RandomPolicy", "zero": "embodied.policies.simple:ZeroPolicy"}
+HOW = ("compile",)  # options of a policy that say how it acts here, not what it is
 KEPT = ("env.name", "env.num_envs", "algo.name")  # for a whole run, besides its policy
 UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's recipe may differ from how it is evaluated
 
@@ -131,7 +132,7 @@ def differing(section: str, there: Any, here: Any) -> list[str]:
     return [
         f"{section}.{key}={write_yaml(one.get(key))} there, {write_yaml(two.get(key))} here"
         for key in sorted(one.keys() | two.keys())
-        if one.get(key) != two.get(key)
+        if one.get(key) != two.get(key) and key not in HOW
     ]
 
 

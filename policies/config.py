@@ -80,6 +80,11 @@ class VLAConfig(Strict):
     )
     lora_scale: float = Field(1.0, gt=0, description="What an adapter's effect is multiplied by: its alpha / rank.")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
+    compile: bool = Field(
+        False,
+        description="Act with networks that torch.compile has fused: faster, after a minute at first. On a CPU needs "
+        "a C++ compiler. A saved policy does not keep it.",
+    )
 
 
 class PrismaticConfig(VLAConfig):
@@ -183,6 +188,7 @@ class Pi0Config(Strict):
     lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
     lora_scale: float = Field(1.0, gt=0, description="As for openvla.")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
+    compile: bool = Field(False, description="As for openvla.")
 
     @property
     def mixed_precision(self) -> bool:

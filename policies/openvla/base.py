@@ -25,6 +25,7 @@ from embodied.policies.openvla.ranges import OWN, Ranges, stated_ranges
 from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.text import Tokenizer, WordTokenizer, prompt, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
+from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.images import processor_of
 from embodied.policies.vla.layers import smooth_filters
 from embodied.policies.vla.lora import UP, AdaptedPolicy, add_lora, is_adapter, published_name
@@ -209,6 +210,9 @@ class PrismaticPolicy(AdaptedPolicy):
         """Of each camera [N, 3 * towers, size, size]."""
         frames = [tensor_of(obs["images"][camera], self.device) for camera in self.cameras]
         return [self.images(part).to(self.dtype) for part in frames]
+
+    def _see(self, *seen: Tensor) -> Tensor:
+        return for_acting(self.config, VisionBackbone.forward, self.device)(self.vision_backbone, *seen)
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
         """What frozen towers see, [B, cameras, patches, dim]."""

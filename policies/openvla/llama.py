@@ -26,10 +26,15 @@ class Cache:
     def add(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put new tokens behind those there are; -> all of them."""
         end = self.length + k.shape[2]
-        keys, values = (memory[: self.rows] for memory in self._memory(layer, k))
+        keys, values = self.room(layer, k)
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
         return keys[:, :, :end], values[:, :, :end]
+
+    def room(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory of keys and values for this batch."""
+        keys, values = self._memory(layer, like)
+        return keys[: self.rows, :, : self.width], values[: self.rows, :, : self.width]
 
     def __deepcopy__(self, _: dict) -> Cache:
         return Cache()

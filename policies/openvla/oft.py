@@ -20,7 +20,9 @@ from embodied.policies.config import OpenVLAOFTConfig
 from embodied.policies.openvla.base import PATCHES, RANGES, VALUE, PrismaticPolicy, check_cameras
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.heads import FiLM, L1Head, ProprioProjector, laplace, laplace_noise
+from embodied.policies.openvla.llama import LlamaStack
 from embodied.policies.openvla.sampling import action_scores, pick
+from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.statistics import Statistics, statistics_of
 
 SLACK = 1e-8  # by which upstream widens every range
@@ -165,7 +167,8 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         mask = torch.cat([*parts, present[:, text:]], dim=1)
         begin, both = seen.shape[1] + text - 1, self.config.bidirectional
         read = slice(begin, begin + numbers)
-        hidden = self.language_model.model(x, mask, bidirectional=both, padded=not there.all(), read=read)
+        stack = for_acting(self.config, LlamaStack.forward, self.device)
+        hidden = stack(self.language_model.model, x, mask, bidirectional=both, padded=not there.all(), read=read)
         return hidden.view(count, self.config.chunk, self.spec.action.dim, -1)
 
     def _seen(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:
@@ -175,7 +178,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             weights = present[:, :, None].to(words.dtype)
             mean = (words * weights).sum(1) / weights.sum(1)
             told = (mean.repeat(len(images), 1),)
-        patches = self.vision_backbone(torch.cat(images), *told)
+        patches = self._see(torch.cat(images), *told)
         return torch.cat(patches.chunk(len(images)), dim=1)
 
     def _center(self, hidden: Tensor) -> Tensor:

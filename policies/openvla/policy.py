@@ -17,9 +17,10 @@ from embodied.data import NoiseSpec, Observation, PolicyOutput
 from embodied.errors import ConfigError
 from embodied.policies.base import Scores
 from embodied.policies.openvla.base import PATCHES, PrismaticPolicy, check_cameras
+from embodied.policies.openvla.compiled import CompiledWriting
 from embodied.policies.openvla.llama import Cache
 from embodied.policies.openvla.sampling import action_scores, pick
-from embodied.policies.openvla.writing import LAST, writing
+from embodied.policies.openvla.writing import LAST, way_to_write
 
 
 class OpenVLAPolicy(PrismaticPolicy):
@@ -59,7 +60,8 @@ class OpenVLAPolicy(PrismaticPolicy):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Action tokens and their log-probs [N, A], and values [N], from embeddings of image and prompt."""
         stack, numbers = self.language_model.model, uniform.shape[1]
-        text = writing(stack, self.cache, present, padded, numbers - 1)
+        way = CompiledWriting if self.config.compile else way_to_write(stack)
+        text = way(stack, self.cache, present, padded, numbers - 1)
         hidden = text.read(x)
         values = self._value(hidden)
         tokens, logits = [], [self._logits(hidden)]
@@ -88,7 +90,7 @@ class OpenVLAPolicy(PrismaticPolicy):
     def _prefix(self, obs: Observation, patches: Tensor | None = None) -> tuple[Tensor, Tensor, bool]:
         """Embeddings [N, L, D] of begin, image and text; which of them are there [N, L]; whether any is not. `patches`
         [N, 1, P, D] are what frozen towers saw."""
-        seen = self.vision_backbone(*self._pixels(obs)) if patches is None else tensor_of(patches, self.device)[:, 0]
+        seen = self._see(*self._pixels(obs)) if patches is None else tensor_of(patches, self.device)[:, 0]
         ids, there = self._words(obs, len(seen))
         patches = self.projector(seen)
         words = self.language_model.model.embed_tokens(tensor_of(ids, self.device))

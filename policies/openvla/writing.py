@@ -116,8 +116,8 @@ def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
-def writing(stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> Writing:
-    return (QuickWriting if is_plain(stack) else Writing)(stack, cache, present, padded, more)
+def way_to_write(stack: LlamaStack) -> type[Writing]:
+    return QuickWriting if is_plain(stack) else Writing
 
 
 def is_plain(stack: LlamaStack) -> bool:

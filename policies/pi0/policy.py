@@ -30,6 +30,7 @@ from embodied.policies.pi0.network import Pi0Network, Prefix, in_half
 from embodied.policies.pi0.normalize import Scale, choose, read_figures, width_of
 from embodied.policies.pi0.settings import PRESETS, settings_of
 from embodied.policies.pi0.text import Tokenizer, padded, prompt, tokenizer_of
+from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.lora import AdaptedPolicy, add_lora, is_adapter, published_name
 from embodied.policies.vla.shards import write_shards
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
@@ -287,7 +288,7 @@ class Pi0Policy(AdaptedPolicy):
         sentences = [self.tokenizer.encode(prompt(text, row)) for text, row in zip(texts, told)]
         words = [tensor_of(part, self.device) for part in padded(sentences, self.settings.max_tokens, width)]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.train == "all"):
-            return self.model.prefix(self._pixels(obs), *words)
+            return for_acting(self.config, Pi0Network.prefix, self.device)(self.model, self._pixels(obs), *words)
 
     def _pixels(self, obs: Observation) -> Tensor:
         """Of all cameras [N, cameras, 3, S, S]."""
@@ -307,7 +308,8 @@ class Pi0Policy(AdaptedPolicy):
 
     def _look(self, prefix: Prefix, state: Tensor, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and velocities before the steps k [N]."""
-        hidden = self.model.suffix(prefix, state, x, flow.time_of(k, self.config.steps))
+        suffix = for_acting(self.config, Pi0Network.suffix, self.device)
+        hidden = suffix(self.model, prefix, state, x, flow.time_of(k, self.config.steps))
         return hidden, self.model.velocity(hidden).to(self.exact)
 
     def _gaussian(self, x: Tensor, velocity: Tensor, hidden: Tensor, k: Tensor, level: float = 1.0):

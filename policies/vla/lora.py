@@ -93,8 +93,9 @@ class AdaptedPolicy(Policy):
         return super().saved() - self.left_out().keys()
 
     def description(self) -> dict[str, Any]:
-        names = self.left_out()
-        return super().description() | ({"base": str(self.origin.resolve()), "base_names": names} if names else {})
+        names, ours = self.left_out(), super().description()
+        ours["policy"] |= {"compile": False}  # how it acts here, not what it is
+        return ours | ({"base": str(self.origin.resolve()), "base_names": names} if names else {})
 
     def published_weights(self) -> dict[str, Tensor]:
         """With adapters merged."""
