@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from embodied.workflows.delivery import Weights
 
 BUILT_IN = {"random": "embodied.policies.simple:RandomPolicy", "zero": "embodied.policies.simple:ZeroPolicy"}
-HOW = ("compile",)  # options of a policy that say how it acts here, not what it is
+HOW = "policy.compile"  # how a policy acts here, not what it is
+FREE = ("policy.dtype", "policy.detach_value", "policy.noise_level", "policy.train")  # what a start may do otherwise
 KEPT = ("env.name", "env.num_envs", "algo.name")  # for a whole run, besides its policy
 UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's recipe may differ from how it is evaluated
 
@@ -100,7 +101,7 @@ def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
 def find_start(start: Path, policy: Any) -> Target:
     """The policy that `run.start_from` names, whose options must be those of this run's policy."""
     target = find(str(start))
-    if odd := [line for line in differing("policy", target.config, policy) if not line.startswith("policy.dtype=")]:
+    if odd := [line for line in differing("policy", target.config, policy) if line.partition("=")[0] not in FREE]:
         raise ConfigError(
             f"run.start_from={start} is another policy: {'; '.join(odd)}; set these keys as they are there"
         )
@@ -132,7 +133,7 @@ def differing(section: str, there: Any, here: Any) -> list[str]:
     return [
         f"{section}.{key}={write_yaml(one.get(key))} there, {write_yaml(two.get(key))} here"
         for key in sorted(one.keys() | two.keys())
-        if one.get(key) != two.get(key) and key not in HOW
+        if one.get(key) != two.get(key) and f"{section}.{key}" != HOW
     ]
 
 

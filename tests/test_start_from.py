@@ -5,6 +5,11 @@ import json
 import pytest
 from safetensors.numpy import load_file
 
+from embodied.data import ActionSpec, EnvSpec
+from embodied.errors import ConfigError
+from embodied.policies import make_policy
+from embodied.policies.config import Pi0Config
+from embodied.targets import find_start
 from embodied.train import main as train
 
 TINY = [
@@ -47,3 +52,13 @@ def test_another_policy_is_refused_before_anything_starts(first, tmp_path, capsy
     assert train([*wider, f"run.dir={tmp_path}", f"run.start_from={first}"]) == 2
     assert "policy.hidden=[8] there, [9] here" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_how_a_policy_learns_may_differ(tmp_path):
+    spec = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (16, 16, 3)}, instruction=True)
+    there = Pi0Config(name="pi0")
+    make_policy(there, spec, 0).save_pretrained(tmp_path)
+    here = there.model_copy(update={"train": "expert", "detach_value": True, "noise_level": 0.3, "compile": True})
+    assert find_start(tmp_path, here).config == there
+    with pytest.raises(ConfigError, match=r"policy.steps=4 there, 2 here"):
+        find_start(tmp_path, here.model_copy(update={"steps": 2}))
