@@ -1,7 +1,7 @@
 """What RL adds to a small VLA that imitates, from camera images of a real simulator: PushCube-v1.
 
     python -m benchmarks.learning.vla_gain oft [--seeds 0 1] [--resume]
-    python -m benchmarks.learning.vla_gain pi0 --seeds 0
+    python -m benchmarks.learning.vla_gain pi0
 
 Every seed collects demonstrations of the scripted expert, imitates them (a small OpenVLA-OFT or Pi0, fresh weights),
 and goes on with GRPO; then start and result play the same 200 held-out episodes. control is
