@@ -20,5 +20,6 @@ def test_both_sides_write_the_same_tokens():
     assert PRESETS["tiny"] is before
 
 
-def test_a_line_has_both_times_and_their_ratio():
-    assert line("writing", {"ours": 0.01, "generate": 0.02, "ratio": 2.0}) == ["writing", "10.0 ms", "20.0 ms", "2.00x"]
+def test_a_line_has_all_times_and_their_ratios():
+    found = {"ours": 0.01, "compiled": 0.005, "generate": 0.02, "ratio": 2.0, "compiled_ratio": 4.0}
+    assert line("writing", found) == ["writing", "10.0 ms", "5.0 ms", "20.0 ms", "2.00x", "4.00x"]
