@@ -53,7 +53,8 @@ def blob_of(tensor: Any) -> Blob:
     import torch
 
     flat = tensor.detach().cpu().contiguous().view(-1)
-    data = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    # By way of DLPack, since a storage of which numpy() was asked could never again be emptied to leave its device.
+    data = torch.from_dlpack(flat.view(torch.uint8)).numpy() if flat.numel() else np.empty(0, np.uint8)
     return Blob(spec_of(tensor), data)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from embodied.runtime.blobs import blob_of
 from embodied.runtime.residence import Belongings, Residence, num_bytes
 from embodied.runtime.timers import Timers
 
@@ -19,6 +20,12 @@ def trained(device="cpu"):
 
 def tensors_of(network, adam):
     return [*network.parameters(), *(value for state in adam.state.values() for value in state.values())]
+
+
+def test_weights_that_were_published_can_leave_still():
+    weights = torch.nn.Parameter(torch.ones(8))
+    assert blob_of(weights).data.ctypes.data == weights.data_ptr()  # without a copy
+    assert Residence().offload([weights]) == 32
 
 
 def test_what_was_offloaded_takes_no_memory_and_comes_back_with_its_views():
