@@ -153,7 +153,7 @@ def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None)
     lines = [
         f"task        {env.name} {tasks}{f', physics {backend}' if backend else ''}",
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
-        f"policy      {config.policy.name}",
+        f"policy      {config.policy.name}{describe_weights(config)}",
         *([f"pictures    {gigabytes(pictures)} an iteration"] if (pictures := picture_bytes(config)) else []),
         *(
             [f"memory      about {gigabytes(scenes)} for the simulators"]
@@ -165,6 +165,14 @@ def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None)
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
     return "\n".join([*lines, *([f"results     {folder}"] if folder else [])])
+
+
+def describe_weights(config: RunConfig) -> str:
+    """Where a large policy's weights come from."""
+    if not hasattr(config.policy, "pretrained"):
+        return ""
+    folder = config.run.start_from or config.policy.pretrained
+    return f", weights of {folder}" if folder else f", random weights ({config.policy.preset})"
 
 
 def describe_memory(config: RunConfig) -> str:

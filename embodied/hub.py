@@ -46,6 +46,8 @@ def fetch(repository: str, key: str = "checkpoint") -> Path:
 def with_folder(policy: Any) -> Any:
     """The policy's options, `policy.pretrained` being a folder: a model that is named by its hub id is fetched."""
     name = getattr(policy, "pretrained", None)
-    if name is None or Path(name).expanduser().exists() or not is_hub_id(name):
+    if name is None or Path(name).expanduser().exists():
         return policy
+    if not is_hub_id(name):
+        raise CheckpointError(f"policy.pretrained={name}: there is no such folder, and a hub id is ORG/NAME")
     return policy.model_copy(update={"pretrained": str(fetch(name, "policy.pretrained"))})

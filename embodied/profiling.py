@@ -72,8 +72,8 @@ def main(argv: list[str] | None = None) -> int:
 def start(argv: list[str]) -> int:
     values, problems, rest = commands.split(argv, ("seconds",))
     seconds = values.get("seconds", SECONDS)
-    if problems or not isinstance(seconds, int | float) or seconds <= 0:
-        raise ConfigError("\n".join(problems) or f"seconds={seconds}: should be a number, seconds=60 for example")
+    if problems or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+        raise ConfigError("\n".join(problems) or f"seconds={seconds}: should be a number above 0, seconds=60 say")
     loaded = load(rest)
     if loaded is None:
         return 0

@@ -6,6 +6,9 @@ has no weights yet (or lost them) is stale and refuses to act.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +23,9 @@ from embodied.runtime import Channel, Needs, Worker
 from embodied.runtime.blobs import Blob, tensor_of
 from embodied.runtime.residence import Belongings, num_bytes
 from embodied.runtime.weights import Publication, WeightReader
+
+COMPILING_S = 900.0  # at most, on a busy machine
+SIGN_S = 5.0
 
 
 class PolicyWorker(Worker):
@@ -86,11 +92,33 @@ class PolicyWorker(Worker):
             if whole is None:
                 replies[request.source].put(AskAgain(request.source))
                 continue
-            with self.timers.measure("act"), self.weights.acting(version):
+            with self.timers.measure("act"), self.weights.acting(version), self._patience():
                 reply = self._answer(whole, temperature, stream)
             decisions += 0 if reply.output is None else len(reply.values)
             replies[request.source].put(reply)
         return decisions
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Networks that are compiled when they are first asked take their time; a thread shows signs of life then."""
+        if not getattr(self.config, "compile", False):
+            yield
+            return
+        over = threading.Event()
+
+        def live() -> None:
+            for _ in range(round(COMPILING_S / SIGN_S)):
+                if over.wait(SIGN_S):
+                    return
+                self.tick()
+
+        thread = threading.Thread(target=live, name="compiling", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def completed(self, request: ActRequest) -> ActRequest | None:
         """With the observation that it refers to; None if that is not known here."""

@@ -322,3 +322,5 @@ def test_a_model_named_by_its_hub_id_is_fetched(monkeypatch, tmp_path):
     config = Pi0Config(name="pi0", pretrained="lab/pi0")
     assert hub.with_folder(config).pretrained == str(tmp_path) and asked == [("lab/pi0", "policy.pretrained")]
     assert hub.with_folder(Pi0Config(name="pi0", pretrained=str(tmp_path))).pretrained == str(tmp_path)
+    with pytest.raises(CheckpointError, match=r"policy.pretrained=/not/here: there is no such folder"):
+        hub.with_folder(Pi0Config(name="pi0", pretrained="/not/here"))

@@ -1,7 +1,10 @@
 """What a policy worker remembers from one rollout to the next."""
 
+import threading
+
 from embodied.data import ActRequest
-from embodied.policies.config import MLPConfig
+from embodied.policies import worker as module
+from embodied.policies.config import MLPConfig, OpenVLAConfig
 from embodied.policies.worker import PolicyWorker
 
 
@@ -19,3 +22,16 @@ def test_another_rollout_is_not_taken_for_the_last_one():
     worker = PolicyWorker(MLPConfig(), seed=0)
     worker.completed(ActRequest("sim-0/0#1", 9, obs={}, value_only=True))
     assert worker.completed(ActRequest("sim-0/0#4", 1, same_as=("sim-0/0#3", 9))) is None
+
+
+def test_a_policy_that_compiles_is_not_taken_for_hung(monkeypatch):
+    monkeypatch.setattr(module, "SIGN_S", 0.01)
+    heard = threading.Event()
+    for config, alive in ((OpenVLAConfig(name="openvla", compile=True), True), (MLPConfig(), False)):
+        worker = PolicyWorker(config, seed=0)
+        worker.tick = heard.set
+        heard.clear()
+        with worker._patience():
+            assert heard.wait(10 if alive else 0.1) is alive
+        heard.clear()
+        assert not heard.wait(0.1), "it goes on when the work is done"
