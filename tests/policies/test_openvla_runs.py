@@ -77,7 +77,7 @@ OFT = [
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["recipe=maniskill_grpo_openvla_oft_tiny", "env.reward=own"],
+            ["recipe=maniskill_grpo_openvla_oft_tiny", "env.reward=own", "env.reward_mode=normalized_dense"],
             marks=[pytest.mark.slow, pytest.mark.skipif(find_spec("mani_skill") is None, reason="needs ManiSkill")],
         ),
     ],
@@ -87,7 +87,8 @@ def test_chunks_train_at_every_level_and_with_a_reference(options, tmp_path, mon
     assert train.main([*options[:1], *OFT[1:], *options[1:]] if "recipe" in options[0] else [*OFT, *options]) == 0
     (run,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert max(row["train/logprob_gap"] for row in rows) < 1e-5
+    most = 2e-5 if "policy.head=l1" in options else 1e-5  # an action's is the sum of two numbers', here unlike tokens'
+    assert max(row["train/logprob_gap"] for row in rows) < most
     assert all(row["train/grad_norm"] > 0 for row in rows)
     if "algo.kl_coef=0.1" in options:
         assert rows[-1]["train/reference_kl"] != 0
