@@ -69,7 +69,10 @@ OFT = [
     [
         ["algo.logprob_level=action_dim", "policy.temperature=1.6"],
         pytest.param(
-            ["algo.logprob_level=action", "policy.head=l1", "algo.kl_coef=0.1", "policy.lora_rank=2"],
+            [
+                *("algo.logprob_level=action", "policy.head=l1", "algo.kl_coef=0.1", "policy.lora_rank=2"),
+                "policy.initial_log_scale=-1.0",  # rounding of the centers is divided by the scale
+            ],
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -87,8 +90,7 @@ def test_chunks_train_at_every_level_and_with_a_reference(options, tmp_path, mon
     assert train.main([*options[:1], *OFT[1:], *options[1:]] if "recipe" in options[0] else [*OFT, *options]) == 0
     (run,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    most = 2e-5 if "policy.head=l1" in options else 1e-5  # an action's is the sum of two numbers', here unlike tokens'
-    assert max(row["train/logprob_gap"] for row in rows) < most
+    assert max(row["train/logprob_gap"] for row in rows) < 1e-5
     assert all(row["train/grad_norm"] > 0 for row in rows)
     if "algo.kl_coef=0.1" in options:
         assert rows[-1]["train/reference_kl"] != 0
