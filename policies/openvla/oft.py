@@ -28,6 +28,7 @@ from embodied.policies.vla.statistics import Statistics, statistics_of
 SLACK = 1e-8  # by which upstream widens every range
 STOP = 2
 LOG_SCALE = "log_scale"
+CENTER = "action_head.model.fc2.weight"
 FILM = (".scale.weight", ".scale.bias", ".shift.weight", ".shift.bias")
 
 
@@ -94,9 +95,12 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return tuple(layers)
 
     def start(self, name: str, parameter: Tensor, draw: torch.Generator) -> None:
+        """As ever, and the head's first actions near the middle: single precision is finer there."""
         super().start(name, parameter, draw)
         if name == LOG_SCALE:
             parameter.fill_(self.config.initial_log_scale)
+        elif name == CENTER:
+            parameter.mul_(0.1)
 
     def noise_spec(self) -> NoiseSpec:
         return NoiseSpec("uniform", self.config.chunk * self.spec.action.dim)

@@ -48,7 +48,7 @@ def lively(policy, scale=5):
 
 @pytest.fixture(scope="module", params=["discrete", "l1"])
 def policy(request):
-    options = {"temperature": 1.6} if request.param == "discrete" else {"initial_log_scale": -1.0}
+    options = {"temperature": 1.6} if request.param == "discrete" else {}
     return lively(build(head=request.param, proprio=True, film=True, **options))
 
 

@@ -69,10 +69,7 @@ OFT = [
     [
         ["algo.logprob_level=action_dim", "policy.temperature=1.6"],
         pytest.param(
-            [
-                *("algo.logprob_level=action", "policy.head=l1", "algo.kl_coef=0.1", "policy.lora_rank=2"),
-                "policy.initial_log_scale=-1.0",  # rounding of the centers is divided by the scale
-            ],
+            ["algo.logprob_level=action", "policy.head=l1", "algo.kl_coef=0.1", "policy.lora_rank=2"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
