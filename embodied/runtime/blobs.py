@@ -121,7 +121,7 @@ def read_safetensors(path: Path) -> dict[str, Blob]:
 def write_safetensors(path: Path, specs: Mapping[str, Spec], blobs: Iterable[tuple[str, Blob]]) -> None:
     """A file of these tensors, written one by one as they come, in any order."""
     names = {ours: theirs for theirs, ours in SAFETENSORS.items()}
-    entries, end = {}, 0
+    entries, end = {"__metadata__": {"format": "pt"}}, 0  # published OpenVLA code refuses others
     for name, spec in specs.items():
         entries[name] = {
             "dtype": names[spec.dtype],

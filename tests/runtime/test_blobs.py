@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from embodied.errors import CheckpointError
@@ -57,6 +58,8 @@ def test_what_is_written_tensor_by_tensor_is_a_safetensors_file(tmp_path):
     again = load_file(tmp_path / "model.safetensors")
     assert again.keys() == SOME.keys()
     assert all(again[n].dtype == t.dtype and torch.equal(again[n], t) for n, t in SOME.items())
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # without it transformers 4.40, which OpenVLA runs on, reads nothing
 
 
 @pytest.mark.parametrize("keep", [4, 60, -3])
