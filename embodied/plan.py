@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from embodied import assets, commands
-from embodied.config import load
+from embodied.config import RunSection, load
 from embodied.envs import env_class
 from embodied.errors import ConfigError
 from embodied.layers import recipe_names
@@ -39,7 +39,7 @@ usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out
   profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
             published_maniskill_openvla, published_libero_openvla_oft
   cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine
-  out       where plan.json, plan.png and plan.html go; default: runs/plans/PROFILE-CLUSTER"""
+  out       where plan.json, plan.png and plan.html go; default: plans/PROFILE-CLUSTER in run.dir"""
 
 
 @dataclass(frozen=True)
@@ -70,32 +70,32 @@ def start(argv: list[str]) -> int:
         raise ConfigError("\n".join(problems))
     own = {key: str(value) for key, value in values.items()}
     try:
-        profile, name, cluster = find_profile(own.get("profile"), rest)
+        profile, name, cluster, runs = find_profile(own.get("profile"), rest)
         hardware = tuple(device for device in cluster.devices if "/" not in device)
         topology = read_topology(own["cluster"]) if "cluster" in own else here(hardware)
         planned = plan(profile, topology, cluster.memory_gb)
     except PlacementError as err:
         raise ConfigError(str(err)) from None
     print("\n".join(describe(planned, name)))
-    out = Path(own.get("out") or Path("runs/plans") / f"{name}-{topology.name.replace(' ', '-')}")
+    out = Path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
     write(planned, name, out)
     print(f"\nplan        {out / 'plan.html'}, plan.png, plan.json")
     return 0
 
 
-def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str, ClusterConfig]:
+def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str, ClusterConfig, Path]:
     """The one that is named; its workflow, or that of the recipe where one is given too. -> also its name, and what the
-    recipe says of the cluster."""
+    recipe says of the cluster and of where runs go."""
     path = packaged(named) if named else None
     if not any(arg.startswith("recipe=") for arg in rest):
         if rest or path is None:
             raise ConfigError("what to plan? name a recipe (recipe=maniskill_ppo), or a profile alone; see --help")
-        return read_profile(path), path.stem, ClusterConfig()
+        return read_profile(path), path.stem, ClusterConfig(), RunSection.model_fields["dir"].default
     config = load(rest).config
     config = config.model_copy(update={"env": env_class(config.env).resolve(config.env)})  # as it was when measured
     if path is None:
         path = newest_profile(config)
-    return fitted_to(config, read_profile(path), path), path.stem, config.cluster
+    return fitted_to(config, read_profile(path), path), path.stem, config.cluster, config.run.dir
 
 
 def packaged(name: str) -> Path:

@@ -56,13 +56,14 @@ def test_the_profile_of_an_env_that_chose_its_backend_is_found(tmp_path):
     assert plan.find_profile(None, arguments)[0].costs == profile.costs
 
 
-def test_hardware_that_the_recipe_declares_is_listed(capsys, tmp_path, monkeypatch):
+def test_a_plan_lists_declared_hardware_and_goes_where_the_recipes_runs_go(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = load(["recipe=pointmass_ppo"]).config
+    config = load(["recipe=pointmass_ppo", "run.dir=mine"]).config
     costs = {name: {"cpu": Cost(constant(1))} for name in ("sim", "policy", "learner")}
     write_profile(Profile(workflow_of(config), costs, made={"key": cost_key(config)}), profile_path(config))
-    code, out, err = run(capsys, "recipe=pointmass_ppo", "cluster.devices=[arm:0,far/arm:1]")
+    code, out, err = run(capsys, "recipe=pointmass_ppo", "run.dir=mine", "cluster.devices=[arm:0,far/arm:1]")
     assert code == 0, err
+    assert len([*(tmp_path / "mine" / "plans").glob("*/plan.json")]) == 1 and not (tmp_path / "runs").exists()
     assert next(line for line in out.splitlines() if line.startswith("cluster")).endswith(", arm:0")
 
 
