@@ -123,7 +123,7 @@ def play(case: Case, folder: Path) -> Outcome:
     deadline.cancel()
     seconds, output = time.perf_counter() - started, "".join(line for _, line in told)
     if seconds >= DEADLINE_S:
-        return Outcome(case, f"hung for {DEADLINE_S:g} s", 0, seconds, output[-300:])
+        return Outcome(case, f"hung for {DEADLINE_S:g} s", 0, seconds, relative(output[-300:], folder))
     (run,) = (folder / "runs").iterdir()
     info = json.loads((run / "run.json").read_text())
     restarts = info.get("restarts", 0)
@@ -132,19 +132,24 @@ def play(case: Case, folder: Path) -> Outcome:
     struck = folder / "struck"
     answer_s = round(answered - struck.stat().st_mtime, 1) if struck.exists() else None
     if process.returncode == 0:
-        said = "" if again is None else told[again][1].rstrip()
+        said = "" if again is None else relative(told[again][1].rstrip(), folder)
         return Outcome(case, problems(run, restarts) or "recovered", restarts, seconds, said, answer_s)
     said = output[output.rfind("\nerror: ") + 1 :].strip()
     role, _, rank = case.worker.partition("-")
     named = case.worker in said or re.search(rf"\b{role}\b[\w+]*-{rank}\.log", said)  # or another role of its process
     clear = process.returncode == 1 and named and ".log" in said and "Traceback" not in output
     ended = "message" if clear and info["state"] == "failed" else "unclear end"
-    return Outcome(case, ended, restarts, seconds, said, answer_s)
+    return Outcome(case, ended, restarts, seconds, relative(said, folder), answer_s)
+
+
+def relative(said: str, folder: Path) -> str:
+    """Without the folder of this case, which says nothing to whoever reads the table elsewhere."""
+    return said.replace(f"{folder}/", "")
 
 
 def play_in_a_folder(case: Case) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        return play(case, Path(folder))
+        return play(case, Path(folder).resolve())
 
 
 def problems(run: Path, restarts: int) -> str:
