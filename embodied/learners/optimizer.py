@@ -17,7 +17,16 @@ from embodied.algorithms.schedules import learning_rates
 from embodied.errors import CheckpointError
 from embodied.learners.collective import Collective
 from embodied.learners.sharding import is_sharded, local, part_of
-from embodied.runtime.blobs import Blob, Spec, blob_of, read_safetensors, spec_of, tensor_of, write_safetensors
+from embodied.runtime.blobs import (
+    Blob,
+    Spec,
+    array_of,
+    blob_of,
+    read_safetensors,
+    spec_of,
+    tensor_of,
+    write_safetensors,
+)
 
 FILE = "optimizer.safetensors"
 MASTER = "master"
@@ -144,7 +153,8 @@ class Optimizer:
         for name, p in self._named():
             for key, value in self._state(p).items():
                 if self.sharded and key != "step":
-                    value = torch.cat([torch.from_numpy(rows) for rows in self.collective.gather(value.cpu().numpy())])
+                    parts = self.collective.gather(array_of(blob_of(value)))
+                    value = torch.cat([torch.from_numpy(rows) for rows in parts])
                 yield f"{name}/{key}", blob_of(value)
 
 

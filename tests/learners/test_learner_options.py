@@ -20,6 +20,7 @@ from embodied.learners.worker import LearnerWorker
 from embodied.policies.folder import read_weights
 from embodied.policies.simple import RandomPolicy
 from embodied.runtime import Timers
+from embodied.runtime.residence import Residence, num_bytes
 
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("toy", HERE / "toy.py")
@@ -129,6 +130,14 @@ def test_an_optimizer_of_bfloat16_weights_comes_back_with_its_float32_copies(tmp
     assert not all(torch.equal(m, m.bfloat16().float()) for m in restored.masters)
 
 
+def test_an_optimizer_that_was_stored_from_shards_can_leave_still(tmp_path):
+    _, optimizer, _ = trained()
+    optimizer.sharded = True  # so that what is stored is gathered, here from this rank alone
+    optimizer.save(tmp_path)
+    held, freed = num_bytes(optimizer.tensors()), Residence().offload(optimizer.tensors())
+    assert freed == held
+
+
 def test_frozen_weights_stay_and_cost_no_optimizer_state():
     def freeze(policy):
         policy.actor.requires_grad_(False)
@@ -202,6 +211,10 @@ held = sum(p.to_local().numel() for p in worker.policy.parameters())
 assert held < 0.7 * sum(p.numel() for p in worker.policy.parameters()), held
 train(2)
 worker.save(out / "three")
+worker.offload()
+mine = [*(p.to_local() for p in worker.policy.parameters()), *worker.optimizer.tensors()]
+assert not any(tensor.untyped_storage().nbytes() for tensor in mine)
+worker.onload()
 worker.load(out / "two")
 train(2)
 worker.save(out / "again")
