@@ -42,9 +42,9 @@ class Belongings:
 
 class Residence:
     def __init__(self, keeps: bool = True) -> None:
-        """`keeps`: what is in the tensors comes back with them."""
+        """`keeps`: what is in the tensors comes back with them. Copies are made once: pinned memory is dear."""
         self.keeps = keeps
-        self._copies: dict[int, tuple[Any, Any]] = {}  # id -> (tensor, its copy): pinned memory is dear, so it is kept
+        self._copies: dict[int, tuple[Any, Any]] = {}  # by storage, which has a new view each time where it is a shard
         self._away: list[tuple[Any, int, Any]] = []  # tensor, bytes, its copy
 
     @property
@@ -91,10 +91,10 @@ class Residence:
     def _copy_for(self, tensor: Any, storage: Any) -> Any:
         import torch
 
-        _, copy = self._copies.get(id(tensor), (None, None))
+        _, copy = self._copies.get(storage._cdata, (None, None))
         if copy is None or copy.numel() != storage.nbytes():
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-            self._copies[id(tensor)] = tensor, copy
+            self._copies[storage._cdata] = tensor, copy
         return copy
 
 

@@ -57,6 +57,15 @@ def test_every_part_is_moved_and_told_on_its_own():
     assert told == [*(f"offload {part}" for part in parts), *(f"onload {part}" for part in parts)]
 
 
+def test_every_turn_uses_the_copy_of_the_first():
+    weights, residence, copies = torch.arange(8.0), Residence(), set()
+    for _ in range(3):
+        residence.offload([weights.view(2, 4)])
+        copies.update(copy.data_ptr() for _, _, copy in residence._away)
+        residence.onload()
+    assert len(copies) == len(residence._copies) == 1 and torch.equal(weights, torch.arange(8.0))
+
+
 def test_memory_of_somebody_else_stays():
     mapped = torch.frombuffer(bytearray(32), dtype=torch.float32)
     assert Residence().offload([mapped]) == 0
