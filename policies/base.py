@@ -160,7 +160,7 @@ class Policy(nn.Module):
         own = self.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, new in tensors.items():
-                check_shape(name, new, own[name])
+                check_like(name, new, own[name])
                 if own[name].dtype == new.dtype and own[name].device == new.device:
                     own[name].data = new
                 else:
@@ -172,10 +172,13 @@ class Policy(nn.Module):
         with torch.no_grad():
             for name, mine in self.state_dict(keep_vars=True).items():
                 new = torch.tensor(np.asarray(tensors[name]))  # a copy: arrays of other processes are read-only
-                check_shape(name, new, mine)
+                check_like(name, new, mine)
                 mine.copy_(new)
 
 
-def check_shape(name: str, new: Tensor, mine: Tensor) -> None:
+def check_like(name: str, new: Tensor, mine: Tensor) -> None:
+    if new.is_floating_point() != mine.is_floating_point():
+        dtype = str(new.dtype).removeprefix("torch.")
+        raise CheckpointError(f"weight {name} is of type {dtype}: a quantised model has to be unpacked first")
     if mine.shape != new.shape:
         raise CheckpointError(f"weight {name} is {tuple(new.shape)} but this policy has {tuple(mine.shape)}")

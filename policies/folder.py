@@ -90,8 +90,8 @@ def _whole(folder: Path) -> dict[str, Blob]:
 
 def _shards(folder: Path) -> dict[str, Blob]:
     where = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(where, dict):
-        raise CheckpointError(f"{folder / INDEX} is damaged: it has no weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise CheckpointError(f"{folder / INDEX} is damaged: it has no weight_map of tensors and their files")
     files = sorted(set(where.values()))
     if odd := [name for name in files if Path(name).name != name or not (folder / name).is_file()]:
         raise CheckpointError(f"{folder} is incomplete: {', '.join(odd[:4])} of {INDEX} missing")

@@ -54,9 +54,11 @@ def read_published(path: Path | str) -> Published:
         raise CheckpointError(f"{path} is not an OpenVLA folder: {CONFIG} is missing")
     config = {key: value for key, value in read_json(path / CONFIG).items() if key not in OURS}
     settings = settings_of(config, str(path / CONFIG))
-    stats = dict(config.get("norm_stats") or {})
+    stats = config.get("norm_stats") or {}
+    if not isinstance(stats, dict):
+        raise CheckpointError(f"{path / CONFIG} is damaged: norm_stats names no data sets")
     if (path / STATISTICS).is_file():
-        stats |= read_json(path / STATISTICS)
+        stats = stats | read_json(path / STATISTICS)
     if not stats:
         raise CheckpointError(
             f"{path} has no action statistics, without which its actions have no units: norm_stats in {CONFIG}, "

@@ -121,7 +121,7 @@ def settings_of(config: dict[str, Any], where: str) -> Settings:
         size = _one_size(sizes, where)
         settings = Settings(
             towers=tuple(_tower(name, where) for name in ids),
-            llama=_llama(text),
+            llama=_llama(text, where),
             image_size=size,
             resize=config.get("image_resize_strategy", "letterbox"),
             bins=config.get("n_action_bins", 256),
@@ -130,8 +130,10 @@ def settings_of(config: dict[str, Any], where: str) -> Settings:
             tokenizer="words" if str(config.get("llm_backbone_id")).endswith("-words") else "folder",
             published=config,
         )
-    except (KeyError, TypeError) as err:
+    except (KeyError, TypeError, AttributeError) as err:
         raise CheckpointError(f"{where} is not a complete OpenVLA config: {err!r}") from None
+    if odd := [n for n in (size, settings.bins, *counts_of(settings.llama)) if type(n) is not int or n < 1]:
+        raise CheckpointError(f"{where}: its sizes should be whole numbers, one is {odd[0]!r}")
     if len({size // tower.patch for tower in settings.towers}) > 1:
         raise CheckpointError(f"{where}: its towers {ids} cut an image of {size} pixels into different grids")
     return settings
@@ -150,11 +152,17 @@ def _tower(name: str, where: str) -> TowerSettings:
     return TOWERS[name]
 
 
-def _llama(text: dict[str, Any]) -> LlamaSettings:
+def counts_of(llama: LlamaSettings) -> tuple[int, ...]:
+    return llama.vocab, llama.dim, llama.depth, llama.heads, llama.kv_heads, llama.mlp
+
+
+def _llama(text: dict[str, Any], where: str) -> LlamaSettings:
     """Fields that the file leaves out are those of Llama 2 7B."""
     usual = LlamaSettings()
     heads = text.get("num_attention_heads", usual.heads)
-    rope = text.get("rope_parameters") or {}
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise CheckpointError(f"{where}: text_config scales its rotary embedding ({kind}), which is not supported")
     return LlamaSettings(
         vocab=text.get("vocab_size", usual.vocab),
         dim=text.get("hidden_size", usual.dim),

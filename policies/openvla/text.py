@@ -26,7 +26,6 @@ class FolderTokenizer:
     """The tokeniser of a published folder."""
 
     def __init__(self, path: Path) -> None:
-        self.content = path.read_text()
         self._fast = fast_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
@@ -37,8 +36,6 @@ class FolderTokenizer:
 
 class WordTokenizer:
     """For small models without a vocabulary file: a word's id is a hash of it."""
-
-    content = None
 
     def __init__(self, settings: Settings) -> None:
         self.words = settings.first_action_id - 3  # 0, 1 and 2 are unknown, begin and end

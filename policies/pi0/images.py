@@ -14,7 +14,7 @@ def resize_with_pad(frames: Tensor, size: int) -> Tensor:
     if height == width == size:
         return frames
     ratio = max(height, width) / size
-    high, wide = int(height / ratio), int(width / ratio)
+    high, wide = max(1, int(height / ratio)), max(1, int(width / ratio))
     pixels = resize(frames.permute(0, 3, 1, 2).float(), (high, wide), "bilinear")
     top, left = (size - high) // 2, (size - wide) // 2
     canvas = torch.zeros(len(frames), size, size, 3, dtype=torch.uint8, device=frames.device)

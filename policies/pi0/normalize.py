@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from embodied.runtime.blobs import array_of, read_safetensors
 
 NORM_STATS, STEPS = "norm_stats.json", "policy_preprocessor.json"
 WANTED = {"state": ("state", "observation.state"), "actions": ("actions", "action")}  # openpi's name, lerobot's
+ZERO = 1e-9  # openpi's quantiles of zeros are about as far from zero as its histogram is fine
 Figures = dict[str, dict[str, list[float]]]  # "state" and "actions" -> "mean", "std", "q01", "q99" -> numbers
 
 
@@ -35,15 +37,16 @@ class Scale(nn.Module):
         names = ("mean", "std") if mode == MEAN_STD else ("q01", "q99")
         if lost := [name for name in names if figures.get(name) is None]:
             raise CheckpointError(f"{what} lack {' and '.join(lost)}, by which this model is normalised")
-        one, two = (torch.tensor(figures[name], dtype=torch.float64)[: len(self.shift)] for name in names)
-        if len(one) < len(self.shift):
-            raise ConfigError(f"{what} are of {len(one)} numbers, the env has {len(self.shift)}")
-        if mode == MEAN_STD:
-            self.shift.copy_(one)
-            self.scale.copy_(two + eps)
-        else:
-            self.scale.copy_((two - one + eps) / 2)
-            self.shift.copy_(one + self.scale)
+        width, known = len(self.shift), min(len(figures[name]) for name in names)
+        if width and not width_of(figures) <= width <= known:
+            found = known if known < width else width_of(figures)
+            raise ConfigError(f"{what} are of {found} numbers, the env has {width}")
+        one, two = (torch.tensor(figures[name][:width], dtype=torch.float64) for name in names)
+        scale = two + eps if mode == MEAN_STD else (two - one + eps) / 2
+        if not (one.isfinite() & scale.isfinite() & (scale > 0)).all():
+            raise CheckpointError(f"{what} are damaged: {' and '.join(names)} are {one.tolist()} and {two.tolist()}")
+        self.shift.copy_(one if mode == MEAN_STD else one + scale)
+        self.scale.copy_(scale)
 
     def to_unit(self, numbers: Tensor) -> Tensor:
         return (numbers.to(torch.float64) - self.shift) / self.scale
@@ -59,9 +62,8 @@ def read_figures(path: Path) -> dict[str, Figures]:
         name = str(file.parent.relative_to(path)).removeprefix("assets").strip("/.")
         found[name or "own"] = _chosen(read_json(file).get("norm_stats", {}), file)
     if (path / STEPS).is_file():
-        for step in read_json(path / STEPS).get("steps", []):
-            if step.get("registry_name") == "normalizer_processor" and step.get("state_file"):
-                found["own"] = _from_step(path / Path(step["state_file"]).name)
+        for file in _state_files(path / STEPS):
+            found["own"] = _from_step(file)
     if (path / "meta" / "stats.json").is_file():
         found["own"] = _chosen(read_json(path / "meta" / "stats.json"), path / "meta" / "stats.json")
     return found
@@ -74,7 +76,18 @@ def choose(found: dict[str, Figures], name: str | None, where: str) -> Figures:
 
 def width_of(figures: dict[str, list[float]]) -> int:
     """Of what they describe, without the zeros that fill it up to a model's width."""
-    return max((at + 1 for column in figures.values() for at, number in enumerate(column) if number), default=0)
+    columns = [enumerate(column, 1) for column in figures.values()]
+    return max((at for column in columns for at, number in column if abs(number) > ZERO), default=0)
+
+
+def _state_files(path: Path) -> list[Path]:
+    """Of the steps that normalise."""
+    try:
+        steps = read_json(path).get("steps", [])
+        files = [step.get("state_file") for step in steps if step.get("registry_name") == "normalizer_processor"]
+        return [path.with_name(Path(file).name) for file in files if file]
+    except (TypeError, AttributeError):
+        raise CheckpointError(f"{path} is damaged: it holds no list of steps") from None
 
 
 def _from_step(path: Path) -> Figures:
@@ -93,9 +106,12 @@ def _chosen(figures: dict[str, Any], where: Path) -> Figures:
         name = next((name for name in names if name in figures), None)
         if name is None:
             raise CheckpointError(f"{where} has no figures of {' or '.join(names)}")
-        chosen[ours] = {
-            key: torch.as_tensor(value).flatten().tolist()
-            for key, value in figures[name].items()
-            if key in ("mean", "std", "q01", "q99") and value is not None
-        }
+        try:
+            chosen[ours] = {
+                key: np.array(value, np.float64).flatten().tolist()
+                for key, value in figures[name].items()
+                if key in ("mean", "std", "q01", "q99") and value is not None
+            }
+        except (TypeError, ValueError, AttributeError) as err:
+            raise CheckpointError(f"{where} is damaged: its figures of {name} cannot be read ({err})") from None
     return chosen

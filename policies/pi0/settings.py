@@ -93,7 +93,7 @@ def settings_of(config: dict[str, Any], names: Collection[str], where: str, kind
         language, expert = config["paligemma_variant"], config["action_expert_variant"]
         tiny = language == "tiny_language"
         action_dim = config.get("action_dim") or config["max_action_dim"]
-        return Settings(
+        settings = Settings(
             kind=kind,
             language=_gemma(language, where),
             expert=_gemma(expert, where),
@@ -109,6 +109,10 @@ def settings_of(config: dict[str, Any], names: Collection[str], where: str, kind
         )
     except KeyError as err:
         raise CheckpointError(f"{where} is not a complete config of Pi0: {err} is missing") from None
+    counts = (settings.horizon, settings.action_dim, settings.state_dim, settings.max_tokens)
+    if odd := [number for number in counts if type(number) is not int or number < 1]:
+        raise CheckpointError(f"{where}: its sizes should be whole numbers, one is {odd[0]!r}")
+    return settings
 
 
 def kind_of(names: Collection[str], where: str) -> str:
@@ -122,7 +126,7 @@ def kind_of(names: Collection[str], where: str) -> str:
 
 
 def _gemma(variant: str, where: str) -> GemmaSettings:
-    plain = variant.removesuffix("_lora")
+    plain = str(variant).removesuffix("_lora")
     if plain not in GEMMAS:
         raise CheckpointError(f"{where} names {variant!r}; known sizes: {', '.join(GEMMAS)}")
     if plain != variant:
@@ -135,7 +139,8 @@ def _normalization(config: dict[str, Any], kind: str, where: str) -> str:
     asked = config.get("normalization_mapping")
     if not asked:
         return QUANTILES if kind == "pi05" else MEAN_STD
-    modes = {str(asked.get(part)).lower() for part in ("STATE", "ACTION")}
+    told = asked if isinstance(asked, dict) else {}
+    modes = {str(told.get(part)).lower() for part in ("STATE", "ACTION")}
     if modes not in ({MEAN_STD}, {QUANTILES}):
         raise CheckpointError(f"{where} normalises by {', '.join(sorted(modes))}; known: {MEAN_STD}, {QUANTILES}")
     return modes.pop()

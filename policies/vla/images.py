@@ -64,12 +64,25 @@ def processor_of(published: dict, kinds: list[str], size: int, strategy: str, cr
     stored = published.get("tvf_normalize_params")
     if stored is None:
         moments = tuple(usual[kind] for kind in kinds)
-    elif len(stored) == len(kinds):
-        moments = tuple((tuple(part["mean"]), tuple(part["std"])) for part in stored)
     else:
-        raise CheckpointError(f"preprocessor_config.json normalises {len(stored)} images for {len(kinds)} towers")
+        moments = read_moments(stored)
+    if len(moments) != len(kinds):
+        raise CheckpointError(f"preprocessor_config.json normalises {len(moments)} images for {len(kinds)} towers")
     strategy = published.get("image_resize_strategy", strategy)
     return ImageProcessor(size, strategy, moments, crop_area)
+
+
+def read_moments(stored: list[dict]) -> tuple[Moments, ...]:
+    try:
+        moments = tuple((tuple(map(float, part["mean"])), tuple(map(float, part["std"]))) for part in stored)
+    except (KeyError, TypeError, ValueError):
+        moments = ()
+    if not moments or any(len(mean) != 3 or len(std) != 3 or min(std) <= 0 for mean, std in moments):
+        raise CheckpointError(
+            "preprocessor_config.json is damaged: tvf_normalize_params should hold mean and std of three colours for "
+            f"each tower, and is {stored}"
+        )
+    return moments
 
 
 def column(numbers: Tensor) -> Tensor:

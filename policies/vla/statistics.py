@@ -39,7 +39,7 @@ class Statistics:
         return np.where(self.mask, 0.5 * (numbers + 1) * self.width + self.low, numbers)
 
     def to_unit(self, numbers: np.ndarray) -> np.ndarray:
-        """Cut off at -1 and 1; the middle for a range without width."""
+        """Cut off at -1 and 1; -1 where a range has no width."""
         width = np.where(self.width == 0, 1.0, self.width)
         return np.clip(np.where(self.mask, 2 * (numbers - self.low) / width - 1, numbers), -1, 1)
 
@@ -68,9 +68,18 @@ def statistics_of(
 ) -> Statistics:
     """Those of the actions (or of another `part`) of the data set `key`."""
     found = choose_key(norm_stats, key, where)
+    what = f"{where}: the statistics of {found}"
     try:
         numbers = norm_stats[found][part]
         low, high = (np.array(numbers[name], np.float64) for name in BOUNDS[bounds])
-        return Statistics(low, high, np.array(numbers.get("mask", [True] * len(low)), bool), slack)
-    except (KeyError, TypeError) as err:
-        raise CheckpointError(f"{where}: the statistics of {found} lack {err} of {part}") from None
+        mask = np.array(numbers.get("mask") or [True] * len(low), bool)
+    except KeyError as err:
+        raise CheckpointError(f"{what} lack {err} of {part}") from None
+    except (TypeError, ValueError, AttributeError) as err:
+        raise CheckpointError(f"{what} are damaged at {part}: {err}") from None
+    if not low.shape == high.shape == mask.shape == (len(low),):
+        sizes = f"{low.shape}, {high.shape} and {mask.shape}"
+        raise CheckpointError(f"{what} are damaged: {' and '.join(BOUNDS[bounds])} and mask of {part} are {sizes}")
+    if not (np.isfinite(low) & np.isfinite(high) & (low <= high))[mask].all():
+        raise CheckpointError(f"{what} are damaged: {part} has a range that is none, {low.tolist()} to {high.tolist()}")
+    return Statistics(low, high, mask, slack)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied.errors import ConfigError
+from embodied.errors import CheckpointError, ConfigError
 
 
 def fast_tokenizer(path: Path):
@@ -18,7 +18,13 @@ def fast_tokenizer(path: Path):
         raise ConfigError(
             f"{path} needs the package tokenizers, which is not installed: python -m pip install 'embodied-loop[vla]'"
         ) from None
-    return Tokenizer.from_str(path.read_text())
+    try:
+        found = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as err:  # the package knows no narrower one
+        raise CheckpointError(f"{path} is damaged: {err}") from None
+    found.no_padding()  # who saved it may have left on how they filled their batches
+    found.no_truncation()
+    return found
 
 
 def hashed_words(text: str, count: int) -> list[int]:

@@ -1,0 +1,127 @@
+"""Files of published folders that are not what they should be: each is refused in a line, none is taken as it is."""
+
+import json
+
+import pytest
+import torch
+
+from embodied.errors import CheckpointError, ConfigError
+from embodied.policies.base import check_like
+from embodied.policies.folder import read_blobs
+from embodied.policies.openvla.settings import TINY, settings_of
+from embodied.policies.pi0 import settings as pi0
+from embodied.policies.pi0.normalize import MEAN_STD, Scale, read_figures
+from embodied.policies.vla.images import HALVES, processor_of
+from embodied.policies.vla.statistics import statistics_of
+from embodied.policies.vla.text import fast_tokenizer
+
+RANGE = {"q01": [0.0, -1.0], "q99": [1.0, 1.0]}
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mask": [True]}, r"q01 and q99 and mask of action are \(2,\), \(2,\) and \(1,\)"),
+        ({"q01": [0.0]}, "damaged: q01 and q99"),
+        ({"q01": "abc"}, "damaged at action: could not convert"),
+        ({"q01": [[0.0], [-1.0]]}, "damaged: q01 and q99"),
+        ({"q01": [0.0, NAN]}, "a range that is none"),
+        ({"q01": [0.0, None]}, "a range that is none"),
+        ({"q01": [0.0, 2.0]}, "a range that is none"),
+    ],
+)
+def test_ranges_that_are_none_are_refused(change, reason):
+    with pytest.raises(CheckpointError, match=f"here: the statistics of kitchen .*{reason}"):
+        statistics_of({"kitchen": {"action": RANGE | change}}, None, "here")
+
+
+def test_a_mask_without_content_masks_nothing_and_hides_what_is_no_range():
+    assert statistics_of({"kitchen": {"action": RANGE | {"mask": None}}}, None, "here").mask.all()
+    masked = RANGE | {"q01": [0.0, NAN], "mask": [True, False]}
+    assert statistics_of({"kitchen": {"action": masked}}, None, "here").from_unit(torch.zeros(2).numpy())[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"image_sizes": ["64", "64"]}, "sizes should be whole numbers, one is '64'"),
+        ({"n_action_bins": 0}, "one is 0"),
+        ({"text_config": "llama"}, "not a complete OpenVLA config"),
+        ({"text_config": {"rope_scaling": {"type": "linear", "factor": 2}}}, r"rotary embedding \(linear\)"),
+    ],
+)
+def test_sizes_of_openvla_that_cannot_be(change, reason):
+    with pytest.raises(CheckpointError, match=reason):
+        settings_of(TINY | change, "here")
+    assert settings_of(TINY | {"text_config": TINY["text_config"] | {"rope_parameters": {"rope_type": "default"}}}, "")
+
+
+@pytest.mark.parametrize("change", [{"action_dim": "8"}, {"max_token_len": "a"}, {"action_expert_variant": 3}])
+def test_sizes_of_pi0_that_cannot_be(change):
+    with pytest.raises(CheckpointError, match=f"here.*{next(iter(change.values()))!r}"):
+        pi0.settings_of(pi0.TINY | change, (), "here", "pi0")
+
+
+@pytest.mark.parametrize("stored", [3, [{"mean": [0.5] * 3}], [{"mean": [0.5] * 3, "std": [0.0] * 3}], [{"mean": 1}]])
+def test_image_numbers_that_cannot_be(stored):
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json is damaged: tvf_normalize_params"):
+        processor_of({"tvf_normalize_params": stored}, ["siglip"], 64, "resize-naive", 1.0)
+    good = [{"mean": HALVES[0], "std": HALVES[1]}]
+    assert processor_of({"tvf_normalize_params": good}, ["siglip"], 64, "resize-naive", 1.0).normalize == (HALVES,)
+
+
+@pytest.mark.parametrize(
+    ("figures", "error", "reason"),
+    [
+        ({"mean": [0.0] * 2, "std": [1.0] * 2}, ConfigError, "are of 2 numbers, the env has 3"),
+        ({"mean": [0.0] * 4, "std": [1.0] * 4}, ConfigError, "are of 4 numbers, the env has 3"),
+        ({"mean": [0.0, NAN, 0.0], "std": [1.0] * 3}, CheckpointError, "damaged: mean and std"),
+        ({"mean": [0.0] * 3, "std": [1.0, -1.0, 1.0]}, CheckpointError, "damaged: mean and std"),
+    ],
+)
+def test_figures_that_do_not_fit_an_env(figures, error, reason):
+    with pytest.raises(error, match=f"those of here .*{reason}"):
+        Scale(3).adopt(figures, MEAN_STD, 1e-6, "those of here")
+
+
+def test_figures_filled_up_with_zeros_and_of_what_the_env_does_not_tell_are_taken():
+    Scale(3).adopt({"mean": [0.5] * 3 + [1e-10] * 29, "std": [1.0] * 3 + [0.0] * 29}, MEAN_STD, 1e-6, "here")
+    Scale(0).adopt({"mean": [0.5] * 3, "std": [1.0] * 3}, MEAN_STD, 1e-6, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("norm_stats.json", {"norm_stats": {"state": {"mean": "abc"}, "actions": {}}}, "figures of state cannot be"),
+        ("norm_stats.json", {"norm_stats": {"state": 3, "actions": {}}}, "figures of state cannot be"),
+        ("policy_preprocessor.json", {"steps": 3}, "no list of steps"),
+        ("policy_preprocessor.json", {"steps": [3]}, "no list of steps"),
+    ],
+)
+def test_figures_that_cannot_be_read(name, content, reason, tmp_path):
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: .*{reason}"):
+        read_figures(tmp_path)
+
+
+def test_weights_that_cannot_be_used(tmp_path):
+    with pytest.raises(CheckpointError, match="weight x is of type int8: a quantised model"):
+        check_like("x", torch.zeros(3, dtype=torch.int8), torch.zeros(3))
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": 3}}')
+    with pytest.raises(CheckpointError, match="no weight_map of tensors"):
+        read_blobs(tmp_path)
+
+
+def test_a_tokeniser_neither_pads_nor_cuts_as_whoever_saved_it_did(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged"):
+        fast_tokenizer(path)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "lift": 7, "it": 8}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.enable_padding(length=8)
+    made.enable_truncation(1)
+    made.save(str(path))
+    assert fast_tokenizer(path).encode("lift it").ids == [7, 8]
