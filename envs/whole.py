@@ -12,7 +12,7 @@ from time import perf_counter
 
 import numpy as np
 
-from embodied.arrays import join_rows, take_rows
+from embodied.arrays import host, join_rows, take_rows
 from embodied.data import ActReply, ChunkResult, EpisodeResult, EpisodeSpec, Observation, PlayedEpisodes
 from embodied.envs.base import VectorEnv
 from embodied.envs.evaluation import spread
@@ -104,8 +104,8 @@ def play_whole(players: Sequence[Player]) -> PlayedEpisodes:
 
 def put_together(decisions: list[tuple[Observation, dict, dict]]) -> PlayedEpisodes:
     """Sorted by episode; within one, decisions are in the order in which they were taken."""
-    joined = {name: np.concatenate([arrays[name] for _, arrays, _ in decisions]) for name in decisions[0][1]}
-    replay = {name: np.concatenate([extra[name] for _, _, extra in decisions]) for name in decisions[0][2]}
+    joined = {name: np.concatenate([host(arrays[name]) for _, arrays, _ in decisions]) for name in decisions[0][1]}
+    replay = {name: np.concatenate([host(extra[name]) for _, _, extra in decisions]) for name in decisions[0][2]}
     of = joined.pop("episodes")
     order = np.argsort(of, kind="stable")
     episodes, lengths = np.unique(of, return_counts=True)

@@ -79,15 +79,15 @@ def flatten(trajectory: Trajectory, first: int, device: str) -> Batch:
     )
 
 
-def flatten_episodes(played: PlayedEpisodes, first: int, version: int) -> Batch:
-    """Whole episodes as items, in their order."""
+def flatten_episodes(played: PlayedEpisodes, first: int, version: int, device: str) -> Batch:
+    """Whole episodes as items, in their order; what goes to the device is as in `flatten`."""
     return Batch(
         first=first,
         obs=map_obs(played.obs, own, list),
-        actions=own(played.actions),
-        logprobs=own(played.logprobs),
-        mask=own(played.mask),
-        current=torch.from_numpy(played.versions == version),
+        actions=own(played.actions).to(device),
+        logprobs=own(played.logprobs).to(device),
+        mask=own(played.mask).to(device),
+        current=torch.from_numpy(played.versions == version).to(device),
         replay={name: own(array) for name, array in played.replay.items()},
     )
 

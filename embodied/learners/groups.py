@@ -15,7 +15,7 @@ from embodied.algorithms.config import GRPOConfig
 from embodied.algorithms.groups import episode_weights, returns_to_go
 from embodied.algorithms.losses import GRPOItems, Stats, grpo_loss_sum
 from embodied.data import GroupBatch, Observation, PlayedEpisodes
-from embodied.learners.batch import Batch, flatten_episodes
+from embodied.learners.batch import Batch, flatten_episodes, take
 from embodied.learners.collective import Collective
 from embodied.learners.model import Model
 from embodied.policies.base import Scores
@@ -37,11 +37,11 @@ class GroupShare:
     def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: GRPOConfig) -> tuple[Tensor, Stats]:
         """Of some items (`weight` 0: padding), and the parts of the loss that `sums` names."""
         items = GRPOItems(
-            logprobs=self.batch.logprobs[part],
-            advantages=self.advantages[part],
-            mask=self.batch.mask[part],
-            weights=weight * self.weights[part],
-            reference=None if self.reference is None else self.reference[part],
+            logprobs=take(self.batch.logprobs, part),
+            advantages=take(self.advantages, part),
+            mask=take(self.batch.mask, part),
+            weights=weight * take(self.weights, part),
+            reference=None if self.reference is None else take(self.reference, part),
         )
         return grpo_loss_sum(scores.logprobs, scores.entropy, items, config)
 
@@ -56,6 +56,7 @@ def prepare_groups(
     collective: Collective,
     dtype: torch.dtype,
     reference: Model | None = None,
+    device: str = "cpu",
 ) -> GroupShare:
     """This rank's episodes as items; all ranks take part."""
     own = slice(batch.first, batch.last)
@@ -63,7 +64,7 @@ def prepare_groups(
     counted = [lengths[:, 0] for lengths in collective.gather(played.lengths[:mine, None])]
     lengths = np.concatenate(counted)
     first = int(lengths[: batch.first].sum()) if mine else int(lengths.sum())  # nobody's items, where it has no part
-    items = flatten_episodes(played, first, batch.version)
+    items = flatten_episodes(played, first, batch.version, device)
     advantages, weights = (
         np.repeat(numbers[own] if mine else np.zeros(1), played.lengths)
         for numbers in (batch.advantages, episode_weights(lengths, config.weighting))
@@ -77,8 +78,8 @@ def prepare_groups(
     return GroupShare(
         batch=items,
         num_items=int(lengths.sum()),
-        advantages=torch.from_numpy(advantages).to(dtype),
-        weights=torch.from_numpy(weights).to(dtype),
+        advantages=torch.from_numpy(advantages).to(device, dtype),
+        weights=torch.from_numpy(weights).to(device, dtype),
         about=summary,
         reference=compared,
     )
@@ -95,7 +96,7 @@ def penalised(
 ) -> tuple[np.ndarray, float]:
     """Advantages of decisions that pay for leaving the reference, compared with all decisions of the iteration, and the
     mean divergence of a decision; of the episodes here the first `mine` count."""
-    away = torch.where(items.mask[:, :, None], items.logprobs - reference, 0.0).sum((1, 2)).double().numpy()
+    away = torch.where(items.mask[:, :, None], items.logprobs - reference, 0.0).sum((1, 2)).double().cpu().numpy()
     returns = returns_to_go(scores, away, lengths, kl_coef)
     cuts = np.cumsum(lengths)[:-1]
     rows = [

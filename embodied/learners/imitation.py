@@ -90,13 +90,13 @@ class ImitationLearner(LearnerWorker):
 
     def _gradient(self, mine: Tensor, count: int, passes: int, iteration: int) -> Tensor:
         """Leave the gradient of this rank's items in the parameters; return the sum of their losses."""
-        demos, sums = self.demos, torch.zeros(1, dtype=self.model.dtype)
+        demos, sums = self.demos, torch.zeros(1, dtype=self.model.dtype, device=self.device)
         for part, counts in self.model.micro_batches(mine, passes):
             inputs = {"obs": take_items(demos.obs, part), "actions": demos.actions[part].to(self.device)}
             losses = self.model.imitate(inputs, self._noise(part.numpy() + demos.first, iteration))
             loss = mean_of_items(losses, demos.mask[part].to(self.device)) * float(counts)
             (loss / count).backward()
-            sums += loss.detach().cpu()
+            sums += loss.detach()
         return sums
 
     def _noise(self, items: np.ndarray, iteration: int) -> np.ndarray | None:

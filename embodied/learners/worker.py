@@ -118,7 +118,7 @@ class LearnerWorker(Worker):
         with self.timers.measure("wait"):
             parts = receive(trajectories, sources)
         played = join_episodes(parts)
-        share = prepare_groups(played, batch, self.algo, self.collective, self.model.dtype, self.reference)
+        share = prepare_groups(played, batch, self.algo, self.collective, self.model.dtype, self.reference, self.device)
         if self._looks_once():
             with self.timers.measure("look"):
                 share = replace(share, batch=looked_at(self.model, share.batch, self.algo.minibatch_size))

@@ -1,0 +1,52 @@
+"""What losses are made of lies where the learner computes. The meta device stands for a GPU: it mixes with no other."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.algorithms.config import GRPOConfig
+from embodied.data import GroupBatch, PlayedEpisodes
+from embodied.learners.collective import Alone
+from embodied.learners.groups import prepare_groups
+from embodied.learners.imitation import Demonstrations, ImitationLearner
+
+PLAYED = PlayedEpisodes(
+    episodes=np.array([3, 5]),
+    lengths=np.array([2, 1]),
+    obs={"state": np.zeros((3, 2), np.float32)},
+    actions=np.zeros((3, 1, 2), np.float32),
+    logprobs=np.zeros((3, 1, 2), np.float32),
+    rewards=np.ones((3, 1)),
+    mask=np.ones((3, 1), bool),
+    versions=np.zeros(3, np.int64),
+)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_groups_are_learned_from_on_the_learners_device(kl_coef):
+    numbers = torch.zeros(3, 1, 2, device="meta", requires_grad=True)
+    scores = SimpleNamespace(logprobs=numbers, entropy=numbers)
+    reference = SimpleNamespace(config=SimpleNamespace(micro_batch_size=None), score=lambda inputs: scores)
+    batch = GroupBatch(PLAYED.episodes, np.array([1.0, 0.0]), np.array([1.0, -1.0]), 0, 0, 2)
+    config = GRPOConfig(name="grpo", groups=1, group_size=2, kl_coef=kl_coef)
+    told = (PLAYED, batch, config, Alone(), torch.float32, reference if kl_coef else None, "meta")
+    share = prepare_groups(*told)
+    loss, stats = share.loss_sum(scores, torch.arange(3), 1.0, config)
+    assert {loss.device.type, *(number.device.type for number in stats.values())} == {"meta"}
+    assert share.batch.current.device.type == "meta" and share.batch.obs["state"].device.type == "cpu"
+
+
+def test_losses_of_imitation_are_summed_where_the_gradients_are():
+    weight = torch.zeros(2, device="meta", requires_grad=True)
+    learner = object.__new__(ImitationLearner)
+    learner.device, learner._noise = "meta", lambda items, iteration: None
+    learner.demos = Demonstrations({}, torch.zeros(3, 1, 2), torch.ones(3, 1, dtype=torch.bool), 0, 3)
+    learner.model = SimpleNamespace(
+        dtype=torch.float32,
+        micro_batches=lambda items, passes: [(items, True)],
+        imitate=lambda inputs, noise: inputs["actions"] * weight,
+    )
+    sums = learner._gradient(torch.arange(3), 3, 1, 0)
+    assert weight.grad.device.type == sums.device.type == "meta"
