@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from embodied import rng
-from embodied.arrays import join_rows
+from embodied.arrays import finite_rows, host, join_rows
 from embodied.data import Observation
 from embodied.policies.base import Policy
 from embodied.serving.batching import Batching
@@ -83,13 +82,14 @@ class Answers:
         clients, numbers = (np.array([getattr(one, key) for one in questions]) for key in ("client", "number"))
         noise = draw(self.config.seed, "act/serve", clients, numbers, self.noise.width)
         output = self.policy.act(join_rows([one.obs for one in questions]), noise, self.config.temperature)
-        actions = np.asarray(torch.as_tensor(output.actions).cpu())
+        actions = host(output.actions)
+        sound = finite_rows(actions) & finite_rows(output.logprobs)  # tokens are numbers even where all else is NaN
         spent = 1000 * (time.perf_counter() - began)
         return [
             pack({"actions": row, "policy_timing": {"infer_ms": spent}})
-            if np.isfinite(row).all()
-            else BadMessage("the policy's actions are not finite for this observation")
-            for row in actions
+            if fine
+            else BadMessage("the policy's actions or their log-probs are not finite for this observation")
+            for row, fine in zip(actions, sound, strict=True)
         ]
 
 

@@ -46,6 +46,10 @@ class Published:
     unused: dict[str, Blob]  # published names
     names: dict[str, str]  # our name -> that in the folder
 
+    def __deepcopy__(self, _: dict) -> Published:
+        """Bytes in files are not copied into memory with a policy."""
+        return self
+
 
 def read_published(path: Path | str, kind: str) -> Published:
     """`kind` is what the recipe takes it for."""

@@ -78,11 +78,12 @@ class Pi0Policy(AdaptedPolicy):
     @classmethod
     def choices(cls, config: Pi0Config, task: str) -> dict[str, Any]:
         """Options for evaluating a published folder on a benchmark's task that the folder decides."""
-        found = read_published(config.pretrained, config.name).figures
+        published = read_published(config.pretrained, config.name)
+        found, told = published.figures, lerobots_own(published.settings.published)
         if config.statistics is not None or len(found) == 1:
-            return {}
+            return told
         near = [name for name in found if task.partition("_")[0] in name]
-        return {"statistics": near[0] if len(near) == 1 else None}
+        return told | {"statistics": near[0] if len(near) == 1 else None}
 
     @classmethod
     def numbers(cls, config: Pi0Config) -> tuple[int, int | None]:
@@ -362,6 +363,14 @@ class Pi0Policy(AdaptedPolicy):
             actions[..., :count] -= tensor_of(obs["state"], self.device)[:, None, :count]
         unit = self.action_scale.to_unit(actions).to(self.exact)
         return F.pad(unit, (0, self.settings.action_dim - unit.shape[-1]))
+
+
+def lerobots_own(published: dict[str, Any]) -> dict[str, Any]:
+    """What lerobot does otherwise than openpi with the same task, of a folder that it wrote."""
+    if "type" not in published:
+        return {}
+    steps = published.get("n_action_steps")
+    return {"relative_actions": 0, "state_in_prompt": True, "horizon": None} | ({"chunk": steps} if steps else {})
 
 
 def critic(settings, kind: str) -> nn.Sequential:

@@ -185,6 +185,7 @@ def test_adapters_are_saved_alone_and_merged_for_others(tmp_path, layout, name):
         return policy.act(observe(2), noise(policy, 2)).actions
 
     np.testing.assert_allclose(played(made), played(plain), atol=1e-6)
+    assert made.reference().source is made.source, "its files are not copied into memory"
     frozen = {n for n, p in made.named_parameters() if not p.requires_grad}
     assert all(".paligemma_with_expert." in n and "lora" not in n for n in frozen)
     draw = torch.Generator().manual_seed(1)

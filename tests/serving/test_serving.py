@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -166,6 +167,19 @@ def test_what_goes_wrong_inside_is_printed_here_and_not_told(policy, monkeypatch
         with pytest.raises(ConnectionClosed):
             connection.recv(timeout=30)
     assert "the weights are at /home/me" in "".join(told)
+
+
+def test_actions_of_weights_that_are_no_numbers_are_kept_back(policy, monkeypatch):
+    act = policy.act
+
+    def broken(*question):  # tokens chosen from NaN are numbers all the same
+        output = act(*question)
+        return replace(output, logprobs=np.full_like(output.logprobs, np.nan))
+
+    monkeypatch.setattr(policy, "act", broken)
+    with served(policy) as (address, _), connect(address) as connection:
+        connection.recv(timeout=30)
+        assert "log-probs are not finite" in ask(connection, question())
 
 
 def together(address, count):
