@@ -44,12 +44,13 @@ class Price:
 
 @dataclass(frozen=True)
 class Turn:
-    """A node of the workflow in a layer: its components by zone, and the nodes it waits for. early: for the first of
-    what they make; apart: no device is in common."""
+    """A node of the workflow in a layer: its components by zone, and the nodes on other devices it waits for: for each
+    of their chunks as it comes if it streams, else for all of them. Others are done when its own devices are free."""
 
     node: int
     parts: tuple[tuple[int, tuple[str, ...]], ...]  # (index of the zone, components)
-    waits: tuple[tuple[int, bool, bool], ...]  # (node, early, apart)
+    waits: tuple[int, ...]
+    streams: bool
 
 
 class Pricer:
@@ -222,9 +223,11 @@ class Pricer:
             if at and self.workflow[node[0]].ahead:
                 time = self._after_looking(turn, self.ahead_seconds(node[0], at), time, ready, chunks)
             ready[turn.node] = []
+            if not turn.streams:
+                time = max_of(time, *(ready[source][-1] for source in turn.waits))
             for chunk in range(chunks):
-                for source, early, _ in turn.waits:
-                    time = max_of(time, ready[source][chunk if early else -1])
+                if turn.streams:
+                    time = max_of(time, *(ready[source][chunk] for source in turn.waits))
                 time = time + each
                 ready[turn.node].append(time)
             if swapped:
@@ -236,9 +239,7 @@ class Pricer:
     def _after_looking(self, turn: Turn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
         """When a component has looked at all of its input: chunk by chunk, where that is made on other devices."""
         for chunk in range(chunks):
-            for source, _, apart in turn.waits:
-                time = max_of(time, ready[source][chunk if apart else -1])
-            time = time + seconds / chunks
+            time = max_of(time, *(ready[source][chunk] for source in turn.waits)) + seconds / chunks
         return time
 
     def ahead_seconds(self, name: str, at: Mapping) -> Array:
@@ -252,14 +253,10 @@ class Pricer:
             if node[0] in place:
                 mine = sorted({place[name] for name in node})
                 parts = tuple((z, tuple(name for name in node if place[name] == z)) for z in mine)
-                streams = all(self.workflow[name].streams for name in node)
-                waits = []
-                for j in self.workflow.sources[i]:
-                    source = self.workflow.order[j]
-                    if source[0] in place:
-                        apart = all(place[name] not in mine for name in source)
-                        waits.append((j, streams and apart, apart))
-                found.append(Turn(i, parts, tuple(waits)))
+                sources = [(j, self.workflow.order[j]) for j in self.workflow.sources[i]]
+                here = [(j, names) for j, names in sources if names[0] in place]
+                waits = tuple(j for j, names in here if all(place[name] not in mine for name in names))
+                found.append(Turn(i, parts, waits, all(self.workflow[name].streams for name in node)))
         return tuple(found)
 
     def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: frozenset[str], which: str) -> float:

@@ -24,13 +24,12 @@ import numpy as np
 from embodied.placement.costs import Price, Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone, layer_sets
 from embodied.placement.profile import Profile
-from embodied.placement.search import LayerSearch, Points, unbeaten_indices
+from embodied.placement.search import MARGIN, LayerSearch, Points, unbeaten_indices
 from embodied.placement.workflow import Workflow
 
 MODES = ("collocated", "hybrid", "disaggregated", "custom")
 STAGES = (1, 2, 4)
 GUESSES = 4  # layouts that are tried before the search
-MARGIN = 1 + 1e-9  # bounds are sums in another order than prices
 
 
 @dataclass(frozen=True)

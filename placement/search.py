@@ -23,6 +23,7 @@ PRICES = (0.3, 0.1)  # of all devices together, in iterations
 COARSE = 6  # sizes of a zone to look at first, where splits are more than
 MANY = 1000
 FEW = 200  # splits that are not narrowed down before other zones are looked at
+MARGIN = 1 + 1e-9  # bounds are sums in another order than prices
 ROLES = ("sim", "policy", "learner")
 
 
@@ -72,6 +73,7 @@ class LayerSearch:
         self.bound = pricer.least_of(sorted(nodes), stages, chunks)
         self.cheapest = cache(self._cheapest)
         self.sizes = cache(self._sizes)
+        self.floor = cache(self._floor)
         self.paths = paths(nodes, pricer.workflow.sources)
         self.leasts = {layer: self.least(layer) for layers in self.groups.values() for layer in layers}
         for layers in self.groups.values():
@@ -92,8 +94,7 @@ class LayerSearch:
                     break
                 for sizes in (COARSE, None):
                     splits, whole = self.splits(layer, limit, sizes)
-                    seconds = self.seconds(layer, splits)
-                    if seconds.min(initial=np.inf) < limit:
+                    if splits.size and (seconds := self.seconds(layer, splits)).min() < limit:
                         best = self.price(Way(layer), splits[:, [seconds.argmin()]])
                         limit = best.seconds[0]
                     if whole:
@@ -152,31 +153,28 @@ class LayerSearch:
                 high, devices = middle, need
         return devices
 
-    def floor(self, zone: Zone) -> np.ndarray:
-        """Seconds in which a zone of 0, 1, 2, ... devices is at work, at least."""
+    def _floor(self, zone: Zone) -> np.ndarray:
+        """Seconds of a pass in which a zone of 0, 1, 2, ... devices is at work, at least."""
         order = self.pricer.workflow.order
         nodes = [tuple(name for name in node if name in zone.components) for node in order]
         return sum(self.pricer.floor(names, zone.device_class, self.stages)[0] for names in nodes if names)
 
-    def need(self, layer: Layer, bound: float) -> list[int] | None:
+    def need(self, layer: Layer, bound: float) -> np.ndarray | None:
         """How many devices every zone has in all splits that could take less than `bound` seconds; None: there is no
-        such split."""
-        need = [1] * len(layer)
-        while True:
-            left = self.left(layer, np.array(need)[:, None])
-            if min(left.values()) < 0:
-                return None
-            most = [n + int(left[zone.device_class][0]) for n, zone in zip(need, layer)]
-            tried = np.arange(max(most) + 1)
-            sizes = [np.where(np.eye(len(layer), dtype=bool)[i][:, None], tried, m) for i, m in enumerate(most)]
-            sizes = [
-                np.minimum(size, self.count(zone)) for size, zone in zip(sizes, layer)
-            ]  # row i: of zone i all sizes
-            seconds = self.pricer.least_seconds(layer, sizes, self.stages, self.chunks)
-            found = [int(n) for n in np.maximum((seconds >= bound).sum(axis=1), need)]
-            if found == need:
+        such split. First what each needs for itself, then what it needs where the others have all that is left."""
+        each, longest = np.arange(len(layer)), bound * MARGIN / self.pricer.workflow.passes
+        need = np.array([np.count_nonzero(self.floor(zone) >= longest) for zone in layer])
+        while min((left := self.left(layer, need)).values()) >= 0:
+            more = np.array([left[zone.device_class] for zone in layer])
+            sizes = np.empty((len(layer), len(layer), 1 + more.max()), int)
+            sizes[:] = (need + more)[:, None, None]
+            sizes[each, each] = need[:, None] + np.minimum(np.arange(sizes.shape[2]), more[:, None])
+            seconds = self.pricer.least_seconds(layer, sizes, self.stages, self.chunks)  # row i: of zone i all sizes
+            more = np.count_nonzero(seconds >= bound, axis=1)
+            if not more.any():
                 return need
-            need = found
+            need = need + more
+        return None
 
     def count(self, zone: Zone) -> int:
         return self.pricer.classes[zone.device_class].count
@@ -220,7 +218,7 @@ class LayerSearch:
         need = self.need(layer, bound)
         if need is None:
             return np.zeros((len(layer), 0), int), True
-        left = self.left(layer, np.array(need)[:, None])
+        left = self.left(layer, need)
         sizes = [self.sizes(zone) for zone in layer]
         sizes = [s[(s >= n) & (s <= n + left[z.device_class])] for s, n, z in zip(sizes, need, layer)]
         rest: dict[str, int] = {}
@@ -234,7 +232,7 @@ class LayerSearch:
         whole = coarse is None or prod(len(sizes[i]) for i in chosen) <= MANY
         if not whole:
             sizes = [thinned(s, coarse) for s in sizes]
-        columns = np.array(need)[:, None]  # of zones that are not chosen yet, what they need
+        columns = need[:, None]  # of zones that are not chosen yet, what they need
         for i in chosen:
             columns = np.repeat(columns, len(sizes[i]), axis=1)
             columns[i] = np.tile(sizes[i], columns.shape[1] // max(len(sizes[i]), 1))
