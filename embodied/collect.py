@@ -43,7 +43,7 @@ def start(argv: list[str]) -> int:
     name = checkpoint or EXPERTS[expert]
     config = as_played(loaded.config, target)
     config, plan = commands.planned(config, learn=False)
-    print(commands.describe(config, plan).replace(target.config.name, name), flush=True)
+    print(commands.describe(config, plan, weights=target.folder).replace(target.config.name, name), flush=True)
     if loaded.dry_run:
         return 0
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -144,8 +144,11 @@ def chosen_cluster(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
 
 
-def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None) -> str:
-    """The first screen: what will run, where, and where the results go."""
+def describe(
+    config: RunConfig, plan: PlacementPlan, folder: Path | None = None, weights: Path | str | None = None
+) -> str:
+    """The first screen: what will run, where, and where the results go. `weights` is the folder of those played, where
+    the recipe does not say it."""
     env, backend = config.env, getattr(config.env, "backend", "")
     first, *rest = plan.describe()
     tasks = env.task if isinstance(env.task, str) else ", ".join(env.task)
@@ -153,7 +156,7 @@ def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None)
     lines = [
         f"task        {env.name} {tasks}{f', physics {backend}' if backend else ''}",
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
-        f"policy      {config.policy.name}{describe_weights(config)}",
+        f"policy      {config.policy.name}{describe_weights(config, weights)}",
         *([f"pictures    {gigabytes(pictures)} an iteration"] if (pictures := picture_bytes(config)) else []),
         *(
             [f"memory      about {gigabytes(scenes)} for the simulators"]
@@ -167,11 +170,11 @@ def describe(config: RunConfig, plan: PlacementPlan, folder: Path | None = None)
     return "\n".join([*lines, *([f"results     {folder}"] if folder else [])])
 
 
-def describe_weights(config: RunConfig) -> str:
+def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
     """Where a large policy's weights come from."""
     if not hasattr(config.policy, "pretrained"):
         return ""
-    folder = config.run.start_from or config.policy.pretrained
+    folder = folder or config.run.start_from or config.policy.pretrained
     return f", weights of {folder}" if folder else f", random weights ({config.policy.preset})"
 
 

@@ -91,7 +91,8 @@ def announce(loaded: Loaded, parts: list[Part], targets: list[Target]) -> None:
                 "eval.protocol=as-trained-v1 takes the env's options as they are"
             )
     env = config.env.model_copy(update={"task": loaded.config.env.task})
-    print(commands.describe(config.model_copy(update={"env": env, "policy": targets[0].config}), plan))
+    played = config.model_copy(update={"env": env, "policy": targets[0].config})
+    print(commands.describe(played, plan, weights=targets[0].folder))
     if len(targets) > 1:
         print(f"policies    {', '.join(target.name for target in targets)}")
     for target in targets:

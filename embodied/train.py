@@ -40,7 +40,7 @@ def follow(loaded: Loaded, program: type[EmbodiedLoop]) -> int:
     config, plan = commands.planned(loaded.config)
     origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
-        print(commands.describe(config, plan))
+        print(commands.describe(config, plan, weights=config.resume))
         print(commands.describe_memory(config), end="")
         return 0
     with commands.Interruption() as interruption:
@@ -48,7 +48,7 @@ def follow(loaded: Loaded, program: type[EmbodiedLoop]) -> int:
         with commands.closing(folder, interruption):
             console = Console(folder.path, folder.note, command=program.command)
             folder.record(placement=asdict(plan))
-            console.say(commands.describe(config, plan, folder.path))
+            console.say(commands.describe(config, plan, folder.path, checkpoint))
             train(program, config, plan, origin, folder, checkpoint, console, interruption)
     return interruption.exit_code
 

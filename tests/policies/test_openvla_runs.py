@@ -25,14 +25,16 @@ SHORT = [
 ]
 
 
-def test_it_trains_and_its_checkpoint_evaluates_alike(tmp_path, monkeypatch):
+def test_it_trains_and_its_checkpoint_evaluates_alike(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train.main([*SHORT, "env.max_episode_steps=6", "policy.temperature=1.6"]) == 0
     (run,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["train/logprob_gap"] for row in rows) < 1e-5
     assert all(row["train/grad_norm"] > 0 and np.isfinite(row["train/value_loss"]) for row in rows)
+    assert ", random weights (tiny)\n" in capsys.readouterr().out
     assert evaluate.main([f"checkpoint={run}", "eval.videos=0", "cluster.backend=inline"]) == 0
+    assert f", weights of {run / 'checkpoints' / 'v000002' / 'policy'}\n" in capsys.readouterr().out
     first, again = (run / "eval" / name / "episodes.csv" for name in ("v000002", "v000002-evaluate"))
     assert first.read_text() == again.read_text()
 
