@@ -207,10 +207,9 @@ class RunConfig(Strict):
 
 def failure(check: Callable[[], None]) -> ValueError | None:
     try:
-        check()
+        return check()
     except ValueError as err:
         return err
-    return None
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ COMMANDS = {
         "evaluate",
         "Play a fixed list of episodes with a trained policy and report its success.",
         {
-            "checkpoint": "A run's folder, one of its checkpoints, a policy folder, random, zero, "
+            "checkpoint": "A run's folder, one of its checkpoints, a policy folder, a hub id, random, zero, "
             "or my_pkg.my_module:MyPolicy; several as [A,B,random] play the same episodes and are compared."
         },
         unused=("policy", "algo", "sft", "collect", "resume"),
@@ -285,7 +284,7 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
 
     command = COMMANDS[entry]
     arguments = parse(argv, recipe_names())
-    if entry == "evaluate" and published(arguments.values):
+    if entry == "evaluate" and "--help" not in arguments.flags and published(arguments.values):
         command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
     if "--help" in arguments.flags:
         print(help_text(command, root(RunConfig)))
@@ -332,7 +331,7 @@ def base_recipe(
     for stored in (values.get("resume"), *own.get("checkpoint", ())):
         if isinstance(stored, str) and (found := stored_recipe(Path(stored).expanduser())):
             return str(found)
-    if family := published(own):
+    if family := published(values | own):
         task = values.get("env.task")
         env = values.get("env.name", "maniskill" if isinstance(task, str | list) and is_bridge(task) else None)
         return protocol_recipe(str(values.get("policy.name", family)), env, problems)
@@ -350,12 +349,14 @@ def base_recipe(
 
 
 def published(values: dict[str, Any]) -> str | None:
-    """The family of the policy to evaluate, where it is a folder as others publish them."""
+    """The family of a policy as others publish them; what the hub has is fetched where an env is named too."""
+    from embodied.hub import folder_of
     from embodied.policies.folder import published_family
 
     named = values.get("checkpoint")
     (checkpoint,) = named if isinstance(named, list | tuple) and len(named) == 1 else (named,)
-    return published_family(Path(checkpoint).expanduser()) if isinstance(checkpoint, str) else None
+    find = folder_of if {"recipe", "env.name", "env.task"} & values.keys() else Path
+    return published_family(find(checkpoint).expanduser()) if isinstance(checkpoint, str) else None
 
 
 def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:

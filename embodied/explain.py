@@ -159,7 +159,8 @@ def no_recipe_in(checkpoints: tuple[str, ...]) -> list[str]:
         if ":" in checkpoint or checkpoint in ("random", "zero") or Path(checkpoint).expanduser().exists():
             others.append(checkpoint)
         else:
-            hub = "; if it is a policy on the Hugging Face hub, name its env: recipe=NAME" * is_hub_id(checkpoint)
+            named = "; if it is a policy on the Hugging Face hub, name its env: env.name=libero, or recipe=NAME"
+            hub = named * is_hub_id(checkpoint)
             problems.append(f"checkpoint={checkpoint}: there is no such folder{hub}")
     if others and not problems:
         problems.append(f"checkpoint={' or '.join(others)} is not in a run's folder, so name the env: recipe=NAME")

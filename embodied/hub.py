@@ -22,12 +22,18 @@ def is_hub_id(checkpoint: str) -> bool:
     return HUB_ID.fullmatch(checkpoint) is not None and not Path(checkpoint).parent.is_dir()
 
 
+def folder_of(checkpoint: str) -> Path:
+    """Where it is on this machine; what only the hub has is fetched."""
+    here = Path(checkpoint).expanduser()
+    return fetch(checkpoint) if is_hub_id(checkpoint) and not here.exists() else here
+
+
 def fetch(repository: str, key: str = "checkpoint") -> Path:
     """The folder of the policy `ORG/NAME`."""
     by_hand = f"hf download {repository} --local-dir DIR, then {key}=DIR"
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ModuleNotFoundError:
         raise CheckpointError(
             f"{key}={repository}: there is no such folder, and to fetch it as a Hugging Face hub id takes "
@@ -35,7 +41,7 @@ def fetch(repository: str, key: str = "checkpoint") -> Path:
         ) from None
     try:
         return Path(snapshot_download(repository, allow_patterns=FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as err:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as err:
         cause = str(err).strip().splitlines()[0]
         raise CheckpointError(
             f"{key}={repository}: there is no such folder, and the Hugging Face hub did not give it ({cause}). "

@@ -39,6 +39,7 @@ def start(argv: list[str]) -> int:
     if config is None:
         return 0
     check_packages()
+    check_device(config.device)
     policy = load(config, protocol)
     asyncio.run(serve(policy, config))
     return 0
@@ -62,6 +63,16 @@ def read(argv: list[str]) -> ServeConfig | None:
     return config
 
 
+def check_device(device: str) -> None:
+    """Refuse a GPU that is not there."""
+    if device == "cpu":
+        return
+    import torch
+
+    if (count := torch.cuda.device_count()) <= int(device.partition(":")[2] or 0):
+        raise ConfigError(f"device={device}: PyTorch finds {count} GPUs on this machine; try device=cpu")
+
+
 def usage() -> str:
     lines = [
         "Answer robots and other programs with a policy's actions, by openpi's websocket protocol.",
@@ -79,19 +90,17 @@ def usage() -> str:
 
 def load(config: ServeConfig, protocol: list[str]) -> Policy:
     """`protocol` are arguments that say how a model that others published is asked."""
-    from embodied.hub import fetch, is_hub_id
+    from embodied.hub import folder_of
     from embodied.policies import load_policy
     from embodied.policies.folder import published_family
     from embodied.targets import find
 
-    here = Path(config.checkpoint).expanduser()
-    if is_hub_id(config.checkpoint) and not here.exists():
-        here = fetch(config.checkpoint)
+    here = folder_of(config.checkpoint)
     if published_family(here):
         return load_published(here, protocol)
+    target = find(config.checkpoint)
     if protocol:
         raise ConfigError(f"{protocol[0]} has no effect: {config.checkpoint} says itself how it acts; leave it out")
-    target = find(config.checkpoint)
     if target.folder is None:
         raise ConfigError(f"checkpoint={config.checkpoint} has no weights to serve; name a run or a policy folder")
     return load_policy(target.folder)

@@ -168,7 +168,7 @@ def test_a_policy_that_is_not_there_is_explained(checkpoint, code, says, capsys)
     ("checkpoint", "says"),
     [
         ("runs/nothing-2026", "checkpoint=runs/nothing-2026: there is no such folder\n"),
-        ("org/policy", "no such folder; if it is a policy on the Hugging Face hub, name its env: recipe=NAME"),
+        ("org/policy", "no such folder; if it is a policy on the Hugging Face hub, name its env: env.name=libero"),
         ("random", "checkpoint=random is not in a run's folder, so name the env: recipe=NAME"),
     ],
 )

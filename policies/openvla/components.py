@@ -48,7 +48,9 @@ def read_component(path: Path) -> dict[str, Tensor]:
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as err:  # whatever a damaged file or one that holds code makes the reader say
-            raise CheckpointError(f"{path} cannot be read as tensors: {str(err).splitlines()[0]}") from None
+            more = type(err).__name__ == "UnpicklingError"  # what torch advises then would run what is in the file
+            said = "it holds other things too, which could run code" if more else str(err).splitlines()[0]
+            raise CheckpointError(f"{path} cannot be read as tensors: {said}") from None
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{path} holds something else than named tensors")
     return {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}

@@ -305,7 +305,7 @@ def test_code_in_a_component_is_not_run(official, tmp_path):
     (tmp_path / "action_head--150_checkpoint.pt").unlink()
     (tmp_path / "action_head--150_checkpoint.safetensors").unlink(missing_ok=True)
     torch.save({"a": Trap()}, tmp_path / "action_head--150_checkpoint.pt")
-    with pytest.raises(CheckpointError, match="cannot be read as tensors"):
+    with pytest.raises(CheckpointError, match="cannot be read as tensors: it holds other things too"):
         build(pretrained=str(tmp_path))
 
 

@@ -259,6 +259,8 @@ def test_openpis_own_client_is_served(policy, monkeypatch):
     [
         ([], "which policy"),
         (["checkpoint=x", "prot=1"], "port"),
+        (["checkpoint=nowhere", "env.name=libero"], "there is no such folder"),
+        (["checkpoint=x", "device=cuda:99"], "device=cuda:99: PyTorch finds"),
         (["checkpoint=x", "host=0.0.0.0"], TOKEN),
         (["checkpoint=nowhere"], "nowhere"),
         (["checkpoint=random"], "no weights to serve"),
