@@ -21,21 +21,20 @@ from embodied.policies.openvla.actions import ActionTokens
 from embodied.policies.openvla.components import as_stored
 from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, write_published
 from embodied.policies.openvla.llama import LanguageModel
-from embodied.policies.openvla.ranges import OWN, Ranges, stated_ranges
+from embodied.policies.openvla.ranges import OWN, RANGES, Ranges, stated_ranges
 from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.text import Tokenizer, WordTokenizer, prompt, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.images import processor_of
 from embodied.policies.vla.layers import smooth_filters
-from embodied.policies.vla.lora import UP, AdaptedPolicy, add_lora, is_adapter, published_name
+from embodied.policies.vla.lora import UP, AdaptedPolicy, add_lora, is_adapter, misfit, published_name
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
 from embodied.policies.vla.text import align
 from embodied.runtime.blobs import Blob, blob_of
 from embodied.runtime.blobs import tensor_of as tensor_of_blob
 
 VALUE = "value_head."
-RANGES = "ranges."
 PATCHES = "patches"
 
 
@@ -125,7 +124,7 @@ class PrismaticPolicy(AdaptedPolicy):
         where = {name: self.name_in(stored, name) for name in own}
         fresh = {name for name in own if not stored or (where[name] not in stored and self.is_extra(name))}
         if stored and (odd := sorted({where[name] for name in own.keys() - fresh} ^ stored.keys())):
-            raise CheckpointError(f"{self.source}: its weights do not fit its config.json: {', '.join(odd[:4])}")
+            raise CheckpointError(f"{self.source}: {misfit(odd)}")
         for name, parameter in own.items():
             if name in fresh:
                 self.start(name, parameter, draw)

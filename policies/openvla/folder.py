@@ -15,6 +15,7 @@ from torch import Tensor
 from embodied.errors import CheckpointError
 from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
 from embodied.policies.openvla.components import component_weights, find_components
+from embodied.policies.openvla.ranges import RANGES
 from embodied.policies.openvla.settings import Settings, settings_of
 from embodied.policies.openvla.text import TOKENIZER
 from embodied.policies.vla.shards import write_shards, write_tensors
@@ -69,8 +70,9 @@ def read_published(path: Path | str) -> Published:
 
 
 def read_stored(published: Published, kinds: tuple[str, ...]) -> dict[str, Blob]:
-    """All weights of a folder, with those of these components under the names of our networks."""
-    stored = read_blobs(published.path)
+    """All weights of a folder, with those of these components under the names of our networks. Ranges that a folder of
+    ours has among them are those of its config.json."""
+    stored = {name: blob for name, blob in read_blobs(published.path).items() if not name.startswith(RANGES)}
     for kind in published.components.keys() & set(kinds):
         own = component_weights(kind, published.components[kind])
         for name in own:

@@ -17,7 +17,7 @@ from embodied.data import NoiseSpec, Observation, PolicyOutput
 from embodied.errors import ConfigError
 from embodied.policies.base import Scores
 from embodied.policies.config import OpenVLAOFTConfig
-from embodied.policies.openvla.base import PATCHES, RANGES, VALUE, PrismaticPolicy, check_cameras
+from embodied.policies.openvla.base import PATCHES, PrismaticPolicy, check_cameras
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.heads import FiLM, L1Head, ProprioProjector, laplace, laplace_noise
 from embodied.policies.openvla.llama import LlamaStack
@@ -33,7 +33,7 @@ FILM = (".scale.weight", ".scale.bias", ".shift.weight", ".shift.bias")
 
 
 class OpenVLAOFTPolicy(PrismaticPolicy):
-    extras = (VALUE, RANGES, LOG_SCALE, "action_head.", "proprio_projector.")
+    extras = (*PrismaticPolicy.extras, LOG_SCALE, "action_head.", "proprio_projector.")
 
     @classmethod
     def choices(cls, config: OpenVLAOFTConfig, task: str) -> dict[str, Any]:

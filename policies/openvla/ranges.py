@@ -21,6 +21,7 @@ DATA_SET = Path("meta", "stats.json")  # in LeRobot's layout
 FEATURES = {"action": "action", "proprio": "observation.state"}
 FIGURES = ("q01", "q99", "min", "max")
 OWN = "own"
+RANGES = "ranges."  # how the names of these buffers begin
 Figures = dict[str, dict[str, Any]]  # "action" and "proprio" -> FIGURES -> numbers
 
 

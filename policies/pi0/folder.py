@@ -25,6 +25,7 @@ from embodied.policies.vla.lora import UP, is_adapter
 from embodied.runtime.blobs import Blob, read_safetensors, tensor_of, write_safetensors
 
 MODEL = "model."  # what our names, and lerobot's, begin with
+SCALED = "action_scale.scale"  # a folder of ours has the figures among its weights
 UNUSED = "unused.safetensors"
 LAYOUT = "published_weights"  # in our config.json: the names and precisions of the folder that the weights came from
 OURS = (LAYOUT, "policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
@@ -41,7 +42,7 @@ class Published:
     path: Path
     settings: Settings
     figures: dict[str, Figures]
-    layout: dict[str, str]  # published name -> precision
+    layout: dict[str, str]  # published name -> precision; empty for what nobody has published
     weights: dict[str, Blob]  # our names
     unused: dict[str, Blob]  # published names
     names: dict[str, str]  # our name -> that in the folder
@@ -58,20 +59,21 @@ def read_published(path: Path | str, kind: str) -> Published:
         raise CheckpointError(f"{path} is not a folder of Pi0: {CONFIG} is missing")
     config, stored = read_json(path / CONFIG), read_blobs(path)
     layout = config.get(LAYOUT)
-    if layout is None:
+    if layout is None and "policy" not in config:
         layout = {name: blob.spec.dtype for name, blob in stored.items()}
         unused = {name: blob for name, blob in stored.items() if own_name(name) is None}
         names = {own_name(name): name for name in stored if name not in unused}
         weights = {own: stored[name] for own, name in names.items()}
     else:
+        layout = layout or {}  # of what began with fresh weights
         unused = read_unused(path, config.get("base"), kind)
         weights, names = dict(stored), {name: name for name in stored}
     config = {key: value for key, value in config.items() if key not in OURS}
-    settings = settings_of(config, layout, str(path / CONFIG))
+    settings = settings_of(config, layout or stored, str(path / CONFIG))
     if settings.kind != kind:
         raise CheckpointError(f"{path} holds a {settings.kind}, not a {kind}: policy.name={settings.kind}")
     figures = read_figures(path)
-    if not figures:
+    if not figures and SCALED not in weights:
         raise CheckpointError(
             f"{path} has no statistics, without which states and actions have no units: assets/NAME/{NORM_STATS} "
             "(openpi) or the normalising step of policy_preprocessor.json (lerobot) is missing; copy it from where the "

@@ -24,20 +24,21 @@ from embodied.policies.base import Scores
 from embodied.policies.config import Pi0Config
 from embodied.policies.pi0 import flow
 from embodied.policies.pi0.checks import check_env, views_of
-from embodied.policies.pi0.folder import MODEL, drawn, layout_of, read_published, save_beside, write_back
+from embodied.policies.pi0.folder import MODEL, SCALED, drawn, layout_of, read_published, save_beside, write_back
 from embodied.policies.pi0.images import pixels_of, resize_with_pad
 from embodied.policies.pi0.network import Pi0Network, Prefix, in_half
 from embodied.policies.pi0.normalize import Scale, choose, read_figures, width_of
 from embodied.policies.pi0.settings import PRESETS, settings_of
 from embodied.policies.pi0.text import Tokenizer, padded, prompt, tokenizer_of
 from embodied.policies.vla.compiling import for_acting
-from embodied.policies.vla.lora import AdaptedPolicy, add_lora, is_adapter, published_name
+from embodied.policies.vla.lora import AdaptedPolicy, add_lora, is_adapter, misfit, published_name
 from embodied.policies.vla.shards import write_shards
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
 from embodied.runtime.blobs import Blob, blob_of
 from embodied.runtime.blobs import tensor_of as tensor_of_blob
 
 SEEN, PRESENT, HIDDEN = "prefix", "prefix_present", "prefix_hidden"
+SCALES = ("action_scale.", "state_scale.")
 CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
 
 
@@ -106,7 +107,7 @@ class Pi0Policy(AdaptedPolicy):
         """Of the published folder, for acting only: what it lacks is zero."""
         stored = self.source.weights
         own = self.state_dict()
-        whole = {name for name in own if name.startswith(("action_scale.", "state_scale."))}
+        whole = {name for name in own if name.startswith(SCALES)}
         found = {name: stored.get(name, stored.get(published_name(name))) for name in own}
         return {
             name: found[name] or blob_of(tensor if name in whole else torch.zeros_like(tensor))
@@ -117,6 +118,8 @@ class Pi0Policy(AdaptedPolicy):
         """What states and actions are normalised by."""
         config, source = self.config, self.source
         found, where, name = source.figures if source else {}, str(source and source.path), config.statistics
+        if source and name is None and SCALED in source.weights:
+            return  # a folder of ours holds them among its weights
         if name and name not in found and Path(name).is_dir():
             found, where, name = read_figures(Path(name)), name, None
             if not found:
@@ -135,16 +138,18 @@ class Pi0Policy(AdaptedPolicy):
         """Published weights where the recipe names some, drawn ones for what is left."""
         draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
         stored = self.source.weights if self.source else {}
+        if self.config.statistics:  # others than those that a folder of ours holds
+            stored = {name: blob for name, blob in stored.items() if not name.startswith(SCALES)}
         own = self.state_dict(keep_vars=True)
         where = {name: name if name in stored else published_name(name) for name in own}
         fresh = {name for name in own if where[name] not in stored}
         lost = {name for name in fresh if stored and name.startswith(MODEL) and not is_adapter(name)}
         if odd := sorted(lost | (stored.keys() - set(where.values()))):
-            raise CheckpointError(f"{self.source.path}: its weights do not fit its config.json: {', '.join(odd[:4])}")
+            raise CheckpointError(f"{self.source.path}: {misfit(odd)}")
         for name, weight in own.items():
             if name not in fresh:
                 self.use_weights({name: tensor_of_blob(stored[where[name]]).clone()})
-            elif not name.startswith(("action_scale.", "state_scale.")):
+            elif not name.startswith(SCALES):
                 weight.copy_(drawn(name, weight, draw))
 
     @property
@@ -238,7 +243,7 @@ class Pi0Policy(AdaptedPolicy):
         ours = super().description()
         if self.source:
             ours["policy"]["pretrained"] = "."
-        elif self.config.statistics:
+        if not self.source or self.config.statistics not in self.source.figures:
             ours["policy"]["statistics"] = None  # they are among the weights
         return layout_of(self.settings, self.source) | ours
 
@@ -249,7 +254,7 @@ class Pi0Policy(AdaptedPolicy):
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """The layout the weights came in, for other programs: no value head, adapters merged."""
-        if not self.source:
+        if not (self.source and self.source.layout):
             raise ConfigError("only what came from a published folder can be saved as one; policy.pretrained is unset")
         weights = write_back(Path(folder), self.source, self.published_weights())
         write_shards(Path(folder), weights, shard_bytes)

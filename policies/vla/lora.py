@@ -71,6 +71,12 @@ def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tupl
         yield published_name(name), tensor
 
 
+def misfit(names: list[str]) -> str:
+    """What is wrong with a folder whose weights have these names more or less than they should."""
+    adapters = "; it holds adapters: set policy.lora_rank as it was" if any(map(is_adapter, names)) else ""
+    return f"its weights do not fit its config.json: {', '.join(names[:4])}{adapters}"
+
+
 class AdaptedPolicy(Policy):
     """A policy that LoRA may train: begun from a folder, it is saved as what is trained and the name of that folder."""
 
@@ -84,8 +90,8 @@ class AdaptedPolicy(Policy):
         """The same of the weights that a saved policy does not hold."""
         if not (self.origin and self.config.lora_rank):
             return {}
-        files, own = self.stored_names(), self.state_dict(keep_vars=True)
-        frozen = {name: published_name(name) for name, tensor in own.items() if not tensor.requires_grad}
+        files = self.stored_names()
+        frozen = {name: published_name(name) for name, p in self.named_parameters() if not p.requires_grad}
         there = {name: files.get(name, files.get(other)) for name, other in frozen.items()}
         return {name: file for name, file in there.items() if file}
 
