@@ -137,7 +137,13 @@ async def serve(policy: Policy, config: ServeConfig) -> None:
         print(f"clients     {'show the token in ' + TOKEN if config.token else 'of this machine, without a token'}")
         print(f"listening   ws://{config.host}:{port}", flush=True)
 
-    await Server(answers, config).run(ready, stop)
+    try:
+        await Server(answers, config).run(ready, stop)
+    except OSError as err:
+        cause = err.strerror or err
+        raise ConfigError(
+            f"host={config.host} port={config.port}: {cause}; choose others (port=0: a free one)"
+        ) from None
     print("stopped", flush=True)
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 BUILT_IN = {"random": "embodied.policies.simple:RandomPolicy", "zero": "embodied.policies.simple:ZeroPolicy"}
 HOW = "policy.compile"  # how a policy acts here, not what it is
 FREE = ("policy.dtype", "policy.detach_value", "policy.noise_level", "policy.train")  # what a start may do otherwise
-KEPT = ("env.name", "env.num_envs", "algo.name")  # for a whole run, besides its policy
+ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy holds what they name, and is its own
+KEPT = ("env.name", "env.num_envs", "algo.name", *ORIGIN)  # for a whole run, besides its policy
 UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's recipe may differ from how it is evaluated
 
 
@@ -101,7 +102,8 @@ def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
 def find_start(start: Path, policy: Any) -> Target:
     """The policy that `run.start_from` names, whose options must be those of this run's policy."""
     target = find(str(start))
-    if odd := [line for line in differing("policy", target.config, policy) if line.partition("=")[0] not in FREE]:
+    free = (*FREE, "policy.pretrained") if all(map(begins_from_folder, (target.config, policy))) else FREE
+    if odd := [line for line in differing("policy", target.config, policy) if line.partition("=")[0] not in free]:
         raise ConfigError(
             f"run.start_from={start} is another policy: {'; '.join(odd)}; set these keys as they are there"
         )
@@ -111,20 +113,25 @@ def find_start(start: Path, policy: Any) -> Target:
 def check_continues(run: Path, checkpoint: Path, config: RunConfig) -> None:
     """A run is resumed as what it is: its checkpoint holds this policy, these env rows and this algorithm's state."""
     trained = find(str(checkpoint)).config
-    odd = differing("policy", trained, config.policy) if trained.name == config.policy.name else []
+    odd = [line for line in differing("policy", trained, config.policy) if line.partition("=")[0] not in ORIGIN]
     if trained.name != config.policy.name:
         odd = [f"policy.name={trained.name} there, {config.policy.name} here"]
     stored = read_yaml((run / "config.yaml").read_text(encoding="utf-8")) if (run / "config.yaml").is_file() else {}
     now = config.model_dump(mode="json")
     for section, key in (name.split(".") for name in KEPT):
-        before = (stored.get(section) or {}).get(key, now[section][key])
-        if before != now[section][key]:
-            odd.append(f"{section}.{key}={before} there, {now[section][key]} here")
+        here = now[section].get(key)
+        before = (stored.get(section) or {}).get(key, here)
+        if before != here:
+            odd.append(f"{section}.{key}={write_yaml(before)} there, {write_yaml(here)} here")
     if odd:
         raise ConfigError(
             f"{run} cannot go on as another run: {'; '.join(odd)}; leave these keys out, or begin a new run with "
             f"run.start_from={run} where the policy is the same"
         )
+
+
+def begins_from_folder(policy: Any) -> bool:
+    return getattr(policy, "pretrained", None) is not None
 
 
 def differing(section: str, there: Any, here: Any) -> list[str]:

@@ -5,11 +5,12 @@ import json
 import pytest
 from safetensors.numpy import load_file
 
+from embodied.config import load
 from embodied.data import ActionSpec, EnvSpec
 from embodied.errors import ConfigError
 from embodied.policies import make_policy
-from embodied.policies.config import Pi0Config
-from embodied.targets import find_start
+from embodied.policies.config import OpenVLAConfig, Pi0Config
+from embodied.targets import check_continues, find_start
 from embodied.train import main as train
 
 TINY = [
@@ -52,6 +53,23 @@ def test_another_policy_is_refused_before_anything_starts(first, tmp_path, capsy
     assert train([*wider, f"run.dir={tmp_path}", f"run.start_from={first}"]) == 2
     assert "policy.hidden=[8] there, [9] here" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_began_from_a_folder_goes_on_and_is_begun_from(tmp_path):
+    spec = EnvSpec(ActionSpec(2), images={"top": (64, 64, 3)}, instruction=True)
+    run, folder, saved = tmp_path / "run", tmp_path / "published", tmp_path / "saved"
+    make_policy(OpenVLAConfig(name="openvla"), spec, 0).save_published(folder)
+    loaded = load(["recipe=pointmass_ppo_openvla_tiny", f"policy.pretrained={folder}", "policy.statistics=own"])
+    make_policy(loaded.config.policy, spec, 0).save_pretrained(saved)
+    run.mkdir()
+    (run / "config.yaml").write_text(loaded.yaml)
+    check_continues(run, saved, loaded.config)
+    other = loaded.config.policy.model_copy(update={"pretrained": "elsewhere"})
+    with pytest.raises(ConfigError, match=rf"policy\.pretrained={folder} there, elsewhere here"):
+        check_continues(run, saved, loaded.config.model_copy(update={"policy": other}))
+    assert find_start(saved, loaded.config.policy).folder == saved
+    with pytest.raises(ConfigError, match=rf"policy\.pretrained={saved} there, null here"):
+        find_start(saved, loaded.config.policy.model_copy(update={"pretrained": None}))
 
 
 def test_how_a_policy_learns_may_differ(tmp_path):

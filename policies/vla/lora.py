@@ -39,8 +39,9 @@ def add_lora(parts: Iterable[nn.Module], rank: int, scale: float, whole: Iterabl
         layers = [name for name, layer in part.named_modules() if adaptable(layer) and id(layer) not in untouched]
         kept = [p for layer in part.modules() if id(layer) in untouched for p in layer.parameters() if p.requires_grad]
         part.requires_grad_(False)
-        config = LoraConfig(r=rank, lora_alpha=scale * rank, target_modules=layers, init_lora_weights=False)
-        inject_adapter_in_model(config, part, adapter_name=ADAPTER)
+        if layers:  # none where the whole part stays as it is
+            config = LoraConfig(r=rank, lora_alpha=scale * rank, target_modules=layers, init_lora_weights=False)
+            inject_adapter_in_model(config, part, adapter_name=ADAPTER)
         for parameter in kept:
             parameter.requires_grad_(True)
 

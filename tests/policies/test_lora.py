@@ -24,6 +24,12 @@ def build(**options):
     return make_policy(OpenVLAConfig(name="openvla", **options), SPEC, 0)
 
 
+def test_frozen_towers_have_no_adapters():
+    made = build(lora_rank=4, train="language")
+    trained = {name for name, p in made.named_parameters() if p.requires_grad and "lora_" in name}
+    assert trained and not any(name.startswith("vision_backbone.") for name in trained)
+
+
 def logprobs(policy):
     return policy({"obs": OBS, "tokens": torch.full((2, 1, 2), 100)}).logprobs.detach()
 

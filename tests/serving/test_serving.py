@@ -279,6 +279,13 @@ def test_other_hosts_need_a_long_token(monkeypatch):
     assert ServeConfig(checkpoint="x", host="0.0.0.0").token == SECRET
 
 
+def test_a_port_that_is_taken_is_said(policy):
+    with served(policy) as (address, _):
+        config = ServeConfig(checkpoint="x", port=int(address.rpartition(":")[2]))
+        with pytest.raises(ConfigError, match=f"port={config.port}: .*choose others"):
+            asyncio.run(serve.serve(policy, config))
+
+
 @pytest.mark.slow
 def test_the_command_serves_a_policy_folder_until_it_is_asked_to_stop(policy, tmp_path):
     policy.save_pretrained(tmp_path / "policy")
