@@ -2,10 +2,12 @@
 
 All get the same embeddings of image and prompt (our towers and projector, so that only the writing differs), sample
 from the 256 action tokens and give the log-probs that RL needs: ours as it is and with policy.compile=true, and
-generate(). Rounds alternate; seconds are of one thread's CPU time.
-In "writing" image and prompt are embedded already, in "deciding" both sides embed them with our towers; "as published"
-means that the other side computes the towers' last blocks too, which nobody uses, as the published code does. Beside
-them stand the matrix products of our writing alone, below which no implementation gets with these weights.
+generate(). Rounds alternate, in a thread like a worker's; seconds are of the clock, with one thread of PyTorch and
+with as many as there are cores.
+In "writing" image and prompt are embedded already, in "deciding" both sides embed them with our towers. Both give
+generate() all rows at once, which the published OpenVLA class refuses; "row by row" is what is left to its users, with
+the towers' last blocks that it computes too. Beside them stand the matrix products of our writing alone, below which
+no implementation gets with these weights.
 
 The tiny preset has 1,088 words, whose logits are 2% of generate()'s products and so a larger part of them than a real
 model's 32,064 are; a tiny model with 32,064 would spend a third on them. Both are measured.
@@ -17,10 +19,12 @@ model's 32,064 are; a tiny model with 32,064 would spend a third on them. Both a
 from __future__ import annotations
 
 import argparse
+import os
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
-from time import process_time
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -33,7 +37,7 @@ from embodied.policies.openvla.settings import PRESETS, TINY
 
 SIDE, NUMBERS = 64, 7
 SIDES = ("ours", "compiled", "generate")
-CONTESTS = ("writing", "deciding", "deciding as published")
+CONTESTS = ("writing", "deciding", "row by row")
 WORDS = (TINY["text_config"]["vocab_size"], 32064)
 SPEC = EnvSpec(ActionSpec(NUMBERS), images={"top": (SIDE, SIDE, 3)}, instruction=True)
 
@@ -43,14 +47,19 @@ def main() -> None:
     arguments.add_argument("--rows", type=int, default=16, help="envs that ask at once")
     arguments.add_argument("--rounds", type=int, default=30)
     given = arguments.parse_args()
-    torch.set_num_threads(1)
-    found = {str(words): compare(given.rows, given.rounds, words) for words in WORDS}
+    counts = sorted({1, len(os.sched_getaffinity(0))})
+    found = {}
+    with ThreadPoolExecutor(1) as worker:
+        for words in WORDS:
+            for threads in counts:
+                job = worker.submit(compare, given.rows, given.rounds, words, threads)
+                found[f"{words} words, {threads} threads"] = job.result()
     about = {"rows": given.rows, "rounds": given.rounds, "commit": code_commit(), "packages": packages(), **machine()}
-    write_json(RESULTS / "vla_acting.json", {"by_vocabulary": found} | about)
-    rows = [line(f"{name}, {words} words", one[name]) for words, one in found.items() for name in CONTESTS]
+    write_json(RESULTS / "vla_acting.json", {"by_words_and_threads": found} | about)
+    rows = [line(f"{name}, {where}", one[name]) for where, one in found.items() for name in CONTESTS]
     print(markdown([f"{given.rows} rows", "ours", "compiled", "generate()", "faster", "faster, compiled"], rows))
-    for words, one in found.items():
-        print(f"matrix products of our writing alone, {words} words: {one['products'] * 1e3:.1f} ms")
+    for where, one in found.items():
+        print(f"matrix products of our writing alone, {where}: {one['products'] * 1e3:.1f} ms")
 
 
 def line(name: str, found: dict[str, float]) -> list[str]:
@@ -58,11 +67,13 @@ def line(name: str, found: dict[str, float]) -> list[str]:
     return [name, *seconds, f"{found['ratio']:.2f}x", f"{found['compiled_ratio']:.2f}x"]
 
 
-def compare(rows: int, rounds: int, words: int) -> dict:
+def compare(rows: int, rounds: int, words: int, threads: int) -> dict:
+    torch.set_num_threads(threads)
     policy, fused = policy_with(words), policy_with(words, compile=True)
     reference, draw = reference_of(policy), np.random.default_rng(0)
     frames = draw.integers(0, 256, (rows, SIDE, SIDE, 3), np.uint8)
     obs = {"images": {"top": frames}, "instruction": ["pick up the red cup and put it on the plate"] * rows}
+    alone = [{"images": {"top": frames[[row]]}, "instruction": obs["instruction"][:1]} for row in range(rows)]
     noise = draw.random((rows, NUMBERS))
     uniform = torch.as_tensor(noise)
     with torch.inference_mode():
@@ -74,10 +85,7 @@ def compare(rows: int, rounds: int, words: int) -> dict:
         contests = {
             "writing": (*write, lambda: reference(prefix)),
             "deciding": (*decide, lambda: reference(policy._prefix(obs))),
-            "deciding as published": (
-                *decide,
-                lambda: (last_blocks(policy, rows), reference(policy._prefix(obs))),
-            ),
+            "row by row": (*decide, lambda: [reference(published_prefix(policy, row)) for row in alone]),
         }
         found = {}
         for name, sides in contests.items():
@@ -132,11 +140,12 @@ def reference_of(policy) -> Callable:
     return write
 
 
-def last_blocks(policy, rows: int) -> None:
-    """What the published code computes beside, and does not use: the last block of both towers."""
+def published_prefix(policy, obs) -> tuple:
+    """With what the published code computes beside, and does not use: the last block of both towers."""
     settings = policy.settings
     for tower, sizes in zip(policy.vision_backbone.towers(), settings.towers, strict=True):
-        tower.blocks[-1](torch.zeros(rows, sizes.prefix + settings.patches, sizes.dim))
+        tower.blocks[-1](torch.zeros(1, sizes.prefix + settings.patches, sizes.dim))
+    return policy._prefix(obs)
 
 
 def products(policy, rows: int, length: int) -> Callable:
@@ -172,9 +181,9 @@ def alternate(sides: Sequence[Callable], rounds: int) -> list[float]:
     seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds + 3):
         for run, times in zip(sides, seconds, strict=True):
-            started = process_time()
+            started = perf_counter()
             run()
-            times.append(process_time() - started)
+            times.append(perf_counter() - started)
     return [median(times[3:]) for times in seconds]
 
 
