@@ -24,8 +24,7 @@ def is_hub_id(checkpoint: str) -> bool:
 
 def folder_of(checkpoint: str) -> Path:
     """Where it is on this machine; what only the hub has is fetched."""
-    here = Path(checkpoint).expanduser()
-    return fetch(checkpoint) if is_hub_id(checkpoint) and not here.exists() else here
+    return fetch(checkpoint) if is_hub_id(checkpoint) else Path(checkpoint).expanduser()
 
 
 def fetch(repository: str, key: str = "checkpoint") -> Path:

@@ -80,7 +80,7 @@ def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
         where = BUILT_IN.get(checkpoint, checkpoint)
         label = checkpoint if checkpoint in BUILT_IN else where.rpartition(":")[2]
         return Target(label, ExternalPolicyConfig(name=where))
-    if is_hub_id(checkpoint) and not here:
+    if is_hub_id(checkpoint):
         policy = fetch(checkpoint)
         if loaded and published_family(policy):
             return Target(checkpoint.replace("/", "-"), policy_of(policy, loaded), folder=policy)
