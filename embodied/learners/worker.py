@@ -11,6 +11,7 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
@@ -71,16 +72,17 @@ class LearnerWorker(Worker):
         self.started = start is not None
         self.reference = self._frozen_copy() if getattr(self.algo, "kl_coef", 0) else None
         self.model = Model(self.policy, self.config, self.tick)
+        specs = {name: spec_of(tensor) for name, tensor in self.policy.state_dict().items()}
+        self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
         if self.config.shard:
             shard(self.policy, self.meeting, self.rank, self.world_size)
         self.collective = join(self.meeting, self, self.model.device)
-        self.optimizer = Optimizer(self.policy, self.algo, self.collective)
+        self.optimizer = Optimizer(self.policy, self.algo, self.collective, self.dtypes)
         weights = self.policy.state_dict()
         frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
         self.moving = weights.keys() - frozen  # what an update may change
         self.loaded = False  # since the last publication
         live = None if self.config.shard else weights
-        specs = {name: spec_of(tensor) for name, tensor in weights.items()}
         snapshot = self.rank == 0 and (snapshot or live is None)
         self.store = WeightStore(specs, snapshot, live, store)
 
@@ -199,7 +201,7 @@ class LearnerWorker(Worker):
         """Make the current weights visible as this version. Rank 0 says where they are."""
         self._check_live()
         names = None if self.store.version < 0 or self.loaded else self.moving
-        tensors = whole_tensors(self.policy, names)
+        tensors = whole_tensors(self.policy, self.dtypes, names)
         if self.rank and self.config.shard:
             for _ in tensors:
                 pass
@@ -235,9 +237,10 @@ class LearnerWorker(Worker):
 
     def _write(self, folder: Path) -> None:
         if self.rank == 0:
-            self.policy.save_pretrained(folder / "policy", whole_tensors(self.policy))
+            whole = whole_tensors(self.policy, self.dtypes)
+            self.policy.save_pretrained(folder / "policy", whole, self.store.specs)
         elif self.config.shard:
-            for _ in whole_tensors(self.policy):
+            for _ in whole_tensors(self.policy, self.dtypes):
                 pass
         self.optimizer.save(folder / "learner", write=self.rank == 0)
 
