@@ -58,7 +58,7 @@ def read_arrays(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: s
 
     with reading(path, kind, advice):
         try:
-            with np.load(path, allow_pickle=False) as content:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
                 return {name: content[name] for name in content.files}
         except (BadZipFile, BadBytes, NotImplementedError) as err:
             raise ValueError(f"it is no archive of arrays ({err})") from err
