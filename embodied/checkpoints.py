@@ -18,10 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from embodied.errors import CheckpointError
+from embodied.files import read_arrays, read_object
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 SIMS = "sims.npz"
+COUNTERS = ("iteration", "version", "env_steps", "abandoned_episodes", "train_s")  # what a run counts on from
 
 
 def name_of(version: int) -> str:
@@ -70,7 +72,10 @@ def verify(checkpoint: Path) -> dict:
             raise CheckpointError(f"checkpoint {checkpoint} is incomplete: {name} is missing")
         if digest(path) != expected:
             raise CheckpointError(f"checkpoint {checkpoint} is damaged: {name} does not match its checksum")
-    return read_json(checkpoint / STATE)
+    state = read_json(checkpoint / STATE)
+    if odd := [key for key in COUNTERS if type(state.get(key)) not in (int, float) or not state[key] >= 0]:
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {STATE} has {odd[0]}={state.get(odd[0])!r}")
+    return state
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -118,19 +123,11 @@ def locate(text: str) -> tuple[Path, Path | None, Path | None]:
 
 
 def read_sims(checkpoint: Path) -> dict[str, np.ndarray]:
-    with np.load(checkpoint / SIMS, allow_pickle=False) as content:
-        return {name: content[name] for name in content.files}
+    return read_arrays(checkpoint / SIMS, CheckpointError)
 
 
 def read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as err:
-        told = err.strerror if isinstance(err, OSError) else err
-        raise CheckpointError(f"{path} cannot be read: {told}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} cannot be read: it holds no mapping")
-    return content
+    return read_object(path, CheckpointError)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ from shlex import quote
 from textwrap import wrap
 from typing import Any
 
+from embodied import _stop_at_once
 from embodied.config import RunConfig
 from embodied.devices import check_devices, devices_here, environment, offers
 from embodied.envs import env_class, import_class
@@ -40,6 +41,8 @@ UNSAVED = "; what came after the last checkpoint is lost"
 def run(body: Callable[[], int], lost: str = "") -> int:
     """Run a command's body; mistakes of the user's side become a few lines and an exit code. `lost`: what a second
     Ctrl-C costs."""
+    if signal.getsignal(signal.SIGINT) is _stop_at_once:  # from now on there is something to close
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return body()
     except EmbodiedError as err:

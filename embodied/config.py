@@ -126,18 +126,18 @@ class RunConfig(Strict):
     seed: int = Field(0, ge=0, lt=2**63, description="All randomness of the run follows from it.")
     run: RunSection = Field(description="How long, and where results go.")
     env: EnvConfig = Field(description="The simulator and its task.")
-    policy: PolicyConfig = Field(MLPConfig(), description="The robot policy.")
-    algo: AlgoConfig = Field(PPOConfig(), description="How the policy learns.")
-    sft: SFTConfig = Field(SFTConfig(), description="How the policy imitates demonstrations.")
-    collect: CollectSection = Field(CollectSection(), description="How demonstrations are collected.")
-    learner: LearnerConfig = Field(LearnerConfig(), description="How the learners compute.")
+    policy: PolicyConfig = Field(default_factory=MLPConfig, description="The robot policy.")
+    algo: AlgoConfig = Field(default_factory=PPOConfig, description="How the policy learns.")
+    sft: SFTConfig = Field(default_factory=SFTConfig, description="How the policy imitates demonstrations.")
+    collect: CollectSection = Field(default_factory=CollectSection, description="How demonstrations are collected.")
+    learner: LearnerConfig = Field(default_factory=LearnerConfig, description="How the learners compute.")
     placement: PlacementConfig = Field(
         "auto", description="Who runs where: auto, collocated, disaggregated, hybrid, or a map from roles to devices."
     )
-    pipeline: PipelineSection = Field(PipelineSection(), description="How finely work is handed on.")
-    cluster: ClusterConfig = Field(ClusterConfig(), description="What the processes run on.")
-    eval: EvalSection = Field(EvalSection(), description="Evaluation, during training and after.")
-    faults: FaultsConfig = Field(FaultsConfig(), description="What is done when something fails.")
+    pipeline: PipelineSection = Field(default_factory=PipelineSection, description="How finely work is handed on.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What the processes run on.")
+    eval: EvalSection = Field(default_factory=EvalSection, description="Evaluation, during training and after.")
+    faults: FaultsConfig = Field(default_factory=FaultsConfig, description="What is done when something fails.")
     resume: Literal["auto"] | LocalPath | None = Field(
         None, description="auto: the newest run of this recipe in run.dir that has a checkpoint; or a run's folder."
     )

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    # Building a model costs milliseconds, and --help looks at their fields only: each is built when it is first used.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
 
     one_of: ClassVar[
         tuple[str, ...]

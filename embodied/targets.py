@@ -69,9 +69,7 @@ def find_all(loaded: Loaded) -> list[Target]:
 
 def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
     """`loaded` says how a model that others published is evaluated."""
-    from pydantic import TypeAdapter
-
-    from embodied.policies.config import ExternalPolicyConfig, PolicyConfig
+    from embodied.policies.config import ExternalPolicyConfig
     from embodied.policies.folder import published_family, read_blobs, read_description
     from embodied.workflows.delivery import Weights
 
@@ -84,18 +82,16 @@ def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
         policy = fetch(checkpoint)
         if loaded and published_family(policy):
             return Target(checkpoint.replace("/", "-"), policy_of(policy, loaded), folder=policy)
-        raw, spec = read_description(policy)
-        config = TypeAdapter(PolicyConfig).validate_python(raw)
+        config, spec = read_description(policy)
         return Target(checkpoint.replace("/", "-"), config, spec, Weights(0, read_blobs(policy)), policy)
     policy, version_folder, run = locate(checkpoint)
     if loaded and published_family(policy):
         return Target(policy.resolve().name, policy_of(policy, loaded), folder=policy)
-    raw, spec = read_description(policy)
+    config, spec = read_description(policy)
     version = read_json(version_folder / "manifest.json")["version"] if version_folder else 0
     parent = (run or policy.parent) / "eval"
     out = parent / (f"{name_of(version)}-evaluate" if version_folder else policy.name)
     label = f"{run.resolve().name}-{name_of(version)}" if run else (version_folder or policy).resolve().name
-    config = TypeAdapter(PolicyConfig).validate_python(raw)
     return Target(label, config, spec, Weights(version, read_blobs(policy)), policy, out)
 
 

@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from embodied import commands
-from embodied.checkpoints import name_of, newest, read_sims, verify, write_checkpoint
+from embodied.checkpoints import SIMS, name_of, newest, read_sims, verify, write_checkpoint
 from embodied.config import Loaded, RunConfig, load
-from embodied.errors import NothingToLearn
+from embodied.errors import CheckpointError, NothingToLearn, WorkerFailed
 from embodied.evaluate import evaluate_run
+from embodied.files import reading
 from embodied.learners.meeting import meeting_point
 from embodied.reporting.console import Console
 from embodied.reporting.report import report_or_say_why
@@ -119,7 +120,12 @@ def resume(loop: EmbodiedLoop, folder: RunFolder, checkpoint: Path, console: Con
     """Continue from a checkpoint: weights, optimizer, env rows, counters; later metrics are dropped and made again."""
     state = verify(checkpoint)
     folder.keep_metrics(state["iteration"])
-    abandoned = loop.restore(checkpoint, read_sims(checkpoint), state["version"])
+    sims = read_sims(checkpoint)
+    try:
+        with reading(checkpoint / SIMS, CheckpointError):
+            abandoned = loop.restore(checkpoint, sims, state["version"])
+    except WorkerFailed as err:
+        raise CheckpointError(f"{checkpoint} cannot be restored: {err}") from err
     state["abandoned_episodes"] += abandoned
     console.resumed(checkpoint, state, abandoned)
     return state

@@ -71,13 +71,9 @@ def make_policy(config: Any, spec: EnvSpec, seed: int | None = None) -> Policy:
 
 def load_policy(folder: Path | str) -> Policy:
     """The policy stored in a folder by `save_pretrained`."""
-    from pydantic import TypeAdapter
-
-    from embodied.policies.config import PolicyConfig
     from embodied.policies.folder import read_description, read_weights
 
     folder = Path(folder)
-    raw, spec = read_description(folder)
-    policy = make_policy(TypeAdapter(PolicyConfig).validate_python(raw), spec)
+    policy = make_policy(*read_description(folder))
     policy.load_weights(read_weights(folder))
     return policy
