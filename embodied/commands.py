@@ -45,9 +45,9 @@ def run(body: Callable[[], int], lost: str = "") -> int:
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as err:
         print(f"stopped at once{lost}", file=sys.stderr)
-        return 130
+        return getattr(err, "exit_code", 130)
     except BrokenPipeError:  # who reads what we print, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -200,11 +200,17 @@ def cluster(config: RunConfig, plan: PlacementPlan, logs: Path) -> Cluster:
     return Cluster(config.cluster.backend, hosts, logs, config.faults.timeout_s, config.cluster.address, own)
 
 
+class Interrupted(KeyboardInterrupt):
+    def __init__(self, signal: int) -> None:
+        self.exit_code = 128 + signal
+
+
 class Interruption:
     """SIGTERM, Ctrl-C and a closed terminal ask the run to finish its step, save and stop; a second Ctrl-C stops at
-    once."""
+    once. `at_once`: so does the first, where nothing has to be finished."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = False) -> None:
+        self.at_once = at_once
         self.signal: int | None = None
 
     @property
@@ -231,6 +237,8 @@ class Interruption:
             raise KeyboardInterrupt
         if not self.requested:
             self.signal = sig
+            if self.at_once:
+                raise Interrupted(sig)
             with suppress(OSError):  # the terminal may be what has gone
                 os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
@@ -259,11 +267,10 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
 
 def what_next(folder: RunFolder, error: Exception) -> list[str]:
     """After a worker failed for good: lines for who has to mend it."""
-    lines = []
-    if any(folder.checkpoints.glob("v[0-9]*")):
-        command = folder.info().get("command", "train")
-        resume = quote(f"resume={folder.path}")
-        lines.append(f"  continue from the last checkpoint: python -m embodied.{command} {resume}")
+    saved = any(folder.checkpoints.glob("v[0-9]*"))
+    goes_on = "continue from the last checkpoint" if saved else "nothing was saved yet; begin it again"
+    command = folder.info().get("command", "train")
+    lines = [f"  {goes_on}: python -m embodied.{command} {quote(f'resume={folder.path}')}"]
     if "its process" in str(error) or "hung" in str(error):
         lines.append("  if this repeats: python -m embodied.doctor")
     return lines
