@@ -144,10 +144,8 @@ def chosen_cluster(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
 
 
-def describe(
-    config: RunConfig, plan: PlacementPlan, folder: Path | None = None, weights: Path | str | None = None
-) -> str:
-    """The first screen: what will run, where, and where the results go. `weights` is the folder of those played, where
+def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None = None) -> str:
+    """The first screen: what will run, and where. `weights` is the folder of those played, where
     the recipe does not say it."""
     env, backend = config.env, getattr(config.env, "backend", "")
     first, *rest = plan.describe()
@@ -167,7 +165,7 @@ def describe(
         *[f"            {line}" for line in rest],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
-    return "\n".join([*lines, *([f"results     {folder}"] if folder else [])])
+    return "\n".join(lines)
 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
@@ -176,6 +174,16 @@ def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
         return ""
     folder = folder or config.run.start_from or config.policy.pretrained
     return f", weights of {folder}" if folder else f", random weights ({config.policy.preset})"
+
+
+def describe_saving(config: RunConfig) -> str:
+    """How much a crash can cost, and what stays on disk."""
+    run = config.run
+    by_time = f"at most {run.save_minutes:g} min of training apart" if run.save_minutes else ""
+    by_count = f"every {run.save_every} iterations" if run.save_every else ""
+    when = " and ".join(filter(None, [by_count, by_time])) or "before evaluations and at the end"
+    stay = f"the newest {run.keep} stay, the best, and those evaluated by hand" if run.keep else "all stay"
+    return f"checkpoints {when}; {stay}"
 
 
 def describe_memory(config: RunConfig) -> str:

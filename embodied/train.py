@@ -44,6 +44,7 @@ def follow(loaded: Loaded, program: type[EmbodiedLoop], clock: Callable[[], floa
     origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
         print(commands.describe(config, plan, weights=config.resume))
+        print(commands.describe_saving(config))
         print(commands.describe_memory(config), end="")
         return 0
     with commands.Interruption() as interruption:
@@ -51,7 +52,9 @@ def follow(loaded: Loaded, program: type[EmbodiedLoop], clock: Callable[[], floa
         with commands.closing(folder, interruption):
             console = Console(folder.path, folder.note, command=program.command)
             folder.record(placement=asdict(plan))
-            console.say(commands.describe(config, plan, folder.path, checkpoint))
+            console.say(commands.describe(config, plan, weights=checkpoint))
+            console.say(commands.describe_saving(config))
+            console.say(f"results     {folder.path}")
             train(program, config, plan, origin, folder, checkpoint, console, interruption, clock)
     return interruption.exit_code
 
