@@ -48,9 +48,9 @@ def run(body: Callable[[], int], lost: str = "") -> int:
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as err:
         print(f"stopped at once{lost}", file=sys.stderr)
-        return 130
+        return getattr(err, "exit_code", 130)
     except BrokenPipeError:  # who reads what we print, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -147,10 +147,8 @@ def chosen_cluster(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
 
 
-def describe(
-    config: RunConfig, plan: PlacementPlan, folder: Path | None = None, weights: Path | str | None = None
-) -> str:
-    """The first screen: what will run, where, and where the results go. `weights` is the folder of those played, where
+def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None = None) -> str:
+    """The first screen: what will run, and where. `weights` is the folder of those played, where
     the recipe does not say it."""
     env, backend = config.env, getattr(config.env, "backend", "")
     first, *rest = plan.describe()
@@ -170,7 +168,7 @@ def describe(
         *[f"            {line}" for line in rest],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
-    return "\n".join([*lines, *([f"results     {folder}"] if folder else [])])
+    return "\n".join(lines)
 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
@@ -179,6 +177,16 @@ def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
         return ""
     folder = folder or config.run.start_from or config.policy.pretrained
     return f", weights of {folder}" if folder else f", random weights ({config.policy.preset})"
+
+
+def describe_saving(config: RunConfig) -> str:
+    """How much a crash can cost, and what stays on disk."""
+    run = config.run
+    by_time = f"at most {run.save_minutes:g} min of training apart" if run.save_minutes else ""
+    by_count = f"every {run.save_every} iterations" if run.save_every else ""
+    when = " and ".join(filter(None, [by_count, by_time])) or "before evaluations and at the end"
+    stay = f"the newest {run.keep} stay, the best, and those evaluated by hand" if run.keep else "all stay"
+    return f"checkpoints {when}; {stay}"
 
 
 def describe_memory(config: RunConfig) -> str:
@@ -203,11 +211,17 @@ def cluster(config: RunConfig, plan: PlacementPlan, logs: Path) -> Cluster:
     return Cluster(config.cluster.backend, hosts, logs, config.faults.timeout_s, config.cluster.address, own)
 
 
+class Interrupted(KeyboardInterrupt):
+    def __init__(self, signal: int) -> None:
+        self.exit_code = 128 + signal
+
+
 class Interruption:
     """SIGTERM, Ctrl-C and a closed terminal ask the run to finish its step, save and stop; a second Ctrl-C stops at
-    once."""
+    once. `at_once`: so does the first, where nothing has to be finished."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = False) -> None:
+        self.at_once = at_once
         self.signal: int | None = None
 
     @property
@@ -234,6 +248,8 @@ class Interruption:
             raise KeyboardInterrupt
         if not self.requested:
             self.signal = sig
+            if self.at_once:
+                raise Interrupted(sig)
             with suppress(OSError):  # the terminal may be what has gone
                 os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
@@ -262,11 +278,10 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
 
 def what_next(folder: RunFolder, error: Exception) -> list[str]:
     """After a worker failed for good: lines for who has to mend it."""
-    lines = []
-    if any(folder.checkpoints.glob("v[0-9]*")):
-        command = folder.info().get("command", "train")
-        resume = quote(f"resume={folder.path}")
-        lines.append(f"  continue from the last checkpoint: python -m embodied.{command} {resume}")
+    saved = any(folder.checkpoints.glob("v[0-9]*"))
+    goes_on = "continue from the last checkpoint" if saved else "nothing was saved yet; begin it again"
+    command = folder.info().get("command", "train")
+    lines = [f"  {goes_on}: python -m embodied.{command} {quote(f'resume={folder.path}')}"]
     if "its process" in str(error) or "hung" in str(error):
         lines.append("  if this repeats: python -m embodied.doctor")
     return lines

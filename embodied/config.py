@@ -35,8 +35,19 @@ class RunSection(Strict):
     env_steps: int | None = Field(None, gt=0, description="Train until this many env steps, in whole iterations; or:")
     iterations: int | None = Field(None, gt=0, description="Train for this many iterations.")
     eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
-    save_every: int | None = Field(
-        None, gt=0, description="Save a checkpoint every so many iterations; null: before evaluations only."
+    save_every: int | None = Field(None, gt=0, description="Save a checkpoint every so many iterations, too.")
+    save_minutes: float | None = Field(
+        5,
+        gt=0,
+        description="Save before a crash could cost more than so many minutes of training, and after each iteration "
+        "that takes longer; more rarely where saving would take over 5% of the time. null: by save_every only, and "
+        "always before evaluations and when the run is stopped.",
+    )
+    keep: int | None = Field(
+        3,
+        gt=0,
+        description="How many of the newest checkpoints stay, besides the best by the run's evaluations and those "
+        "evaluated by hand; null: all.",
     )
     start_from: LocalPath | None = Field(
         None,

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from embodied.checkpoints import read_json, replace_text
+from embodied.checkpoints import name_of, read_json, replace_text
 from embodied.errors import CheckpointError
 from embodied.reporting.curves import Curves
 
@@ -61,6 +61,10 @@ class RunFolder:
         resumed = [*run.info().get("resumed", []), {"at": now(), "provenance": provenance()}]
         run._write({**run.info(), "state": "running", "resumed": resumed})
         return run
+
+    def evaluation(self, version: int) -> Path:
+        """Where this version's evaluation in the run goes."""
+        return self.path / "eval" / name_of(version)
 
     def info(self) -> dict:
         return read_json(self.path / "run.json")

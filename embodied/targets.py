@@ -106,9 +106,10 @@ def find_start(start: Path, policy: Any) -> Target:
     return target
 
 
-def check_continues(run: Path, checkpoint: Path, config: RunConfig) -> None:
-    """A run is resumed as what it is: its checkpoint holds this policy, these env rows and this algorithm's state."""
-    trained = find(str(checkpoint)).config
+def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> None:
+    """A run is resumed as what it is: its checkpoint, if there is one, holds this policy, these env rows and this
+    algorithm's state."""
+    trained = find(str(checkpoint)).config if checkpoint else config.policy
     odd = [line for line in differing("policy", trained, config.policy) if line.partition("=")[0] not in ORIGIN]
     if trained.name != config.policy.name:
         odd = [f"policy.name={trained.name} there, {config.policy.name} here"]

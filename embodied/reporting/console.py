@@ -93,12 +93,16 @@ class Console:
         else:
             self.say(text)
 
-    def evaluating(self, version: int, episodes: int) -> None:
-        self.now(f"evaluating v{version:06d} on {episodes} episodes")
+    def evaluating(self, version: int, episodes: int, played: int = 0) -> None:
+        before = f", of which {played} were played before" if played else ""
+        self.now(f"evaluating v{version:06d} on {episodes} episodes{before}")
 
     def evaluated(self, version: int, results: dict) -> None:
         self.last_evaluation = results
         self.say(f"evaluation of v{version:06d}: {describe_results(results)}")
+
+    def not_evaluated(self, version: int, kept: object) -> None:
+        self.say(f"evaluation of v{version:06d} stopped: {kept} are over; a resumed run plays the rest")
 
     def saved(self, checkpoint: Path) -> None:
         self.last_checkpoint = checkpoint
