@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from embodied import checkpoints
-from embodied.checkpoints import SaveClock, locate, newest, prune, read_sims, verify, write_checkpoint
+from embodied.checkpoints import COUNTERS, SaveClock, locate, newest, prune, read_sims, verify, write_checkpoint
 from embodied.errors import CheckpointError
 
 
@@ -20,13 +20,17 @@ def fill(folder: Path) -> None:
 
 def write(run: Path, version: int) -> Path:
     (run / "run.json").write_text("{}")
-    return write_checkpoint(run / "checkpoints", version, fill, {"version": version}, {"rows.length": np.arange(3)})
+    return write_checkpoint(run / "checkpoints", version, fill, state_of(version), {"rows.length": np.arange(3)})
+
+
+def state_of(version: int) -> dict:
+    return dict.fromkeys(COUNTERS, 0) | {"version": version}
 
 
 def test_a_checkpoint_comes_back_as_it_was_written(tmp_path):
     path = write(tmp_path, 7)
     assert path.name == "v000007"
-    assert verify(path) == {"version": 7}
+    assert verify(path) == state_of(7)
     assert read_sims(path)["rows.length"].tolist() == [0, 1, 2]
     assert newest(tmp_path) == path
     assert (tmp_path / "checkpoints" / "latest").read_text() == "v000007\n"
@@ -65,7 +69,7 @@ def test_whatever_write_call_fails_the_checkpoint_is_whole_or_absent(tmp_path, m
             for owner, name in CALLS:
                 patch.setattr(owner, name, failing(getattr(owner, name)))
             try:
-                write_checkpoint(tmp_path / "checkpoints", 2, fill, {"version": 2}, {"a": np.zeros(2)})
+                write_checkpoint(tmp_path / "checkpoints", 2, fill, state_of(2), {"a": np.zeros(2)})
                 failed = False
             except OSError:
                 failed = True
@@ -132,7 +136,7 @@ def test_a_manifest_that_lists_nothing_proves_nothing(tmp_path, manifest):
 def test_a_damaged_checkpoint_is_replaced_when_its_version_is_saved_again(tmp_path):
     path = write(tmp_path, 3)
     (path / "policy" / "model.safetensors").write_bytes(b"y" * 1000)
-    assert verify(write(tmp_path, 3)) == {"version": 3}
+    assert verify(write(tmp_path, 3)) == state_of(3)
 
 
 def test_falling_back_to_an_older_checkpoint_is_said(tmp_path, capsys):
