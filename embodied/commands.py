@@ -200,7 +200,9 @@ def describe_memory(config: RunConfig) -> str:
     return f"memory      {found}{shared}\n" if found else ""
 
 
-def cluster(config: RunConfig, plan: PlacementPlan, logs: Path) -> Cluster:
+def cluster(
+    config: RunConfig, plan: PlacementPlan, logs: Path, on_start: Callable[[str, int], None] = lambda host, pid: None
+) -> Cluster:
     hosts = [
         HostPlan(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held)
         for host in plan.hosts
@@ -208,7 +210,8 @@ def cluster(config: RunConfig, plan: PlacementPlan, logs: Path) -> Cluster:
     own = [
         name.partition(":")[0] for name in (config.env.name, config.policy.name) if ":" in name and name[:4] != "gym:"
     ]
-    return Cluster(config.cluster.backend, hosts, logs, config.faults.timeout_s, config.cluster.address, own)
+    options, timeout_s = config.cluster, config.faults.timeout_s
+    return Cluster(options.backend, hosts, logs, timeout_s, options.address, own, options.start_s, on_start)
 
 
 class Interrupted(KeyboardInterrupt):

@@ -83,7 +83,7 @@ def train(
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """`origin` is the policy to start from, `checkpoint` that of this run to continue from."""
-    with commands.cluster(config, plan, folder.logs) as cluster:
+    with commands.cluster(config, plan, folder.logs, folder.record_process) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         meeting = meeting_point(ranks, config.cluster.backend, folder.logs, timeout_s)
         tell, start = partial(restarted, folder, console), origin and origin.folder
