@@ -6,9 +6,7 @@ has no weights yet (or lost them) is stale and refuses to act.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +23,6 @@ from embodied.runtime.residence import Belongings, num_bytes
 from embodied.runtime.weights import Publication, WeightReader
 
 COMPILING_S = 900.0  # at most, on a busy machine
-SIGN_S = 5.0
 
 
 class PolicyWorker(Worker):
@@ -68,11 +65,13 @@ class PolicyWorker(Worker):
         """How this process gets at published weights."""
         return self.weights.route(publication)
 
-    def load_weights(self, publication: Publication, route: str, channel: Channel) -> None:
-        """Take a published version; buckets of it come through the channel."""
+    def load_weights(self, publication: Publication, route: str, channel: Channel, whole: bool) -> int | None:
+        """Take a published version; buckets of it come through the channel. -> the version it has now: None where the
+        next one has come meanwhile, which it will be told of."""
         self.policy.check_names(publication.specs)
-        found = self.weights.load(publication, route, channel)
+        found = self.weights.load(publication, route, channel, whole)
         self.policy.use_weights({n: tensor_of(w) if isinstance(w, Blob) else w for n, w in found.items()})
+        return self.weights.version
 
     def serve(
         self,
@@ -98,27 +97,9 @@ class PolicyWorker(Worker):
             replies[request.source].put(reply)
         return decisions
 
-    @contextmanager
-    def _patience(self) -> Iterator[None]:
-        """Networks that are compiled when they are first asked take their time; a thread shows signs of life then."""
-        if not getattr(self.config, "compile", False):
-            yield
-            return
-        over = threading.Event()
-
-        def live() -> None:
-            for _ in range(round(COMPILING_S / SIGN_S)):
-                if over.wait(SIGN_S):
-                    return
-                self.tick()
-
-        thread = threading.Thread(target=live, name="compiling", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    def _patience(self) -> AbstractContextManager[None]:
+        """Networks that are compiled when they are first asked take their time."""
+        return self.alive(COMPILING_S) if getattr(self.config, "compile", False) else nullcontext()
 
     def completed(self, request: ActRequest) -> ActRequest | None:
         """With the observation that it refers to; None if that is not known here."""

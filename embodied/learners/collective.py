@@ -17,7 +17,7 @@ from torch import Tensor
 
 from embodied.errors import ChannelClosed, DeadlineExceeded
 from embodied.learners.meeting import Meeting, MeetingAddress, MeetingFile, MeetingRoom
-from embodied.runtime import Timers
+from embodied.runtime import Worker
 
 SPINS = 20_000  # looks at the counters before a waiting rank begins to sleep between looks
 
@@ -167,29 +167,31 @@ class SharedMemory:
 
 
 class Measured:
-    """Another collective; the time in it, waiting for the slowest rank included, is measured as "sync"."""
+    """Another collective; the time in it, waiting for the slowest rank included, is measured as "sync". A rank that
+    waits there may be silent, so the one it waits for is found hung."""
 
-    def __init__(self, ranks: Threads | Gloo | Nccl | SharedMemory, timers: Timers) -> None:
-        self.ranks, self.timers = ranks, timers
+    def __init__(self, ranks: Threads | Gloo | Nccl | SharedMemory, worker: Worker) -> None:
+        self.ranks, self.worker = ranks, worker
 
     def sum(self, values: Tensor) -> Tensor:
-        with self.timers.measure("sync"):
+        with self.worker.timers.measure("sync"), self.worker.waiting():
             return self.ranks.sum(values)
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
-        with self.timers.measure("sync"):
+        with self.worker.timers.measure("sync"), self.worker.waiting():
             return self.ranks.gather(rows)
 
 
 Collective = Alone | Threads | Gloo | Nccl | SharedMemory | Measured
 
 
-def join(meeting: Meeting | None, rank: int, world_size: int, device: str, timers: Timers) -> Collective:
+def join(meeting: Meeting | None, worker: Worker, device: str) -> Collective:
     """Meet the other ranks; a file is gone when all have met. `device` is where gradients are."""
+    rank, world_size = worker.rank, worker.world_size
     if world_size == 1:
         return Alone()
     if isinstance(meeting, MeetingRoom):
-        return Measured(Threads(meeting, rank), timers)
+        return Measured(Threads(meeting, rank), worker)
     if device == "cuda":
         ranks = Nccl(meeting, rank, world_size)
     elif isinstance(meeting, MeetingFile) and platform.machine() == "x86_64":
@@ -199,7 +201,7 @@ def join(meeting: Meeting | None, rank: int, world_size: int, device: str, timer
     ranks.gather(np.zeros(1))
     if rank == 0:
         meeting.remove()
-    return Measured(ranks, timers)
+    return Measured(ranks, worker)
 
 
 def done_together(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,6 +35,7 @@ from embodied.runtime.blobs import blob_of, spec_of, tensor_of
 from embodied.runtime.residence import Belongings, num_bytes
 from embodied.runtime.weights import Publication, WeightStore
 
+MOVING_S = 3600.0  # at most, from or to a slow disk
 LOT = 32  # items that frozen parts look at together: enough for their speed, few enough to begin early
 
 
@@ -72,7 +73,7 @@ class LearnerWorker(Worker):
         self.model = Model(self.policy, self.config, self.tick)
         if self.config.shard:
             shard(self.policy, self.meeting, self.rank, self.world_size)
-        self.collective = join(self.meeting, self.rank, self.world_size, self.model.device, self.timers)
+        self.collective = join(self.meeting, self, self.model.device)
         self.optimizer = Optimizer(self.policy, self.algo, self.collective)
         weights = self.policy.state_dict()
         frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
@@ -225,20 +226,25 @@ class LearnerWorker(Worker):
     def save(self, folder: Path) -> None:
         """The policy folder and the optimizer, into a checkpoint that is being written; rank 0 writes."""
         try:
-            if self.rank == 0:
-                self.policy.save_pretrained(folder / "policy", whole_tensors(self.policy))
-            elif self.config.shard:
-                for _ in whole_tensors(self.policy):
-                    pass
-            self.optimizer.save(folder / "learner", write=self.rank == 0)
+            with self.alive(MOVING_S):
+                self._write(folder)
         except OSError as err:
             raise CheckpointError(
                 f"the checkpoint could not be written: {err}; free some space or choose another run.dir"
             ) from None
 
+    def _write(self, folder: Path) -> None:
+        if self.rank == 0:
+            self.policy.save_pretrained(folder / "policy", whole_tensors(self.policy))
+        elif self.config.shard:
+            for _ in whole_tensors(self.policy):
+                pass
+        self.optimizer.save(folder / "learner", write=self.rank == 0)
+
     def load(self, checkpoint: Path) -> None:
-        load_whole(self.policy, {name: tensor_of(blob) for name, blob in read_blobs(checkpoint / "policy").items()})
-        self.optimizer.load(checkpoint / "learner")
+        with self.alive(MOVING_S):
+            load_whole(self.policy, {name: tensor_of(blob) for name, blob in read_blobs(checkpoint / "policy").items()})
+            self.optimizer.load(checkpoint / "learner")
         self.loaded = True
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ def _serve(boot: dict[str, Any]) -> None:
     os.close(boot["progress_fd"])
     progress.start_beating()
     links = Links(encode, decode, post, report)
-    host = Host(boot["run"], [boot["name"]], links, progress, boot["timeout_s"])
+    host = Host(boot["run"], [boot["name"]], links, progress, boot["timeout_s"], os.getppid())
 
     def connect(name: str, fd: int) -> None:
         peers[name] = wire = Wire(socket.socket(fileno=fd))

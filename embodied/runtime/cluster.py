@@ -11,7 +11,6 @@ import itertools
 import secrets
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied.errors import DeadlineExceeded, WorkerFailed
+from embodied.runtime.awake import LOOK_S, AwakeClock
 from embodied.runtime.backend import Events, describe_backend, make_backend
 from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Choose
 from embodied.runtime.failures import Failure, readable
@@ -66,6 +66,7 @@ class Cluster:
         self._dead_hosts: dict[str, Failure] = {}
         self._losses: dict[str, Failure] = {}  # dead hosts to be replaced that `settle` has not told yet
         self._keeper: Keeper | None = None
+        self._clock = AwakeClock()
         self._closed = False
         events = Events(self._on_report, self._on_death)
         log_dir = Path(log_dir) if log_dir is not None else None
@@ -136,7 +137,7 @@ class Cluster:
         return handle
 
     def wait_for(self, handle: Handle, timeout_s: float | None, without_losses: bool = False) -> None:
-        started = time.monotonic()
+        started = self._clock()
         with self._changed:
             while True:
                 failure = self._failure_for(handle)
@@ -153,18 +154,21 @@ class Cluster:
     # Supervision
 
     def supervise(self, groups: Sequence[WorkerGroup], stale: Sequence[WorkerGroup], budget: Budget) -> None:
-        """From now on hosts that run only these groups are replaced when they die or hang. `stale` groups need weights
-        before they are themselves again. A backend that isolates nothing cannot replace anything."""
+        """From now on hosts that run only these groups are replaced when they die or hang; one that hangs with another
+        role ends the run. `stale` groups need weights before they are themselves again. A backend that isolates nothing
+        cannot replace or end anything."""
         roles, stale_roles = {g.role for g in groups}, {g.role for g in stale}
-        hosts = [plan for plan in self.hosts if roles.issuperset(plan.roles)] if self._backend.isolates else []
-        stale_hosts = [plan.name for plan in hosts if stale_roles.intersection(plan.roles)]
-        supervisor = Supervisor(budget, [plan.name for plan in hosts], stale_hosts)
-        self._keeper = Keeper(self._backend, supervisor, time.monotonic)
+        plans = self.hosts if self._backend.isolates else []
+        unique = [plan.name for plan in plans if not roles.issuperset(plan.roles)]
+        hosts = [plan.name for plan in plans if plan.name not in unique]
+        stale_hosts = [plan.name for plan in plans if stale_roles.intersection(plan.roles) and plan.name in hosts]
+        supervisor = Supervisor(budget, hosts, stale_hosts, unique)
+        self._keeper = Keeper(self._backend, supervisor, self._clock)
 
     def settle(self, *handles: Handle) -> dict[str, Failure]:
         """Blocks until the handles are done (then {}), or hosts have died that can be replaced: host -> what happened,
         each told once. Raises what cannot be mended."""
-        started = time.monotonic()
+        started = self._clock()
         with self._changed:
             while True:
                 for handle in handles:
@@ -179,15 +183,15 @@ class Cluster:
 
     def replace(self, host: str) -> list[Handle]:
         """Starts a dead host again with the same plan, and its workers with the same arguments."""
-        self._backend.spawn(next(plan for plan in self.hosts if plan.name == host))
-        with self._changed:
+        with self._changed:  # until all know of this life, none hears of its end
             del self._dead_hosts[host]
-        for plan in self.hosts:
-            if (failure := self._dead_hosts.get(plan.name)) is not None:
-                self._backend.call(host, ("died", plan.name, failure.worker, failure.cause, failure.mendable))
-            elif plan.name != host:
-                self._backend.call(plan.name, ("revived", host))
-        self._backend.host.control(("revived", host))
+            self._backend.spawn(next(plan for plan in self.hosts if plan.name == host))
+            for plan in self.hosts:
+                if (failure := self._dead_hosts.get(plan.name)) is not None:
+                    self._backend.call(host, ("died", plan.name, failure.worker, failure.cause, failure.mendable))
+                elif plan.name != host:
+                    self._backend.call(plan.name, ("revived", host))
+            self._backend.host.control(("revived", host))
         handles = []
         for worker in self._workers_of(host):
             spec, packed, arguments = self._makings[worker]
@@ -238,28 +242,26 @@ class Cluster:
                 handle.failed[worker] = self._dead_hosts[host]
                 return
             call_id = next(self._call_ids)
-            self._calls[call_id] = Call(worker, host, self._slot(worker), handle, time.monotonic())
+            self._calls[call_id] = Call(worker, host, self._slot(worker), handle, self._clock())
         self._backend.call(host, (*message, call_id), packed)
 
     def _wait(self, handles: Sequence[Handle], started: float, timeout_s: float | None) -> None:
         """Called with the lock: until something happens, or it is time to look for hung hosts."""
         allowed = self.timeout_s if timeout_s is None else timeout_s
-        left = started + allowed - time.monotonic()
+        left = started + allowed - self._clock()
         if left <= 0 and timeout_s is None:
-            left = self._last_sign(handles) + allowed - time.monotonic()
+            left = allowed - self._silence(handles)
         if left <= 0:
             raise DeadlineExceeded(self._late(next(handle for handle in handles if handle.running()), allowed))
-        if self._keeper is None:
-            self._changed.wait(left)
-        else:
-            self._changed.wait(min(left, self._keeper.check_s))
+        self._changed.wait(min(left, self._keeper.check_s if self._keeper else LOOK_S))
+        if self._keeper is not None:
             self._keeper.check(self._calls.values())
 
-    def _last_sign(self, handles: Sequence[Handle]) -> float:
-        """When one of those who are waited for last did something."""
+    def _silence(self, handles: Sequence[Handle]) -> float:
+        """Seconds since one of those who are waited for last did something."""
         waited = [worker for handle in handles for worker in handle.running()]
         signs = [self._backend.progress(self._host_of(worker), self._slot(worker)) for worker in waited]
-        return time.monotonic() - min(sign.ago_s for sign in signs)
+        return min(self._clock.awake_s(), *(sign.ago_s for sign in signs))
 
     def _failure_for(self, handle: Handle) -> Failure | None:
         """What this wait must report. Called with the lock."""
@@ -322,11 +324,11 @@ class Cluster:
             failure = Failure(worker, f"its process {cause}{hint}{doing} [{self._backend.where(host)}]")
             failure, again = self._keeper.died(host, failure) if self._keeper else (failure.final(""), False)
             self._dead_hosts[host] = failure
-        died = ("died", host, failure.worker, failure.cause, again)
-        for plan in self.hosts:
-            if plan.name not in self._dead_hosts:
-                self._backend.call(plan.name, died)
-        self._backend.host.control(died)
+            died = ("died", host, failure.worker, failure.cause, again)
+            for plan in self.hosts:
+                if plan.name not in self._dead_hosts:
+                    self._backend.call(plan.name, died)
+            self._backend.host.control(died)
         if not again:
             self._fail(calls.values(), failure, workers)
             return

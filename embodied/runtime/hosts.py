@@ -81,8 +81,18 @@ class Links:
 
 
 class Host:
-    def __init__(self, run: str, names: Sequence[str], links: Links, progress: Progress, timeout_s: float) -> None:
+    def __init__(
+        self,
+        run: str,
+        names: Sequence[str],
+        links: Links,
+        progress: Progress,
+        timeout_s: float,
+        driver: int | None = None,
+    ) -> None:
+        """`driver` is the driver's process, where it is another one of this machine."""
         self.run = run
+        self.driver = driver
         self.name = names[0]
         self.names = set(names)  # the inline backend runs all hosts in one
         self.pack, self.unpack = links.pack, links.unpack
@@ -294,6 +304,7 @@ class _WorkerThread(threading.Thread):
         worker.name, worker.rank, worker.world_size = self.spec.name, self.spec.rank, self.spec.world_size
         worker.timers = Timers()
         worker.tick = lambda: self.host.tick_slot(self.spec.slot)
+        worker.waiting = self.host.waiting
         worker.__init__(*args, **kwargs)
         self._worker = worker
 

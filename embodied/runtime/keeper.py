@@ -5,10 +5,11 @@ Part of a cluster: called from its waits and callbacks, under its lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from embodied.runtime.awake import AwakeClock
 from embodied.runtime.backend import Backend
 from embodied.runtime.failures import Failure
 from embodied.runtime.supervision import Supervisor
@@ -26,7 +27,7 @@ class Call:
 
 
 class Keeper:
-    def __init__(self, backend: Backend, supervisor: Supervisor, clock: Callable[[], float]) -> None:
+    def __init__(self, backend: Backend, supervisor: Supervisor, clock: AwakeClock) -> None:
         self.supervisor = supervisor
         self.check_s = min(1.0, supervisor.budget.hang_s / 4)
         self._backend = backend
@@ -38,7 +39,7 @@ class Keeper:
     def replaceable(self, host: str) -> bool:
         """What fails there now is mended by a new life of the host."""
         self._advance()
-        return host in self.supervisor and self.supervisor.at_work(host)
+        return self.supervisor.replaces(host) and self.supervisor.at_work(host)
 
     def condemn(self, host: str, failure: Failure) -> None:
         """Ends the process of a worker that failed; the first reason is the one that is told."""
@@ -70,14 +71,12 @@ class Keeper:
                 self.condemn(host, Failure(call.worker if call else host, cause))
 
     def died(self, host: str, failure: Failure) -> tuple[Failure, bool]:
-        """-> (what to tell of it, whether the host is to be started again)."""
-        if host not in self.supervisor:
-            return failure.final(""), False
+        """What to say of it, and whether the host is to be started again."""
         self._advance()
         failure = self._condemned.pop(host, failure)
         self._rebuilt_by.pop(host, None)
         reason = self.supervisor.died(host, self._clock())
-        return (failure.final(reason), False) if reason else (replace(failure, mendable=True), True)
+        return (replace(failure, mendable=True), True) if reason is None else (failure.final(reason), False)
 
     def rebuilt_by(self, host: str, construction: Sequence[Any], weights: Sequence[Any]) -> None:
         """The host is at work again when these calls are done: first the workers, then their weights."""
@@ -93,11 +92,11 @@ class Keeper:
 
     def _silence(self, host: str, calls: list[Call], now: float) -> tuple[float, Call | None]:
         """The longest silence of the process or of one of its workers that is at work, and whose it is."""
-        pulse = self._backend.pulse(host).ago_s
-        longest, whose = pulse if pulse < float("inf") else 0.0, next(iter(calls), None)  # it may still be starting
+        heard_s, pulse = self._clock.awake_s(), self._backend.pulse(host).ago_s
+        longest, whose = min(pulse, heard_s) if pulse < float("inf") else 0.0, next(iter(calls), None)
         for call in calls:
             sign = self._backend.progress(host, call.slot)
-            seconds = min(sign.ago_s, now - call.sent_at)  # an idle worker is silent without being hung
+            seconds = min(sign.ago_s, now - call.sent_at, heard_s)  # an idle worker is silent without being hung
             if not sign.waits and seconds > longest:
                 longest, whose = seconds, call
         return longest, whose

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from embodied.errors import ChannelClosed, DeadlineExceeded
+from embodied.runtime.awake import wait_awake
 from embodied.runtime.channel import Channel, Waiting
 from embodied.runtime.payload import Payload
 
@@ -54,8 +54,8 @@ class Getter:
     def finish(self) -> None:
         self._ready.release()
 
-    def wait(self, seconds: float) -> bool:
-        return self._ready.acquire(timeout=max(seconds, 0))
+    def wait(self, seconds: float, driver: int | None = None) -> bool:
+        return wait_awake(lambda part_s: self._ready.acquire(timeout=part_s), seconds, driver)
 
 
 class Queue:
@@ -93,7 +93,7 @@ class Queue:
         seconds = self.host.timeout_s if timeout_s is None else timeout_s
         try:
             with self.host.waiting():
-                arrived = getter.wait(seconds)
+                arrived = getter.wait(seconds, self.host.driver)
         except BaseException:  # Ctrl-C
             self._give_up(getter)
             raise
@@ -272,10 +272,9 @@ def wait_for_room(
     timeout_s: float | None,
 ) -> None:
     seconds = end.host.timeout_s if timeout_s is None else timeout_s
-    until = time.monotonic() + seconds
     while unread[producer] >= end.capacity and closed() is None:
         with end.host.waiting():
-            came = room.wait(until - time.monotonic())
+            came = wait_awake(room.wait, seconds, end.host.driver)
         if not came:
             raise DeadlineExceeded(
                 f"channel {end.name!r}: {producer} has {unread[producer]} items waiting there and nobody took one "

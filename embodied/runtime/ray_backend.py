@@ -142,7 +142,9 @@ class RayBackend(Processes):
     def _boot(self, plan: HostPlan, life: int, log: str | None, progress_file: str | None) -> dict[str, Any]:
         order = boot_order(self._run, plan, self._timeout_s)
         order["path"] = order["path"] if progress_file else None  # on this machine
-        return {**order, "life": life, "log": log, "folder": os.getcwd(), "progress_file": progress_file}
+        driver = os.getpid() if progress_file else None
+        told = {"life": life, "log": log, "folder": os.getcwd(), "progress_file": progress_file, "driver": driver}
+        return {**order, **told}
 
     def _plan_of_next(self, before: _Process) -> HostPlan:
         """The plan of a host that is started again: the same, or moved if its node is lost."""

@@ -50,7 +50,7 @@ class RayHost:
         find_main_lazily(boot["main_module"], boot["main_file"])
         progress = self._progress(boot["progress_file"])
         links = Links(encode, decode, self._post, self._report)
-        self._host = Host(boot["run"], [boot["name"]], links, progress, boot["timeout_s"])
+        self._host = Host(boot["run"], [boot["name"]], links, progress, boot["timeout_s"], boot["driver"])
         self._tell("up", os.getpid())
 
     # Called by the driver

@@ -42,6 +42,7 @@ class Remote:
         with self._lock:
             self._dead = None
             self._unread.clear()
+            self._room.notify_all()
             self.host.post(self.home, ("open", self.name, self.channel))
 
     def put(self, item: Any, key: Any, weight: float, timeout_s: float | None) -> None:
@@ -61,7 +62,7 @@ class Remote:
         getter = self._ask("get", key, need)
         try:
             with self.host.waiting():
-                arrived = getter.wait(seconds)
+                arrived = getter.wait(seconds, self.host.driver)
         except BaseException:  # Ctrl-C
             self.host.post(self.home, ("cancel", self.name, getter.request))
             raise

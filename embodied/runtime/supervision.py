@@ -3,11 +3,11 @@
 It is told what happened and when, and answers what to do; doing it is the caller's business (`keeper.py`).
 
     healthy <-> suspect      silent for half of hang_s, or heard again
-    any -> restarting        it died and the budget allows another life
+    any -> restarting        it died, while it was built again too, and the budget allows another life
     restarting -> stale      its workers are constructed, but a policy among them has no weights yet
     restarting -> healthy    constructed, and nothing is missing
     stale -> healthy         it has the current weights
-    any -> dead              it died while it was constructed, or once too often: the run ends
+    any -> dead              it died once too often, or holds what cannot be had again: the run ends
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ class _Host:
 
 
 class Supervisor:
-    def __init__(self, budget: Budget, hosts: Iterable[str], stale: Iterable[str] = ()) -> None:
-        """`stale`: those that need the current weights before they may serve again."""
+    def __init__(
+        self, budget: Budget, hosts: Iterable[str], stale: Iterable[str] = (), unique: Iterable[str] = ()
+    ) -> None:
+        """`stale`: those that need the current weights before they may serve again. `unique` hosts are watched like
+        `hosts`, but have no second life."""
         self.budget = budget
-        self._hosts = {host: _Host() for host in hosts}
+        self._hosts = {host: _Host() for host in (*hosts, *unique)}
         self._stale = frozenset(stale)
+        self._unique = frozenset(unique)
 
     def __contains__(self, host: str) -> bool:
         return host in self._hosts
@@ -62,8 +66,11 @@ class Supervisor:
         """Over the whole run."""
         return self._hosts[host].restarts
 
+    def replaces(self, host: str) -> bool:
+        return host in self._hosts and host not in self._unique
+
     def at_work(self, host: str) -> bool:
-        """It was constructed, so dying now is no failure of a constructor."""
+        """It was constructed, so what it raises now is no failure of a constructor."""
         return self.state(host) in (State.HEALTHY, State.SUSPECT, State.STALE)
 
     def silent(self, host: str, seconds: float) -> bool:
@@ -74,12 +81,12 @@ class Supervisor:
             self._hosts[host].state = State.SUSPECT if seconds >= self.budget.hang_s / 2 else State.HEALTHY
         return seconds >= self.budget.hang_s
 
-    def died(self, host: str, now: float) -> str:
-        """-> why it is not started again; empty if it is."""
+    def died(self, host: str, now: float) -> str | None:
+        """None if it is started again, otherwise what there is to say of why not."""
         record, budget = self._hosts[host], self.budget
-        if not self.at_work(host):
+        if host in self._unique:
             record.state = State.DEAD
-            return f"this was while it was constructed after restart {record.restarts}"
+            return ""
         while record.recent and now - record.recent[0] > budget.window_s:
             record.recent.popleft()
         if len(record.recent) >= budget.max_restarts:
@@ -91,7 +98,7 @@ class Supervisor:
         record.recent.append(now)
         record.restarts += 1
         record.state = State.RESTARTING
-        return ""
+        return None
 
     def constructed(self, host: str) -> None:
         if self.state(host) is State.RESTARTING:

@@ -44,11 +44,15 @@ class Turns:
         finally:
             self._carry_out(self.coordinator.release(gang))
 
+    def has_memory(self, worker: str) -> bool:
+        """Whether its memory lies on its device: one that is started again gives it back at once where it does not."""
+        return worker in self.coordinator.resident
+
     def _carry_out(self, actions: list[Action]) -> None:
         """All actions of a step at once; what they make possible next."""
         while actions:
             calls = [getattr(self.workers[action.worker], action.verb)() for action in actions]
             for call in calls:
-                call.wait()
+                call.survivors()  # the memory of a process that died moved in its way
             self.moves += actions
             actions = [further for action in actions for further in self.coordinator.done(action)]

@@ -247,26 +247,32 @@ class WeightReader:
             return "snapshot"
         return "buckets"
 
-    def load(self, publication: Publication, route: str, channel: Channel | None = None) -> dict[str, Any]:
-        """Take a version. -> what must be looked at again: live tensors by name, or `Blob`s in memory that stays the
-        same from version to version. Buckets come through the channel, sent by `WeightStore.send`."""
+    def load(
+        self, publication: Publication, route: str, channel: Channel | None = None, whole: bool = False
+    ) -> dict[str, Any]:
+        """Take a version: `whole`, or only what changed where the version before is here. Returns what must be looked
+        at again: live tensors by name, or `Blob`s in memory that stays the same from version to version. Buckets come
+        through the channel, sent by `WeightStore.send`. Where a newer version has taken the place of this one, nothing
+        is loaded and `version` is None: a reader that was started while the newer one was made waits for that."""
         first = self._route != route or self._owner != publication.store
-        names = publication.changed if not first and self.version == publication.follows else publication.specs
+        whole = whole or first or self.version != publication.follows
+        names = publication.specs if whole else publication.changed
         self.version, self._route, self._owner = None, route, publication.store
         if route == "shared":
             self._store = stores_here[publication.store]
-            found = {name: self._store.live[name] for name in names}
+            self.version = publication.version
+            return {name: self._store.live[name] for name in names}
+        if first:
+            self._memory, self._offsets = memory_for(publication, route)
+        blobs = {name: Blob(publication.specs[name], self._part(publication, name)) for name in names}
+        if route == "buckets":
+            came = self._receive(publication, channel, names)
         else:
-            if first:
-                self._memory, self._offsets = memory_for(publication, route)
-            blobs = {name: Blob(publication.specs[name], self._part(publication, name)) for name in names}
-            if route == "buckets":
-                self._receive(publication, channel, names)
-            else:
-                self._check(publication, blobs)
-            found = blobs
+            came = self._check(publication, blobs)
+        if not came:
+            return {}
         self.version = publication.version
-        return found
+        return blobs
 
     @contextmanager
     def acting(self, version: int) -> Iterator[None]:
@@ -298,19 +304,32 @@ class WeightReader:
     def _head(self) -> np.ndarray:
         return self._memory[16:24].view(np.int64)
 
-    def _check(self, publication: Publication, blobs: dict[str, Blob]) -> None:
-        held = int(self._head[0])
-        if held != publication.version:
-            raise StaleWeights(f"the snapshot holds version {held}, not {publication.version}")
-        for name, blob in blobs.items():
-            check(name, blob.data, publication.checksums[name], publication.version)
+    def _check(self, publication: Publication, blobs: dict[str, Blob]) -> bool:
+        """Whether the snapshot holds this version undamaged; False where a newer one has taken its place."""
+        try:
+            if not self._overwritten(publication):
+                for name, blob in blobs.items():
+                    check(name, blob.data, publication.checksums[name], publication.version)
+        except EmbodiedError:
+            if not self._overwritten(publication):
+                raise
+        return not self._overwritten(publication)
 
-    def _receive(self, publication: Publication, channel: Channel, names: Iterable[str]) -> None:
+    def _overwritten(self, publication: Publication) -> bool:
+        held = int(self._head[0])
+        if NONE < held < publication.version:
+            raise StaleWeights(f"the snapshot holds version {held}, not {publication.version}")
+        return held != publication.version
+
+    def _receive(self, publication: Publication, channel: Channel, names: Iterable[str]) -> bool:
+        """Whether this version came, whole; False where a newer one came instead."""
         missing = {name: publication.specs[name].size_bytes for name in names}
         number, last = 0, False
         while not last:
             bucket: Bucket = channel.get()
-            if bucket.version != publication.version or (bucket.number and bucket.number != number):
+            if bucket.version > publication.version:
+                return False
+            if bucket.version < publication.version or (bucket.number and bucket.number != number):
                 continue  # of an earlier version, which nobody waits for any more
             if bucket.number == 0:
                 missing = {name: publication.specs[name].size_bytes for name in names}
@@ -321,6 +340,7 @@ class WeightReader:
             number, last = bucket.number + 1, bucket.last
         if short := [name for name, left in missing.items() if left]:
             raise EmbodiedError(f"version {publication.version} arrived without parts of {', '.join(short[:4])}")
+        return True
 
 
 def check(name: str, data: np.ndarray, expected: int, version: int) -> None:

@@ -7,7 +7,9 @@ in that thread, one call after the other.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -15,6 +17,8 @@ from typing import Any
 
 from embodied.runtime.channel import hosts_of_runs
 from embodied.runtime.timers import Recording, Timers, Total
+
+SIGN_S = 5.0
 
 
 def served_while_busy(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,6 +44,27 @@ class Worker:
     timers: Timers
     tick: Callable[[], None] = staticmethod(lambda: None)
     """Says "still alive" from inside long work, to the host; every call and channel operation ticks too."""
+    waiting: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    """Inside, it waits for another worker and may be silent; channel operations do that themselves."""
+
+    @contextmanager
+    def alive(self, at_most_s: float) -> Iterator[None]:
+        """Says so every few seconds inside one long call of a library, which cannot."""
+        over = threading.Event()
+
+        def live() -> None:
+            for _ in range(round(at_most_s / SIGN_S)):
+                if over.wait(SIGN_S):
+                    return
+                self.tick()
+
+        thread = threading.Thread(target=live, name="alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def needs(self, shared: bool = False) -> Needs:
         """Its device memory; `shared`: that of its weights is also used by another role in this process."""

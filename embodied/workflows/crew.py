@@ -1,10 +1,10 @@
 """The sim workers and policy workers of a run at work, and what happens when one of them dies.
 
-They work in rounds: some sims play, the policy workers serve them until all are done. A host that dies in a round is
-started again at once, and its successors are given what they lack:
+They work in rounds: some sims play, the policy workers serve them until all are done. A host that dies in a round, or
+while learners update, is started again at once, and its successors are given what they lack:
 
-    policy worker   its policy and the current weights; the stages it serves ask their last question again, so nothing
-                    is lost
+    policy worker   its policy and the current weights, or the next ones where those are published while it builds; the
+                    stages it serves ask their last question again, so nothing is lost
     sim worker      its envs, and the next episode of every row; what the dead one has played in this round is lost,
                     and the caller decides whether it is played again
 
@@ -45,6 +45,7 @@ class Crew:
         self.rounds = 0
         self.restarts = 0
         self.abandoned_episodes = 0
+        self.has_memory: Callable[[str], bool] = lambda worker: True  # on its device, as far as turns are taken there
 
     def start(self, spec: EnvSpec, episodes: EpisodeList | None, delivery: Delivery, budget: Budget) -> None:
         """Lay the channels: requests live with the policy workers, replies with the sims. From now on who dies is
@@ -115,7 +116,10 @@ class Crew:
             )
             built = self.cluster.replace(host)
             built += [self.sims[sim].spec() for sim in sims]
-            built += [self.policies[policy].build(self.spec) for policy in policies]
+            for policy in policies:
+                built.append(self.policies[policy].build(self.spec))
+                if not self.has_memory(self.policies.workers[policy]):
+                    built.append(self.policies[policy].offload())
             self.cluster.rebuilt_by(host, built, self.delivery.reload(policies))
             abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
             self.restarts += 1

@@ -16,6 +16,7 @@ from embodied.runtime import Channel, Cluster, Handle, WorkerGroup
 from embodied.runtime.blobs import Blob
 from embodied.runtime.weights import Publication, WeightStore
 
+Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if somebody had to be replaced
 Send = Callable[[tuple[Channel, ...], bool], object]  # puts the current version's buckets there: all, or what changed
 
 
@@ -33,6 +34,7 @@ class Delivery:
         ranks = range(len(policies))
         self.channels = [cluster.channel(f"weights-{p}", home=policies[p], capacity=1) for p in ranks]
         self.routes: list[str] = []
+        self.loads: dict[int, Handle] = {}  # the last of each policy worker
         self.current: Publication | None = None
         self.send: Send | None = None
         self.store: WeightStore | None = None  # of adopted weights
@@ -44,26 +46,36 @@ class Delivery:
             raise StaleWeights("no weights have been published yet")
         return self.current.version
 
-    def deliver(self, publication: Publication, send: Send) -> list[Handle]:
+    def deliver(self, publication: Publication, send: Send, ask: Ask) -> list[Handle]:
         """To all policy workers. They act with nothing else from now on."""
         if not self.routes:
-            self.routes = self.policies.route(publication).wait()
+            self.routes = ask(lambda: self.policies.route(publication))
         self.current, self.send = publication, send
         self.times = (perf_counter(),) * 2
-        return self._load(range(len(self.policies)), whole=False)
+        ranks = range(len(self.policies))
+        behind = [rank for rank in ranks if not self._holds(rank, publication.follows)]
+        return self._load([r for r in ranks if r not in behind], whole=False) + self._load(behind, whole=True)
 
     def reload(self, ranks: Iterable[int]) -> list[Handle]:
         """To policy workers that have just been built, all of the current version; nobody publishes for that."""
         return [] if self.current is None else self._load(list(ranks), whole=True)
 
-    def adopt(self, weights: Weights) -> list[Handle]:
+    def adopt(self, weights: Weights, ask: Ask) -> list[Handle]:
         """Deliver weights that this process has."""
         self.store = WeightStore({name: blob.spec for name, blob in weights.blobs.items()})
-        return self.deliver(self.store.publish(weights.version, weights.blobs.items()), self.store.send_aside)
+        return self.deliver(self.store.publish(weights.version, weights.blobs.items()), self.store.send_aside, ask)
+
+    def _holds(self, rank: int, version: int) -> bool:
+        """Whether a policy worker is known to have this version; one that was still building then may have missed
+        it."""
+        load = self.loads.get(rank)
+        return load is not None and load.succeeded() and load.wait()[0] == version
 
     def _load(self, ranks: Iterable[int], whole: bool) -> list[Handle]:
         places = [(rank, self.routes[rank], self.channels[rank]) for rank in ranks]
         far = tuple(channel for _, route, channel in places if route == "buckets")
         if far:
             self.send(far, whole)
-        return [self.policies[rank].load_weights(self.current, route, channel) for rank, route, channel in places]
+        new = {r: self.policies[r].load_weights(self.current, route, channel, whole) for r, route, channel in places}
+        self.loads |= new
+        return list(new.values())

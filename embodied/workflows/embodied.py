@@ -135,6 +135,7 @@ class EmbodiedLoop:
             self.collection.start(self.crew, self.learners, self.trajectories)
         groups = (self.sims, self.policies, self.learners)
         self.turns = take_turns(self.cluster, *groups, self.config.cluster.memory_gb, self.timers)
+        self.crew.has_memory = self.turns.has_memory
         return spec
 
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
@@ -145,12 +146,17 @@ class EmbodiedLoop:
         with self.timers.measure("update"), self.turns.phase(UPDATE):
             before_s = perf_counter() - started
             updating = self.collection.update(batch, iteration, total)
-            losses = updating.wait()[0] if updating else {}
+            losses = self.settled(updating) if updating else {}
         if "time/first_backward_s" in losses:  # as rank 0 saw it: since its update began
             losses["time/first_backward_s"] += before_s
         publish_s = self.publish(self.version + 1)
         own = {"time/publish_s": publish_s, "faults/restarts": self.crew.restarts - restarts}
         return batch.finished, self.collection.numbers(batch) | own | losses
+
+    def settled(self, updating: Handle) -> dict[str, float]:
+        """Rank 0's result. Who dies meanwhile is replaced meanwhile."""
+        self.crew.settle(updating)
+        return updating.wait()[0]
 
     @property
     def version(self) -> int:
@@ -164,13 +170,14 @@ class EmbodiedLoop:
                 publishing = self.learners.publish(version)
                 self.crew.settle(publishing)
             with self.turns.phase(ROLLOUT):
-                self.crew.settle(*self.delivery.deliver(publishing.wait()[0], self.learners[0].send))
+                loading = self.delivery.deliver(publishing.wait()[0], self.learners[0].send, self.crew.ask)
+                self.crew.settle(*loading)
         return publishing.seconds("max")
 
     def adopt(self, weights: Weights | None) -> None:
         """Act with weights that come from a checkpoint instead of a learner; None: the policy needs none."""
         with self.turns.phase(ROLLOUT):
-            self.crew.settle(*self.delivery.adopt(weights or Weights(0, {})))
+            self.crew.settle(*self.delivery.adopt(weights or Weights(0, {}), self.crew.ask))
 
     def evaluate(self, out: Path, dataset: Path | None = None) -> list[EpisodeResult]:
         """Play the fixed evaluation episodes with the current version; results in episode order. Films go into

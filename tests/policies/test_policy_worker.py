@@ -3,7 +3,6 @@
 import threading
 
 from embodied.data import ActRequest
-from embodied.policies import worker as module
 from embodied.policies.config import MLPConfig, OpenVLAConfig
 from embodied.policies.worker import PolicyWorker
 
@@ -25,7 +24,7 @@ def test_another_rollout_is_not_taken_for_the_last_one():
 
 
 def test_a_policy_that_compiles_is_not_taken_for_hung(monkeypatch):
-    monkeypatch.setattr(module, "SIGN_S", 0.01)
+    monkeypatch.setattr("embodied.runtime.worker.SIGN_S", 0.01)
     heard = threading.Event()
     for config, alive in ((OpenVLAConfig(name="openvla", compile=True), True), (MLPConfig(), False)):
         worker = PolicyWorker(config, seed=0)

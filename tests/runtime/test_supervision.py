@@ -25,7 +25,7 @@ def test_a_suspect_that_speaks_again_is_healthy():
 
 def test_a_death_at_work_is_a_restart():
     machine = supervisor()
-    assert machine.died("sims", now=5) == ""
+    assert machine.died("sims", now=5) is None
     assert machine.state("sims") is State.RESTARTING and machine.restarts("sims") == 1
     machine.constructed("sims")
     assert machine.state("sims") is State.HEALTHY and machine.restarts("policy") == 0
@@ -37,11 +37,19 @@ def test_a_host_under_construction_may_be_silent():
     assert not machine.silent("sims", 1000) and machine.state("sims") is State.RESTARTING
 
 
-def test_a_death_under_construction_ends_the_run():
+def test_a_death_while_it_is_built_again_is_another_restart_of_the_budget():
     machine = supervisor()
-    machine.died("sims", now=0)
-    assert "constructed after restart 1" in machine.died("sims", now=1)
+    assert machine.died("sims", now=0) is None and machine.died("sims", now=1) is None
+    assert machine.state("sims") is State.RESTARTING and machine.restarts("sims") == 2
+    assert "after 2 restarts" in machine.died("sims", now=2)
     assert machine.state("sims") is State.DEAD and not machine.at_work("sims")
+
+
+def test_a_unique_host_is_watched_and_has_no_second_life():
+    machine = Supervisor(BUDGET, ["sims"], unique=["learner"])
+    assert machine.replaces("sims") and not machine.replaces("learner")
+    assert not machine.silent("learner", 9.9) and machine.silent("learner", 10)
+    assert machine.died("learner", now=5) == "" and machine.state("learner") is State.DEAD
 
 
 def test_a_policy_is_stale_until_it_has_the_current_weights():
@@ -59,12 +67,12 @@ def test_a_policy_is_stale_until_it_has_the_current_weights():
 def test_a_stale_host_that_dies_is_restarted_within_the_budget():
     machine = supervisor(stale=["policy"])
     for now in (0, 1):
-        assert machine.died("policy", now) == ""
+        assert machine.died("policy", now) is None
         machine.constructed("policy")
-    assert machine.died("policy", 2) != ""
+    assert machine.died("policy", 2) is not None
 
 
-def dies_and_returns(machine, now) -> str:
+def dies_and_returns(machine, now) -> str | None:
     reason = machine.died("sims", now)
     machine.constructed("sims")
     return reason
@@ -72,18 +80,18 @@ def dies_and_returns(machine, now) -> str:
 
 def test_the_budget_counts_restarts_of_one_host_within_the_window():
     machine = supervisor()
-    assert [dies_and_returns(machine, now) for now in (0, 60)] == ["", ""]
+    assert [dies_and_returns(machine, now) for now in (0, 60)] == [None, None]
     reason = dies_and_returns(machine, 100)
     assert reason == "this was after 2 restarts within 100 s (faults.max_restarts=2)"
     assert machine.state("sims") is State.DEAD
-    assert machine.died("policy", 100) == ""
+    assert machine.died("policy", 100) is None
 
 
 def test_restarts_before_the_window_are_forgotten():
     machine = supervisor()
-    assert [dies_and_returns(machine, now) for now in (0, 60, 101, 161)] == [""] * 4
+    assert [dies_and_returns(machine, now) for now in (0, 60, 101, 161)] == [None] * 4
     assert machine.restarts("sims") == 4
-    assert dies_and_returns(machine, 200) != ""
+    assert dies_and_returns(machine, 200) is not None
 
 
 def test_no_restarts_allowed_means_that_the_first_death_ends_the_run():

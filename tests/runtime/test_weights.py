@@ -129,6 +129,49 @@ def test_a_reader_that_missed_a_version_takes_all_of_it(store):
     assert reader.load(store.publish(2, blobs(3.0, ["count"])), "snapshot").keys() == SPECS.keys()
 
 
+@pytest.mark.parametrize("state", ["published", "being written"])
+def test_who_comes_late_for_a_version_loads_the_next_one(store, state):
+    """A worker that was started again builds while learners publish: its call names a version that is gone."""
+    first, reader = store.publish(0, blobs(1.0)), WeightReader()
+    second = store.publish(1, blobs(2.0, ["trained"]))
+    if state == "being written":
+        store._head[0] = module.NONE
+    assert reader.load(first, "snapshot") == {} and reader.version is None
+    with pytest.raises(StaleWeights, match="has no weights yet"), reader.acting(0):
+        raise AssertionError("served")
+    store._head[0] = 1
+    assert values(reader.load(second, "snapshot")) == {"frozen": 1, "trained": 2, "count": 1}
+    with reader.acting(1):
+        pass
+
+
+def test_what_is_overwritten_while_it_is_checked_is_not_called_damaged(store, monkeypatch):
+    first, reader, check = store.publish(0, blobs(1.0)), WeightReader(), module.check
+
+    def overwrite_first(*args):
+        monkeypatch.setattr(module, "check", check)
+        store.publish(1, blobs(2.0))
+        check(*args)
+
+    monkeypatch.setattr(module, "check", overwrite_first)
+    assert reader.load(first, "snapshot") == {} and reader.version is None
+
+
+@pytest.mark.parametrize("sent", ["before", "after"])
+def test_buckets_of_a_newer_version_end_the_wait_for_an_older_one(store, channel, monkeypatch, sent):
+    monkeypatch.setattr(module, "BUCKET_BYTES", 512)
+    first, reader = store.publish(0, blobs(1.0)), WeightReader()
+    if sent == "before":  # they wait there already, and a part of them was lost with the process before
+        store.send((channel,), whole=True)
+        channel.get()
+    second = store.publish(1, blobs(2.0, ["trained"]))
+    store.send((channel,), whole=True)
+    assert reader.load(first, "buckets", channel) == {} and reader.version is None
+    store.send((channel,), whole=True)
+    found = reader.load(second, "buckets", channel, whole=True)
+    assert values(found) == {"frozen": 1, "trained": 2, "count": 1}
+
+
 def test_the_first_version_must_be_whole_and_tensors_as_announced(store):
     with pytest.raises(EmbodiedError, match="lacks count"):
         store.publish(0, blobs(1.0, ["frozen", "trained"]))

@@ -49,6 +49,15 @@ class Run:
         self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
         self.folder, self.told = folder, []
 
+    @classmethod
+    def shipped(cls, folder, recipe, backend, *arguments):
+        """A recipe as it is, in the placement that the user gets who asks for none."""
+        run = cls.__new__(cls)
+        loaded = load([f"recipe={recipe}", f"cluster.backend={backend}", *arguments])
+        run.config, run.plan = commands.planned(loaded.config)
+        run.folder, run.told = folder, []
+        return run
+
     def __enter__(self):
         self.cluster = commands.cluster(self.config, self.plan, self.folder)
         meeting = meeting_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
@@ -161,6 +170,86 @@ def test_who_dies_between_rollouts_is_replaced_without_loss(tmp_path, worker):
         _, numbers = run.iterate(1)
         assert numbers["env_steps"] == ENVS * DECISIONS and numbers["faults/lost_decisions"] == 0
         assert len(run.told) == 1
+
+
+UPDATES = {"four hosts": "placement={'sim,policy': 'fake:0-3', learner: 'fake:4'}", "default": "placement=auto"}
+UPDATES |= {"policy apart": "placement={sim: 'fake:0-1', policy: 'fake:2', learner: 'fake:3'}"}
+
+
+@pytest.mark.parametrize("moment", ["update", "publish", "load"])
+@pytest.mark.parametrize("placement", UPDATES)
+@pytest.mark.parametrize("recipe", ["pointmass_ppo", "pointmass_grpo"])
+def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path, recipe, placement, moment):
+    with Run.shipped(tmp_path, recipe, "local", UPDATES[placement]) as run:
+        run.iterate(0)
+        strike(run, moment, "policy-0")
+        _, numbers = run.iterate(1)
+        assert numbers["faults/restarts"] == 1 and len(run.told) == 1, run.told
+        assert "is started again (restart 1" in run.told[0]
+        _, numbers = run.iterate(2)
+        assert numbers["faults/restarts"] == 0 and run.loop.version == 3
+        for handle in (run.loop.delivery.loads[rank] for rank in range(len(run.loop.policies))):
+            assert handle.wait() == [3]
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["update", "publish", "load"])
+@pytest.mark.parametrize("recipe", ["pointmass_ppo", "pointmass_grpo"])
+def test_so_it_is_on_ray(tmp_path, recipe, moment):
+    with Run.shipped(tmp_path, recipe, "ray") as run:
+        run.iterate(0)
+        strike(run, moment, "policy-0")
+        assert run.iterate(1)[1]["faults/restarts"] == 1
+        assert run.iterate(2)[1]["faults/restarts"] == 0 and run.loop.version == 3
+
+
+def test_a_successor_that_is_killed_while_it_builds_is_another_restart(tmp_path):
+    with Run.shipped(tmp_path, "pointmass_ppo", "local") as run:
+        run.iterate(0)
+        replace_host, again = run.cluster.replace, []
+
+        def replace_and_kill(host):
+            handles = replace_host(host)
+            if len(again) < 2:
+                again.append(host)
+                os.kill(run.pid(f"sim-{host[-1]}"), signal.SIGKILL)
+            return handles
+
+        run.cluster.replace = replace_and_kill
+        strike(run, "update", "sim-0")
+        run.iterate(1)
+        run.iterate(2)
+        assert [line.split("(")[1].split(",")[0] for line in run.told] == ["restart 1", "restart 2", "restart 3"]
+
+
+def test_a_learner_that_is_stopped_ends_the_run_after_hang_s(tmp_path):
+    with Run.shipped(tmp_path, "pointmass_ppo", "local", "faults.hang_s=3") as run:
+        run.iterate(0)
+        started = time.monotonic()
+        os.kill(run.pid("learner-1"), signal.SIGSTOP)
+        with pytest.raises(WorkerFailed, match=r"learner-1: hung: no sign of life for [345] s.*so it was killed"):
+            run.iterate(1)
+        assert time.monotonic() - started < 60
+
+
+def strike(run, moment, worker):
+    """SIGKILL at the next moment of this kind: when learners are asked to update or to publish, or policies to load."""
+    target, name = {
+        "update": (run.loop.collection, "update"),
+        "publish": (run.loop.learners, "publish"),
+        "load": (run.loop.delivery, "_load"),
+    }[moment]
+    method = getattr(target, name)
+
+    def struck(*args, **kwargs):
+        setattr(target, name, method)
+        if moment == "publish":
+            publishing = method(*args, **kwargs)
+        os.kill(run.pid(worker), signal.SIGKILL)
+        return publishing if moment == "publish" else method(*args, **kwargs)
+
+    setattr(target, name, struck)
 
 
 @pytest.mark.chaos
