@@ -87,11 +87,12 @@ def ends() -> str:
     stopped = [row for row in struck if row["fault"] == "sigstop"]
     table = by_mode(learners, OF_A_LEARNER, lambda mode: (HOSTS[mode][1],))
     mortals = [row for row in killed if row not in learners]
-    return (
-        f"{table}\n\nThe message came after {seconds(learners)}. Stopped (SIGSTOP) in an update, with "
-        f"`faults.hang_s=10`: {count(stopped)}, after {seconds(stopped)}. Sim and policy processes that were killed while they were "
+    told = (
+        f"The message came after {seconds(learners)}. Stopped (SIGSTOP) in an update, with `faults.hang_s=10`: "
+        f"{count(stopped)}, after {seconds(stopped)}. Sim and policy processes that were killed while they were "
         f"constructed the first time: {count(mortals)}, after {seconds(mortals)}."
     )
+    return f"{table}\n\n{told}"
 
 
 def faults() -> str:
