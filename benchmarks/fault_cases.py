@@ -17,7 +17,7 @@ from faulty_env import FAULTS, OF_A_POLICY
 
 MODES = {
     "auto": "",  # what a user gets who says nothing
-    "collocated-2": '{"sim,policy": "cpu:0-1*2", learner: "cpu:0-1"}',
+    "collocated-2": '{"sim,policy": "cpu:0-1*2", learner: "cpu:0"}',
     "collocated-4": '{"sim,policy": "fake:0-3", learner: "fake:0-1"}',
     "hybrid": "hybrid",
     "disaggregated": '{sim: "fake:0-1", policy: "fake:2", learner: "fake:3"}',

@@ -163,8 +163,10 @@ def a_story_of_strikes(run: StruckRun, cases: list[Case], keep: Keep) -> list[Ca
             left.pop(0)
         code = run.end(PATIENCE_S)
         problem = problems(run, sum(strikes(outcome.case) for outcome in told)) if code == 0 else run.error
-    except (Ended, TooLong) as err:
+    except Ended as err:
         problem = str(err)
+    except TooLong as err:
+        problem = f"{err}; last it said:\n{run.output[-1000:]}"
     if problem and left:  # the case that it happened in
         keep(Outcome(left.pop(0), problem.splitlines()[0][:300], None, problem))
         problem = ""
