@@ -1,11 +1,15 @@
-"""What becomes of a run whose simulator goes wrong: every fault, at every place, on every backend.
+"""What becomes of a run whose processes die: in every mode, on both backends, with PPO and GRPO, in every phase.
 
-    python -m benchmarks.fault_table [--worker sim-0|policy-0] [--backends local,ray] [--faults hang] [--places rollout]
+    python -m benchmarks.fault_table [--only auto,local,update] [--at-once 2] [--list]
 
-Each case is a short training run of the toy env with one fault planted in one of two sim workers (tests/faulty_env.py)
-or in the policy worker (tests/faulty_policy.py).
-It must end within its deadline, either recovered (all env steps, all episodes, one restart) or in a message that names
-the worker, the cause and its log. Faults strike once; with --always they strike in every life of the worker as well.
+Every case is struck in an ordinary run of a shipped recipe (`benchmarks.gates`): processes are killed or stopped from
+outside by their ids; exceptions, NaN, hangs and the like come from inside the env or the policy. A run that goes on is
+struck again, in the next phase. A case has recovered if its process was started again, two iterations ended after that,
+and the whole run finished with all its env steps and evaluation episodes and one restart per strike. Otherwise it must
+end within a minute in a message that names the worker, the cause, its log, and how to resume.
+
+Results are written case by case into benchmarks/results/fault_table.json; what this commit has played already is not
+played again.
 """
 
 from __future__ import annotations
@@ -14,208 +18,298 @@ import argparse
 import json
 import os
 import re
-import subprocess
-import sys
+import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 
-from benchmarks.common import RESULTS, ROOT, code_commit, machine, markdown, write_json
+from benchmarks.common import RESULTS, code_commit, machine, read_metrics, resolved, write_json
+from benchmarks.fault_cases import MODES, RECOVERED, SILENT, TOLD, Case, all_cases
+from benchmarks.gates import HOLD
+from benchmarks.strikes import Ended, StruckRun, TooLong
 
-sys.path.append(str(ROOT / "tests"))
-
-DEADLINE_S = 400.0
-HANG_S = 15.0
-ITERATIONS, ENVS, DECISIONS, EPISODES = 3, 8, 16, 6
-ARGUMENTS = {
-    "recipe": "pointmass_ppo",
-    "env.num_envs": ENVS,
-    "env.max_episode_steps": 10,
-    "algo.rollout_decisions": DECISIONS,
-    "algo.minibatch_size": 32,
-    "algo.epochs": 2,
-    "run.iterations": ITERATIONS,
-    "run.save_every": 1,
-    "eval.episodes": EPISODES,
-    "eval.videos": 0,
-    "faults.hang_s": HANG_S,
-    "faults.timeout_s": 120,
-    "faults.max_restarts": 2,
+OUT = RESULTS / "fault_table.json"
+HANG_S = 10.0
+MOST_S = 60.0  # from a strike to the message that ends a run
+PATIENCE_S = 240.0  # for anything else, on a machine that others use too
+LONG_S = 5.0  # for which learners stay in a long_update after a strike
+GATES = {  # phase -> who arrives there, and where; "own": the struck process itself, if it has such a worker
+    "rollout": ("sim", "rollout"),
+    "reset": ("sim", "reset"),
+    "update": ("learner", "update"),
+    "long_update": ("learner", "update"),
+    "publish": ("driver", "publish"),
+    "weights": ("policy", "weights"),
+    "saving": ("driver", "save"),
+    "evaluation": ("sim", "evaluation"),
+    "rebuild": ("sim", "rollout"),
 }
-# A host that is started again must not hold the learner; every other saved process makes the table shorter.
-PLACEMENT = {
-    "sim": "{sim: 'cpu:0-1*2', 'policy,learner': 'cpu:1'}",
-    "policy": "{sim: 'cpu:0-1*2', policy: 'cpu:0', learner: 'cpu:1'}",
-}
-
-OUTPUTS = ("nan_observation", "nan_action", "inf_reward", "wrong_shape")
-IN_A_POLICY = ("policy", "faulty_policy:FaultyPolicy")
-FAULTY = {"sim": ("env", "faulty_env:FaultyEnv"), "policy": IN_A_POLICY, "learner": IN_A_POLICY}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A fault in a worker: of its env, or of its policy. `placement`: of the run, if not as in `PLACEMENT`."""
-
-    fault: str
-    place: str
-    backend: str
-    always: bool = False
-    worker: str = "sim-0"
-    placement: str = ""
-
-    def arguments(self, folder: Path) -> dict:
-        """Of the run."""
-        plan = {"fault": self.fault, "place": self.place, "worker": self.worker}
-        if not self.always:
-            plan["once"] = folder / "struck"
-        kwargs = ", ".join(f"{key}: {value}" for key, value in plan.items())
-        role = self.worker.partition("-")[0]
-        what, name = FAULTY[role]
-        mine = {f"{what}.name": name, f"{what}.kwargs": f"{{{kwargs}}}", "cluster.backend": self.backend}
-        return {**ARGUMENTS, "placement": self.placement or PLACEMENT[role], **mine}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`ended`: recovered, message, or what is wrong with it. `answer_s`: from the fault to the message, or until two
-    more lines were told: the iteration that it struck has ended and another one, or the evaluation."""
+    """`seconds`: from the strike until two more iterations had ended, or until the command had."""
 
     case: Case
-    ended: str
-    restarts: int
-    seconds: float
-    said: str  # the line about the restart or the end
-    answer_s: float | None = None
+    ended: str  # as wanted, or what is wrong
+    seconds: float | None = None
+    said: str = ""  # the line about the restart, or the error
 
 
-def cases(worker: str, faults: list[str], places: list[str], backends: list[str], always: bool) -> list[Case]:
-    """What is not an event but wrong output has no place in a constructor, which needs no second life to fail."""
-    whats = [what for what in product(faults, places, backends) if what[1] != "constructor" or what[0] not in OUTPUTS]
-    found = [Case(*what, worker=worker) for what in whats]
-    if always:
-        found += [Case(*what, True, worker) for what in whats if what[1] != "constructor"]
+Keep = Callable[[Outcome], None]
+
+
+def options(cases: list[Case]) -> dict[str, object]:
+    """What such a run says beyond its recipe: enough iterations and restarts for all that is to come."""
+    first = cases[0]
+    found = {
+        "cluster.backend": first.backend,
+        "run.iterations": 8 + 4 * len(cases),
+        "run.save_every": 1,
+        "run.eval_every": 3,
+        "eval.videos": 0,
+        "eval.episodes": 50,
+        "faults.max_restarts": 10 + 4 * len(cases),
+    }
+    if MODES[first.mode]:
+        found["placement"] = MODES[first.mode]
+    if any(case.fault in SILENT for case in cases):
+        found |= {"faults.hang_s": HANG_S, "faults.timeout_s": 120}
     return found
 
 
-def play(case: Case, folder: Path) -> Outcome:
-    """One run with this fault, and what came of it."""
-    arguments = (f"{key}={value}" for key, value in case.arguments(folder).items())
-    command = [sys.executable, "-m", "embodied.train", *arguments]
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    started = time.perf_counter()
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = threading.Timer(DEADLINE_S, process.kill)
-    deadline.start()
-    told = [(time.time(), line) for line in process.stdout]
-    process.wait()
-    deadline.cancel()
-    seconds, output = time.perf_counter() - started, "".join(line for _, line in told)
-    if seconds >= DEADLINE_S:
-        return Outcome(case, f"hung for {DEADLINE_S:g} s", 0, seconds, relative(output[-300:], folder))
-    (run,) = (folder / "runs").iterdir()
-    info = json.loads((run / "run.json").read_text())
-    restarts = info.get("restarts", 0)
-    again = next((i for i, (_, line) in enumerate(told) if " is started again " in line), None)
-    answered = time.time() if process.returncode or again is None else told[again + 2][0]
-    struck = folder / "struck"
-    answer_s = round(answered - struck.stat().st_mtime, 1) if struck.exists() else None
-    if process.returncode == 0:
-        said = "" if again is None else relative(told[again][1].rstrip(), folder)
-        return Outcome(case, problems(run, restarts) or "recovered", restarts, seconds, said, answer_s)
-    said = output[output.rfind("\nerror: ") + 1 :].strip()
-    role, _, rank = case.worker.partition("-")
-    named = case.worker in said or re.search(rf"\b{role}\b[\w+]*-{rank}\.log", said)  # or another role of its process
-    clear = process.returncode == 1 and named and ".log" in said and "Traceback" not in output
-    ended = "message" if clear and info["state"] == "failed" else "unclear end"
-    return Outcome(case, ended, restarts, seconds, relative(said, folder), answer_s)
+# One strike
 
 
-def relative(said: str, folder: Path) -> str:
-    """Without the folder of this case, which says nothing to whoever reads the table elsewhere."""
-    return said.replace(f"{folder}/", "")
+def strike(run: StruckRun, case: Case, turn: int) -> tuple[float, str]:
+    """Strike one process or worker in this phase, one of another rank every turn; -> when, and its process's name."""
+    role = case.victim.partition("+")[0] if "learner" not in case.victim else "learner"
+    host = run.host_of(role, turn)
+    roles, rank = host.rpartition("-")[0].split("+"), host.rpartition("-")[2]
+    if case.inside:
+        reached = run.arm(f"{role}-{rank}", case.phase, case.fault)
+        run.wait(f"{case.phase} of {role}-{rank}", reached.exists, PATIENCE_S)
+        run.open(reached)
+        return time.monotonic(), host
+    who, place = GATES[case.phase]
+    arrives = who if who == "driver" else f"{who}-{rank if who in roles else 0}"
+    reached, process = run.arm(arrives, place, HOLD), run.hosts()[host]
+    run.wait(f"{arrives} at {place}", reached.exists, PATIENCE_S)
+    os.kill(process, signal.SIGSTOP if case.fault == "sigstop" else signal.SIGKILL)
+    at = time.monotonic()
+    if case.phase == "long_update":
+        time.sleep(LONG_S)
+    if case.phase == "rebuild":
+        strike_the_successor(run, host, role, process, lambda: run.open(reached))
+    run.open(reached)
+    return at, host
 
 
-def play_in_a_folder(case: Case) -> Outcome:
+def strike_the_successor(run: StruckRun, host: str, role: str, process: int, go_on: Callable[[], None]) -> None:
+    """Kill the process that takes this one's place while it constructs its worker."""
+    building = run.arm(f"{role}-{host.rpartition('-')[2]}", "start", HOLD)
+    go_on()
+    run.wait("the successor's construction", building.exists, PATIENCE_S)
+    successor = run.hosts()[host]
+    assert successor != process
+    os.kill(successor, signal.SIGKILL)
+    run.open(building)
+
+
+def recovered(run: StruckRun, case: Case, turn: int) -> Outcome:
+    """Strike and wait until the run has gone on."""
+    since = len(run.lines)
+    at, _ = strike(run, case, turn)
+    line = since - 1
+    for _ in range(strikes(case)):
+        line = run.said(" is started again ", line + 1, PATIENCE_S)
+    said, after = run.lines[line].text, line
+    for _ in range(2):
+        after = run.said(r"^iteration \d+/", after + 1, PATIENCE_S)
+    return Outcome(case, RECOVERED, round(run.lines[after].at - at, 1), run.relative(said))
+
+
+def strikes(case: Case) -> int:
+    return 2 if case.phase == "rebuild" else 1
+
+
+# One run
+
+
+def play(cases: list[Case], keep: Keep) -> list[Case]:
+    """Strike a run once for every case, or for as many as it survives; -> those that nothing was learned about."""
     with tempfile.TemporaryDirectory() as folder:
-        return play(case, Path(folder).resolve())
+        with StruckRun(cases[0].recipe, options(cases), Path(folder).resolve()) as run:
+            if cases[0].wanted == TOLD:
+                keep(the_end(run, cases[0]))
+                return []
+            return a_story_of_strikes(run, cases, keep)
 
 
-def problems(run: Path, restarts: int) -> str:
+def a_story_of_strikes(run: StruckRun, cases: list[Case], keep: Keep) -> list[Case]:
+    told: list[Outcome] = []
+    problem, left = "", list(cases)
+    try:
+        run.said(r"^iteration 1/", 0, PATIENCE_S)
+        while left:
+            now = run.iteration()
+            if now > options(cases)["run.iterations"] - 4:
+                break
+            told.append(recovered(run, left[0], len(told)))
+            left.pop(0)
+        code = run.end(PATIENCE_S)
+        problem = problems(run, sum(strikes(outcome.case) for outcome in told)) if code == 0 else run.error
+    except Ended as err:
+        problem = str(err)
+    except TooLong as err:
+        problem = f"{err}; last it said:\n{run.output[-1000:]}"
+    if problem and left:  # the case that it happened in
+        keep(Outcome(left.pop(0), problem.splitlines()[0][:300], None, problem))
+        problem = ""
+    for outcome in told:
+        keep(Outcome(outcome.case, f"the run: {problem}", outcome.seconds, outcome.said) if problem else outcome)
+    return left
+
+
+def problems(run: StruckRun, restarts: int) -> str:
     """What is wrong with a run that ended well; empty if nothing is."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    results = json.loads(next((run / "eval").glob("v*/results.json")).read_text())["overall"]
-    if restarts != 1:
-        return f"{restarts} restarts"
-    if rows[-1]["env_steps"] != ITERATIONS * ENVS * DECISIONS or any(row["faults/lost_decisions"] for row in rows):
-        return f"{rows[-1]['env_steps']} env steps"
-    if (results["episodes"], results["errors"]) != (EPISODES, 0):
-        return f"{results['episodes']} episodes and {results['errors']} errors"
+    info, rows = json.loads((run.path / "run.json").read_text()), read_metrics(run.path)
+    if (info["state"], info.get("restarts", 0)) != ("finished", restarts):
+        return f"{info['state']} with {info.get('restarts', 0)} restarts after {restarts} strikes"
+    if [row["iteration"] for row in rows] != list(range(1, len(rows) + 1)):
+        return "iterations are missing or there twice"
+    lost = sum(row.get("faults/lost_decisions", 0) for row in rows)
+    if "faults/lost_decisions" in rows[0] and rows[-1]["env_steps"] != len(rows) * per_iteration(run) - lost:
+        return f"{rows[-1]['env_steps']} env steps in {len(rows)} iterations, {lost:g} lost"
+    for path in run.path.glob("eval/v*/results.json"):
+        found = json.loads(path.read_text())["overall"]
+        if (found["episodes"], found["errors"]) != (50, 0):
+            return f"{path.parent.name}: {found['episodes']} episodes and {found['errors']} errors"
     return ""
 
 
-def table(outcomes: list[Outcome]) -> str:
-    head = ["fault", "strikes", "place", "backend", "outcome", "restarts", "seconds"]
-    rows = [
-        [
-            outcome.case.fault,
-            "always" if outcome.case.always else "once",
-            outcome.case.place,
-            outcome.case.backend,
-            outcome.ended,
-            str(outcome.restarts),
-            f"{outcome.seconds:.1f}",
-        ]
-        for outcome in outcomes
-    ]
-    return markdown(head, rows)
+def per_iteration(run: StruckRun) -> int:
+    config = resolved(run.recipe)
+    return config["env"]["num_envs"] * config["algo"]["rollout_decisions"]
+
+
+def the_end(run: StruckRun, case: Case) -> Outcome:
+    """Strike what takes the run along, and see how it ends."""
+    try:
+        at, host = at_the_start(run, case) if case.phase == "start" else after_a_while(run, case)
+        code = run.end(PATIENCE_S)
+    except (Ended, TooLong) as err:
+        return Outcome(case, f"before it was struck: {err}"[:300])
+    seconds = round(time.monotonic() - at, 1)
+    return Outcome(case, end_problem(run, case, host, code, seconds) or TOLD, seconds, run.error)
+
+
+def at_the_start(run: StruckRun, case: Case) -> tuple[float, str]:
+    """While it is constructed."""
+    if "learner" in case.victim:  # as soon as it is there: it has no gate before that of its first update
+        host = f"{case.victim}-0"
+        process = run.wait("the learner", lambda: run.hosts().get(host), PATIENCE_S)
+        os.kill(process, signal.SIGKILL)
+        return time.monotonic(), host
+    role = case.victim.partition("+")[0]
+    reached = run.arm(f"{role}-0", "start", case.fault if case.inside else HOLD)
+    run.wait("construction", reached.exists, PATIENCE_S)
+    host = run.host_of(role)
+    if not case.inside:
+        os.kill(run.hosts()[host], signal.SIGKILL)
+    run.open(reached)
+    return time.monotonic(), host
+
+
+def after_a_while(run: StruckRun, case: Case) -> tuple[float, str]:
+    run.said(r"^iteration 2/", 0, PATIENCE_S)
+    return strike(run, case, turn=1)
+
+
+def end_problem(run: StruckRun, case: Case, host: str, code: int, seconds: float) -> str:
+    """What is wrong with how it ended; empty if nothing is."""
+    roles, _, rank = host.rpartition("-")
+    if code != 1 or "Traceback" in run.output:
+        return f"exit code {code}: {run.error[:200]}"
+    if json.loads((run.path / "run.json").read_text())["state"] != "failed":
+        return "run.json does not say that it failed"
+    if not re.match(rf"error: ({roles.replace('+', '|')})-{rank}\b", run.error) or f"{host}.log" not in run.error:
+        return f"neither its name nor its log is told: {run.error[:200]}"
+    cause = {"sigkill": "SIGKILL", "sigstop": "hung|no sign of life", "hang": "hung|no sign of life"}.get(
+        case.fault, ": "
+    )
+    if not re.search(cause, run.error):
+        return f"the cause is not told: {run.error[:200]}"
+    if case.phase != "start" and f"resume=runs/{run.path.name}" not in run.error:
+        return f"how to resume is not told: {run.error[:200]}"
+    return f"it took {seconds:.0f} s" if seconds > MOST_S else ""
+
+
+# All of them
+
+
+def read(path: Path, commit: str) -> list[dict]:
+    """The rows of this commit that are there already."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [row for row in rows if row["commit"] == commit]
+
+
+def row_of(outcome: Outcome, commit: str) -> dict:
+    about = {"algo": outcome.case.algo, "wanted": outcome.case.wanted}
+    told = {"outcome": outcome.ended, "seconds": outcome.seconds, "said": outcome.said, "commit": commit}
+    return {**asdict(outcome.case), **about, **told}
+
+
+def case_of(row: dict) -> Case:
+    return Case(**{name: row[name] for name in Case.__dataclass_fields__})
+
+
+def chosen(cases: list[Case], words: list[str]) -> list[Case]:
+    return [case for case in cases if all(word in case.name.split(" ") for word in words)]
 
 
 def main() -> None:
-    from faulty_env import FAULTS, OF_A_POLICY, PLACES
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", default="local,ray")
-    parser.add_argument("--worker", default="sim-0", choices=["sim-0", "policy-0"])
-    parser.add_argument("--faults")
-    parser.add_argument("--places")
-    parser.add_argument("--always", action="store_true")
-    parser.add_argument("--at-once", type=int, default=1, help="cases: most of their time is waiting")
-    parser.add_argument("--out", type=Path, help="default: fault_table-ROLE.json among the results")
-    chosen = parser.parse_args()
-    role = chosen.worker.partition("-")[0]
-    faults = chosen.faults.split(",") if chosen.faults else {"sim": FAULTS, "policy": OF_A_POLICY}[role]
-    of_a_policy = [place for place in PLACES if place != "reset"]
-    places = chosen.places.split(",") if chosen.places else {"sim": PLACES, "policy": of_a_policy}[role]
-    out = chosen.out or RESULTS / f"fault_table-{role}.json"
-    about = {
-        "at_once": chosen.at_once,
-        "machine": machine(),
-        "commit": code_commit(),
-        "deadline_s": DEADLINE_S,
-        "hang_s": HANG_S,
-    }
-    outcomes = []
-    wanted = cases(chosen.worker, faults, places, chosen.backends.split(","), chosen.always)
-    with ThreadPoolExecutor(chosen.at_once) as pool:
-        for outcome in pool.map(play_in_a_folder, wanted):
-            outcomes.append(outcome)
-            print(f"{table([outcome]).splitlines()[-1]} {outcome.said.splitlines()[:1]}", flush=True)
-            write_json(out, {**about, "outcomes": [asdict(outcome) for outcome in outcomes]})
-    print(f"\n{table(outcomes)}")
-    if bad := [outcome for outcome in outcomes if outcome.ended not in ("recovered", "message")]:
-        raise SystemExit(f"{len(bad)} of {len(outcomes)} cases ended badly")
+    parser.add_argument("--only", default="", help="words that a case's name must have, comma-separated")
+    parser.add_argument("--at-once", type=int, default=1, help="runs: most of their time is waiting")
+    parser.add_argument("--list", action="store_true", help="say which cases there are")
+    parser.add_argument("--out", type=Path, default=OUT)
+    asked = parser.parse_args()
+    cases = chosen(all_cases(), [word for word in asked.only.split(",") if word])
+    if asked.list:
+        print("\n".join(case.name for case in cases))
+        return
+    commit, lock = code_commit(), threading.Lock()
+    rows = read(asked.out, commit)
+    about = {"machine": machine(), "hang_s": HANG_S, "most_s": MOST_S}
+
+    def keep(outcome: Outcome) -> None:
+        with lock:
+            rows.append(row_of(outcome, commit))
+            write_json(asked.out, {**about, "rows": rows})
+            print(f"{outcome.case.name}: {outcome.ended} ({outcome.seconds} s)", flush=True)
+
+    done = {case_of(row) for row in rows}
+    runs: dict[tuple, list[Case]] = {}
+    for case in cases:
+        if case not in done:
+            runs.setdefault(case.run, []).append(case)
+
+    def play_out(group: list[Case]) -> None:
+        while group:
+            group = play(group, keep)
+
+    with ThreadPoolExecutor(asked.at_once) as pool:
+        list(pool.map(play_out, runs.values()))
+    wanted = [row for row in rows if case_of(row) in cases]
+    bad = [row for row in wanted if row["outcome"] != row["wanted"]]
+    print(f"{len(wanted) - len(bad)} of {len(wanted)} ended as they should")
+    if bad:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -2,43 +2,35 @@
 
     python -m benchmarks.soak [--backend local] [--iterations 300] [--kill-every 20]
 
-Trains the toy env with two sim workers, a policy worker and a learner in processes of their own, kills one of the first
-three in turn, and looks at memory, descriptors, threads and shared memory of the driver, the learner and all processes
-together. The verdict is by slope: a straight line through the samples after the first quarter.
+Trains the toy env in the placement that a user gets without asking, kills its {sim + policy} processes in turn, each
+time in the next phase of `benchmarks.fault_table`, and looks at memory, descriptors, threads and shared memory of the
+driver, a learner and all processes together. The verdict is by slope: a straight line through the samples after the
+first quarter.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
-import re
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import (
-    RESULTS,
-    code_commit,
-    hosts,
-    machine,
-    markdown,
-    only_run,
-    read_metrics,
-    train_command,
-    write_json,
-)
+from benchmarks.common import RESULTS, code_commit, machine, markdown, write_json
+from benchmarks.fault_cases import PHASES as STRUCK
+from benchmarks.fault_cases import Case
+from benchmarks.fault_table import recovered
+from benchmarks.strikes import StruckRun
 
-PLACEMENT = "{sim: 'cpu:0-1*2', policy: 'cpu:0', learner: 'cpu:1'}"
-VICTIMS = ("sim-0", "policy-0", "sim-1")
+PHASES = tuple(phase for phase in STRUCK if phase != "rebuild")  # which is two restarts
 SAMPLES = 30
+START_S = 240.0
 ITERATION_S = 20.0  # the most that an iteration may take, on average
 
 
@@ -115,42 +107,32 @@ def judge(samples: list[Sample]) -> list[Verdict]:
     return verdicts
 
 
-def soak(backend: str, iterations: int, kill_every: int, folder: Path) -> tuple[list[Sample], int]:
-    """Run it; -> the samples, and how many workers were killed."""
-    arguments = [
-        f"run.iterations={iterations}",
-        f"run.dir={folder}",
-        f"run.save_every={kill_every}",
-        f"run.eval_every={kill_every}",
-        f"placement={PLACEMENT}",
-        f"faults.max_restarts={iterations}",
-        "eval.videos=0",
-        f"cluster.backend={backend}",
-    ]
-    command = train_command("pointmass_ppo", *arguments)
-    victims, samples, killed = itertools.cycle(VICTIMS), [], 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        watchdog = threading.Timer(ITERATION_S * iterations, process.kill)
-        watchdog.start()
-        try:
-            for line in process.stdout:
-                told = re.match(r"iteration (\d+)/", line)
-                if told is None:
-                    continue
-                iteration = int(told[1])
-                found = hosts(next(folder.glob("*/logs")))
-                if iteration % max(iterations // SAMPLES, 1) == 0 and len(found) == 4:
-                    samples.append(look(iteration, process.pid, found))
-                if iteration % kill_every == kill_every // 2:
-                    os.kill(found[next(victims)], signal.SIGKILL)
-                    killed += 1
-            process.wait(60)
-        finally:
-            watchdog.cancel()
-            process.kill()
-    if process.returncode:
-        raise SystemExit(f"the run ended with {process.returncode}: {' '.join(command)}")
-    return samples, killed
+def soak(recipe: str, backend: str, iterations: int, kill_every: int, folder: Path) -> tuple[list[Sample], int, int]:
+    """Run it; -> the samples, how many processes were killed, how many restarts were counted."""
+    options = {
+        "run.iterations": iterations,
+        "run.save_every": kill_every,
+        "run.eval_every": kill_every,
+        "faults.max_restarts": iterations,
+        "eval.videos": 0,
+        "cluster.backend": backend,
+    }
+    samples, killed, every = [], 0, max(iterations // SAMPLES, 1)
+    with StruckRun(recipe, options, folder) as run:
+        run.said(r"^iteration 1/", 0, START_S)
+        placed, phases = run.hosts(), itertools.cycle(PHASES)
+        line = 0
+        for iteration in range(every, iterations, every):
+            line = run.said(rf"^iteration {iteration}/", line, ITERATION_S * iterations)
+            found = run.hosts()
+            if found.keys() == placed.keys():
+                samples.append(look(run.iteration(), run.process.pid, found))
+            if iteration % kill_every < every and iteration < iterations - 3 * kill_every:
+                recovered(run, Case(recipe, "auto", backend, "sim+policy", next(phases)), killed)
+                killed += 1
+        if run.end(ITERATION_S * iterations):
+            raise SystemExit(f"the run ended badly: {run.error}")
+        return samples, killed, json.loads((run.path / "run.json").read_text()).get("restarts", 0)
 
 
 def main() -> None:
@@ -161,8 +143,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: soak-BACKEND.json among the results")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        samples, killed = soak(chosen.backend, chosen.iterations, chosen.kill_every, Path(folder))
-        restarts = int(sum(row["faults/restarts"] for row in read_metrics(only_run(Path(folder)))))
+        sizes = (chosen.iterations, chosen.kill_every)
+        samples, killed, restarts = soak("pointmass_ppo", chosen.backend, *sizes, Path(folder).resolve())
     names = list(asdict(samples[0]))
     print(markdown(names, [[f"{value:.4g}" for value in asdict(sample).values()] for sample in samples]))
     verdicts = judge(samples)
@@ -172,7 +154,7 @@ def main() -> None:
     ]
     print()
     print(markdown(["figure", "mean", "per 100 iterations", "allowed", "verdict"], rows))
-    print(f"\n{killed} workers were killed, {restarts} restarts were counted")
+    print(f"\n{killed} processes were killed, {restarts} restarts were counted")
     about = {
         "machine": machine(),
         "commit": code_commit(),
@@ -182,7 +164,7 @@ def main() -> None:
     }
     results = {"samples": [asdict(sample) for sample in samples], "verdicts": [asdict(v) for v in verdicts]}
     write_json(chosen.out or RESULTS / f"soak-{chosen.backend}.json", {**about, **results})
-    if restarts != killed or not all(verdict.flat for verdict in verdicts):
+    if restarts != killed or not killed or not all(verdict.flat for verdict in verdicts):
         sys.exit("not flat")
 
 

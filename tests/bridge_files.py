@@ -11,4 +11,7 @@ def needs(task):
         missing = missing_assets(task)
     except ModuleNotFoundError:
         missing = ["mani_skill"]
-    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: set MS_ASSET_DIR to where they are")
+    return pytest.mark.skipif(
+        bool(missing),
+        reason=f"needs {', '.join(missing)}: set MS_ASSET_DIR, or put them into shared/assets/data beside the checkout",
+    )

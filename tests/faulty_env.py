@@ -50,28 +50,29 @@ class Fault:
             return
         if self.once is not None:
             self.once.write_text(str(os.getpid()))
-        self._break()
+        self.broken = commit(self.fault)
 
-    def _break(self) -> None:
-        if self.fault == "exception":
-            raise RuntimeError("the gripper fell off")
-        elif self.fault == "exit":
-            sys.exit(0)
-        elif self.fault == "os_exit":
-            os._exit(0)
-        elif self.fault == "memory_error":
-            raise MemoryError("no room for another mesh")
-        elif self.fault == "out_of_memory":
-            _run_out_of_memory()
-        elif self.fault in ("sigkill", "sigsegv", "sigabrt", "sigstop"):
-            os.kill(os.getpid(), getattr(signal, self.fault.upper()))
-            time.sleep(60)
-        elif self.fault == "hang":
-            time.sleep(3600)
-        elif self.fault == "hang_with_gil":
-            ctypes.PyDLL(None).sleep(3600)
-        else:
-            self.broken = self.fault
+
+def commit(fault: str) -> str:
+    """Do it; returns the fault that is not an event but shows in what comes next."""
+    if fault == "exception":
+        raise RuntimeError("the gripper fell off")
+    elif fault == "exit":
+        sys.exit(0)
+    elif fault == "os_exit":
+        os._exit(0)
+    elif fault == "memory_error":
+        raise MemoryError("no room for another mesh")
+    elif fault == "out_of_memory":
+        _run_out_of_memory()
+    elif fault in ("sigkill", "sigsegv", "sigabrt", "sigstop"):
+        os.kill(os.getpid(), getattr(signal, fault.upper()))
+        time.sleep(60)
+    elif fault == "hang":
+        time.sleep(3600)
+    elif fault == "hang_with_gil":
+        ctypes.PyDLL(None).sleep(3600)
+    return fault
 
 
 def _run_out_of_memory() -> None:

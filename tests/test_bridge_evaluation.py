@@ -42,8 +42,7 @@ def test_the_protocol_of_the_bridge_is_chosen_and_told(published, capsys):
     assert "env.action_units" not in keys  # metres and radians
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["openvla", "openvla_oft"])
+@pytest.mark.parametrize("family", [pytest.param("openvla", marks=[pytest.mark.slow]), "openvla_oft"])
 def test_a_published_model_plays_the_carrot_task(family, published, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     kind = {"openvla": OpenVLAConfig, "openvla_oft": OpenVLAOFTConfig}[family]

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from bridge_files import needs
 
+from embodied import train
 from embodied.envs.bridge_tasks import PLATES, TWINS
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.plate_variants import variants
@@ -30,3 +32,12 @@ def test_a_named_evaluation_plays_tasks_that_are_there():
     names = re.search(r"env.task=\[(.*)\]", PAGE).group(1).split(",")
     assert all(name.startswith(PLATES) and name in registered() for name in names)
     assert ManiSkillConfig(task=tuple(names)).task == tuple(names)
+
+
+@needs("PutOnPlateInScene25Main-v3")
+@pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
+def test_the_recipe_of_pi0_takes_the_task_that_its_page_names(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "pi0.md").read_text()
+    keys = re.search(r"`(env\.task=PutOnPlate[^`]*)`", page).group(1).split()
+    asked = ["recipe=maniskill_ppo_pi0", *keys, "learner.device=cpu", "--dry-run"]
+    assert train.main(asked) == 0, capsys.readouterr().err

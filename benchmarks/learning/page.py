@@ -1,5 +1,5 @@
-"""Writes measured tables into docs/, from benchmarks/results and nothing else: how often LIBERO's experts succeed, and
-what RL added to imitation.
+"""Writes measured tables into docs/, from benchmarks/results and nothing else: how often LIBERO's experts succeed, what
+RL added to imitation, and what becomes of runs whose processes die.
 
     python -m benchmarks.learning.page
 """
@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks import libero_experts
+from benchmarks import fault_page, libero_experts
 from benchmarks.common import RESULTS, ROOT, markdown
 from benchmarks.learning.grpo_gain import interval, runs_of
 from benchmarks.learning.seeds import rate
@@ -51,6 +51,10 @@ BLOCKS = {
     "gains": ("demonstrations.md", partial(gains, "task", TASKS)),
     "vlas": ("vla.md", partial(gains, "policy", VLAS)),
     "experts": ("libero.md", experts),
+    "kills": ("faults.md", fault_page.kills),
+    "simulator kills": ("faults.md", fault_page.simulator_kills),
+    "ends": ("faults.md", fault_page.ends),
+    "faults": ("faults.md", fault_page.faults),
 }
 
 

@@ -1,5 +1,10 @@
 """The bridge twins: real scenes of real files where these are here, and what is said where they are not."""
 
+import os
+import runpy
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from bridge_files import needs
@@ -75,9 +80,24 @@ def reset(env, states, seed=0):
     return env.reset(options={"episodes": episodes})[0]
 
 
+@pytest.mark.parametrize(("named", "found"), [(None, "shared/assets"), ("mine", "mine")])
+def test_files_beside_the_checkout_are_found_unless_a_folder_is_named(named, found, tmp_path, monkeypatch):
+    (tmp_path / "shared" / "assets" / "data").mkdir(parents=True)
+    here = tmp_path / "checkout" / "tests" / "conftest.py"
+    here.parent.mkdir(parents=True)
+    here.write_text((Path(__file__).parents[1] / "conftest.py").read_text())
+    monkeypatch.setattr("sys.path", sys.path[:])
+    monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path / str(named)))
+    if not named:
+        monkeypatch.delenv("MS_ASSET_DIR")
+    runpy.run_path(str(here))
+    assert os.environ["MS_ASSET_DIR"] == str(tmp_path / found)
+
+
 @needs(CARROT)
-@pytest.mark.slow
-@pytest.mark.parametrize("task", TWINS)
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=[] if task == CARROT else [pytest.mark.slow]) for task in TWINS]
+)
 def test_a_twin_shows_its_scene_and_says_what_is_wanted(task):
     env = build(1, task=task, max_episode_steps=None)
     assert env.env_spec.max_episode_steps == (120 if "Eggplant" in task else 60)
@@ -131,7 +151,6 @@ def test_many_scenes_at_once_begin_where_single_ones_do():
 
 
 @needs(CARROT)
-@pytest.mark.slow
 def test_the_expert_puts_the_carrot_on_its_plate():
     from queue import SimpleQueue
 

@@ -71,7 +71,6 @@ def test_every_variant_plays():
 
 
 @needs(SINGLE)
-@pytest.mark.slow
 def test_an_object_on_its_plate_is_a_success_and_earns_only_if_it_was_grasped():
     import sapien
 

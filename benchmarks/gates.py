@@ -1,0 +1,76 @@
+"""`embodied.train` with gates: the same recipe, placement and processes, whose moments can be struck from outside.
+
+    STRIKE_GATES=FOLDER python -m benchmarks.gates recipe=pointmass_ppo [key=value ...]
+
+A gate is a moment of one process: the driver about to publish, sim-0 resetting an env. Whoever writes a file
+`FOLDER/driver.publish` arms it; the process that arrives renames it to `...reached` and stays there until that file is
+gone, or goes wrong in the way that the file names. A gate that is not armed costs one look at the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from embodied import commands, train
+from embodied.config import load
+from embodied.runtime import Timers
+from embodied.workflows import embodied
+
+FOLDER = "STRIKE_GATES"
+HOLD = "hold"
+HOLD_S = 60.0  # at most, at a gate that nobody opens
+PHASES = ("publish", "save")
+
+
+def arrive(who: str, place: str) -> str:
+    """Stay where this gate says hold; returns the fault that is armed there instead, if there is one."""
+    gate = Path(os.environ[FOLDER], f"{who}.{place}")
+    try:
+        fault = gate.read_text()
+        gate.rename(reached := reached_file(gate))
+    except FileNotFoundError:
+        return ""
+    if fault != HOLD:
+        return fault
+    until = time.monotonic() + HOLD_S
+    while reached.exists() and time.monotonic() < until:
+        time.sleep(0.001)
+    return ""
+
+
+def reached_file(gate: Path) -> Path:
+    return gate.with_name(f"{gate.name}.reached")
+
+
+class GatedTimers(Timers):
+    """Of the driver: its phases are its gates."""
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        if name in PHASES:
+            arrive("driver", name)
+        with super().measure(name):
+            yield
+
+
+class GatedLoop(embodied.EmbodiedLoop):
+    learner = "benchmarks.gated_workers:GatedLearner"
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.timers = GatedTimers()
+
+
+def main() -> int:
+    embodied.SIM = "benchmarks.gated_workers:GatedSim"
+    embodied.POLICY = "benchmarks.gated_workers:GatedPolicy"
+    return commands.run(lambda: train.follow(load(sys.argv[1:]), GatedLoop), lost=commands.UNSAVED)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
