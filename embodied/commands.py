@@ -21,6 +21,7 @@ from embodied import _stop_at_once
 from embodied.config import RunConfig
 from embodied.devices import check_devices, devices_here, environment, offers
 from embodied.envs import env_class, import_class
+from embodied.envs.own import own_modules
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.footprint import check_pictures, check_simulators, gigabytes, picture_bytes, simulator_bytes
@@ -86,10 +87,11 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     kind = env_class(config.env)
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
-    kind.check(config.env)
+    env = kind.proven(config.env, proofs(config))
+    kind.check(env)
     if ":" in config.env.reward:
         import_class(config.env.reward, "env.reward")
-    config = config.model_copy(update={"env": kind.resolve(config.env)})
+    config = config.model_copy(update={"env": kind.resolve(env)})
     config = config.model_copy(update={"policy": with_folder(config.policy)})
     if config.eval.dataset:
         from embodied.datasets.layout import check_pyarrow
@@ -129,6 +131,16 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     return config, plan
 
 
+def proofs(config: RunConfig) -> Path:
+    """Where what was found out about envs on this machine is kept."""
+    return config.run.dir / "profiles"
+
+
+def rehearse(config: RunConfig) -> None:
+    """For a dry run: refuse what only a built env would refuse."""
+    env_class(config.env).rehearse(config.env)
+
+
 def placed(config: RunConfig, cores: tuple[int, ...], learn: bool) -> tuple[RunConfig, PlacementPlan]:
     """The plan; placement=auto of a training run asks the profile that was measured here, if there is one."""
     if config.placement == "auto" and learn:
@@ -154,8 +166,11 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     first, *rest = plan.describe()
     tasks = env.task if isinstance(env.task, str) else ", ".join(env.task)
     protocol = choose_protocol(env_class(env), env, config.eval.protocol)
+    kind = env_class(env)
+    noted = [] if len(kind.tasks(env)) > 1 else kind.remarks(env, proofs(config))
     lines = [
         f"task        {env.name} {tasks}{f', physics {backend}' if backend else ''}",
+        *(line for note in noted for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
         *([f"pictures    {gigabytes(pictures)} an iteration"] if (pictures := picture_bytes(config)) else []),
@@ -207,9 +222,7 @@ def cluster(
         HostPlan(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held)
         for host in plan.hosts
     ]
-    own = [
-        name.partition(":")[0] for name in (config.env.name, config.policy.name) if ":" in name and name[:4] != "gym:"
-    ]
+    own = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
     options, timeout_s = config.cluster, config.faults.timeout_s
     return Cluster(options.backend, hosts, logs, timeout_s, options.address, own, options.start_s, on_start)
 

@@ -1,7 +1,7 @@
 """The configuration of a run: recipe files, then `key=value` arguments, then validation by the model of every section.
 
-Each section's model lives beside the code that reads it; here are those that belong to the run as a whole and the
-checks that span sections. Nothing imported from here needs torch, Ray or a simulator.
+Each section's model lives beside the code that reads it; here are those of the run as a whole and the checks that span
+sections. Nothing imported from here needs torch, Ray or a simulator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from embodied.config_base import LocalPath, Strict
 from embodied.envs.bridge_tasks import is_bridge
 from embodied.envs.config import EnvConfig
 from embodied.explain import config_error, explain, missing_recipe, no_recipe_in
-from embodied.layers import COMMAND_LINE, Source, Tree, flatten, lay, put, recipe_names, recipe_sources
+from embodied.layers import COMMAND_LINE, Source, Tree, flatten, lay, put, recipe_names, recipe_sources, with_own_task
 from embodied.learners.config import LearnerConfig
 from embodied.overrides import parse
 from embodied.placement.config import PlacementConfig
@@ -236,6 +236,7 @@ class Command:
         return any(key == name or key.startswith(f"{name}.") for name in self.unused)
 
 
+NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "placement", "pipeline", "eval", "resume")
 COMMANDS = {
     "train": Command("train", "Train a policy.", {}, unused=("sft", "collect")),
     "sft": Command(
@@ -253,6 +254,7 @@ COMMANDS = {
         },
         unused=("run", "policy", "algo", "sft", "learner", "resume"),
     ),
+    "check": Command("check", "Look at an env: what it offers, whether it keeps the contract.", {}, unused=NOT_ENV),
     "evaluate": Command(
         "evaluate",
         "Play a fixed list of episodes with a trained policy and report its success.",
@@ -315,21 +317,20 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     incomplete = bool(problems)  # then a missing key says nothing
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
     for source in sources:
-        lay(tree, schema, source)
+        lay(tree, schema, with_own_task(source, tree))
     problems += [
         f"{key} has no effect in {command.name}; leave it out"
         for key, where in tree.sources.items()
         if where == COMMAND_LINE and command.ignores(key)
     ]
     if recipe and tree.values.get("run") and tree.values["run"].get("name") is None:
-        prefix = "sft-" if command.name == "sft" else ""
-        put(tree, ("run", "name"), prefix + Path(recipe).stem, "the recipe's name")
+        put(tree, ("run", "name"), "sft-" * (command.name == "sft") + Path(recipe).stem, "the recipe's name")
     try:
         config = RunConfig.model_validate(tree.values, context={"unused": command.unused})
     except ValidationError as err:
         problems += explain(err.errors(), schema, tree, incomplete)
     if problems:
-        raise config_error(problems)
+        raise config_error(tree.doubts + problems)
     return Loaded(config, tree.sources, flags, own)
 
 
@@ -354,7 +355,7 @@ def base_recipe(
         )
     elif "checkpoint" in own:
         problems += no_recipe_in(own["checkpoint"])
-    elif not problems:
+    elif not problems and command.name != "check":
         problems.append(missing_recipe(command.name))
     return None
 
@@ -372,9 +373,8 @@ def published(values: dict[str, Any]) -> str | None:
 
 def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
     """How others evaluate models of this family on a benchmark."""
-    known = {
-        name.removesuffix(f"_published_{family}") for name in recipe_names() if name.endswith(f"_published_{family}")
-    }
+    end = f"_published_{family}"
+    known = {name.removesuffix(end) for name in recipe_names() if name.endswith(end)}
     if env in known:
         return f"{env}_published_{family}"
     problems.append(

@@ -21,6 +21,7 @@ from embodied.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.config import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.data import EpisodeResult
 from embodied.envs import env_class
+from embodied.envs.own import file_name
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import ConfigError, EvaluationStopped
 from embodied.placement import PlacementPlan
@@ -54,6 +55,8 @@ def start(argv: list[str]) -> int:
     parts = [commands.planned(part, learn=False) for part in one_env_each(loaded.config)]
     announce(loaded, parts, targets)
     if loaded.dry_run:
+        for config, _ in parts:
+            commands.rehearse(config)
         return 0
     policies = {target.name: target.described() for target in targets}
     asked = [asked_for(parts, target.config, policies[target.name]) for target in targets]
@@ -156,7 +159,8 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
     loops = []
     for config, plan in parts:
         config = config.model_copy(update={"policy": target.config})
-        logs = out / "logs" / (config.env.task if len(parts) > 1 else "")
+        part = file_name(config.env.task) if len(parts) > 1 else ""
+        logs = out / "logs" / part
         with commands.cluster(config, plan, logs) as cluster:
             loop = EmbodiedLoop(
                 config, cluster, learn=False, tell=lambda line: print(line, flush=True), eval_tasks=tasks
@@ -164,7 +168,7 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
             spec = loop.start()
             check_fits(target, config.env, spec)
             loop.adopt(target.weights_for(spec))
-            dataset = out / "dataset" / (config.env.task if len(parts) > 1 else "")
+            dataset = out / "dataset" / part
             if kept is None:  # what is refused leaves nothing behind
                 kept = PartialEvaluation(out, asked_for(parts, target.config, policy), policy)
                 if kept.finished:
