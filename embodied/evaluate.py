@@ -20,15 +20,15 @@ from embodied.config import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.data import EpisodeResult
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
-from embodied.errors import ConfigError
+from embodied.errors import ConfigError, EmbodiedError
 from embodied.placement import PlacementPlan
 from embodied.published import describe
-from embodied.reporting.console import describe_results, describe_tasks
+from embodied.reporting.console import describe_causes, describe_results, describe_tasks, warn_of_errors
 from embodied.reporting.mosaic import write_mosaic
 from embodied.reporting.paired import describe_comparison, write_comparison
 from embodied.reporting.report import report_or_say_why
 from embodied.reporting.results import EPISODES, write_episodes, write_results
-from embodied.reporting.stats import summarize
+from embodied.reporting.stats import causes, summarize
 from embodied.run_folder import provenance
 from embodied.targets import Target, check_fits, find_all, other_training
 
@@ -61,12 +61,21 @@ def start(argv: list[str]) -> int:
 def play(parts: list[Part], targets: list[Target], out: Path) -> None:
     """One policy, or several one after the other and what differs between them."""
     if len(targets) == 1:
-        evaluate(parts, targets[0], out)
+        refuse_errors_only({targets[0].name: evaluate(parts, targets[0], out)}, out)
         return
     played = {target.name: evaluate(parts, target, out / target.name) for target in targets}
     print(describe_comparison(write_comparison(out, played)))
     print(f"  comparison  {out / 'comparison.json'}")
-    print(f"  report      {report.write([out / name for name in played], out / report.COMPARISON)}")
+    print(f"  report      {report.write([out / name for name in played], out / report.COMPARISON)}", flush=True)
+    refuse_errors_only(played, out)
+
+
+def refuse_errors_only(played: dict[str, list[EpisodeResult]], out: Path) -> None:
+    """An evaluation that measured nothing is no success, though it came to its end and what it found is kept."""
+    for name, episodes in played.items():
+        if all(episode.error for episode in episodes):
+            told = f"{name} was not evaluated, every episode ended in an error"
+            raise EmbodiedError(f"{told}: {describe_causes(causes(episodes))}; see {out}")
 
 
 def one_env_each(config: RunConfig) -> list[RunConfig]:
@@ -146,7 +155,7 @@ def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult
                 episodes += loop.evaluate(out, dataset)
             loops.append(loop)
     results = write_evaluation(out, loops, episodes, target.described())
-    print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}")
+    print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
     print(f"  results     {out / 'results.json'}")
     print(f"  report      {out / 'report.html'}")
     if (out / "dataset").is_dir():
@@ -178,6 +187,7 @@ def write_evaluation(
         "policy": policy,
         "protocol": played_by(loops),
         **summarize(episodes),
+        "causes": causes(episodes),
         "provenance": provenance(),
     }
     write_results(out, results, episodes)
