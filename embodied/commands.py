@@ -20,6 +20,7 @@ from typing import Any
 from embodied.config import RunConfig
 from embodied.devices import check_devices, devices_here, environment, offers
 from embodied.envs import env_class, import_class
+from embodied.envs.own import own_modules
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.footprint import check_pictures, check_simulators, gigabytes, picture_bytes, simulator_bytes
@@ -194,9 +195,7 @@ def cluster(config: RunConfig, plan: PlacementPlan, logs: Path) -> Cluster:
         HostPlan(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held)
         for host in plan.hosts
     ]
-    own = [
-        name.partition(":")[0] for name in (config.env.name, config.policy.name) if ":" in name and name[:4] != "gym:"
-    ]
+    own = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
     return Cluster(config.cluster.backend, hosts, logs, config.faults.timeout_s, config.cluster.address, own)
 
 

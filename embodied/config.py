@@ -18,7 +18,7 @@ from embodied.base_recipe import base_recipe, has_options, own_classes, texts, w
 from embodied.config_base import LocalPath, Strict
 from embodied.envs.config import EnvConfig
 from embodied.explain import config_error, explain
-from embodied.layers import COMMAND_LINE, Source, Tree, flatten, lay, put, recipe_names, recipe_sources
+from embodied.layers import COMMAND_LINE, Source, Tree, flatten, lay, put, recipe_names, recipe_sources, with_own_task
 from embodied.learners.config import LearnerConfig
 from embodied.overrides import parse
 from embodied.placement.config import PlacementConfig
@@ -306,7 +306,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
         values.setdefault("policy.name", mine[0])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
     for source in sources:
-        lay(tree, schema, source)
+        lay(tree, schema, with_own_task(source))
     problems += [
         f"{key} has no effect in {command.name}; leave it out"
         for key, where in tree.sources.items()

@@ -8,7 +8,7 @@ for the old one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from embodied.schema import Section, choices, is_path, locate, nearest
 RECIPES = Path(recipes.__file__).resolve().parent
 COMMAND_LINE = "command line"
 Key = tuple[str, ...]
+ENV_NAME, ENV_TASK = ("env", "name"), ("env", "task")
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,20 @@ def has_no_finite_value(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(has_no_finite_value, value))
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def with_own_task(source: Source) -> Source:
+    """The source with `env.name=my_tasks:Class`, where the class is a simulator's task, as what it means:
+    env.name=SIMULATOR env.task=my_tasks:Class."""
+    from embodied.envs.own import as_a_task
+
+    named = next((value for key, value in source.values if key == ENV_NAME), None)
+    simulator = as_a_task(named)
+    if simulator is None:
+        return source
+    others = [(key, value) for key, value in source.values if key != ENV_NAME]
+    task = [(ENV_TASK, named)] if ENV_TASK not in dict(others) else []
+    return replace(source, values=[(ENV_NAME, simulator), *task, *others])
 
 
 def lay(tree: Tree, root: Section, source: Source) -> None:

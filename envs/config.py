@@ -50,6 +50,7 @@ PRIVILEGED = Field(
 
 
 Tasks = Annotated[str | tuple[str, ...], BeforeValidator(a_name_or_names)]
+Modules = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class CommonEnvConfig(Strict):
@@ -67,6 +68,11 @@ class CommonEnvConfig(Strict):
         "own",
         description="Reward per env step: own (as the simulator gives it), success (1 when the task is solved, else "
         "0), difference (own minus that of the step before), or a function of yours, my_pkg.my_module:my_reward.",
+    )
+    modules: Modules = Field(
+        (),
+        description="Modules of yours that are imported wherever envs are made, before they are: tasks, robots, "
+        "controllers that register themselves. Found in the working directory and wherever Python looks.",
     )
     stagger: bool = Field(
         False,
@@ -258,6 +264,9 @@ ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
     "pointmass": PointMassConfig,
     "libero": LiberoConfig,
 }
+
+
+SIMULATORS = ("maniskill", "libero")  # whose tasks can be the user's own: env.task=my_pkg.my_module:MyTask
 
 
 def kind_of(value: Any) -> str:

@@ -22,7 +22,7 @@ from embodied.data import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.bridge_tasks import TWINS, is_bridge
 from embodied.envs.config import ManiSkillConfig
-from embodied.envs.maniskill_tasks import check_bridge, check_task, control_of, maker, quiet, registered
+from embodied.envs.maniskill_tasks import check_bridge, check_task, control_of, find_task, maker, quiet
 from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.errors import ConfigError
 from embodied.vulkan import ensure_vulkan
@@ -96,7 +96,7 @@ class ManiSkillEnv(VectorEnv):
             self._scale = self.units = np.array([metres] * 3 + [radians] * 3 + [1.0], np.float32)
         with DRAWING:
             info = env.reset(seed=0)[1]
-        limit = config.max_episode_steps or registered()[config.task].max_episode_steps or 100
+        limit = config.max_episode_steps or find_task(config.task).max_episode_steps or 100
         seen = numbers(env, info, config.privileged)
         spec = EnvSpec(
             action=ActionSpec(env.single_action_space.shape[0]),
