@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
+from embodied.base_recipe import base_recipe, has_options, own_classes, texts, without_recipe
 from embodied.config_base import LocalPath, Strict
-from embodied.envs.bridge_tasks import is_bridge
 from embodied.envs.config import EnvConfig
-from embodied.explain import config_error, explain, missing_recipe, no_recipe_in
+from embodied.explain import config_error, explain
 from embodied.layers import COMMAND_LINE, Source, Tree, flatten, lay, put, recipe_names, recipe_sources, with_own_task
 from embodied.learners.config import LearnerConfig
 from embodied.overrides import parse
@@ -297,7 +297,7 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
 
     command = COMMANDS[entry]
     arguments = parse(argv, recipe_names())
-    if entry == "evaluate" and "--help" not in arguments.flags and published(arguments.values):
+    if "checkpoint" in command.own and "--help" not in arguments.flags and has_options(arguments.values):
         command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
     if "--help" in arguments.flags:
         print(help_text(command, root(RunConfig)))
@@ -311,10 +311,12 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
 
 def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], command: Command) -> Loaded:
     schema, tree = root(RunConfig), Tree(problems=problems)
-    own = {key: _texts(key, values.pop(key), problems) for key in command.own if key in values}
+    own = {key: texts(key, values.pop(key), problems) for key in command.own if key in values}
     recipe = base_recipe(values, own, command, problems)
-    sources = recipe_sources(recipe, schema, problems) if recipe else []
+    sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command)
     incomplete = bool(problems)  # then a missing key says nothing
+    if (mine := own_classes(own.get("checkpoint"))) and any(key.startswith("policy.") for key in values):
+        values.setdefault("policy.name", mine[0])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
     for source in sources:
         lay(tree, schema, with_own_task(source, tree))
@@ -332,76 +334,6 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     if problems:
         raise config_error(tree.doubts + problems)
     return Loaded(config, tree.sources, flags, own)
-
-
-def base_recipe(
-    values: dict[str, Any], own: dict[str, tuple[str, ...]], command: Command, problems: list[str]
-) -> str | None:
-    """The recipe that is named; else the one stored with the run to resume or to evaluate."""
-    if "recipe" in values:
-        return _text("recipe", values.pop("recipe"), problems)
-    for stored in (values.get("resume"), *own.get("checkpoint", ())):
-        if isinstance(stored, str) and (found := stored_recipe(Path(stored).expanduser())):
-            return str(found)
-    if family := published(values | own):
-        task = values.get("env.task")
-        env = values.get("env.name", "maniskill" if isinstance(task, str | list) and is_bridge(task) else None)
-        return protocol_recipe(str(values.get("policy.name", family)), env, problems)
-    if isinstance(values.get("resume"), str) and values["resume"] != "auto":
-        problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
-    elif command.name == "evaluate" and "checkpoint" not in own:
-        problems.append(
-            f"which policy? python -m embodied.{command.name} checkpoint=runs/... or checkpoint=random recipe=NAME"
-        )
-    elif "checkpoint" in own:
-        problems += no_recipe_in(own["checkpoint"])
-    elif not problems and command.name != "check":
-        problems.append(missing_recipe(command.name))
-    return None
-
-
-def published(values: dict[str, Any]) -> str | None:
-    """The family of a policy as others publish them; what the hub has is fetched where an env is named too."""
-    from embodied.hub import folder_of
-    from embodied.policies.folder import published_family
-
-    named = values.get("checkpoint")
-    (checkpoint,) = named if isinstance(named, list | tuple) and len(named) == 1 else (named,)
-    find = folder_of if {"recipe", "env.name", "env.task"} & values.keys() else Path
-    return published_family(find(checkpoint).expanduser()) if isinstance(checkpoint, str) else None
-
-
-def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
-    """How others evaluate models of this family on a benchmark."""
-    end = f"_published_{family}"
-    known = {name.removesuffix(end) for name in recipe_names() if name.endswith(end)}
-    if env in known:
-        return f"{env}_published_{family}"
-    problems.append(
-        f"this folder holds a published {family} model, which does not say for which env; there are protocols for "
-        f"env.name={'|'.join(sorted(known)) or 'none'}; for another env name a recipe with policy.name={family}"
-    )
-    return None
-
-
-def stored_recipe(path: Path) -> Path | None:
-    """config.yaml of the run this folder is, or lies in (runs/NAME/checkpoints/VERSION/policy)."""
-    path = path.resolve()
-    return next((at / "config.yaml" for at in [path, *path.parents[:3]] if (at / "run.json").is_file()), None)
-
-
-def _text(key: str, value: Any, problems: list[str]) -> str:
-    if not isinstance(value, str):
-        problems.append(f"{key}={value!r}: should be text")
-    return str(value)
-
-
-def _texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
-    """One text, or a list of them."""
-    values = value if isinstance(value, list) else [value]
-    if not values:
-        problems.append(f"{key}=[]: name at least one")
-    return tuple(_text(key, one, problems) for one in values)
 
 
 def dump_yaml(config: RunConfig) -> str:

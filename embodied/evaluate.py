@@ -23,16 +23,16 @@ from embodied.data import EpisodeResult
 from embodied.envs import env_class
 from embodied.envs.own import file_name
 from embodied.envs.protocols import choose_protocol
-from embodied.errors import ConfigError, EvaluationStopped
+from embodied.errors import ConfigError, EmbodiedError, EvaluationStopped
 from embodied.placement import PlacementPlan
 from embodied.published import describe
-from embodied.reporting.console import describe_results, describe_tasks
+from embodied.reporting.console import describe_causes, describe_results, describe_tasks, warn_of_errors
 from embodied.reporting.mosaic import write_mosaic
 from embodied.reporting.paired import describe_comparison, write_comparison
 from embodied.reporting.partial import PartialEvaluation, is_part_of, mark, unmark
 from embodied.reporting.report import report_or_say_why
 from embodied.reporting.results import RESULTS, read_results, write_results
-from embodied.reporting.stats import summarize
+from embodied.reporting.stats import causes, summarize
 from embodied.run_folder import taken
 from embodied.targets import Target, check_fits, find_all, other_training
 
@@ -64,7 +64,8 @@ def start(argv: list[str]) -> int:
     with commands.Interruption(at_once=True), open_folder(results_folder(loaded.config, targets), wanted) as out:
         print(f"results     {out}", flush=True)
         if len(targets) == 1:
-            evaluate(parts, targets[0], policies[targets[0].name], out)
+            name = targets[0].name
+            refuse_errors_only({name: evaluate(parts, targets[0], policies[name], out)}, out)
         else:
             compare(parts, targets, policies, wanted, out)
     return 0
@@ -86,6 +87,15 @@ def compare(
     print(f"  comparison  {out / 'comparison.json'}")
     print(f"  report      {report.write([out / name for name in played], out / report.COMPARISON)}")
     unmark(out)
+    refuse_errors_only(played, out)
+
+
+def refuse_errors_only(played: dict[str, list[EpisodeResult]], out: Path) -> None:
+    """An evaluation that measured nothing is no success, though it came to its end and what it found is kept."""
+    for name, episodes in played.items():
+        if all(episode.error for episode in episodes):
+            told = f"{name} was not evaluated, every episode ended in an error"
+            raise EmbodiedError(f"{told}: {describe_causes(causes(episodes))}; see {out}")
 
 
 def one_env_each(config: RunConfig) -> list[RunConfig]:
@@ -177,7 +187,7 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
                 episodes += loop.evaluate(out, dataset, kept)
             loops.append(loop)
     results = write_evaluation(kept, loops, episodes)
-    print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}")
+    print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
     print(f"  results     {out / 'results.json'}")
     print(f"  report      {out / 'report.html'}")
     if (out / "dataset").is_dir():
@@ -229,6 +239,7 @@ def write_evaluation(
         "policy": kept.policy,
         "protocol": played_by(loops),
         **summarize(episodes),
+        "causes": causes(episodes),
         "provenance": kept.provenance(),
     }
     write_results(kept.folder, results, episodes)

@@ -61,6 +61,7 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def noise_spec(self) -> NoiseSpec:
+        """What randomness one decision needs."""
         raise NotImplementedError
 
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:

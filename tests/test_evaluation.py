@@ -174,7 +174,7 @@ def test_a_policy_that_is_not_there_is_explained(checkpoint, code, says, capsys)
     [
         ("runs/nothing-2026", "checkpoint=runs/nothing-2026: there is no such folder\n"),
         ("org/policy", "no such folder; if it is a policy on the Hugging Face hub, name its env: env.name=libero"),
-        ("random", "checkpoint=random is not in a run's folder, so name the env: recipe=NAME"),
+        ("random", "checkpoint=random is not in a run's folder, so name the env: env.name="),
     ],
 )
 def test_without_a_recipe_a_missing_folder_is_told_from_a_missing_env(checkpoint, says, capsys, tmp_path):

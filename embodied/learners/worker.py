@@ -17,7 +17,7 @@ from torch import Tensor
 from embodied.algorithms.config import AlgoConfig
 from embodied.data import EnvSpec, GroupBatch, PlayedEpisodes
 from embodied.episodes import join_episodes
-from embodied.errors import CheckpointError, EmbodiedError
+from embodied.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
@@ -28,11 +28,11 @@ from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
 from embodied.learners.update import looked_at, prepare, update_policy
-from embodied.policies import make_policy
+from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
-from embodied.runtime.blobs import blob_of, spec_of, tensor_of
+from embodied.runtime.blobs import ITEM_BYTES, blob_of, spec_of, tensor_of
 from embodied.runtime.residence import Belongings, num_bytes
 from embodied.runtime.weights import Publication, WeightStore
 
@@ -88,6 +88,7 @@ class LearnerWorker(Worker):
 
     def new_policy(self, spec: EnvSpec, start: Path | None) -> Policy:
         policy = make_policy(self.policy_config, spec, self.seed).eval()
+        check_learns(policy)
         if start:
             policy.load_weights(read_weights(start))
         return policy.to(self.device)
@@ -255,6 +256,18 @@ class LearnerWorker(Worker):
             self.store.close()
         if self.config.shard:
             leave()
+
+
+def check_learns(policy: Policy) -> None:
+    """Refuse a policy that cannot be scored, trained or moved to where it acts."""
+    kind = type(policy)
+    check_methods(kind, "value", "forward")
+    if not any(True for _ in policy.parameters()):
+        raise ConfigError(f"{kind.__name__} has no parameters, so there is nothing to train; evaluate it instead")
+    for name, tensor in policy.state_dict().items():
+        if not isinstance(tensor, Tensor) or spec_of(tensor).dtype not in ITEM_BYTES:
+            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigError(f"{kind.__name__} keeps {name}, which is {found}; weights are {', '.join(ITEM_BYTES)}")
 
 
 def receive(trajectories: Channel, sources: tuple[str, ...]) -> list:

@@ -175,9 +175,11 @@ class EmbodiedLoop:
         return publishing.seconds("max")
 
     def adopt(self, weights: Weights | None) -> None:
-        """Act with weights that come from a checkpoint instead of a learner; None: the policy needs none."""
+        """Act with weights that come from a checkpoint instead of a learner; None: with those a run begins with."""
         with self.turns.phase(ROLLOUT):
-            self.crew.settle(*self.delivery.adopt(weights or Weights(0, {}), self.crew.ask))
+            if weights is None:
+                weights = Weights(0, self.crew.ask(lambda: self.policies[0].initial_weights(self.crew.spec))[0])
+            self.crew.settle(*self.delivery.adopt(weights, self.crew.ask))
 
     def evaluate(
         self,
