@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import inspect
 import io
 import itertools
 import logging
@@ -35,6 +36,7 @@ BATCHED_TASKS = {
 BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
 BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, by benchmarks/results/maniskill_stepping.json
 
+SEVERAL = "only tasks of one robot can be trained"
 UNDECLARED = {  # how names of tasks begin -> what these need and do not tell ManiSkill: robots, scenes, furniture
     "AnymalC-": ("anymal_c",),
     "ArchitecTHOR_": ("AI2THOR",),
@@ -160,6 +162,12 @@ def made(kind: type, spec: Any, **options: Any) -> Any:
     env = kind(**options)
     env.spec = spec
     return env
+
+
+def has_several_robots(cls: type) -> bool:
+    """Whether a task is played by more than one robot, unless somebody asks for another."""
+    asked = inspect.signature(cls.__init__).parameters.get("robot_uids")
+    return asked is not None and isinstance(asked.default, list | tuple) and len(asked.default) > 1
 
 
 def missing_assets(task: str) -> list[str]:
