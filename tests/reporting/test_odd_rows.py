@@ -38,7 +38,7 @@ def put(file, key, value):
             for parent in parents:
                 place = place[parent]
             if value is GONE:
-                del place[last]
+                place.pop(last, None)
             else:
                 place[last] = value
             return json.dumps(content)
