@@ -1,8 +1,8 @@
-"""Checkpoints: whole or absent.
+"""Checkpoints: whole or absent, made often enough, and not kept for ever.
 
 A checkpoint is written into a folder of its own beside the others, every file is hashed and flushed to disk, and only
 then the folder gets its name. Readers verify the hashes. `latest` is a text file with a name, a hint that is checked
-like any other.
+like any other. Older ones are removed when a new one is whole.
 """
 
 from __future__ import annotations
@@ -10,18 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from embodied.errors import CheckpointError
+from embodied.files import read_arrays, read_object
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 SIMS = "sims.npz"
+COUNTERS = ("iteration", "version", "env_steps", "abandoned_episodes", "train_s")  # what a run counts on from
+WEIGHTS = "policy/model.safetensors"
+NAME = re.compile(r"v(\d{6,})")
+DRAFT, DOOMED = ".writing-", ".removing-"  # a checkpoint while it is written, and while it is removed
+MOST = 1 / 20  # of the time of training that saving may take
 
 
 def name_of(version: int) -> str:
@@ -36,7 +44,7 @@ def write_checkpoint(
     final = parent / name_of(version)
     if is_whole(final):
         return final  # this version was saved before (a resumed run that ends at once, say)
-    draft = parent / f".writing-{name_of(version)}"
+    draft = parent / f"{DRAFT}{name_of(version)}"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
@@ -70,7 +78,10 @@ def verify(checkpoint: Path) -> dict:
             raise CheckpointError(f"checkpoint {checkpoint} is incomplete: {name} is missing")
         if digest(path) != expected:
             raise CheckpointError(f"checkpoint {checkpoint} is damaged: {name} does not match its checksum")
-    return read_json(checkpoint / STATE)
+    state = read_json(checkpoint / STATE)
+    if odd := [key for key in COUNTERS if type(state.get(key)) not in (int, float) or not state[key] >= 0]:
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {STATE} has {odd[0]}={state.get(odd[0])!r}")
+    return state
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -100,6 +111,69 @@ def newest(run: Path) -> Path:
     raise CheckpointError(f"{run} has no usable checkpoint:{detail}")
 
 
+class SaveClock:
+    """Says when to save: every so many iterations, and before another iteration would make it more than `minutes` of
+    training that a crash could cost. Where saves take long, time between them is as long as keeps them below `MOST`."""
+
+    def __init__(self, every: int | None, minutes: float | None) -> None:
+        self.every = every
+        self.limit_s = float("inf") if minutes is None else 60 * minutes
+        self.cost_s = 0.0  # of the last save
+        self.now_s = self.saved_s = 0.0  # of training: by now, and by the last save
+        self.version: int | None = None  # what that saved
+
+    def due(self, iteration: int, train_s: float) -> bool:
+        """To be asked after every iteration."""
+        iteration_s, self.now_s = train_s - self.now_s, train_s
+        limit_s = max(self.limit_s, self.cost_s / MOST)
+        return bool(self.every and iteration % self.every == 0) or train_s - self.saved_s + iteration_s > limit_s
+
+    def saved(self, version: int, train_s: float, cost_s: float = 0.0) -> None:
+        self.version, self.cost_s = version, cost_s
+        self.now_s = self.saved_s = train_s
+
+
+def prune(run: Path, version: int, keep: int) -> None:
+    """After this version was saved: of it and those before it keep the newest `keep`, the best by evaluation, and any
+    that an evaluation asked for by hand names. Only what we wrote goes, and what a killed run left half written."""
+    parent = run / "checkpoints"
+    for rest in [*parent.glob(f"{DRAFT}v*"), *parent.glob(f"{DOOMED}v*")]:
+        shutil.rmtree(rest)
+    saved = sorted(int(found[1]) for path in parent.iterdir() if (found := NAME.fullmatch(path.name)))
+    old = [one for one in saved if one <= version][:-keep]
+    spared = {best_version(run), *by_hand(run)}
+    for path in (parent / name_of(one) for one in old if one not in spared):
+        if is_ours(path):
+            os.rename(path, doomed := parent / f"{DOOMED}{path.name}")
+            shutil.rmtree(doomed)
+
+
+def is_ours(checkpoint: Path) -> bool:
+    """Whether it holds what its manifest lists and nothing else."""
+    with suppress(CheckpointError, TypeError):
+        listed = {*read_json(checkpoint / MANIFEST).get("files", ()), MANIFEST}
+        return not checkpoint.is_symlink() and {*files_of(checkpoint)} == listed
+    return False
+
+
+def best_version(run: Path) -> int | None:
+    """That with the highest success in the run's own evaluations, then return; of equals the newest."""
+    found = []
+    for path in run.glob("eval/v*/results.json"):
+        with suppress(CheckpointError, KeyError, TypeError):
+            overall = read_json(path)["overall"]
+            if NAME.fullmatch(path.parent.name) and overall["return"] is not None:
+                success = overall["success_once"]["rate"] if overall["success_once"] else 0.0
+                found.append((success, overall["return"], int(path.parent.name[1:])))
+    return max(found)[2] if found else None
+
+
+def by_hand(run: Path) -> set[int]:
+    """The versions whose evaluation somebody asked for."""
+    names = (NAME.match(path.name) for path in run.glob("eval/v*-*"))
+    return {int(found[1]) for found in names if found}
+
+
 def locate(text: str) -> tuple[Path, Path | None, Path | None]:
     """A run folder, a version folder or a policy folder -> (policy folder, checkpoint or None, run folder or None)."""
     path = Path(text).expanduser()
@@ -118,19 +192,11 @@ def locate(text: str) -> tuple[Path, Path | None, Path | None]:
 
 
 def read_sims(checkpoint: Path) -> dict[str, np.ndarray]:
-    with np.load(checkpoint / SIMS, allow_pickle=False) as content:
-        return {name: content[name] for name in content.files}
+    return read_arrays(checkpoint / SIMS, CheckpointError)
 
 
 def read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as err:
-        told = err.strerror if isinstance(err, OSError) else err
-        raise CheckpointError(f"{path} cannot be read: {told}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} cannot be read: it holds no mapping")
-    return content
+    return read_object(path, CheckpointError)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -38,13 +38,14 @@ def start(argv: list[str]) -> int:
     if loaded is None:
         return 0
     out, checkpoint = place_of(loaded), one_of(loaded)
-    target = find(checkpoint or "random")  # with an expert the policy workers have nothing to do
+    target = find(checkpoint, loaded) if checkpoint else find("random")  # of which an expert asks nothing
     expert = None if checkpoint else loaded.config.collect.expert
     name = checkpoint or EXPERTS[expert]
     config = as_played(loaded.config, target)
     config, plan = commands.planned(config, learn=False)
     print(commands.describe(config, plan, weights=target.folder).replace(target.config.name, name), flush=True)
     if loaded.dry_run:
+        commands.rehearse(config)
         return 0
     out.parent.mkdir(parents=True, exist_ok=True)
     drafts = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -107,8 +108,9 @@ def play(
 
     with commands.cluster(config, plan, drafts / "logs") as cluster:
         loop = DemonstrationLoop(config, cluster, learn=False, tell=lambda line: print(line, flush=True))
-        check_fits(target, config.env, loop.start())
-        loop.adopt(target.weights)
+        spec = loop.start()
+        check_fits(target, config.env, spec)
+        loop.adopt(target.weights_for(spec))
         return loop.demonstrate(drafts, expert)
 
 

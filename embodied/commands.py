@@ -17,9 +17,11 @@ from shlex import quote
 from textwrap import wrap
 from typing import Any
 
+from embodied import _stop_at_once
 from embodied.config import RunConfig
 from embodied.devices import check_devices, devices_here, environment, offers
 from embodied.envs import env_class, import_class
+from embodied.envs.own import own_modules
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.footprint import check_pictures, check_simulators, gigabytes, picture_bytes, simulator_bytes
@@ -40,14 +42,16 @@ UNSAVED = "; what came after the last checkpoint is lost"
 def run(body: Callable[[], int], lost: str = "") -> int:
     """Run a command's body; mistakes of the user's side become a few lines and an exit code. `lost`: what a second
     Ctrl-C costs."""
+    if signal.getsignal(signal.SIGINT) is _stop_at_once:  # from now on there is something to close
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return body()
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as err:
         print(f"stopped at once{lost}", file=sys.stderr)
-        return 130
+        return getattr(err, "exit_code", 130)
     except BrokenPipeError:  # who reads what we print, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -83,10 +87,11 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     kind = env_class(config.env)
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
-    kind.check(config.env)
+    env = kind.proven(config.env, proofs(config))
+    kind.check(env)
     if ":" in config.env.reward:
         import_class(config.env.reward, "env.reward")
-    config = config.model_copy(update={"env": kind.resolve(config.env)})
+    config = config.model_copy(update={"env": kind.resolve(env)})
     config = config.model_copy(update={"policy": with_folder(config.policy)})
     if config.eval.dataset:
         from embodied.datasets.layout import check_pyarrow
@@ -126,6 +131,16 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     return config, plan
 
 
+def proofs(config: RunConfig) -> Path:
+    """Where what was found out about envs on this machine is kept."""
+    return config.run.dir / "profiles"
+
+
+def rehearse(config: RunConfig) -> None:
+    """For a dry run: refuse what only a built env would refuse."""
+    env_class(config.env).rehearse(config.env)
+
+
 def placed(config: RunConfig, cores: tuple[int, ...], learn: bool) -> tuple[RunConfig, PlacementPlan]:
     """The plan; placement=auto of a training run asks the profile that was measured here, if there is one."""
     if config.placement == "auto" and learn:
@@ -144,17 +159,18 @@ def chosen_cluster(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
 
 
-def describe(
-    config: RunConfig, plan: PlacementPlan, folder: Path | None = None, weights: Path | str | None = None
-) -> str:
-    """The first screen: what will run, where, and where the results go. `weights` is the folder of those played, where
+def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None = None) -> str:
+    """The first screen: what will run, and where. `weights` is the folder of those played, where
     the recipe does not say it."""
     env, backend = config.env, getattr(config.env, "backend", "")
     first, *rest = plan.describe()
     tasks = env.task if isinstance(env.task, str) else ", ".join(env.task)
     protocol = choose_protocol(env_class(env), env, config.eval.protocol)
+    kind = env_class(env)
+    noted = [] if len(kind.tasks(env)) > 1 else kind.remarks(env, proofs(config))
     lines = [
         f"task        {env.name} {tasks}{f', physics {backend}' if backend else ''}",
+        *(line for note in noted for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
         *([f"pictures    {gigabytes(pictures)} an iteration"] if (pictures := picture_bytes(config)) else []),
@@ -167,7 +183,7 @@ def describe(
         *[f"            {line}" for line in rest],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
-    return "\n".join([*lines, *([f"results     {folder}"] if folder else [])])
+    return "\n".join(lines)
 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
@@ -176,6 +192,16 @@ def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
         return ""
     folder = folder or config.run.start_from or config.policy.pretrained
     return f", weights of {folder}" if folder else f", random weights ({config.policy.preset})"
+
+
+def describe_saving(config: RunConfig) -> str:
+    """How much a crash can cost, and what stays on disk."""
+    run = config.run
+    by_time = f"at most {run.save_minutes:g} min of training apart" if run.save_minutes else ""
+    by_count = f"every {run.save_every} iterations" if run.save_every else ""
+    when = " and ".join(filter(None, [by_count, by_time])) or "before evaluations and at the end"
+    stay = f"the newest {run.keep} stay, the best, and those evaluated by hand" if run.keep else "all stay"
+    return f"checkpoints {when}; {stay}"
 
 
 def describe_memory(config: RunConfig) -> str:
@@ -189,22 +215,29 @@ def describe_memory(config: RunConfig) -> str:
     return f"memory      {found}{shared}\n" if found else ""
 
 
-def cluster(config: RunConfig, plan: PlacementPlan, logs: Path) -> Cluster:
+def cluster(
+    config: RunConfig, plan: PlacementPlan, logs: Path, on_start: Callable[[str, int], None] = lambda host, pid: None
+) -> Cluster:
     hosts = [
         HostPlan(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held)
         for host in plan.hosts
     ]
-    own = [
-        name.partition(":")[0] for name in (config.env.name, config.policy.name) if ":" in name and name[:4] != "gym:"
-    ]
-    return Cluster(config.cluster.backend, hosts, logs, config.faults.timeout_s, config.cluster.address, own)
+    own = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
+    options, timeout_s = config.cluster, config.faults.timeout_s
+    return Cluster(options.backend, hosts, logs, timeout_s, options.address, own, options.start_s, on_start)
+
+
+class Interrupted(KeyboardInterrupt):
+    def __init__(self, signal: int) -> None:
+        self.exit_code = 128 + signal
 
 
 class Interruption:
     """SIGTERM, Ctrl-C and a closed terminal ask the run to finish its step, save and stop; a second Ctrl-C stops at
-    once."""
+    once. `at_once`: so does the first, where nothing has to be finished."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = False) -> None:
+        self.at_once = at_once
         self.signal: int | None = None
 
     @property
@@ -231,6 +264,8 @@ class Interruption:
             raise KeyboardInterrupt
         if not self.requested:
             self.signal = sig
+            if self.at_once:
+                raise Interrupted(sig)
             with suppress(OSError):  # the terminal may be what has gone
                 os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
@@ -259,11 +294,10 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
 
 def what_next(folder: RunFolder, error: Exception) -> list[str]:
     """After a worker failed for good: lines for who has to mend it."""
-    lines = []
-    if any(folder.checkpoints.glob("v[0-9]*")):
-        command = folder.info().get("command", "train")
-        resume = quote(f"resume={folder.path}")
-        lines.append(f"  continue from the last checkpoint: python -m embodied.{command} {resume}")
+    saved = any(folder.checkpoints.glob("v[0-9]*"))
+    goes_on = "continue from the last checkpoint" if saved else "nothing was saved yet; begin it again"
+    command = folder.info().get("command", "train")
+    lines = [f"  {goes_on}: python -m embodied.{command} {quote(f'resume={folder.path}')}"]
     if "its process" in str(error) or "hung" in str(error):
         lines.append("  if this repeats: python -m embodied.doctor")
     return lines

@@ -1,7 +1,7 @@
 """The configuration of a run: recipe files, then `key=value` arguments, then validation by the model of every section.
 
-Each section's model lives beside the code that reads it; here are those that belong to the run as a whole and the
-checks that span sections. Nothing imported from here needs torch, Ray or a simulator.
+Each section's model lives beside the code that reads it; here are those of the run as a whole and the checks that span
+sections. Nothing imported from here needs torch, Ray or a simulator.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
+from embodied.base_recipe import base_recipe, has_options, own_classes, texts, without_recipe
 from embodied.config_base import LocalPath, Strict
-from embodied.envs.bridge_tasks import is_bridge
 from embodied.envs.config import EnvConfig
-from embodied.explain import config_error, explain, missing_recipe, no_recipe_in
-from embodied.layers import COMMAND_LINE, Source, Tree, flatten, lay, put, recipe_names, recipe_sources
+from embodied.explain import config_error, explain
+from embodied.layers import COMMAND_LINE, Source, Tree, flatten, lay, put, recipe_names, recipe_sources, with_own_task
 from embodied.learners.config import LearnerConfig
 from embodied.overrides import parse
 from embodied.placement.config import PlacementConfig
@@ -35,8 +35,19 @@ class RunSection(Strict):
     env_steps: int | None = Field(None, gt=0, description="Train until this many env steps, in whole iterations; or:")
     iterations: int | None = Field(None, gt=0, description="Train for this many iterations.")
     eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
-    save_every: int | None = Field(
-        None, gt=0, description="Save a checkpoint every so many iterations; null: before evaluations only."
+    save_every: int | None = Field(None, gt=0, description="Save a checkpoint every so many iterations, too.")
+    save_minutes: float | None = Field(
+        5,
+        gt=0,
+        description="Save before a crash could cost more than so many minutes of training, and after each iteration "
+        "that takes longer; more rarely where saving would take over 5% of the time. null: by save_every only, and "
+        "always before evaluations and when the run is stopped.",
+    )
+    keep: int | None = Field(
+        3,
+        gt=0,
+        description="How many of the newest checkpoints stay, besides the best by the run's evaluations and those "
+        "evaluated by hand; null: all.",
     )
     start_from: LocalPath | None = Field(
         None,
@@ -126,18 +137,18 @@ class RunConfig(Strict):
     seed: int = Field(0, ge=0, lt=2**63, description="All randomness of the run follows from it.")
     run: RunSection = Field(description="How long, and where results go.")
     env: EnvConfig = Field(description="The simulator and its task.")
-    policy: PolicyConfig = Field(MLPConfig(), description="The robot policy.")
-    algo: AlgoConfig = Field(PPOConfig(), description="How the policy learns.")
-    sft: SFTConfig = Field(SFTConfig(), description="How the policy imitates demonstrations.")
-    collect: CollectSection = Field(CollectSection(), description="How demonstrations are collected.")
-    learner: LearnerConfig = Field(LearnerConfig(), description="How the learners compute.")
+    policy: PolicyConfig = Field(default_factory=MLPConfig, description="The robot policy.")
+    algo: AlgoConfig = Field(default_factory=PPOConfig, description="How the policy learns.")
+    sft: SFTConfig = Field(default_factory=SFTConfig, description="How the policy imitates demonstrations.")
+    collect: CollectSection = Field(default_factory=CollectSection, description="How demonstrations are collected.")
+    learner: LearnerConfig = Field(default_factory=LearnerConfig, description="How the learners compute.")
     placement: PlacementConfig = Field(
         "auto", description="Who runs where: auto, collocated, disaggregated, hybrid, or a map from roles to devices."
     )
-    pipeline: PipelineSection = Field(PipelineSection(), description="How finely work is handed on.")
-    cluster: ClusterConfig = Field(ClusterConfig(), description="What the processes run on.")
-    eval: EvalSection = Field(EvalSection(), description="Evaluation, during training and after.")
-    faults: FaultsConfig = Field(FaultsConfig(), description="What is done when something fails.")
+    pipeline: PipelineSection = Field(default_factory=PipelineSection, description="How finely work is handed on.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What the processes run on.")
+    eval: EvalSection = Field(default_factory=EvalSection, description="Evaluation, during training and after.")
+    faults: FaultsConfig = Field(default_factory=FaultsConfig, description="What is done when something fails.")
     resume: Literal["auto"] | LocalPath | None = Field(
         None, description="auto: the newest run of this recipe in run.dir that has a checkpoint; or a run's folder."
     )
@@ -225,6 +236,7 @@ class Command:
         return any(key == name or key.startswith(f"{name}.") for name in self.unused)
 
 
+NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "placement", "pipeline", "eval", "resume")
 COMMANDS = {
     "train": Command("train", "Train a policy.", {}, unused=("sft", "collect")),
     "sft": Command(
@@ -242,6 +254,7 @@ COMMANDS = {
         },
         unused=("run", "policy", "algo", "sft", "learner", "resume"),
     ),
+    "check": Command("check", "Look at an env: what it offers, whether it keeps the contract.", {}, unused=NOT_ENV),
     "evaluate": Command(
         "evaluate",
         "Play a fixed list of episodes with a trained policy and report its success.",
@@ -284,7 +297,7 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
 
     command = COMMANDS[entry]
     arguments = parse(argv, recipe_names())
-    if entry == "evaluate" and "--help" not in arguments.flags and published(arguments.values):
+    if "checkpoint" in command.own and "--help" not in arguments.flags and has_options(arguments.values):
         command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
     if "--help" in arguments.flags:
         print(help_text(command, root(RunConfig)))
@@ -298,99 +311,29 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
 
 def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], command: Command) -> Loaded:
     schema, tree = root(RunConfig), Tree(problems=problems)
-    own = {key: _texts(key, values.pop(key), problems) for key in command.own if key in values}
+    own = {key: texts(key, values.pop(key), problems) for key in command.own if key in values}
     recipe = base_recipe(values, own, command, problems)
-    sources = recipe_sources(recipe, schema, problems) if recipe else []
+    sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command)
     incomplete = bool(problems)  # then a missing key says nothing
+    if (mine := own_classes(own.get("checkpoint"))) and any(key.startswith("policy.") for key in values):
+        values.setdefault("policy.name", mine[0])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
     for source in sources:
-        lay(tree, schema, source)
+        lay(tree, schema, with_own_task(source, tree))
     problems += [
         f"{key} has no effect in {command.name}; leave it out"
         for key, where in tree.sources.items()
         if where == COMMAND_LINE and command.ignores(key)
     ]
     if recipe and tree.values.get("run") and tree.values["run"].get("name") is None:
-        prefix = "sft-" if command.name == "sft" else ""
-        put(tree, ("run", "name"), prefix + Path(recipe).stem, "the recipe's name")
+        put(tree, ("run", "name"), "sft-" * (command.name == "sft") + Path(recipe).stem, "the recipe's name")
     try:
         config = RunConfig.model_validate(tree.values, context={"unused": command.unused})
     except ValidationError as err:
         problems += explain(err.errors(), schema, tree, incomplete)
     if problems:
-        raise config_error(problems)
+        raise config_error(tree.doubts + problems)
     return Loaded(config, tree.sources, flags, own)
-
-
-def base_recipe(
-    values: dict[str, Any], own: dict[str, tuple[str, ...]], command: Command, problems: list[str]
-) -> str | None:
-    """The recipe that is named; else the one stored with the run to resume or to evaluate."""
-    if "recipe" in values:
-        return _text("recipe", values.pop("recipe"), problems)
-    for stored in (values.get("resume"), *own.get("checkpoint", ())):
-        if isinstance(stored, str) and (found := stored_recipe(Path(stored).expanduser())):
-            return str(found)
-    if family := published(values | own):
-        task = values.get("env.task")
-        env = values.get("env.name", "maniskill" if isinstance(task, str | list) and is_bridge(task) else None)
-        return protocol_recipe(str(values.get("policy.name", family)), env, problems)
-    if isinstance(values.get("resume"), str) and values["resume"] != "auto":
-        problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
-    elif command.name == "evaluate" and "checkpoint" not in own:
-        problems.append(
-            f"which policy? python -m embodied.{command.name} checkpoint=runs/... or checkpoint=random recipe=NAME"
-        )
-    elif "checkpoint" in own:
-        problems += no_recipe_in(own["checkpoint"])
-    elif not problems:
-        problems.append(missing_recipe(command.name))
-    return None
-
-
-def published(values: dict[str, Any]) -> str | None:
-    """The family of a policy as others publish them; what the hub has is fetched where an env is named too."""
-    from embodied.hub import folder_of
-    from embodied.policies.folder import published_family
-
-    named = values.get("checkpoint")
-    (checkpoint,) = named if isinstance(named, list | tuple) and len(named) == 1 else (named,)
-    find = folder_of if {"recipe", "env.name", "env.task"} & values.keys() else Path
-    return published_family(find(checkpoint).expanduser()) if isinstance(checkpoint, str) else None
-
-
-def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
-    """How others evaluate models of this family on a benchmark."""
-    known = {
-        name.removesuffix(f"_published_{family}") for name in recipe_names() if name.endswith(f"_published_{family}")
-    }
-    if env in known:
-        return f"{env}_published_{family}"
-    problems.append(
-        f"this folder holds a published {family} model, which does not say for which env; there are protocols for "
-        f"env.name={'|'.join(sorted(known)) or 'none'}; for another env name a recipe with policy.name={family}"
-    )
-    return None
-
-
-def stored_recipe(path: Path) -> Path | None:
-    """config.yaml of the run this folder is, or lies in (runs/NAME/checkpoints/VERSION/policy)."""
-    path = path.resolve()
-    return next((at / "config.yaml" for at in [path, *path.parents[:3]] if (at / "run.json").is_file()), None)
-
-
-def _text(key: str, value: Any, problems: list[str]) -> str:
-    if not isinstance(value, str):
-        problems.append(f"{key}={value!r}: should be text")
-    return str(value)
-
-
-def _texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
-    """One text, or a list of them."""
-    values = value if isinstance(value, list) else [value]
-    if not values:
-        problems.append(f"{key}=[]: name at least one")
-    return tuple(_text(key, one, problems) for one in values)
 
 
 def dump_yaml(config: RunConfig) -> str:

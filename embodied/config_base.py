@@ -10,11 +10,14 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    # Building a model costs milliseconds, and --help looks at their fields only: each is built when it is first used.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
 
     one_of: ClassVar[
         tuple[str, ...]
     ] = ()  # keys that replace each other: a later source that sets one unsets the others
+
+    of_task: ClassVar[tuple[str, ...]] = ()  # keys that belong to `task`: a later source that sets another unsets them
 
     @field_validator("*", mode="before")
     @classmethod

@@ -35,6 +35,10 @@ class ActionSpec:
     dim: int
     num_choices: int | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.dim, int) and self.dim < 1:
+            raise ValueError(f"an action of {self.dim} numbers is none")
+
     @property
     def discrete(self) -> bool:
         return self.num_choices is not None
@@ -56,6 +60,14 @@ class EnvSpec:
     has_success: bool = False
     control_hz: float = 20.0  # frames per second of a video at one frame per env step
     backend: str = ""  # which physics the env resolved to, recorded with every result
+
+    def __post_init__(self) -> None:
+        for camera, size in self.images.items():
+            if len(size) != 3 or size[2] != 3 or min(size) < 1:
+                raise ValueError(
+                    f"camera {camera!r} is {list(size)}, not [height, width, 3]: images are uint8 and in three colours "
+                    "(of RGBA, image[..., :3])"
+                )
 
 
 @dataclass(frozen=True)

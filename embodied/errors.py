@@ -37,6 +37,10 @@ class NothingToLearn(EmbodiedError):
     """Training came to an end before its length: what was collected taught nothing, time and again."""
 
 
+class EvaluationStopped(EmbodiedError):
+    """Somebody asked for its end before every episode was played."""
+
+
 class Unusable(EmbodiedError):
     """A worker made something nobody can use: numbers that are not finite, a wrong shape. A fresh one may do better."""
 

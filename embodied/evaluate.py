@@ -1,41 +1,45 @@
 """Evaluate policies on a fixed episode list: python -m embodied.evaluate checkpoint=RUN_DIR eval.episodes=200
 
-Training evaluates through `write_evaluation` as well, so a version gives the same episodes there and here. Several
+Training evaluates through `write_evaluation` as well, so a version gives the same episodes there and here. One that was
+interrupted goes on when the same command is given again: only what is missing is played. Several
 policies (`checkpoint=[A,B,random]`) play the same episodes and are compared on them; several tasks (`env.task=[A,B]`)
 are played one after the other where the simulator cannot mix them.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied import commands, report
-from embodied.checkpoints import digest
+from embodied.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.config import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.data import EpisodeResult
 from embodied.envs import env_class
+from embodied.envs.own import file_name
 from embodied.envs.protocols import choose_protocol
-from embodied.errors import ConfigError
+from embodied.errors import ConfigError, EmbodiedError, EvaluationStopped
 from embodied.placement import PlacementPlan
 from embodied.published import describe
-from embodied.reporting.console import describe_results, describe_tasks
+from embodied.reporting.console import describe_causes, describe_results, describe_tasks, warn_of_errors
 from embodied.reporting.mosaic import write_mosaic
 from embodied.reporting.paired import describe_comparison, write_comparison
+from embodied.reporting.partial import PartialEvaluation, is_part_of, mark, unmark
 from embodied.reporting.report import report_or_say_why
-from embodied.reporting.results import EPISODES, write_episodes, write_results
-from embodied.reporting.stats import summarize
-from embodied.run_folder import provenance
+from embodied.reporting.results import RESULTS, read_results, write_results
+from embodied.reporting.stats import causes, summarize
+from embodied.run_folder import taken
 from embodied.targets import Target, check_fits, find_all, other_training
 
 if TYPE_CHECKING:
     from embodied.workflows.embodied import EmbodiedLoop
 
-Part = tuple[RunConfig, PlacementPlan]  # tasks that one env can play, and who runs where
+Part = tuple[RunConfig, PlacementPlan | None]  # tasks that one env can play, and who runs where
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,22 +55,47 @@ def start(argv: list[str]) -> int:
     parts = [commands.planned(part, learn=False) for part in one_env_each(loaded.config)]
     announce(loaded, parts, targets)
     if loaded.dry_run:
+        for config, _ in parts:
+            commands.rehearse(config)
         return 0
-    with fresh_folder(results_folder(loaded.config, targets)) as out:
+    policies = {target.name: target.described() for target in targets}
+    asked = [asked_for(parts, target.config, policies[target.name]) for target in targets]
+    wanted = asked[0] if len(asked) == 1 else {"policies": asked}
+    with commands.Interruption(at_once=True), open_folder(results_folder(loaded.config, targets), wanted) as out:
         print(f"results     {out}", flush=True)
-        play(parts, targets, out)
+        if len(targets) == 1:
+            name = targets[0].name
+            refuse_errors_only({name: evaluate(parts, targets[0], policies[name], out)}, out)
+        else:
+            compare(parts, targets, policies, wanted, out)
     return 0
 
 
-def play(parts: list[Part], targets: list[Target], out: Path) -> None:
-    """One policy, or several one after the other and what differs between them."""
-    if len(targets) == 1:
-        evaluate(parts, targets[0], out)
-        return
-    played = {target.name: evaluate(parts, target, out / target.name) for target in targets}
+def compare(
+    parts: list[Part], targets: list[Target], policies: dict[str, dict], wanted: dict[str, Any], out: Path
+) -> None:
+    """Several policies, one after the other, and what differs between them."""
+    mark(out, {"asked": wanted})
+    played = {}
+    for target in targets:
+        folder = out / target.name
+        if (folder / RESULTS).is_file():  # an earlier call got as far
+            played[target.name] = read_results(folder)[1]
+        else:
+            played[target.name] = evaluate(parts, target, policies[target.name], folder)
     print(describe_comparison(write_comparison(out, played)))
     print(f"  comparison  {out / 'comparison.json'}")
     print(f"  report      {report.write([out / name for name in played], out / report.COMPARISON)}")
+    unmark(out)
+    refuse_errors_only(played, out)
+
+
+def refuse_errors_only(played: dict[str, list[EpisodeResult]], out: Path) -> None:
+    """An evaluation that measured nothing is no success, though it came to its end and what it found is kept."""
+    for name, episodes in played.items():
+        if all(episode.error for episode in episodes):
+            told = f"{name} was not evaluated, every episode ended in an error"
+            raise EmbodiedError(f"{told}: {describe_causes(causes(episodes))}; see {out}")
 
 
 def one_env_each(config: RunConfig) -> list[RunConfig]:
@@ -109,31 +138,39 @@ def results_folder(config: RunConfig, targets: list[Target]) -> Path:
 
 
 @contextmanager
-def fresh_folder(path: Path) -> Iterator[Path]:
-    """This folder, or with a number where earlier results are: nothing is overwritten, and no empty one stays."""
+def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
+    """The folder in which the same evaluation was interrupted. Otherwise this one, or with a number where others are:
+    nothing is overwritten, and no empty one stays."""
     for attempt in count(1):
         out = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
-        with suppress(FileExistsError):
-            out.mkdir(parents=True)
+        new = not out.exists()
+        out.mkdir(parents=True, exist_ok=True)
+        lock = os.open(out, os.O_RDONLY)
+        if taken(lock) is not False and (new or is_part_of(out, asked)):
             break
+        os.close(lock)
     try:
         yield out
     except BaseException:
         with suppress(OSError):  # something is in it
             out.rmdir()
         raise
+    finally:
+        os.close(lock)
 
 
-def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult]:
+def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Path) -> list[EpisodeResult]:
     """Play all tasks with fresh workers, write and print the results of one policy."""
     from embodied.workflows.embodied import EmbodiedLoop
 
+    tasks = tuple(task for config, _ in parts for task in env_class(config.env).tasks(config.env))
+    kept: PartialEvaluation | None = None
     episodes: list[EpisodeResult] = []
     loops = []
-    tasks = tuple(task for config, _ in parts for task in env_class(config.env).tasks(config.env))
     for config, plan in parts:
         config = config.model_copy(update={"policy": target.config})
-        logs = out / "logs" / (config.env.task if len(parts) > 1 else "")
+        part = file_name(config.env.task) if len(parts) > 1 else ""
+        logs = out / "logs" / part
         with commands.cluster(config, plan, logs) as cluster:
             loop = EmbodiedLoop(
                 config, cluster, learn=False, tell=lambda line: print(line, flush=True), eval_tasks=tasks
@@ -141,12 +178,16 @@ def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult
             spec = loop.start()
             check_fits(target, config.env, spec)
             loop.adopt(target.weights_for(spec))
-            dataset = out / "dataset" / (config.env.task if len(parts) > 1 else "")
-            with keeping_finished(loop, out, episodes):
-                episodes += loop.evaluate(out, dataset)
+            dataset = out / "dataset" / part
+            if kept is None:  # what is refused leaves nothing behind
+                kept = PartialEvaluation(out, asked_for(parts, target.config, policy), policy)
+                if kept.finished:
+                    print(f"going on    {kept} were over already", flush=True)
+            with going_on_later(kept):
+                episodes += loop.evaluate(out, dataset, kept)
             loops.append(loop)
-    results = write_evaluation(out, loops, episodes, target.described())
-    print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}")
+    results = write_evaluation(kept, loops, episodes)
+    print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
     print(f"  results     {out / 'results.json'}")
     print(f"  report      {out / 'report.html'}")
     if (out / "dataset").is_dir():
@@ -157,34 +198,71 @@ def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult
 
 
 @contextmanager
-def keeping_finished(loop: EmbodiedLoop, out: Path, before: list[EpisodeResult]) -> Iterator[None]:
-    """Keep what was played when an evaluation ends early. It gets no rates: episodes that succeed soon are over first,
-    so they would be too many among those that are over."""
+def going_on_later(kept: PartialEvaluation) -> Iterator[None]:
+    """What was played when an evaluation ends early stays."""
     try:
         yield
     except BaseException:
-        if episodes := [*before, *loop.played()]:
-            write_episodes(out, episodes)
-            print(f"{len(episodes)} episodes that were over are in {out / EPISODES}; no rates from a part", flush=True)
+        kept.write()
+        print(f"{kept} are over, without rates; the same command plays the rest: {kept.folder}", flush=True)
         raise
 
 
+def begin_in_run(loop: EmbodiedLoop, out: Path, checkpoint: Path) -> PartialEvaluation:
+    """The evaluation of the version that acts now and was saved there, new or begun earlier."""
+    policy = {
+        "name": checkpoint.name,
+        "family": loop.config.policy.name,
+        "folder": str(checkpoint / "policy"),
+        "sha256": read_json(checkpoint / MANIFEST)["files"].get(WEIGHTS),
+    }
+    return PartialEvaluation(out, asked_for([(loop.config, None)], loop.config.policy, policy), policy)
+
+
+def evaluate_in_run(loop: EmbodiedLoop, kept: PartialEvaluation, stop: Callable[[], bool]) -> dict[str, Any] | None:
+    """Play it to the end; None where `stop` ended it before."""
+    try:
+        episodes = loop.evaluate(kept.folder, kept=kept, stop=stop)
+    except EvaluationStopped:
+        return None
+    finally:
+        kept.write()
+    return write_evaluation(kept, [loop], episodes)
+
+
 def write_evaluation(
-    out: Path, loops: list[EmbodiedLoop], episodes: list[EpisodeResult], policy: dict[str, Any]
+    kept: PartialEvaluation, loops: list[EmbodiedLoop], episodes: list[EpisodeResult]
 ) -> dict[str, Any]:
     """results.json, episodes.csv and the report of what these loops (one per env) have played."""
     results = {
         "policy_version": loops[0].version,
-        "policy": policy,
+        "policy": kept.policy,
         "protocol": played_by(loops),
         **summarize(episodes),
-        "provenance": provenance(),
+        "causes": causes(episodes),
+        "provenance": kept.provenance(),
     }
-    write_results(out, results, episodes)
+    write_results(kept.folder, results, episodes)
+    kept.end()
     if loops[0].config.eval.mosaic:
-        write_mosaic(out / "videos")
-    report_or_say_why(out)
+        write_mosaic(kept.folder / "videos")
+    report_or_say_why(kept.folder)
     return results
+
+
+def asked_for(parts: list[Part], played: Any, policy: dict[str, Any]) -> dict[str, Any]:
+    """All that the outcome of an episode follows from, and what is kept of it. How many rows play is no matter."""
+    config, _ = parts[0]
+    protocol = choose_protocol(env_class(config.env), config.env, config.eval.protocol)
+    env = protocol.apply(config.env).model_dump(mode="json", exclude={"num_envs"})
+    return {
+        "policy": {**played.model_dump(mode="json"), "sha256": policy["sha256"]},
+        "protocol": f"{protocol.name}: {protocol.rules}",
+        "env": {**env, "task": [config.env.task for config, _ in parts]},
+        "eval": config.eval.model_dump(mode="json", exclude={"num_envs"}),
+        "seed": config.seed,
+        "precision": config.learner.precision,
+    }
 
 
 def played_by(loops: list[EmbodiedLoop]) -> dict[str, Any]:
@@ -200,19 +278,6 @@ def played_by(loops: list[EmbodiedLoop]) -> dict[str, Any]:
         "backend": ", ".join(dict.fromkeys(loop.eval_spec.backend for loop in loops)),
         "max_episode_steps": max(loop.eval_spec.max_episode_steps for loop in loops),
     }
-
-
-def evaluate_run(loop: EmbodiedLoop, out: Path, checkpoint: Path) -> dict[str, Any]:
-    """The evaluation of the version that acts now, in the middle of a run; its checkpoint need not have been saved."""
-    weights = checkpoint / "policy" / "model.safetensors"
-    saved = weights.is_file()
-    policy = {
-        "name": checkpoint.name,
-        "family": loop.config.policy.name,
-        "folder": str(weights.parent) if saved else None,
-        "sha256": digest(weights) if saved else None,
-    }
-    return write_evaluation(out, [loop], loop.evaluate(out), policy)
 
 
 if __name__ == "__main__":

@@ -152,16 +152,21 @@ def missing_recipe(command: str) -> str:
     )
 
 
-def no_recipe_in(checkpoints: tuple[str, ...]) -> list[str]:
-    """What to do about checkpoints that lie in no run."""
+def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:
+    """What to do about checkpoints that lie in no run; nothing, where they are there and their env is named."""
     problems, others = [], []
     for checkpoint in checkpoints:
-        if ":" in checkpoint or checkpoint in ("random", "zero") or Path(checkpoint).expanduser().exists():
+        on_hub = env_is_named and is_hub_id(checkpoint)
+        here = ":" in checkpoint or checkpoint in ("random", "zero") or Path(checkpoint).expanduser().exists()
+        if on_hub or here:
             others.append(checkpoint)
         else:
             named = "; if it is a policy on the Hugging Face hub, name its env: env.name=libero, or recipe=NAME"
             hub = named * is_hub_id(checkpoint)
             problems.append(f"checkpoint={checkpoint}: there is no such folder{hub}")
-    if others and not problems:
-        problems.append(f"checkpoint={' or '.join(others)} is not in a run's folder, so name the env: recipe=NAME")
+    if others and not problems and not env_is_named:
+        problems.append(
+            f"checkpoint={' or '.join(others)} is not in a run's folder, so name the env: "
+            "env.name=maniskill env.task=PushCube-v1, for example, or recipe=NAME"
+        )
     return problems

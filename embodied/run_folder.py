@@ -9,15 +9,18 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from embodied.checkpoints import read_json, replace_text
+from embodied.checkpoints import name_of, read_json, replace_text
 from embodied.errors import CheckpointError
 from embodied.reporting.curves import Curves
 
+DRIVER = "driver"
 PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", "mani_skill", "sapien", "transformers", "ray")
 
 
@@ -29,6 +32,7 @@ class RunFolder:
         self._metrics = None
         self._curves = None
         self._lock = None
+        self._writing = threading.RLock()  # of run.json, which hosts that start are written into from other threads
 
     @classmethod
     def create(cls, parent: Path, recipe: str, config_yaml: str, command: str = "train") -> RunFolder:
@@ -46,6 +50,7 @@ class RunFolder:
         run._hold()
         (path / "config.yaml").write_text(config_yaml)
         run._write({"state": "running", "command": command, "started": now(), "provenance": provenance()})
+        run.record(processes={DRIVER: os.getpid()})
         return run
 
     @classmethod
@@ -59,15 +64,25 @@ class RunFolder:
         run.logs.mkdir(exist_ok=True)
         run._hold()
         resumed = [*run.info().get("resumed", []), {"at": now(), "provenance": provenance()}]
-        run._write({**run.info(), "state": "running", "resumed": resumed})
+        run.record(state="running", resumed=resumed, processes={DRIVER: os.getpid()})
         return run
+
+    def evaluation(self, version: int) -> Path:
+        """Where this version's evaluation in the run goes."""
+        return self.path / "eval" / name_of(version)
 
     def info(self) -> dict:
         return read_json(self.path / "run.json")
 
     def record(self, **facts: object) -> None:
         """Add facts to run.json."""
-        self._write({**self.info(), **facts})
+        with self._writing:
+            self._write({**self.info(), **facts})
+
+    def record_process(self, host: str, pid: int) -> None:
+        """A host has this process id from now on; ps shows it by the same name."""
+        with self._writing, suppress(OSError, CheckpointError):  # whoever has removed the folder is told at its end
+            self.record(processes={**self.info().get("processes", {}), host: pid})
 
     def keep_metrics(self, iteration: int) -> None:
         """Drop the metrics of iterations after `iteration`: a resumed run makes them again."""
@@ -97,15 +112,15 @@ class RunFolder:
 
     def count_restart(self) -> None:
         """One more worker was started again."""
-        info = self.info()
-        self._write({**info, "restarts": info.get("restarts", 0) + 1})
+        with self._writing:
+            self.record(restarts=self.info().get("restarts", 0) + 1)
 
     def finish(self, state: str, cause: str = "", **more: object) -> None:
         for file in (self._metrics, self._curves):
             if file is not None:
                 file.close()
         self._metrics = self._curves = None
-        self._write({**self.info(), "state": state, "cause": cause, "ended": now(), **more})
+        self.record(state=state, cause=cause, ended=now(), processes={}, **more)  # numbers are used again
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -5,12 +5,14 @@ Nothing here imports torch; a policy is its options, the env it was made for, an
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embodied.base_recipe import stored_recipe
 from embodied.checkpoints import digest, locate, name_of, read_json
-from embodied.config import COMMAND_LINE, Loaded, RunConfig, stored_recipe
+from embodied.config import COMMAND_LINE, Loaded, RunConfig
 from embodied.errors import ConfigError
 from embodied.hub import fetch, is_hub_id
 from embodied.overrides import read_yaml, write_yaml
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from embodied.data import EnvSpec
     from embodied.workflows.delivery import Weights
 
+CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.simple:RandomPolicy", "zero": "embodied.policies.simple:ZeroPolicy"}
 HOW = "policy.compile"  # how a policy acts here, not what it is
 FREE = ("policy.dtype", "policy.detach_value", "policy.noise_level", "policy.train")  # what a start may do otherwise
@@ -35,7 +38,7 @@ class Target:
     name: str  # in tables and as a folder
     config: Any  # of the policy
     spec: EnvSpec | None = None  # the env it was made for; None: it takes any
-    weights: Weights | None = None  # None: it needs none
+    weights: Weights | None = None  # None: those that a run begins with
     folder: Path | None = None  # of the policy
     out: Path | None = None  # where the results of this policy alone go; None: into `run.dir`
 
@@ -68,35 +71,48 @@ def find_all(loaded: Loaded) -> list[Target]:
 
 
 def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
-    """`loaded` says how a model that others published is evaluated."""
-    from pydantic import TypeAdapter
-
-    from embodied.policies.config import ExternalPolicyConfig, PolicyConfig
+    """`loaded` says how a model that others published is evaluated, and the options of a class of the user's."""
     from embodied.policies.folder import published_family, read_blobs, read_description
     from embodied.workflows.delivery import Weights
 
-    here = Path(checkpoint).expanduser().exists()
-    if checkpoint in BUILT_IN or (":" in checkpoint and not here):
-        where = BUILT_IN.get(checkpoint, checkpoint)
-        label = checkpoint if checkpoint in BUILT_IN else where.rpartition(":")[2]
-        return Target(label, ExternalPolicyConfig(name=where))
+    if checkpoint in BUILT_IN or is_class(checkpoint):
+        return find_class(checkpoint, loaded)
     if is_hub_id(checkpoint):
         policy = fetch(checkpoint)
         if loaded and published_family(policy):
             return Target(checkpoint.replace("/", "-"), policy_of(policy, loaded), folder=policy)
-        raw, spec = read_description(policy)
-        config = TypeAdapter(PolicyConfig).validate_python(raw)
+        config, spec = read_description(policy)
         return Target(checkpoint.replace("/", "-"), config, spec, Weights(0, read_blobs(policy)), policy)
     policy, version_folder, run = locate(checkpoint)
     if loaded and published_family(policy):
         return Target(policy.resolve().name, policy_of(policy, loaded), folder=policy)
-    raw, spec = read_description(policy)
+    config, spec = read_description(policy)
     version = read_json(version_folder / "manifest.json")["version"] if version_folder else 0
     parent = (run or policy.parent) / "eval"
     out = parent / (f"{name_of(version)}-evaluate" if version_folder else policy.name)
     label = f"{run.resolve().name}-{name_of(version)}" if run else (version_folder or policy).resolve().name
-    config = TypeAdapter(PolicyConfig).validate_python(raw)
     return Target(label, config, spec, Weights(version, read_blobs(policy)), policy, out)
+
+
+def is_class(checkpoint: str) -> bool:
+    """my_pkg.my_module:MyPolicy, unless there is a folder of this name."""
+    return ":" in checkpoint and not Path(checkpoint).expanduser().exists()
+
+
+def find_class(checkpoint: str, loaded: Loaded | None) -> Target:
+    """A policy class, ours without weights or the user's, with what the recipe or the command line sets for it."""
+    from embodied.policies import check_package
+    from embodied.policies.config import ExternalPolicyConfig
+
+    if checkpoint in BUILT_IN:
+        return Target(checkpoint, ExternalPolicyConfig(name=BUILT_IN[checkpoint]))
+    if not CLASS.fullmatch(checkpoint):
+        raise ConfigError(f"checkpoint={checkpoint}: there is no such folder, and a class is my_pkg.my_module:MyPolicy")
+    config = loaded.config.policy if loaded else None
+    if config is None or config.name != checkpoint:
+        config = ExternalPolicyConfig(name=checkpoint)
+    check_package(checkpoint, "checkpoint")
+    return Target(checkpoint.rpartition(":")[2], config)
 
 
 def find_start(start: Path, policy: Any) -> Target:
@@ -110,9 +126,10 @@ def find_start(start: Path, policy: Any) -> Target:
     return target
 
 
-def check_continues(run: Path, checkpoint: Path, config: RunConfig) -> None:
-    """A run is resumed as what it is: its checkpoint holds this policy, these env rows and this algorithm's state."""
-    trained = find(str(checkpoint)).config
+def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> None:
+    """A run is resumed as what it is: its checkpoint, if there is one, holds this policy, these env rows and this
+    algorithm's state."""
+    trained = find(str(checkpoint)).config if checkpoint else config.policy
     odd = [line for line in differing("policy", trained, config.policy) if line.partition("=")[0] not in ORIGIN]
     if trained.name != config.policy.name:
         odd = [f"policy.name={trained.name} there, {config.policy.name} here"]

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from embodied import commands
-from embodied.checkpoints import name_of, newest, read_sims, verify, write_checkpoint
+from embodied.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_sims, verify, write_checkpoint
 from embodied.config import Loaded, RunConfig, load
-from embodied.errors import NothingToLearn
-from embodied.evaluate import evaluate_run
+from embodied.errors import CheckpointError, NothingToLearn, WorkerFailed
+from embodied.evaluate import begin_in_run, evaluate_in_run
+from embodied.files import reading
 from embodied.learners.meeting import meeting_point
 from embodied.reporting.console import Console
+from embodied.reporting.partial import partial_in
 from embodied.reporting.report import report_or_say_why
+from embodied.reporting.results import RESULTS
 from embodied.reporting.timeline import Timeline
 from embodied.run_folder import RunFolder
 from embodied.targets import Target, check_continues, check_fits, find_start
@@ -34,13 +38,15 @@ def start(argv: list[str]) -> int:
     return 0 if loaded is None else follow(loaded, EmbodiedLoop)
 
 
-def follow(loaded: Loaded, program: type[EmbodiedLoop]) -> int:
+def follow(loaded: Loaded, program: type[EmbodiedLoop], clock: Callable[[], float] = time.perf_counter) -> int:
     """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
     happened."""
     config, plan = commands.planned(loaded.config)
     origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
+        commands.rehearse(config)
         print(commands.describe(config, plan, weights=config.resume))
+        print(commands.describe_saving(config))
         print(commands.describe_memory(config), end="")
         return 0
     with commands.Interruption() as interruption:
@@ -48,18 +54,20 @@ def follow(loaded: Loaded, program: type[EmbodiedLoop]) -> int:
         with commands.closing(folder, interruption):
             console = Console(folder.path, folder.note, command=program.command)
             folder.record(placement=asdict(plan))
-            console.say(commands.describe(config, plan, folder.path, checkpoint))
-            train(program, config, plan, origin, folder, checkpoint, console, interruption)
+            console.say(commands.describe(config, plan, weights=checkpoint))
+            console.say(commands.describe_saving(config))
+            console.say(f"results     {folder.path}")
+            train(program, config, plan, origin, folder, checkpoint, console, interruption, clock)
     return interruption.exit_code
 
 
 def open_folder(loaded: Loaded, command: str) -> tuple[RunFolder, Path | None]:
-    """A new folder, or the one to resume with its newest whole checkpoint."""
+    """A new folder, or the one to resume and its newest whole checkpoint, if any was saved."""
     config = loaded.config
     found = config.resume and commands.run_to_resume(config.resume, config.run.dir, loaded.name)
     if not found:
         return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command), None
-    checkpoint = newest(found)
+    checkpoint = newest(found) if any(found.glob("checkpoints/v[0-9]*")) else None  # it ended before its first one
     check_continues(found, checkpoint, config)
     return RunFolder.reopen(found, command), checkpoint
 
@@ -73,9 +81,10 @@ def train(
     checkpoint: Path | None,
     console: Console,
     interruption,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """`origin` is the policy to start from, `checkpoint` that of this run to continue from."""
-    with commands.cluster(config, plan, folder.logs) as cluster:
+    with commands.cluster(config, plan, folder.logs, folder.record_process) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         meeting = meeting_point(ranks, config.cluster.backend, folder.logs, timeout_s)
         tell, start = partial(restarted, folder, console), origin and origin.folder
@@ -84,25 +93,27 @@ def train(
         if origin:
             check_fits(origin, config.env, spec)
             folder.record(started_from=origin.described())
-        state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop)
+        state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop, folder)
         total = loop.total_iterations()
         if state["iteration"] >= total:
             console.nothing_left(state["iteration"], total)
+        saves = SaveClock(config.run.save_every, config.run.save_minutes)
+        if checkpoint:
+            saves.saved(state["version"], state["train_s"])
         with Timeline(loop.groups, loop.timers, folder.new_trace(), config.run.trace) as timeline:
+            if checkpoint and owes_evaluation(config, folder, state, total):
+                evaluate(loop, folder, console, interruption)
             while state["iteration"] < total and not interruption.requested and not loop.collection.exhausted:
-                iterate(loop, state, total, folder, console)
+                iterate(loop, state, total, folder, console, clock)
                 last = state["iteration"] == total or bool(loop.collection.exhausted)
                 judge = last or due(state["iteration"], config.run.eval_every)
-                if judge or due(state["iteration"], config.run.save_every):  # an evaluation takes long
-                    console.saved(save(loop, state, folder))
+                if saves.due(state["iteration"], state["train_s"]) or judge:  # an evaluation takes long
+                    save(loop, state, saves, folder, console)
                 if judge and not interruption.requested:
-                    out = folder.path / "eval" / name_of(loop.version)
-                    console.evaluating(loop.version, config.eval.episodes)
-                    console.evaluated(loop.version, evaluate_run(loop, out, folder.checkpoints / name_of(loop.version)))
-                    report_or_say_why(folder.path)
+                    evaluate(loop, folder, console, interruption)
                 timeline.collect(state["iteration"])
-            if interruption.requested:
-                console.saved(save(loop, state, folder))
+            if interruption.requested and saves.version != state["version"]:
+                save(loop, state, saves, folder, console)
             spent = timeline.end()
         exhausted = loop.collection.exhausted
     console.end(state, interruption.requested or bool(exhausted), spent)
@@ -110,7 +121,8 @@ def train(
         raise NothingToLearn(exhausted)
 
 
-def fresh(loop: EmbodiedLoop) -> dict:
+def fresh(loop: EmbodiedLoop, folder: RunFolder) -> dict:
+    folder.keep_metrics(0)  # of a run that was begun before, and not saved
     loop.publish(0)
     return {"iteration": 0, "version": 0, "env_steps": 0, "abandoned_episodes": 0, "train_s": 0.0}
 
@@ -119,7 +131,12 @@ def resume(loop: EmbodiedLoop, folder: RunFolder, checkpoint: Path, console: Con
     """Continue from a checkpoint: weights, optimizer, env rows, counters; later metrics are dropped and made again."""
     state = verify(checkpoint)
     folder.keep_metrics(state["iteration"])
-    abandoned = loop.restore(checkpoint, read_sims(checkpoint), state["version"])
+    sims = read_sims(checkpoint)
+    try:
+        with reading(checkpoint / SIMS, CheckpointError):
+            abandoned = loop.restore(checkpoint, sims, state["version"])
+    except WorkerFailed as err:
+        raise CheckpointError(f"{checkpoint} cannot be restored: {err}") from err
     state["abandoned_episodes"] += abandoned
     console.resumed(checkpoint, state, abandoned)
     return state
@@ -130,10 +147,10 @@ def restarted(folder: RunFolder, console: Console, line: str) -> None:
     console.say(line)
 
 
-def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, console: Console) -> None:
-    started = time.perf_counter()
+def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, console: Console, clock) -> None:
+    started = clock()
     finished, numbers = loop.iterate(state["iteration"], total)
-    elapsed = time.perf_counter() - started
+    elapsed = clock() - started
     state["iteration"] += 1
     state["version"] = loop.version
     state["env_steps"] += int(numbers["env_steps"])
@@ -142,9 +159,37 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
     folder.log(console.iteration(state, finished, numbers, elapsed, total))
 
 
-def save(loop: EmbodiedLoop, state: dict, folder: RunFolder) -> Path:
+def save(loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:
+    """A checkpoint of the version that acts, and fewer of the old ones."""
+    started, version = time.perf_counter(), state["version"]
     with loop.timers.measure("save"):
-        return write_checkpoint(folder.checkpoints, state["version"], loop.save_learners, state, loop.save_sims())
+        console.saved(write_checkpoint(folder.checkpoints, version, loop.save_learners, state, loop.save_sims()))
+    saves.saved(version, state["train_s"], time.perf_counter() - started)
+    try:
+        if keep := loop.config.run.keep:
+            prune(folder.path, version, keep)
+    except OSError as err:
+        console.say(f"old checkpoints could not be removed: {err}")
+
+
+def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interruption) -> None:
+    """Of the version that was just saved, or resumed from; what an interruption leaves is resumed with the run."""
+    version = loop.version
+    kept = begin_in_run(loop, folder.evaluation(version), folder.checkpoints / name_of(version))
+    console.evaluating(version, kept.num_episodes, len(kept.finished))
+    if results := evaluate_in_run(loop, kept, stop=lambda: interruption.requested):
+        console.evaluated(version, results)
+    else:
+        console.not_evaluated(version, kept)
+    report_or_say_why(folder.path)
+
+
+def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: int) -> bool:
+    """Whether the version that is resumed from should have been evaluated, and was not or only in part."""
+    out, done = folder.evaluation(state["version"]), state["iteration"]
+    if (out / RESULTS).is_file():
+        return False
+    return partial_in(out) is not None or (done > 0 and (done >= total or due(done, config.run.eval_every)))
 
 
 def due(iteration: int, every: int | None) -> bool:

@@ -7,6 +7,7 @@ policy. Which episodes are played, and what happens in each, does not depend on 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -29,8 +30,10 @@ def play_episodes(
     notes: Channel,
     alone: frozenset[int],
     timers: Timers,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[EpisodeResult]:
-    """`alone` are the last of the episodes; each is played with no other beside it."""
+    """`alone` are the last of the episodes; each is played with no other beside it. Once `stop` says so the decision in
+    progress is the last one, and what is not over is given up."""
     waiting = deque(episodes)
     rows = Rows(env.num_envs, env.env_spec.has_success)
     playing = np.zeros(env.num_envs, bool)
@@ -63,7 +66,7 @@ def play_episodes(
 
     with Films(env, rows, recording) as films, Drafts(env, recording.drafts) as drafts:
         obs = refill(np.arange(env.num_envs))
-        while playing.any():
+        while playing.any() and not stop():
             at = np.flatnonzero(playing)
             with timers.measure("wait"):
                 decisions, values = pilot.act(take_rows(obs, at), rows, at)

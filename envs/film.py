@@ -11,6 +11,7 @@ import numpy as np
 
 from embodied.data import EpisodeResult, EpisodeSpec, Recording
 from embodied.envs.base import VectorEnv
+from embodied.envs.own import file_name
 from embodied.envs.rows import Rows
 
 if TYPE_CHECKING:
@@ -114,5 +115,4 @@ class Told:
 def video_name(outcome: EpisodeResult) -> str:
     """episode-000_success_PushCube-v1_seed7.mp4"""
     word = {True: "success", False: "failure", None: "played"}[outcome.success_once]
-    task = "".join(c if c.isalnum() or c in "-." else "-" for c in outcome.task)
-    return f"episode-{outcome.index:03d}_{word}_{task}_seed{outcome.seed}.mp4"
+    return f"episode-{outcome.index:03d}_{word}_{file_name(outcome.task)}_seed{outcome.seed}.mp4"

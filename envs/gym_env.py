@@ -40,7 +40,7 @@ class GymEnv(VectorEnv):
         spec = EnvSpec(
             action=action_spec(config.name, first.action_space),
             state_dim=None if self._image else state_dim(config.name, first.observation_space),
-            images={"camera": first.observation_space.shape} if self._image else {},
+            images={"camera": (*first.observation_space.shape[:2], 3)} if self._image else {},
             max_episode_steps=config.max_episode_steps or own_limit(config, first),
             has_success=self._success_key is not None,
             control_hz=float(first.metadata.get("render_fps", 20)),
@@ -48,7 +48,7 @@ class GymEnv(VectorEnv):
         )
         super().__init__(config, num_envs, spec)
         self._space, self._actions = first.observation_space, first.action_space
-        shape = first.observation_space.shape if self._image else (spec.state_dim,)
+        shape = spec.images["camera"] if self._image else (spec.state_dim,)
         self._seen = np.zeros((num_envs, *shape), np.uint8 if self._image else self.dtype)
         self._film_problem: str | None = None
 
@@ -106,7 +106,7 @@ class GymEnv(VectorEnv):
             close_quietly(env)
 
     def _flat(self, seen: Any) -> np.ndarray:
-        return seen if self._image else spaces.flatten(self._space, seen)
+        return seen[..., :3] if self._image else spaces.flatten(self._space, seen)
 
     def _native(self, action: np.ndarray) -> Any:
         if isinstance(self._actions, spaces.Discrete):
@@ -179,7 +179,8 @@ def state_dim(name: str, space: spaces.Space) -> int:
 
 
 def is_image(space: spaces.Space) -> bool:
-    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and space.shape[2:] == (3,)
+    """In three colours; what says how opaque a pixel is, is left out."""
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and space.shape[2:] in ((3,), (4,))
 
 
 def own_limit(config: GymConfig | ExternalEnvConfig, env: gymnasium.Env) -> int:

@@ -16,9 +16,24 @@ import threading
 from typing import Any
 
 from embodied.envs.bridge_tasks import CONTROL, PLATES, SVG, TWINS, absent, is_bridge, source_of
-from embodied.envs.config import ManiSkillConfig
+from embodied.envs.config import ManiSkillConfig, nearest
+from embodied.envs.own import is_own, own_task, simulator_of, tasks_in
 from embodied.errors import ConfigError, MissingAsset
 from embodied.vulkan import ensure_vulkan
+
+# Proven equal to single envs by benchmarks/maniskill_equality.py, with their own step limits; none needs a download.
+BATCHED_TASKS = {
+    "PushCube-v1": 50,
+    "PullCube-v1": 50,
+    "PickCube-v1": 50,
+    "StackCube-v1": 50,
+    "LiftPegUpright-v1": 50,
+    "PlaceSphere-v1": 50,
+    "RollBall-v1": 80,
+    "PokeCube-v1": 50,
+}
+BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
+BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, by benchmarks/results/maniskill_stepping.json
 
 UNDECLARED = {  # how names of tasks begin -> what these need and do not tell ManiSkill: robots, scenes, furniture
     "AnymalC-": ("anymal_c",),
@@ -38,11 +53,7 @@ UNDECLARED = {  # how names of tasks begin -> what these need and do not tell Ma
 
 def check_task(task: str) -> None:
     """Raise if a task is unknown or needs files that are not here, without ManiSkill's prompt."""
-    ensure_vulkan()
-    tasks = registered()
-    if task not in tasks:
-        near = ", ".join(difflib.get_close_matches(task, tasks, 3, 0.5))
-        raise ConfigError(f"env.task={task!r} is no ManiSkill task{f'; near: {near}' if near else ''}")
+    find_task(task)
     if missing := missing_assets(task):
         from mani_skill import ASSET_DIR
 
@@ -51,6 +62,40 @@ def check_task(task: str) -> None:
             f"env.task={task} needs files that are not in {ASSET_DIR}. Get them, or set MS_ASSET_DIR to the "
             f"folder that holds data/ with them.\n  " + "\n  ".join(sources)
         )
+
+
+def find_task(task: str) -> Any:
+    """ManiSkill's registration of a task; of a class of the user's that is not registered, one like it."""
+    ensure_vulkan()
+    if is_own(task):
+        return find_own(task)
+    tasks = registered()
+    if task not in tasks:
+        near = ", ".join(difflib.get_close_matches(task, tasks, 3, 0.5))
+        raise ConfigError(
+            f"env.task={task!r} is no ManiSkill task{f'; near: {near}' if near else ''}; one of your own is named with "
+            f"its module: env.task=my_tasks:{task if task.isidentifier() else 'MyTask-v1'}"
+        )
+    return tasks[task]
+
+
+def find_own(task: str) -> Any:
+    """What `my_tasks:Name` names: something registered, or a class in that module."""
+    tasks = registered()
+    module, name = own_task(task)
+    if name in tasks:
+        return tasks[name]
+    found = getattr(module, name, None)
+    if simulator_of(found) == "maniskill":
+        from mani_skill.utils.registration import EnvSpec
+
+        return next((spec for spec in tasks.values() if spec.cls is found), None) or EnvSpec(name, found)
+    classes = tasks_in(module, "maniskill")
+    known = [*(uid for uid, spec in tasks.items() if spec.cls in classes.values()), *classes]
+    there = f"has the ManiSkill tasks {', '.join(known)}" if known else "defines no ManiSkill task"
+    if found is not None:
+        raise ConfigError(f"env.task={task!r}: {name} is no subclass of ManiSkill's BaseEnv; {module.__file__} {there}")
+    raise ConfigError(f"env.task={task!r}: {module.__file__} {there}, not {name}{nearest(name, known)}")
 
 
 def check_bridge(config: ManiSkillConfig) -> None:
@@ -73,6 +118,19 @@ def control_of(config: ManiSkillConfig) -> str:
     return config.control_mode or (CONTROL if is_bridge(config.task) else "pd_joint_delta_pos")
 
 
+def is_listed(config: ManiSkillConfig) -> bool:
+    """Whether batched physics was proven equal for this, by us."""
+    return config.task in BATCHED_TASKS and control_of(config) in BATCHED_CONTROLS and not config.robot
+
+
+def to_prove(config: ManiSkillConfig) -> str:
+    """The command that looks."""
+    said = {"task": config.task, "control_mode": control_of(config), "robot": config.robot}
+    said |= {"modules": f"[{','.join(config.modules)}]" if config.modules else None}
+    said |= {"reward_mode": config.reward_mode if config.reward_mode != "normalized_dense" else None}
+    return " ".join(["python -m embodied.check", *(f"env.{key}={value}" for key, value in said.items() if value)])
+
+
 def registered() -> dict[str, Any]:
     """ManiSkill's tasks and ours among them, by name."""
     with quiet():
@@ -88,16 +146,20 @@ def maker(task: str) -> Any:
     """What builds a task."""
     import gymnasium
 
-    if task not in TWINS:
-        return functools.partial(gymnasium.make, task)
-    from embodied.envs.bridge_twins import KINDS
+    if task in TWINS:
+        from embodied.envs.bridge_twins import KINDS
 
-    def make(**options: Any) -> Any:
-        env = KINDS[task](**options)
-        env.spec = gymnasium.spec(task)
-        return env
+        return functools.partial(made, KINDS[task], gymnasium.spec(task))
+    found = find_task(task)
+    if found.uid not in registered():
+        return functools.partial(made, found.cls, found.gym_spec)
+    return functools.partial(gymnasium.make, found.uid)
 
-    return make
+
+def made(kind: type, spec: Any, **options: Any) -> Any:
+    env = kind(**options)
+    env.spec = spec
+    return env
 
 
 def missing_assets(task: str) -> list[str]:
@@ -107,7 +169,7 @@ def missing_assets(task: str) -> list[str]:
     if is_bridge(task):
         return absent(task, ASSET_DIR)
     untold = [names for begin, names in UNDECLARED.items() if task.startswith(begin)]
-    return [name for name in itertools.chain(registered()[task].asset_download_ids or [], *untold) if lacking(name)]
+    return [name for name in itertools.chain(find_task(task).asset_download_ids or [], *untold) if lacking(name)]
 
 
 def lacking(asset: str) -> list[str]:

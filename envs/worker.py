@@ -17,7 +17,7 @@ from embodied.envs.pilots import ExpertPilot, PolicyPilot
 from embodied.envs.rollout import Record, Stage
 from embodied.envs.whole import Player, play_whole
 from embodied.episodes import EpisodeList, arrays_of, choose_episodes, env_blocks, episodes_from, join_episodes
-from embodied.runtime import Channel, Worker
+from embodied.runtime import Channel, Worker, served_while_busy
 
 
 class SimWorker(Worker):
@@ -32,6 +32,7 @@ class SimWorker(Worker):
         self.num_stages = stages
         self.stages: list[Stage] = []
         self.eval_env = None
+        self.stopped = False
         self.shelf: PlayedEpisodes | None = None  # whole episodes that the learners may still want
 
     def spec(self) -> EnvSpec:
@@ -151,7 +152,13 @@ class SimWorker(Worker):
         self.eval_spec()
         line = Line(route.sources[0], route.requests[0], route.replies[0])
         pilot = ExpertPilot(make_expert(self.eval_env, expert, self.tick), line.source) if expert else PolicyPilot(line)
-        return play_episodes(self.eval_env, episodes, pilot, recording, notes, alone, self.timers)
+        stop = lambda: self.stopped  # noqa: E731
+        return play_episodes(self.eval_env, episodes, pilot, recording, notes, alone, self.timers, stop)
+
+    @served_while_busy
+    def stop_playing(self) -> None:
+        """Give up the evaluation that goes on, and any that follows."""
+        self.stopped = True
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing

@@ -25,6 +25,7 @@ EXAMPLES = (
     "examples: cpu:0-1 (one worker, two cores), cpu:0-1*2 (two workers, one core each), gpu:0-3, gpu:0*2, node1/gpu:0"
 )
 MAP_EXAMPLE = '{"sim,policy": "cpu:0", learner: "cpu:0"}'  # holds everywhere
+MOST = 9999  # devices of a kind on a node
 PLACE_KEYS = ("devices", "render")
 
 
@@ -56,8 +57,10 @@ def _parse_part(part: str, whole: str) -> list[Slot]:
     node, kind = found["node"] or "", found["kind"]
     if last < first:
         raise PlacementError(f"{part!r} counts down; write {kind}:{last}-{first}")
-    devices = tuple(range(first, last + 1))
     workers = None if found["workers"] is None else int(found["workers"])
+    if (largest := max(last, workers or 0)) > MOST:
+        raise PlacementError(f"{part!r} counts to {largest}; at most {MOST} devices and workers can be named")
+    devices = tuple(range(first, last + 1))
     if workers == 0:
         raise PlacementError(f"{part!r} asks for no worker; write {kind}:{part.split(':')[1].split('*')[0]}")
     if kind != "cpu":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,27 +44,44 @@ def policy_class(name: str) -> type[Policy]:
         raise ConfigError(f"policy.name={name!r}: {err}; is it importable from {Path.cwd()}?") from None
     except AttributeError:
         raise ConfigError(f"policy.name={name!r}: module {module} has no {attribute}") from None
+    except Exception as err:
+        last = traceback.extract_tb(err.__traceback__)[-1]
+        cause = f"{type(err).__name__}: {err} ({last.filename}, line {last.lineno})"
+        raise ConfigError(f"policy.name={name!r}: importing {module} failed: {cause}") from err
     from embodied.policies.base import Policy
 
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise ConfigError(f"policy.name={name!r} is no class of embodied.policies.base.Policy: {kind!r}")
+    check_methods(kind, "noise_spec", "act")
     return kind
 
 
-def check_package(name: str) -> None:
+def check_methods(kind: type[Policy], *needed: str) -> None:
+    """Refuse a class that lacks what is about to be called."""
+    from embodied.policies.base import Policy
+
+    if missing := [name for name in needed if getattr(kind, name) is getattr(Policy, name)]:
+        told = "; ".join(f"{name}: {' '.join((getattr(Policy, name).__doc__ or '').split())}" for name in missing)
+        raise ConfigError(f"{kind.__module__}:{kind.__name__} has no method {' and no '.join(missing)} ({told})")
+
+
+def check_package(name: str, key: str = "policy.name") -> None:
     """Refuse a policy of a package that is not there. Imports nothing: what it needs may take seconds."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     package = name.partition(":")[0].partition(".")[0]
     if not package or find_spec(package) is None:
-        raise ConfigError(f"policy.name={name!r}: No module named {package!r}; is it importable from {Path.cwd()}?")
+        raise ConfigError(f"{key}={name!r}: No module named {package!r}; is it importable from {Path.cwd()}?")
 
 
 def make_policy(config: Any, spec: EnvSpec, seed: int | None = None) -> Policy:
     """A policy for this env; with a seed its initial weights are drawn, else they are left for `load_weights`."""
     from embodied.rng import generator
 
-    policy = policy_class(config.name)(config, spec)
+    kind = policy_class(config.name)
+    if seed is not None:
+        check_methods(kind, "initialise")
+    policy = kind(config, spec)
     if seed is not None:
         policy.initialise(generator(seed, "policy", "initial weights"))
     return policy
@@ -71,13 +89,9 @@ def make_policy(config: Any, spec: EnvSpec, seed: int | None = None) -> Policy:
 
 def load_policy(folder: Path | str) -> Policy:
     """The policy stored in a folder by `save_pretrained`."""
-    from pydantic import TypeAdapter
-
-    from embodied.policies.config import PolicyConfig
     from embodied.policies.folder import read_description, read_weights
 
     folder = Path(folder)
-    raw, spec = read_description(folder)
-    policy = make_policy(TypeAdapter(PolicyConfig).validate_python(raw), spec)
+    policy = make_policy(*read_description(folder))
     policy.load_weights(read_weights(folder))
     return policy

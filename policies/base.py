@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.errors import CheckpointError
 from embodied.policies.folder import CONFIG, WEIGHTS
-from embodied.runtime.blobs import blob_of, spec_of, write_safetensors
+from embodied.runtime.blobs import Spec, blob_of, spec_of, write_safetensors
 
 # Arrays from other processes are read-only, and nobody here writes to an observation.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
@@ -61,6 +61,7 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def noise_spec(self) -> NoiseSpec:
+        """What randomness one decision needs."""
         raise NotImplementedError
 
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
@@ -131,12 +132,19 @@ class Policy(nn.Module):
         recompute them one by one."""
         return []
 
-    def save_pretrained(self, folder: Path | str, tensors: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """`tensors` are the whole weights, one by one, where this process holds only shards of them."""
+    def save_pretrained(
+        self,
+        folder: Path | str,
+        tensors: Iterable[tuple[str, Tensor]] | None = None,
+        specs: Mapping[str, Spec] | None = None,
+    ) -> None:
+        """`tensors` are the whole weights, one by one, where this process holds only shards of them; `specs` say what
+        they are like."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         own, saved = self.state_dict(), self.saved()
-        specs = {name: spec_of(tensor) for name, tensor in own.items() if name in saved}
+        specs = specs or {name: spec_of(tensor) for name, tensor in own.items()}
+        specs = {name: spec for name, spec in specs.items() if name in saved}
         whole = own.items() if tensors is None else tensors
         write_safetensors(folder / WEIGHTS, specs, ((name, blob_of(tensor)) for name, tensor in whole if name in saved))
         (folder / CONFIG).write_text(json.dumps(self.description(), indent=2) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
 from embodied.config_base import Strict
 
@@ -12,7 +12,7 @@ from embodied.config_base import Strict
 class ActorCriticConfig(Strict):
     """What small policies with an actor and a critic have in common."""
 
-    hidden: tuple[int, ...] = Field((256, 256, 256), min_length=1, description="Width of each hidden layer.")
+    hidden: tuple[PositiveInt, ...] = Field((256, 256, 256), min_length=1, description="Width of each hidden layer.")
     activation: Literal["tanh", "relu", "silu"] = Field("tanh", description="Activation between the layers.")
     initial_log_std: float = Field(
         -0.5, description="Start of the learned log standard deviation (continuous actions)."
@@ -40,9 +40,9 @@ class MLPConfig(ActorCriticConfig):
 
 class CNNConfig(ActorCriticConfig):
     name: Literal["cnn"] = Field(description="Images of any number of cameras, and the state where there is one.")
-    channels: tuple[int, ...] = Field((16, 32, 32), min_length=1, description="Channels of each convolution.")
-    kernels: tuple[int, ...] = Field((8, 4, 3), min_length=1, description="Width of each convolution's kernel.")
-    strides: tuple[int, ...] = Field((4, 2, 1), min_length=1, description="Step of each convolution's kernel.")
+    channels: tuple[PositiveInt, ...] = Field((16, 32, 32), min_length=1, description="Channels of each convolution.")
+    kernels: tuple[PositiveInt, ...] = Field((8, 4, 3), min_length=1, description="Width of each convolution's kernel.")
+    strides: tuple[PositiveInt, ...] = Field((4, 2, 1), min_length=1, description="Step of each convolution's kernel.")
     features: int = Field(128, gt=0, description="Numbers that each camera's image becomes.")
     estimate: bool = Field(
         False,

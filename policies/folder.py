@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from embodied.data import ActionSpec, EnvSpec
+from embodied.data import EnvSpec
 from embodied.errors import CheckpointError
+from embodied.files import read_object, reading
+from embodied.policies.config import PolicyConfig
 from embodied.runtime.blobs import Blob, array_of, read_safetensors
 
 WEIGHTS = "model.safetensors"
@@ -19,13 +21,15 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 
 
-def read_description(folder: Path) -> tuple[dict, EnvSpec]:
-    """The policy's config (a plain dict) and the env it is for, from a policy folder."""
+def read_description(folder: Path) -> tuple[Any, EnvSpec]:
+    """The policy's config and the env it is for, from a policy folder."""
+    from pydantic import TypeAdapter
+
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a policy folder: {CONFIG} is missing")
-    try:
-        content = json.loads(path.read_text())
+    content = read_json(path)
+    with reading(path, CheckpointError):
         if "policy" not in content and (family := published_family(folder) or content.get("model_type")):
             raise CheckpointError(
                 f"{folder} is a published {family} model, which does not say for which env; "
@@ -34,14 +38,12 @@ def read_description(folder: Path) -> tuple[dict, EnvSpec]:
         if missing := [name for name in ("policy", "env_spec") if name not in content]:
             raise CheckpointError(f"{path} is no policy of ours: it has no {' and no '.join(missing)}")
         spec = dict(content["env_spec"])
-        spec["action"] = ActionSpec(**spec["action"])
-        spec["images"] = {camera: tuple(size) for camera, size in spec["images"].items()}
+        if unknown := spec.keys() - {field.name for field in fields(EnvSpec)}:
+            raise ValueError(f"env_spec has {', '.join(sorted(unknown))}, which nobody here knows")
         policy = dict(content["policy"])
         if policy.get("pretrained") == ".":  # the folder itself holds what the policy was built from
             policy["pretrained"] = str(folder)
-        return policy, EnvSpec(**spec)
-    except (KeyError, TypeError, ValueError) as err:
-        raise CheckpointError(f"{path} cannot be read as a policy description: {err}") from None
+        return TypeAdapter(PolicyConfig).validate_python(policy), TypeAdapter(EnvSpec).validate_python(spec)
 
 
 def published_family(folder: Path) -> str | None:
@@ -104,13 +106,7 @@ def _shards(folder: Path) -> dict[str, Blob]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as err:
-        raise CheckpointError(f"{path} is damaged: {err}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no object")
-    return content
+    return read_object(path, CheckpointError)
 
 
 def read_weights(folder: Path) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from embodied.data import ActReply, ActRequest, Array, AskAgain, EnvSpec, Observ
 from embodied.errors import Unusable, WrongShape
 from embodied.policies import make_policy
 from embodied.runtime import Channel, Needs, Worker
-from embodied.runtime.blobs import Blob, tensor_of
+from embodied.runtime.blobs import Blob, blob_of, tensor_of
 from embodied.runtime.residence import Belongings, num_bytes
 from embodied.runtime.weights import Publication, WeightReader
 
@@ -42,6 +42,11 @@ class PolicyWorker(Worker):
         self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.noise = self.policy.noise_spec()
         self.action_dim = spec.action.dim
+
+    def initial_weights(self, spec: EnvSpec) -> dict[str, Blob]:
+        """Those that a run with this seed begins with."""
+        weights = make_policy(self.config, spec, self.seed).state_dict()
+        return {name: blob_of(tensor) for name, tensor in weights.items()}
 
     def needs(self, shared: bool = False) -> Needs:
         """Its weights, unless it acts with those of a learner, and the memory it acts in."""

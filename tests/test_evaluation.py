@@ -1,7 +1,11 @@
 """What an evaluation counts, with policies whose outcome is known beforehand."""
 
+import fcntl
 import json
+import os
+import signal
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,7 @@ import pytest
 from embodied import evaluate
 from embodied.reporting.results import read_results
 from embodied.reporting.stats import wilson
+from embodied.workflows.embodied import EmbodiedLoop
 
 INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
 SWITCH = [*INLINE, "env.name=scripted:Switch", "env.on_success=continue", "env.num_envs=4", "eval.videos=0"]
@@ -169,7 +174,7 @@ def test_a_policy_that_is_not_there_is_explained(checkpoint, code, says, capsys)
     [
         ("runs/nothing-2026", "checkpoint=runs/nothing-2026: there is no such folder\n"),
         ("org/policy", "no such folder; if it is a policy on the Hugging Face hub, name its env: env.name=libero"),
-        ("random", "checkpoint=random is not in a run's folder, so name the env: recipe=NAME"),
+        ("random", "checkpoint=random is not in a run's folder, so name the env: env.name="),
     ],
 )
 def test_without_a_recipe_a_missing_folder_is_told_from_a_missing_env(checkpoint, says, capsys, tmp_path):
@@ -178,22 +183,130 @@ def test_without_a_recipe_a_missing_folder_is_told_from_a_missing_env(checkpoint
     assert says in capsys.readouterr().err
 
 
-def test_what_was_played_before_ctrl_c_is_kept_without_rates(tmp_path, monkeypatch, capsys):
-    from embodied.workflows.embodied import EmbodiedLoop
+@pytest.fixture
+def interrupted(monkeypatch):
+    """`with interrupted(n):` every evaluation gets a Ctrl-C when n episodes are over, as if it came from a terminal."""
 
-    played = EmbodiedLoop._play
+    @contextmanager
+    def interrupted(after):
+        with monkeypatch.context() as patched:
+            played = EmbodiedLoop._play
 
-    def interrupted(loop, episodes, *args, **options):
-        played(loop, episodes[:3], *args, **options)
-        raise KeyboardInterrupt
+            def play(loop, episodes, *args, **options):
+                played(loop, episodes[:after], *args, **options)
+                signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(EmbodiedLoop, "_play", interrupted)
-    run("checkpoint=scripted:Succeeds", *SWITCH, "eval.episodes=10", code=130)
-    folder = tmp_path / "runs/evaluate-Succeeds"
-    assert (folder / "episodes.csv").read_text().count("true,true") == 3
+            patched.setattr(EmbodiedLoop, "_play", play)
+            yield
+
+    return interrupted
+
+
+def but_provenance(folder):
+    return {key: value for key, value in results(folder)[0].items() if key != "provenance"}
+
+
+def test_what_was_played_before_ctrl_c_is_kept_and_the_same_command_plays_the_rest(tmp_path, interrupted, capsys):
+    command = ["checkpoint=scripted:SucceedsOnEvenSeeds", *SWITCH, "eval.episodes=10"]
+    with interrupted(3):
+        run(*command, code=130)
+    folder = tmp_path / "runs/evaluate-SucceedsOnEvenSeeds"
+    assert (folder / "episodes.csv").read_text().count("\n") == 4
     assert not (folder / "results.json").exists()
-    told = capsys.readouterr()
-    assert "3 episodes that were over" in told.out and told.err == "\nstopped at once\n"[1:]
+    told = json.loads((folder / "partial.json").read_text())
+    assert (told["state"], told["over"], told["episodes"]) == ("partial", 3, 10)
+    said = capsys.readouterr()
+    assert "3 of 10 episodes are over, without rates; the same command plays the rest" in said.out
+    assert said.err == "stopped at once\n"
+    with interrupted(4):  # of those that are missing
+        run(*command, code=130)
+    run(*command)
+    assert "7 of 10 episodes were over already" in capsys.readouterr().out
+    assert not (folder / "partial.json").exists() and len(results(folder)[0]["provenance"]["earlier"]) == 2
+    run(*command)  # now it is whole, so a new one begins
+    whole = tmp_path / "runs/evaluate-SucceedsOnEvenSeeds-2"
+    assert (folder / "episodes.csv").read_bytes() == (whole / "episodes.csv").read_bytes()
+    assert but_provenance(folder) == but_provenance(whole)
+    assert "earlier" not in results(whole)[0]["provenance"]
+
+
+@pytest.mark.parametrize("change", ["eval.episodes=9", "eval.seed=2", "seed=3", "env.task=left", "eval.temperature=1"])
+def test_another_command_begins_an_evaluation_of_its_own(tmp_path, interrupted, change):
+    command = ["checkpoint=scripted:Succeeds", *SWITCH, "eval.episodes=10"]
+    with interrupted(3):
+        run(*command, code=130)
+    key = change.partition("=")[0]
+    run(*(argument for argument in command if argument.partition("=")[0] != key), change)
+    assert (tmp_path / "runs/evaluate-Succeeds/partial.json").is_file()
+    assert (tmp_path / "runs/evaluate-Succeeds-2/results.json").is_file()
+    run(*command)
+    assert not (tmp_path / "runs/evaluate-Succeeds/partial.json").exists()
+
+
+def test_an_evaluation_that_goes_on_elsewhere_is_left_alone(tmp_path, interrupted):
+    command = ["checkpoint=scripted:Succeeds", *SWITCH, "eval.episodes=10"]
+    with interrupted(3):
+        run(*command, code=130)
+    folder = tmp_path / "runs/evaluate-Succeeds"
+    there = os.open(folder, os.O_RDONLY)
+    fcntl.flock(there, fcntl.LOCK_EX)
+    run(*command)
+    os.close(there)
+    assert (folder / "partial.json").is_file() and (tmp_path / "runs/evaluate-Succeeds-2/results.json").is_file()
+
+
+def test_a_comparison_that_was_interrupted_goes_on_with_the_policy_that_played(tmp_path, interrupted, monkeypatch):
+    command = ["checkpoint=[scripted:Fails,scripted:SucceedsOnEvenSeeds]", *SWITCH, "eval.episodes=10"]
+    played = evaluate.evaluate
+
+    def second_interrupted(parts, target, *args):
+        with interrupted(4) if target.name != "Fails" else nullcontext():
+            return played(parts, target, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluate, "evaluate", second_interrupted)
+        run(*command, code=130)
+    first = tmp_path / "runs/compare/Fails/results.json"
+    before = first.stat().st_mtime_ns
+    run(*command)
+    assert first.stat().st_mtime_ns == before
+    run(*command)
+    ours, whole = (
+        json.loads((tmp_path / f"runs/{name}/comparison.json").read_text()) for name in ("compare", "compare-2")
+    )
+    assert ours == whole and len(results(tmp_path / "runs/compare/SucceedsOnEvenSeeds")[1]) == 10
+    assert not (tmp_path / "runs/compare/partial.json").exists()
+
+
+def test_several_tasks_go_on_with_the_one_that_was_played(tmp_path, interrupted):
+    command = ["checkpoint=scripted:SucceedsOnEvenSeeds", *SWITCH, "env.task=[left,right]", "eval.episodes=8"]
+    with interrupted(3):
+        run(*command, code=130)
+    run(*command)
+    run(*command)
+    ours, whole = (tmp_path / f"runs/evaluate-SucceedsOnEvenSeeds{number}" for number in ("", "-2"))
+    assert results(ours)[1] == results(whole)[1] and but_provenance(ours) == but_provenance(whole)
+
+
+def test_films_and_the_dataset_of_an_evaluation_in_two_sittings_are_whole(tmp_path, interrupted):
+    pytest.importorskip("pyarrow")
+    wanted = ["eval.videos=6", "eval.dataset=true", "env.max_episode_steps=8"]
+    command = ["checkpoint=random", *INLINE, "env.num_envs=2", "eval.episodes=8", *wanted]
+    with interrupted(4):
+        run(*command, code=130)
+    run(*command)
+    run(*command)
+    ours, whole = tmp_path / "runs/evaluate-random", tmp_path / "runs/evaluate-random-2"
+    names = [
+        sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.suffix in (".mp4", ".parquet"))
+        for out in (ours, whole)
+    ]
+    assert names[0] == names[1] and len(list((ours / "videos").glob("*.mp4"))) >= 6
+    from embodied.datasets import read_dataset
+
+    assert [one.actions.tolist() for one in read_dataset(ours / "dataset")] == [
+        one.actions.tolist() for one in read_dataset(whole / "dataset")
+    ]
 
 
 def test_a_refused_evaluation_leaves_no_folder(tmp_path, capsys):

@@ -5,7 +5,10 @@ import json
 import shlex
 import shutil
 
+import numpy as np
 import pytest
+
+from embodied.checkpoints import COUNTERS, digest
 
 QUICK = ["run.iterations=1", "eval.episodes=1", "eval.videos=0", "cluster.backend=inline", "env.num_envs=4"]
 SMALL = ["policy.hidden=[8]", "algo.rollout_decisions=8", "algo.minibatch_size=16"]
@@ -46,6 +49,121 @@ def test_a_broken_state_is_named(copy, capsys, text):
     assert run("train", f"resume={copy}", "run.iterations=2") in (1, 2)
     output = "".join(capsys.readouterr())
     assert "v000001" in output and "Traceback" not in output
+
+
+def sign(checkpoint):
+    """The manifest of what is there now: checksums tell of damage, not of what somebody has written."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"] = {name: digest(checkpoint / name) for name in manifest["files"]}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def told_of(file, capfd, code):
+    said = capfd.readouterr().err
+    assert code in (1, 2) and "Traceback" not in said and file in said, said
+    return said
+
+
+STATES = ["[]", "null", "{}", "", "[" * 100_000, '{"iteration": "x"}', '{"iteration": 1}', "\0"]
+
+
+@pytest.mark.parametrize(
+    "text", [*STATES, *[f'{{"{key}": {value}}}' for key in COUNTERS for value in ("null", "-1", "[]")]]
+)
+def test_a_run_with_an_odd_state_is_not_resumed(copy, capfd, text):
+    checkpoint = copy / "checkpoints" / "v000001"
+    sound = json.loads((checkpoint / "state.json").read_text())
+    odd = json.dumps(sound | json.loads(text)) if text.startswith('{"') and '"x"' not in text else text
+    if odd == json.dumps(sound):
+        pytest.skip("that is what it says")
+    (checkpoint / "state.json").write_text(odd)
+    sign(checkpoint)
+    told_of("state.json", capfd, run("train", f"resume={copy}", "run.iterations=2"))
+
+
+def another(**changes):
+    return lambda arrays: {name: array for name, array in (arrays | changes).items() if array is not None}
+
+
+SIMS = {
+    "no rows": another(env_ids=None),
+    "other rows": another(env_ids=np.arange(7)),
+    "rows of text": another(env_ids=np.array(["a", "b", "c", "d"])),
+    "rows twice": another(env_ids=np.zeros(4, int)),
+    "no episodes": another(**{"rows.episode": None}),
+    "episodes below none": another(**{"rows.episode": np.full(4, -5)}),
+    "episodes of text": another(**{"rows.episode": np.array(list("abcd"))}),
+    "fewer lengths": another(**{"rows.length": np.zeros(2, int)}),
+    "lengths of text": another(**{"rows.length": np.array(list("abcd"))}),
+    "a number": another(**{"rows.length": np.array(3)}),
+    "an odd simulator": lambda arrays: {
+        name: np.zeros((4, 99)) if name[:4] == "env." else a for name, a in arrays.items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SIMS)
+def test_a_run_with_odd_env_rows_is_not_resumed(copy, capfd, kind):
+    checkpoint = copy / "checkpoints" / "v000001"
+    with np.load(checkpoint / "sims.npz") as content:
+        arrays = dict(content)
+    np.savez(checkpoint / "sims.npz", **SIMS[kind](arrays))
+    sign(checkpoint)
+    assert "v000001" in told_of("", capfd, run("train", f"resume={copy}", "run.iterations=2"))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04" + b"x" * 40, b"[]", None])
+def test_a_run_whose_env_rows_are_no_archive_is_not_resumed(copy, capfd, content):
+    file = copy / "checkpoints" / "v000001" / "sims.npz"
+    file.write_bytes(file.read_bytes()[:-30] if content is None else content)
+    sign(file.parent)
+    told_of("sims.npz cannot be read", capfd, run("train", f"resume={copy}", "run.iterations=2"))
+
+
+def set_at(path, value):
+    def change(content):
+        *parents, last = path
+        place = content
+        for key in parents:
+            place = place[key]
+        place[last] = value
+        return content
+
+    return change
+
+
+CONFIGS = {
+    "nested": lambda _: "[" * 100_000,
+    "a list": lambda _: "[]",
+    "null": lambda _: "null",
+    "policy text": set_at(["policy"], "mlp"),
+    "policy a list": set_at(["policy"], [1]),
+    "no such policy": set_at(["policy", "name"], "nets"),
+    "name a list": set_at(["policy", "name"], ["mlp"]),
+    "hidden nested": set_at(["policy", "hidden"], {"a": {"b": [1]}}),
+    "spec a list": set_at(["env_spec"], [1]),
+    "no action": set_at(["env_spec", "action"], None),
+    "action text": set_at(["env_spec", "action"], "two"),
+    "action dim text": set_at(["env_spec", "action"], {"dim": "two"}),
+    "image of four colours": set_at(["env_spec", "images"], {"top": [8, 8, 4]}),
+    "action dim negative": set_at(["env_spec", "action"], {"dim": -2}),
+    "images a list": set_at(["env_spec", "images"], [1]),
+    "image size a number": set_at(["env_spec", "images"], {"top": 3}),
+    "state text": set_at(["env_spec", "state_dim"], "four"),
+    "another key": set_at(["env_spec", "smell"], 3),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_an_odd_policy_description_in_a_checkpoint_is_named(copy, capfd, kind, command):
+    checkpoint = copy / "checkpoints" / "v000001"
+    file = checkpoint / "policy" / "config.json"
+    odd = CONFIGS[kind](json.loads(file.read_text()))
+    file.write_text(odd if isinstance(odd, str) else json.dumps(odd))
+    sign(checkpoint)
+    words = {"train": [f"resume={copy}", "run.iterations=2"], "evaluate": [f"checkpoint={copy}", "eval.episodes=1"]}
+    told_of("config.json", capfd, run(command, *words[command]))
 
 
 @pytest.mark.parametrize("name", ["a*b", "[x]", "two words", "it's", "-dash"])

@@ -123,6 +123,10 @@ class GRPOConfig(PolicyGradientConfig):
         "group",
         description="The difference is divided by the deviation of returns in its group, in all, or not at all.",
     )
+    deviation: Literal["population", "sample"] = Field(
+        "population",
+        description="Which deviation that is: of n returns the squares are divided by n, or by n - 1 as RLinf does.",
+    )
     weighting: Literal["decision", "episode"] = Field(
         "decision", description="What counts alike in the loss: every decision, or every episode however long."
     )
@@ -168,6 +172,13 @@ class GRPOConfig(PolicyGradientConfig):
             )
         if self.group_size == 1 and self.filter != "none":
             raise ValueError("algo.group_size=1: the returns of one episode are always equal; try algo.filter=none")
+        if self.deviation == "sample" and (self.scale == "none" or (self.kl_coef and self.kl_in == "reward")):
+            why = (
+                "algo.scale=none divides by none"
+                if self.scale == "none"
+                else "algo.kl_in=reward takes the population's"
+            )
+            raise ValueError(f"algo.deviation=sample has no effect, since {why}; leave it out")
         if self.kl_coef and self.kl_in == "reward" and (self.baseline, self.scale) != ("batch", "batch"):
             raise ValueError(
                 f"algo.kl_in=reward gives every decision a return of its own, which only algo.baseline=batch with "

@@ -122,13 +122,16 @@ def judge(scores: tuple[float, ...], config: GRPOConfig) -> str:
     return "out_of_bounds" if (low is not None and mean < low) or (high is not None and mean > high) else "kept"
 
 
-def group_advantages(scores: np.ndarray, baseline: str = "group", scale: str = "group") -> np.ndarray:
-    """Advantages [G, S] of scores [G, S]: G groups of S episodes. Deviations are the population's.
+def group_advantages(
+    scores: np.ndarray, baseline: str = "group", scale: str = "group", deviation: str = "population"
+) -> np.ndarray:
+    """Advantages [G, S] of scores [G, S]: G groups of S episodes.
 
     Two groups of two, scores [[1, 0], [1, 1]]:
         baseline group          [[ 0.5, -0.5 ], [0, 0]], divided by each group's deviation 0.5: [[1, -1], [0, 0]]
         baseline leave_one_out  [[ 1,   -1   ], [0, 0]]
         baseline batch          [[ 0.25, -0.75], [0.25, 0.25]], the mean of all being 0.75; their deviation is 0.433
+        deviation sample        0.707 in each group instead of 0.5, of all 0.5 instead of 0.433
     """
     scores = np.asarray(scores, np.float64)
     if baseline == "batch":
@@ -138,9 +141,10 @@ def group_advantages(scores: np.ndarray, baseline: str = "group", scale: str = "
         compared[np.ptp(scores, axis=1) <= EQUAL] = 0.0
     if baseline == "leave_one_out":  # score - mean of the others = (score - mean of all) * S / (S - 1)
         compared *= scores.shape[1] / (scores.shape[1] - 1)
+    left_out = 1 if deviation == "sample" else 0
     if scale == "group":
-        return compared / (scores.std(axis=1, keepdims=True) + EPS)
-    return compared / (compared.std() + EPS) if scale == "batch" else compared
+        return compared / (scores.std(axis=1, keepdims=True, ddof=left_out) + EPS)
+    return compared / (compared.std(ddof=left_out) + EPS) if scale == "batch" else compared
 
 
 def returns_to_go(scores: np.ndarray, divergences: np.ndarray, lengths: np.ndarray, kl_coef: float) -> np.ndarray:

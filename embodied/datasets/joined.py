@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embodied.datasets.checked import AGAIN
 from embodied.errors import EmbodiedError
 
 JOIN_S = 600.0  # ffmpeg has this long for a file of some hundred megabytes
@@ -59,11 +60,17 @@ def read_frames(path: Path, begins_s: float, num_frames: int, fps: float, size: 
     """uint8 [num_frames, H, W, 3]: the frames of a video from this time on."""
     before = max(begins_s - 0.5 / fps, 0.0)  # frames have the times n / fps, rounded: half a frame before is safe
     seek = ["-ss", f"{before:.6f}"] if before else []
+    wanted = num_frames * int(np.prod(size))
+    most = ["-frames:v", str(num_frames), "-fs", str(wanted + 1)]  # whatever else the file claims to hold
     raw = ["-fps_mode", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
-    data = ffmpeg([*seek, "-i", str(path), "-map", "0:v:0", "-frames:v", str(num_frames), *raw])
-    if len(data) != num_frames * int(np.prod(size)):
+    try:
+        data = ffmpeg([*seek, "-f", "mp4", "-i", str(path), "-map", "0:v:0", *most, *raw])
+    except EmbodiedError as err:
+        raise EmbodiedError(f"{path} cannot be read: {err}; {AGAIN}") from None
+    if len(data) != wanted:
         got = len(data) / int(np.prod(size))
-        raise EmbodiedError(f"{path} has {got:g} of the {num_frames} frames of {list(size)} from {begins_s:g} s on")
+        told = f"{got:.4g} of the {num_frames} frames of {list(size)} from {begins_s:g} s on"
+        raise EmbodiedError(f"{path} has {told}; {AGAIN}")
     return np.frombuffer(data, np.uint8).reshape(num_frames, *size)
 
 

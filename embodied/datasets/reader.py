@@ -9,7 +9,6 @@ Images are decoded only for the episode that is asked for, and not at all with `
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,13 @@ import numpy as np
 
 from embodied.data import Observation
 from embodied.datasets import layout
+from embodied.datasets.checked import AGAIN, check_entries, check_info, fill, inside
 from embodied.datasets.draft import as_arrays
 from embodied.datasets.joined import read_frames
 from embodied.datasets.layout import ACTION, CAMERA, DONE, REWARD, STATE, SUCCESS
+from embodied.datasets.stats import Stats
 from embodied.errors import ConfigError, EmbodiedError
+from embodied.files import read_object, reading
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,10 @@ class Dataset:
         self.features: layout.Features = {
             name: {**feature, "shape": tuple(feature["shape"])} for name, feature in info["features"].items()
         }
-        self.stats = as_arrays(json.loads((path / layout.STATS).read_text(encoding="utf-8")))
-        self.tasks = read_tasks(path / layout.TASKS)
+        self.stats = read_stats(inside(path, layout.STATS))
+        self.tasks = read_tasks(inside(path, layout.TASKS))
         self.entries = read_entries(path)
+        check_entries(path, self.entries, info)
         self._begins: dict[tuple[int, int], int] = {}  # the first frame of every data file
         for entry in self.entries:
             file, first = data_file(entry), entry["dataset_from_index"]
@@ -75,7 +78,10 @@ class Dataset:
     def __getitem__(self, number: int) -> RecordedEpisode:
         entry = self.entries[number]
         columns = self._columns(entry)
-        task = self.tasks[int(columns["task_index"][0])]
+        number = int(columns["task_index"][0])
+        if number not in self.tasks:
+            raise EmbodiedError(f"{self.path / layout.TASKS} has no task {number}, of which episodes are; {AGAIN}")
+        task = self.tasks[number]
         obs: Observation = {"instruction": [task] * entry["length"]}
         if STATE in columns:
             obs["state"] = as_vectors(columns.pop(STATE))
@@ -93,26 +99,44 @@ class Dataset:
 
         file = data_file(entry)
         chunk, number = file
-        path = self.path / self.info["data_path"].format(chunk_index=chunk, file_index=number)
+        where = fill(self.path, "data_path", self.info["data_path"], {"chunk_index": chunk, "file_index": number})
+        path = inside(self.path, where)
         first = entry["dataset_from_index"] - self._begins[file]
-        table = rows_of(pq.ParquetFile(path), first, entry["length"])
-        columns = {name: as_array(table[name]) for name in table.column_names}
-        if len(table) != entry["length"] or not (columns["episode_index"] == entry["episode_index"]).all():
-            raise EmbodiedError(f"{path}: rows {first} to {first + entry['length']} are not episode {number}")
+        with reading(path, advice=AGAIN):
+            table = rows_of(pq.ParquetFile(path), first, entry["length"])
+            columns = {name: as_array(table[name]) for name in table.column_names}
+            if len(table) != entry["length"] or not (columns["episode_index"] == entry["episode_index"]).all():
+                wanted = f"rows {first} to {first + entry['length']}"
+                raise ValueError(f"{wanted} are not those of episode {entry['episode_index']}")
+            self._check(columns, entry["length"])
         return columns
+
+    def _check(self, columns: dict[str, np.ndarray], length: int) -> None:
+        """Refuse what no policy can learn from."""
+        if columns["task_index"].dtype.kind not in "iu":
+            raise ValueError("task_index is no number")
+        for name in (ACTION, *([STATE] if STATE in self.features else [])):
+            values, shape = as_vectors(columns[name]), self.features[name]["shape"]
+            if values.dtype.kind not in "fiub" or values.shape[1:] != shape:
+                told = f"{values.dtype} {list(values.shape[1:])}"
+                raise ValueError(f"{name} is {told}, {layout.INFO} says {list(shape)}")
+            if not np.isfinite(values).all():
+                raise ValueError(f"{name} holds NaN or infinity in frame {int(np.argmin(np.isfinite(values).all(1)))}")
+        if "frame_index" in columns and not np.array_equal(columns["frame_index"], np.arange(length)):
+            raise ValueError(f"frame_index does not count from 0 to {length - 1}")
 
     def _images(self, entry: dict[str, Any], columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """By camera. Videos are decoded, pictures that are kept in the table as well."""
         images = {}
         for name, feature in self.features.items():
             if feature["dtype"] == "image":
-                images[camera_of(name)] = np.stack([picture(cell["bytes"]) for cell in columns[name]])
+                with reading(self.path / layout.INFO, advice=f"the pictures of {name} are others; {AGAIN}"):
+                    images[camera_of(name)] = pictures(columns[name], feature["shape"])
             if feature["dtype"] == "video":
-                chunk, file = entry[f"videos/{name}/chunk_index"], entry[f"videos/{name}/file_index"]
-                where = self.info["video_path"].format(video_key=name, chunk_index=chunk, file_index=file)
-                begins_s = entry[f"videos/{name}/from_timestamp"]
-                frames = read_frames(self.path / where, begins_s, entry["length"], self.fps, feature["shape"])
-                images[camera_of(name)] = frames
+                place = {key: entry[f"videos/{name}/{key}"] for key in ("chunk_index", "file_index")}
+                where = fill(self.path, "video_path", self.info["video_path"], {"video_key": name, **place})
+                path, begins_s = inside(self.path, where), entry[f"videos/{name}/from_timestamp"]
+                images[camera_of(name)] = read_frames(path, begins_s, entry["length"], self.fps, feature["shape"])
         return images
 
 
@@ -120,27 +144,37 @@ def read_dataset(path: Path | str, images: bool = True) -> Dataset:
     """The dataset in this folder."""
     layout.check_pyarrow()
     path = Path(path).expanduser()
-    try:
-        info = json.loads((path / layout.INFO).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is no LeRobot dataset: there is no {layout.INFO} in it") from None
-    if not str(info.get("codebase_version", "")).startswith("v3."):
-        raise ConfigError(
-            f"{path} has LeRobot's layout {info.get('codebase_version')}, this reads {layout.VERSION}; "
-            "LeRobot converts: python -m lerobot.datasets.v30.convert_dataset_v21_to_v30"
-        )
-    if ACTION not in info["features"]:
-        raise ConfigError(f"{path} has no feature {ACTION!r}; it has {', '.join(info['features'])}")
+    if not (path / layout.INFO).is_file():
+        raise ConfigError(f"{path} is no LeRobot dataset: there is no {layout.INFO} in it")
+    info = read_object(inside(path, layout.INFO), ConfigError, AGAIN)
+    check_info(path, info)
     return Dataset(path, info, images)
 
 
-def read_tasks(path: Path) -> list[str]:
+def read_stats(path: Path) -> dict[str, Stats]:
+    stats = read_object(path, ConfigError, AGAIN)
+    with reading(path, ConfigError, AGAIN):
+        found = as_arrays(stats)
+        if odd := [name for name, figures in found.items() if not all(map(are_numbers, figures.values()))]:
+            raise ValueError(f"the figures of {odd[0]} are no numbers")
+    return found
+
+
+def are_numbers(values: np.ndarray) -> bool:
+    return values.dtype.kind in "fiub" and bool(np.isfinite(values).all())
+
+
+def read_tasks(path: Path) -> dict[int, str]:
     """What the robot was told, by task_index."""
     import pyarrow.parquet as pq
 
-    table = pq.read_table(path).to_pydict()
-    (texts,) = [column for name, column in table.items() if name != "task_index"]
-    return [text for _, text in sorted(zip(table["task_index"], texts, strict=True))]
+    with reading(path, ConfigError, AGAIN):
+        table = pq.read_table(path).to_pydict()
+        (texts,) = [column for name, column in table.items() if name != "task_index"]
+        tasks = dict(zip(table["task_index"], texts, strict=True))
+        if len(tasks) != len(texts) or not all(type(n) is int and isinstance(text, str) for n, text in tasks.items()):
+            raise ValueError("it should say one text for every task_index")
+    return tasks
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
@@ -149,8 +183,9 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
 
     entries = []
     for file in sorted((path / "meta" / "episodes").glob("*/*.parquet")):
-        names = [name for name in pq.read_schema(file).names if not name.startswith("stats/")]
-        entries += pq.read_table(file, columns=names).to_pylist()
+        with reading(inside(path, file.relative_to(path)), ConfigError, AGAIN):
+            names = [name for name in pq.read_schema(file).names if not name.startswith("stats/")]
+            entries += sorted(pq.read_table(file, columns=names).to_pylist(), key=lambda entry: entry["episode_index"])
     return sorted(entries, key=lambda entry: entry["episode_index"])
 
 
@@ -164,6 +199,8 @@ def rows_of(file, first: int, length: int):
     ends = np.cumsum(sizes)
     begins = ends - sizes
     groups = np.flatnonzero((ends > first) & (begins < first + length))
+    if first < 0 or not len(groups):
+        raise ValueError(f"it has no rows {first} to {first + length}")
     return file.read_row_groups(groups.tolist()).slice(first - int(begins[groups[0]]), length)
 
 
@@ -190,8 +227,11 @@ def camera_of(feature: str) -> str:
     return feature.removeprefix(CAMERA).removeprefix("observation.")
 
 
-def picture(data: bytes) -> np.ndarray:
-    """A compressed picture as uint8 [H, W, 3]."""
+def pictures(cells: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Compressed pictures as uint8 [T, H, W, 3]."""
     import imageio.v3 as imageio
 
-    return imageio.imread(io.BytesIO(data))[..., :3]
+    images = np.stack([imageio.imread(io.BytesIO(cell["bytes"]))[..., :3] for cell in cells])
+    if images.shape[1:] != shape:
+        raise ValueError(f"pictures are {list(images.shape[1:])}, not {list(shape)}")
+    return images

@@ -91,11 +91,12 @@ class ImitationLearner(LearnerWorker):
     def _gradient(self, mine: Tensor, count: int, passes: int, iteration: int) -> Tensor:
         """Leave the gradient of this rank's items in the parameters; return the sum of their losses."""
         demos, sums = self.demos, torch.zeros(1, dtype=self.model.dtype, device=self.device)
-        for part, counts in self.model.micro_batches(mine, passes):
+        micro_batches = self.model.micro_batches(mine, passes)
+        for number, (part, counts) in enumerate(micro_batches, 1):
             inputs = {"obs": take_items(demos.obs, part), "actions": demos.actions[part].to(self.device)}
             losses = self.model.imitate(inputs, self._noise(part.numpy() + demos.first, iteration))
             loss = mean_of_items(losses, demos.mask[part].to(self.device)) * float(counts)
-            (loss / count).backward()
+            self.model.backward(loss / count, last=number == len(micro_batches))
             sums += loss.detach()
         return sums
 

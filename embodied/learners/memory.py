@@ -17,7 +17,7 @@ from torch import Tensor
 from embodied.data import ActionSpec, EnvSpec, Observation
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import recompute
-from embodied.learners.optimizer import HALVES
+from embodied.learners.sharding import HALVES
 from embodied.policies.base import Policy
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from torch import Tensor
 from embodied.data import Observation
 from embodied.errors import ConfigError
 from embodied.learners.config import LearnerConfig
+from embodied.learners.sharding import sum_gradients_now
 from embodied.policies.base import Policy, Scores
 
 
@@ -38,9 +39,11 @@ class Model:
         parts = (scores.logprobs, scores.entropy, scores.values, scores.own_loss)
         return Scores(*(None if part is None else part.to(self.dtype) for part in parts))
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """`last` of its gradient step: where weights are sharded, ranks sum their gradients only then."""
         if self.first_backward is None:
             self.first_backward = perf_counter()
+        sum_gradients_now(self.policy, last)
         loss.backward()
 
     @torch.no_grad()

@@ -1,13 +1,14 @@
 """Adam over the policy's trainable parameters, the gradient summed over all learner ranks and clipped as a whole.
 
 Ranks that hold all weights exchange their gradients as one flat vector; ranks that hold shards have them summed by
-FSDP already and exchange only numbers. Weights of half precision are trained through a float32 copy, the master.
+FSDP already and exchange only numbers. Weights of half precision are trained in float32, the master: a copy, or where
+they are sharded the shards themselves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from embodied.algorithms.schedules import learning_rates
 from embodied.errors import CheckpointError
 from embodied.learners.collective import Collective
-from embodied.learners.sharding import is_sharded, local, part_of
+from embodied.learners.sharding import HALVES, is_sharded, local, part_of
 from embodied.runtime.blobs import (
     Blob,
     Spec,
@@ -30,11 +31,11 @@ from embodied.runtime.blobs import (
 
 FILE = "optimizer.safetensors"
 MASTER = "master"
-HALVES = (torch.bfloat16, torch.float16)
 
 
 class Optimizer:
-    def __init__(self, policy, algo, collective: Collective) -> None:
+    def __init__(self, policy, algo, collective: Collective, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+        """`dtypes`: in which the weights leave the learner, where that is not as they are here."""
         rates = learning_rates(algo)
         groups = {name: [p for p in group if p.requires_grad] for name, group in policy.parameter_groups().items()}
         names = {id(p): name for name, p in policy.named_parameters()}
@@ -42,6 +43,7 @@ class Optimizer:
         self.params = [p for group in groups.values() for p in group]
         self.names = [names[id(p)] for p in self.params]
         self.masters = [master_of(p) for p in self.params]
+        self.halves = {name for name, dtype in (dtypes or own_dtypes(policy)).items() if dtype in HALVES}
         self.sharded = any(map(is_sharded, self.params))
         self.base_lrs = [rates[name] for name in groups]
         of = {id(p): master for p, master in zip(self.params, self.masters, strict=True)}
@@ -108,7 +110,7 @@ class Optimizer:
                 for _ in self._whole():
                     pass
             return
-        specs = {f"{name}/{key}": spec for name, p in self._named() for key, spec in self._specs(p).items()}
+        specs = {f"{name}/{key}": spec for name, p in self._named() for key, spec in self._specs(name, p).items()}
         folder.mkdir(parents=True, exist_ok=True)
         write_safetensors(folder / FILE, specs, self._whole())
 
@@ -139,23 +141,27 @@ class Optimizer:
     def _master(self, p: Tensor) -> Tensor:
         return next(master for q, master in zip(self.params, self.masters, strict=True) if q is p)
 
-    def _state(self, p: Tensor) -> dict[str, Tensor]:
+    def _state(self, name: str, p: Tensor) -> dict[str, Tensor]:
         master = self._master(p)
-        return self.adam.state[master] | ({MASTER: master} if p.dtype in HALVES else {})
+        return self.adam.state[master] | ({MASTER: master} if name in self.halves else {})
 
-    def _specs(self, p: Tensor) -> dict[str, Spec]:
+    def _specs(self, name: str, p: Tensor) -> dict[str, Spec]:
         return {
             key: Spec(spec_of(value).dtype, () if key == "step" else tuple(p.shape))
-            for key, value in self._state(p).items()
+            for key, value in self._state(name, p).items()
         }
 
     def _whole(self) -> Iterator[tuple[str, Blob]]:
         for name, p in self._named():
-            for key, value in self._state(p).items():
+            for key, value in self._state(name, p).items():
                 if self.sharded and key != "step":
                     parts = self.collective.gather(array_of(blob_of(value)))
                     value = torch.cat([torch.from_numpy(rows) for rows in parts])
                 yield f"{name}/{key}", blob_of(value)
+
+
+def own_dtypes(policy) -> dict[str, torch.dtype]:
+    return {name: p.dtype for name, p in policy.named_parameters()}
 
 
 def master_of(p: Tensor) -> Tensor:
@@ -170,6 +176,5 @@ def master_of(p: Tensor) -> Tensor:
         master.grad = grad if master.grad is None else master.grad + grad
         p.grad = None
 
-    if not is_sharded(p):
-        p.register_post_accumulate_grad_hook(collect)
+    p.register_post_accumulate_grad_hook(collect)
     return master

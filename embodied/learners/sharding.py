@@ -1,14 +1,15 @@
 """Weights split over the learner ranks by FSDP2: every rank holds some rows of every tensor and of its optimizer state.
 
-A block's whole weights exist only while it computes. What leaves the learner (checkpoints, published weights) is put
-together tensor by tensor.
+A block's whole weights exist only while it computes. Trained weights of half precision are sharded in float32 and
+computed with in half; their gradients are added up whole, in float32, and summed over ranks once a step. What leaves
+the learner (checkpoints, published weights) is put together tensor by tensor, in the precision it came in.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -17,12 +18,19 @@ from torch.distributed.tensor import DTensor
 
 from embodied.learners.meeting import MeetingAddress, MeetingFile
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 def shard(policy: nn.Module, meeting: MeetingFile | MeetingAddress, rank: int, world_size: int) -> None:
     """Keep this rank's part of every parameter. Gradients are sums over ranks, not means."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
     device = next(policy.parameters()).device.type
@@ -35,14 +43,27 @@ def shard(policy: nn.Module, meeting: MeetingFile | MeetingAddress, rank: int, w
     )
     warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody changes what a policy returns
     mesh = init_device_mesh(device, (world_size,))
+    half = next((p.dtype for p in policy.parameters() if p.dtype in HALVES), None)
+    for p in policy.parameters():
+        if p.requires_grad and p.dtype in HALVES:
+            p.data = p.data.float()
+    precision = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     for part in [*policy.blocks(), policy]:
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, mesh=mesh, mp_policy=precision)
     register_fsdp_forward_method(policy, "imitate")
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo can do nothing else, and nothing else is wanted
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo can only add, and FSDP would scale float32 on the way
+
+
+def sum_gradients_now(policy: nn.Module, now: bool) -> None:
+    """Whether the next backward pass ends with gradients summed over ranks, or only adds to this rank's own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(policy, FSDPModule):
+        policy.set_requires_gradient_sync(now)
 
 
 def leave() -> None:
@@ -70,11 +91,14 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     return rows[rank] if rank < len(rows) else whole[:0]
 
 
-def whole_tensors(policy: nn.Module, names: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The weights and buffers, one whole tensor at a time; where they are sharded, all ranks must take part."""
+def whole_tensors(
+    policy: nn.Module, dtypes: Mapping[str, torch.dtype], names: set[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights and buffers, one whole tensor of its dtype at a time; where they are sharded, all ranks must take
+    part."""
     for name, tensor in policy.state_dict().items():
         if names is None or name in names:
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, tensor.to(dtypes[name]).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def load_whole(policy, tensors: dict[str, Tensor]) -> None:

@@ -160,7 +160,8 @@ def gradient(
     """Leave the gradient of this rank's part of a minibatch in the parameters; return the sums of its statistics."""
     batch = share.batch
     sums, gap = share.advantages.new_zeros(len(share.sums) + len(model.policy.own_losses)), 0.0
-    for part, counts in model.micro_batches(mine, passes):
+    micro_batches = model.micro_batches(mine, passes)
+    for number, (part, counts) in enumerate(micro_batches, 1):
         scores = model.score(batch.inputs(part))
         check_scores(scores, take(batch.logprobs, part))
         loss, stats = share.loss_sum(scores, part, float(counts), config)
@@ -169,7 +170,7 @@ def gradient(
             own = scores.own_loss.sum() * float(counts)
             loss = loss + own
             parts.append(own.detach())
-        model.backward(loss / count)
+        model.backward(loss / count, last=number == len(micro_batches))
         sums += torch.stack(parts)
         if counts:
             played = (take(batch.mask, part) & take(batch.current, part)[:, None])[:, :, None]

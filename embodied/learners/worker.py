@@ -11,12 +11,13 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
 from embodied.data import EnvSpec, GroupBatch, PlayedEpisodes
 from embodied.episodes import join_episodes
-from embodied.errors import CheckpointError, EmbodiedError
+from embodied.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
@@ -27,11 +28,11 @@ from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
 from embodied.learners.update import looked_at, prepare, update_policy
-from embodied.policies import make_policy
+from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
-from embodied.runtime.blobs import blob_of, spec_of, tensor_of
+from embodied.runtime.blobs import ITEM_BYTES, blob_of, spec_of, tensor_of
 from embodied.runtime.residence import Belongings, num_bytes
 from embodied.runtime.weights import Publication, WeightStore
 
@@ -71,21 +72,23 @@ class LearnerWorker(Worker):
         self.started = start is not None
         self.reference = self._frozen_copy() if getattr(self.algo, "kl_coef", 0) else None
         self.model = Model(self.policy, self.config, self.tick)
+        specs = {name: spec_of(tensor) for name, tensor in self.policy.state_dict().items()}
+        self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
         if self.config.shard:
             shard(self.policy, self.meeting, self.rank, self.world_size)
         self.collective = join(self.meeting, self, self.model.device)
-        self.optimizer = Optimizer(self.policy, self.algo, self.collective)
+        self.optimizer = Optimizer(self.policy, self.algo, self.collective, self.dtypes)
         weights = self.policy.state_dict()
         frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
         self.moving = weights.keys() - frozen  # what an update may change
         self.loaded = False  # since the last publication
         live = None if self.config.shard else weights
-        specs = {name: spec_of(tensor) for name, tensor in weights.items()}
         snapshot = self.rank == 0 and (snapshot or live is None)
         self.store = WeightStore(specs, snapshot, live, store)
 
     def new_policy(self, spec: EnvSpec, start: Path | None) -> Policy:
         policy = make_policy(self.policy_config, spec, self.seed).eval()
+        check_learns(policy)
         if start:
             policy.load_weights(read_weights(start))
         return policy.to(self.device)
@@ -199,7 +202,7 @@ class LearnerWorker(Worker):
         """Make the current weights visible as this version. Rank 0 says where they are."""
         self._check_live()
         names = None if self.store.version < 0 or self.loaded else self.moving
-        tensors = whole_tensors(self.policy, names)
+        tensors = whole_tensors(self.policy, self.dtypes, names)
         if self.rank and self.config.shard:
             for _ in tensors:
                 pass
@@ -235,9 +238,10 @@ class LearnerWorker(Worker):
 
     def _write(self, folder: Path) -> None:
         if self.rank == 0:
-            self.policy.save_pretrained(folder / "policy", whole_tensors(self.policy))
+            whole = whole_tensors(self.policy, self.dtypes)
+            self.policy.save_pretrained(folder / "policy", whole, self.store.specs)
         elif self.config.shard:
-            for _ in whole_tensors(self.policy):
+            for _ in whole_tensors(self.policy, self.dtypes):
                 pass
         self.optimizer.save(folder / "learner", write=self.rank == 0)
 
@@ -252,6 +256,18 @@ class LearnerWorker(Worker):
             self.store.close()
         if self.config.shard:
             leave()
+
+
+def check_learns(policy: Policy) -> None:
+    """Refuse a policy that cannot be scored, trained or moved to where it acts."""
+    kind = type(policy)
+    check_methods(kind, "value", "forward")
+    if not any(True for _ in policy.parameters()):
+        raise ConfigError(f"{kind.__name__} has no parameters, so there is nothing to train; evaluate it instead")
+    for name, tensor in policy.state_dict().items():
+        if not isinstance(tensor, Tensor) or spec_of(tensor).dtype not in ITEM_BYTES:
+            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigError(f"{kind.__name__} keeps {name}, which is {found}; weights are {', '.join(ITEM_BYTES)}")
 
 
 def receive(trajectories: Channel, sources: tuple[str, ...]) -> list:

@@ -93,12 +93,16 @@ class Console:
         else:
             self.say(text)
 
-    def evaluating(self, version: int, episodes: int) -> None:
-        self.now(f"evaluating v{version:06d} on {episodes} episodes")
+    def evaluating(self, version: int, episodes: int, played: int = 0) -> None:
+        before = f", of which {played} were played before" if played else ""
+        self.now(f"evaluating v{version:06d} on {episodes} episodes{before}")
 
     def evaluated(self, version: int, results: dict) -> None:
         self.last_evaluation = results
-        self.say(f"evaluation of v{version:06d}: {describe_results(results)}")
+        self.say(f"evaluation of v{version:06d}: {describe_results(results)}{warn_of_errors(results)}")
+
+    def not_evaluated(self, version: int, kept: object) -> None:
+        self.say(f"evaluation of v{version:06d} stopped: {kept} are over; a resumed run plays the rest")
 
     def saved(self, checkpoint: Path) -> None:
         self.last_checkpoint = checkpoint
@@ -156,6 +160,21 @@ def describe_results(results: dict) -> str:
     if overall["return"] is not None:
         parts.append(f"return {overall['return']:.2f}")
     return ", ".join(parts) or "no episode was played to its end"
+
+
+def warn_of_errors(results: dict) -> str:
+    """A line of its own, where some episodes ended in an error."""
+    errors, played = results["overall"]["errors"], results["overall"]["episodes"]
+    if not errors:
+        return ""
+    told = f"warning: {errors} of {errors + played} episodes ended in an error, which is neither success nor failure"
+    return f"\n  {told}: {describe_causes(results.get('causes', {}))}"
+
+
+def describe_causes(causes: dict[str, int]) -> str:
+    """The first cause, and how many others there are."""
+    first, *others = causes or {"unknown": 0}
+    return first + (f" (and {len(others)} other causes)" if others else "")
 
 
 def describe_tasks(results: dict) -> str:

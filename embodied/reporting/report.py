@@ -56,6 +56,10 @@ def report(run: Run, beside: Path) -> str:
     return page(f"{run.name} - report", *parts, footer())
 
 
+PARTLY = (
+    "Evaluation {} is partial: {} are over, in its episodes.csv. They get no rates: those that end soon are too many "
+    "among them. A resumed run, or the same command, plays the rest."
+)
 RESULTS_NOTE = (
     "Lines: the last episodes of training, which explores. Dots: evaluations on a fixed list of episodes. "
     "Bands and whiskers: 95% Wilson intervals."
@@ -75,6 +79,7 @@ def header(run: Run) -> Html:
         tag("p", tag("span", state, class_=f"state {state}"), f" \u00b7 {subject(run)}", span_of_time(run)),
         tag("p", cause, class_="problem") if cause else None,
         *[tag("p", problem, class_="problem") for problem in run.problems],
+        *[tag("p", PARTLY.format(name, how_far), class_="problem") for name, how_far in run.partial.items()],
     )
 
 

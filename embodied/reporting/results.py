@@ -41,11 +41,14 @@ def write_episodes(folder: Path, episodes: Iterable[EpisodeResult]) -> None:
 def read_results(folder: Path) -> tuple[dict[str, Any], list[EpisodeResult]]:
     """What `write_results` wrote."""
     try:
-        results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-        with open(folder / EPISODES, encoding="utf-8", newline="") as file:
-            return results, [episode(row) for row in csv.DictReader(file)]
+        return json.loads((folder / RESULTS).read_text(encoding="utf-8")), read_episodes(folder)
     except (OSError, ValueError, KeyError, TypeError) as err:
         raise EmbodiedError(f"{folder} holds no readable results ({type(err).__name__}: {err})") from err
+
+
+def read_episodes(folder: Path) -> list[EpisodeResult]:
+    with open(folder / EPISODES, encoding="utf-8", newline="") as file:
+        return [episode(row) for row in csv.DictReader(file)]
 
 
 def episodes_csv(episodes: Iterable[EpisodeResult]) -> str:

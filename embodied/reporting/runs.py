@@ -11,13 +11,14 @@ from typing import Any
 from embodied.checkpoints import read_json
 from embodied.data import EpisodeResult
 from embodied.errors import CheckpointError, EmbodiedError
+from embodied.reporting.partial import PARTIAL, partial_in
 from embodied.reporting.results import RESULTS, read_results
 from embodied.run_folder import lost
 
 IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations of the run itself; others were asked for by hand
 LOST = (
     "It ended before it could say why: it was killed, or its machine went down. "
-    "python -m embodied.{command} resume={run} goes on from its last checkpoint."
+    "python -m embodied.{command} resume={run} goes on {where}."
 )
 
 
@@ -50,6 +51,7 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)  # by version; those asked for by hand come last
     problems: list[str] = field(default_factory=list)
+    partial: dict[str, str] = field(default_factory=dict)  # evaluations that were interrupted: how far they are
 
     @property
     def name(self) -> str:
@@ -74,12 +76,16 @@ def read_run(folder: Path) -> Run:
         problems: list[str] = []
         info = read_object(folder / "run.json", problems)
         if lost(folder, info):
-            info |= {"state": "killed", "cause": LOST.format(command=info.get("command", "train"), run=folder)}
+            where = "from its last checkpoint" if any(folder.glob("checkpoints/v*")) else "from its start"
+            cause = LOST.format(command=info.get("command", "train"), run=folder, where=where)
+            info |= {"state": "killed", "cause": cause}
         config = read_text(folder / "config.yaml", problems)
         metrics = read_metrics(folder / "metrics.jsonl", problems)
-        return Run(folder, info, config, metrics, read_evaluations(folder, problems), problems)
+        return Run(folder, info, config, metrics, read_evaluations(folder, problems), problems, read_partial(folder))
     if (folder / RESULTS).is_file():
         return Run(folder, evaluations=[Evaluation(folder, *read_results(folder))])
+    if told := partial_in(folder):
+        return Run(folder, partial={folder.resolve().name: how_far(told)})
     raise EmbodiedError(
         f"{folder} is neither a run's folder (with run.json) nor an evaluation's (with {RESULTS}); "
         "for example: python -m embodied.report runs/NAME-DATE"
@@ -94,6 +100,16 @@ def read_evaluations(run: Path, problems: list[str]) -> list[Evaluation]:
         except EmbodiedError as err:
             problems.append(str(err))
     return sorted(found, key=lambda one: (not one.in_training, one.version, one.name))
+
+
+def read_partial(run: Path) -> dict[str, str]:
+    """The evaluations that were interrupted, by name."""
+    found = {path.parent.name: partial_in(path.parent) for path in sorted(run.glob(f"eval/*/{PARTIAL}"))}
+    return {name: how_far(told) for name, told in found.items() if told}
+
+
+def how_far(told: dict[str, Any]) -> str:
+    return f"{told.get('over', 0)} of {told.get('episodes', 'several')} episodes"
 
 
 def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,6 +46,11 @@ def figures(episodes: list[EpisodeResult]) -> dict[str, Any]:
         "return": mean([episode.total_reward for episode in played]),
         "length": mean([episode.length for episode in played]),
     }
+
+
+def causes(episodes: Iterable[EpisodeResult]) -> dict[str, int]:
+    """Why episodes ended in an error, and how many: the most frequent cause first."""
+    return dict(Counter(episode.error for episode in episodes if episode.error).most_common())
 
 
 def measure(outcomes: list[bool | None]) -> dict[str, Any] | None:

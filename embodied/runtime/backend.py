@@ -18,6 +18,7 @@ class Events:
     """What a backend tells the cluster, from any thread."""
 
     on_report: Callable[[str, tuple, Any], None]  # (host name, message, packed result): a host answers
+    on_start: Callable[[str, int], None]  # (host name, process id): a life of it has begun
     on_death: Callable[[str, str], None]  # (host name, cause): its process ended, and all it has sent here is told
 
 
@@ -77,6 +78,9 @@ def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
     return name
 
 
+START_S = 120.0  # of a private Ray cluster
+
+
 def nodes_of(address: str) -> dict[str, tuple[tuple[int, ...], int]]:
     """The nodes of a running Ray cluster: the cores each may use, and how many GPUs it has."""
     from embodied.runtime.ray_nodes import Connection
@@ -102,6 +106,7 @@ def make_backend(
     events: Events,
     address: str | None = None,
     modules: Sequence[str] = (),
+    start_s: float = START_S,
 ) -> Backend:
     if name not in ("auto", *PROMISES):
         raise ValueError(f"cluster.backend={name!r} is unknown; known: auto, {', '.join(PROMISES)}")
@@ -116,4 +121,4 @@ def make_backend(
         return LocalBackend(run, log_dir, timeout_s, events)
     from embodied.runtime.ray_backend import RayBackend
 
-    return RayBackend(run, log_dir, timeout_s, events, address, modules)
+    return RayBackend(run, log_dir, timeout_s, events, address, modules, start_s)

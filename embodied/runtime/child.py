@@ -18,6 +18,7 @@ from embodied.runtime.exits import WRITE_STACKS
 from embodied.runtime.hosts import Host, Links
 from embodied.runtime.payload import Payload, decode, encode
 from embodied.runtime.progress import PROGRESS_BYTES, Progress
+from embodied.runtime.title import show_title
 from embodied.runtime.wire import Loop, Wire
 
 _PR_SET_PDEATHSIG = 1
@@ -26,6 +27,7 @@ _DELIVERY_S = 5.0  # how long a call that ended may wait until its puts have lef
 
 def main(boot: dict[str, Any]) -> None:
     _follow_driver(boot["driver"])
+    show_title(boot["name"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when a run ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):

@@ -12,7 +12,7 @@ import secrets
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from embodied.errors import DeadlineExceeded, WorkerFailed
 from embodied.runtime.awake import LOOK_S, AwakeClock
-from embodied.runtime.backend import Events, describe_backend, make_backend
+from embodied.runtime.backend import START_S, Events, describe_backend, make_backend
 from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Choose
 from embodied.runtime.failures import Failure, readable
 from embodied.runtime.group import Handle, WorkerGroup
@@ -47,8 +47,11 @@ class Cluster:
         timeout_s: float = 600.0,
         address: str | None = None,
         modules: Sequence[str] = (),
+        start_s: float = START_S,
+        on_start: Callable[[str, int], None] = lambda host, pid: None,
     ) -> None:
-        """`address` is that of a running Ray cluster; `modules` are those of the user's that its nodes may lack."""
+        """`address` is that of a running Ray cluster; `modules` are those of the user's that its nodes may lack. A
+        private cluster has `start_s` to start. `on_start` is told every host's process id, of its next lives too."""
         names = [plan.name for plan in hosts]
         if len({*names, DRIVER}) != len(names) + 1:
             raise ValueError(f"host names must differ from each other and from {DRIVER!r}: {names}")
@@ -68,9 +71,10 @@ class Cluster:
         self._keeper: Keeper | None = None
         self._clock = AwakeClock()
         self._closed = False
-        events = Events(self._on_report, self._on_death)
+        events = Events(self._on_report, on_start, self._on_death)
         log_dir = Path(log_dir) if log_dir is not None else None
-        self._backend = make_backend(backend, self._run, self.hosts, log_dir, timeout_s, events, address, modules)
+        options = (log_dir, timeout_s, events, address, modules, start_s)
+        self._backend = make_backend(backend, self._run, self.hosts, *options)
         self.unpack = self._backend.unpack
         try:
             for plan in self.hosts:

@@ -23,6 +23,9 @@ class ClusterConfig(Strict):
         description="host:port of a running Ray cluster to join, of which this machine is a node; without it "
         "backend=ray starts a private one on this machine",
     )
+    start_s: float = Field(
+        120.0, gt=0, description="Seconds in which Ray has to start on this machine, where it is not joined by address."
+    )
     devices: tuple[str, ...] = Field(
         (), description="Hardware that placements can name besides cores and GPUs: arm:0, or node1/arm:0 of a cluster."
     )

@@ -252,8 +252,9 @@ class _WorkerThread(threading.Thread):
         self.start()
 
     def submit(self, call_id: int, method: str, packed: Any, urgent: bool = False) -> None:
+        """`urgent` is for the driver to say where it knows the class; of one named by text the worker knows it."""
         task = partial(self._call, call_id, method, packed)
-        if not urgent:
+        if not (urgent or getattr(getattr(self._worker, method, None), "served_while_busy", False)):
             self._tasks.put(task)
             return
         self._early.put(task)

@@ -93,6 +93,7 @@ class LocalBackend(Processes):
         self._processes[plan.name] = process
         if before is not None:
             before.free()
+        self._events.on_start(plan.name, popen.pid)
         self._control.add(control, lambda message, payload, _: self._told(process, message, payload), lambda: None)
         self._control.watch(os.pidfd_open(popen.pid), lambda: self._died(process))
 

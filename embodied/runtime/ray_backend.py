@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.runtime import ray_guard
-from embodied.runtime.backend import Events
+from embodied.runtime.backend import START_S, Events
 from embodied.runtime.exits import describe_exit
 from embodied.runtime.hosts import DRIVER, Host, HostPlan, Links
 from embodied.runtime.processes import KILL_S, HostProcess, Processes, boot_order, check_cores, progress_memory
@@ -75,6 +75,7 @@ class RayBackend(Processes):
         events: Events,
         address: str | None = None,
         modules: Sequence[str] = (),
+        start_s: float = START_S,
     ) -> None:
         super().__init__()
         self.pack, self.unpack = encode, decode
@@ -84,7 +85,7 @@ class RayBackend(Processes):
         self._events = events
         self._lives = itertools.count(1)
         self._stopping = False
-        self._connection = Connection(address, modules)
+        self._connection = Connection(address, modules, start_s)
         links = Links(encode, decode, self._post, lambda *told: events.on_report(DRIVER, *told))
         self.host = Host(run, [DRIVER], links, Progress(bytearray(PROGRESS_BYTES)), timeout_s)
         self._actor_class = actor_class()
@@ -189,6 +190,7 @@ class RayBackend(Processes):
             process.progress.note(told)
         elif kind == "up":
             process.pid = told
+            self._events.on_start(process.plan.name, told)
         elif kind == "stopped":
             process.stopped.set()
 

@@ -25,6 +25,7 @@ from embodied.runtime.exits import WRITE_STACKS
 from embodied.runtime.hosts import DRIVER, Host, Links, ranges
 from embodied.runtime.progress import BEAT_S, PROGRESS_BYTES, Progress
 from embodied.runtime.ray_payload import Stored, decode, encode, pack_message, unpack_message
+from embodied.runtime.title import show_title
 
 _DELIVERY_S = 5.0  # how long a call that ended may wait until its puts are there
 _ONE_THREAD_EACH = {"control": 1, "channels": 1, "reports": 1}
@@ -46,6 +47,8 @@ class RayHost:
         if boot["path"]:  # the driver is on this machine
             sys.path[:] = boot["path"]
             os.chdir(boot["folder"])
+        ray._raylet.setproctitle = lambda *_: None  # Ray would show the method that runs instead
+        show_title(boot["name"])
         _die_of_what_kills()
         find_main_lazily(boot["main_module"], boot["main_file"])
         progress = self._progress(boot["progress_file"])

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.errors import ConfigError, EmbodiedError
+from embodied.runtime.backend import START_S
 from embodied.runtime.hosts import HostPlan
 from embodied.runtime.ray_private import ENVIRONMENT, TOKEN, PrivateCluster
 from embodied.runtime.ray_ship import pack_modules
@@ -47,13 +48,13 @@ class Connection:
     """Joins the cluster at an address, or a private one that is started for it. A connection that the program has
     made before (`ray.init`) is used and left as it is."""
 
-    def __init__(self, address: str | None, modules: Sequence[str] = ()) -> None:
+    def __init__(self, address: str | None, modules: Sequence[str] = (), start_s: float = START_S) -> None:
         self._private: PrivateCluster | None = None
         self._ours = not ray.is_initialized()
         self._nodes: dict[str, Node] = {}
         try:
             if self._ours and address is None:
-                self._private = PrivateCluster()
+                self._private = PrivateCluster(start_s=start_s)
                 connect_to_private(self._private)
             elif self._ours:
                 join(address, modules)

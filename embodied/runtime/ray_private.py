@@ -23,8 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from embodied.errors import EmbodiedError
+from embodied.runtime.backend import START_S
 
-START_S = 120.0
 _STOP_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -47,10 +47,14 @@ ENVIRONMENT = {
 class PrivateCluster:
     """`nodes`: one Ray node per name, all on this machine. Use it as a context manager or call `stop`."""
 
-    def __init__(self, nodes: Sequence[str] = ("node1",), object_store_bytes: int | None = None) -> None:
+    def __init__(
+        self, nodes: Sequence[str] = ("node1",), object_store_bytes: int | None = None, start_s: float = START_S
+    ) -> None:
         # A short path: Ray puts sockets below it, and their paths must stay below 108 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="embodied-", dir="/tmp"))
+        self._start_s = start_s
         order = {"nodes": list(nodes), "folder": str(self.folder), "object_store_bytes": object_store_bytes}
+        order["start_s"] = start_s
         with (self.folder / "keeper.log").open("wb") as log:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-P", "-c", _KEEPER, json.dumps({"path": sys.path, **order})],
@@ -79,7 +83,7 @@ class PrivateCluster:
         self.stop()
 
     def _wait_for_address(self) -> str:
-        late = threading.Timer(START_S, self._keeper.kill)
+        late = threading.Timer(self._start_s, self._keeper.kill)
         late.daemon = True
         late.start()
         try:
@@ -88,12 +92,16 @@ class PrivateCluster:
             self.stop()
             raise
         finally:
+            expired = late.finished.is_set()
             late.cancel()
             late.join(_STOP_S)
         if not told:
             said = (self.folder / "keeper.log").read_text(errors="replace").strip()[-2000:]
             self.stop()
-            raise EmbodiedError(f"Ray did not start on this machine; it said:\n{said}")
+            within = f" within cluster.start_s={self._start_s:g} s" if expired else ""
+            advice = f"; is the machine busy? try cluster.start_s={2 * self._start_s:g}" if expired else ""
+            words = f"; it said:\n{said}" if said else "; it said nothing"
+            raise EmbodiedError(f"Ray did not start on this machine{within}{advice}{words}")
         return told.decode().strip()
 
 
@@ -140,7 +148,7 @@ def _start(order: dict) -> str:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    find_node, until = services.get_node, time.monotonic() + START_S
+    find_node, until = services.get_node, time.monotonic() + order["start_s"]
 
     def find_node_patiently(*arguments):
         """Ray gives a node half a minute to start, which is not always enough on a busy machine."""

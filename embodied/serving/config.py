@@ -25,12 +25,21 @@ class ServeConfig(Strict):
         0.0, ge=0, le=1, description="How random actions are: 0 takes the best one, 1 samples as in training."
     )
     seed: int = Field(0, ge=0, lt=2**63, description="All randomness of the answers follows from it.")
-    max_request_mb: int = Field(32, gt=0, le=1024, description="Longer questions end the connection.")
+    max_request_mb: int | None = Field(
+        None,
+        gt=0,
+        le=1024,
+        description="Longer questions end the connection; null: what the policy can look at and 1 MB, or 32 where "
+        "it takes images of any size.",
+    )
     batch: int = Field(8, gt=0, description="Questions that are answered in one pass at most; 1: one at a time.")
     wait_ms: float = Field(
         5.0, ge=0, le=10_000, description="How long a question waits for those of other connected clients to join it."
     )
     max_clients: int = Field(8, gt=0, description="Connections at a time; more are turned away.")
+    idle_s: float = Field(
+        60.0, gt=0, description="A client that asks nothing for so long loses its place as soon as another wants it."
+    )
 
     @property
     def token(self) -> str | None:

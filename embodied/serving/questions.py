@@ -6,6 +6,7 @@ camera is `observation/image` as well and the second `observation/wrist_image`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,23 @@ from embodied.serving.codec import BadMessage
 ALIASES = ("image", "wrist_image")
 LONGEST = 2000  # letters of an instruction
 LARGEST = 4096  # pixels along a side
+NUMBER = 8  # bytes of a number at most
+OTHERS = 1_000_000  # bytes of a message for what this policy does not look at
 
 
-def observation_of(question: Any, spec: EnvSpec, any_size: bool) -> Observation:
+def largest_array(spec: EnvSpec) -> int:
+    """Bytes of the largest array that this policy looks at, whatever the kind of its numbers."""
+    return NUMBER * max([math.prod(size) for size in spec.images.values()] + [spec.state_dim or 0])
+
+
+def longest_question(spec: EnvSpec) -> int:
+    """Bytes of a whole question."""
+    numbers = sum(math.prod(size) for size in spec.images.values()) + (spec.state_dim or 0)
+    return NUMBER * numbers + OTHERS
+
+
+def observation_of(question: dict, spec: EnvSpec, any_size: bool) -> Observation:
     """One row; `any_size`: the policy scales images itself."""
-    if not isinstance(question, dict):
-        raise BadMessage("a question should be a map of names to arrays and text")
     flat = {key: value for key, value in question.items() if isinstance(key, str)}
     flat |= {f"images/{camera}": image for camera, image in dict_of(flat.get("images")).items()}
     obs: Observation = {}
@@ -59,14 +71,14 @@ def image_of(image: Any, size: tuple[int, int, int], any_size: bool, camera: str
         raise BadMessage(f"the image of {camera!r} should be an array [height, width, 3]")
     if image.shape[2] != 3:
         image = np.moveaxis(image, 0, 2)
-    if image.dtype.kind == "f":
-        image = (255 * np.clip(np.nan_to_num(image), 0, 1)).astype(np.uint8)
-    if image.dtype != np.uint8:
-        raise BadMessage(f"the image of {camera!r} should be of bytes, or of floats from 0 to 1")
     if image.shape != tuple(size) and not any_size:
         raise BadMessage(f"the image of {camera!r} is {list(image.shape)}, this policy wants {list(size)}")
     if not 1 <= min(image.shape[:2]) <= max(image.shape[:2]) <= LARGEST:
         raise BadMessage(f"the image of {camera!r} is {list(image.shape)}; at most {LARGEST} pixels a side are taken")
+    if image.dtype.kind == "f":
+        image = (255 * np.clip(np.nan_to_num(image), 0, 1)).astype(np.uint8)
+    if image.dtype != np.uint8:
+        raise BadMessage(f"the image of {camera!r} should be of bytes, or of floats from 0 to 1")
     return np.ascontiguousarray(image)
 
 

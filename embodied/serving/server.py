@@ -12,7 +12,8 @@ import http
 import itertools
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,16 @@ from embodied.policies.base import Policy
 from embodied.serving.batching import Batching
 from embodied.serving.codec import BadMessage, pack, unpack
 from embodied.serving.config import ServeConfig
-from embodied.serving.questions import observation_of
+from embodied.serving.questions import OTHERS, largest_array, longest_question, observation_of
 
 ANSWER_S, SEND_S = 120.0, 30.0  # most that an answer, and taking it, may last
-REFUSED, BROKEN = 1007, 1011  # codes of closing: what was sent is bad; what is here is
+AWAY, REFUSED, BROKEN, FULL = (
+    1001,
+    1007,
+    1011,
+    1013,
+)  # codes of closing; 1007: what was sent is bad, 1011: what is here is
+ANY_SIZE_MB = 32
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,17 @@ class Answers:
             "action_chunk": getattr(config, "chunk", 1),
         }
 
+    @property
+    def longest(self) -> int:
+        """Bytes of a question, at most."""
+        if self.config.max_request_mb is None and not self.policy.any_image_size:
+            return longest_question(self.policy.spec)
+        return (self.config.max_request_mb or ANY_SIZE_MB) * 1_000_000
+
     def read(self, data: bytes, client: int, number: int) -> Question:
-        return Question(observation_of(unpack(data), self.policy.spec, self.policy.any_image_size), client, number)
+        any_size, spec = self.policy.any_image_size, self.policy.spec
+        question = unpack(data, None if any_size else max(largest_array(spec), OTHERS))
+        return Question(observation_of(question, spec, any_size), client, number)
 
     def answer(self, questions: list[Question]) -> list[bytes | BadMessage]:
         """In their order; those with images of one size in one pass."""
@@ -93,18 +109,34 @@ class Answers:
         ]
 
 
+class Client:
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.farewell: asyncio.Task | None = None
+        self._since: float | None = time.monotonic()  # None: is being answered
+
+    @property
+    def silent_s(self) -> float:
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        self._since = None
+        yield
+        self._since = time.monotonic()
+
+
 class Server:
     def __init__(self, answers: Answers, config: ServeConfig, tell: Callable[[str], None] = print) -> None:
         self.answers, self.config, self.tell = answers, config, tell
-        self.batching = Batching(answers.answer, config.batch, config.wait_ms / 1000, lambda: self.connected)
-        self.clients = itertools.count()
-        self.connected = 0
+        self.batching = Batching(answers.answer, config.batch, config.wait_ms / 1000, lambda: len(self.clients))
+        self.numbers = itertools.count()
+        self.clients: dict[int, Client] = {}  # who has a place
 
     async def run(self, ready: Callable[[int], None], stop: asyncio.Event) -> None:
         """Serve until asked to stop; `ready` is told the port."""
         from websockets.asyncio.server import serve
 
-        limit = self.config.max_request_mb * 1_000_000
         async with serve(
             self.talk,
             self.config.host,
@@ -112,7 +144,7 @@ class Server:
             process_request=self.admit,
             origins=[None],  # browsers name the page they come from: no page may use this server behind its user's back
             compression=None,
-            max_size=limit,
+            max_size=self.answers.longest,
             max_queue=2,
         ) as server:
             ready(server.sockets[0].getsockname()[1])
@@ -128,25 +160,41 @@ class Server:
             wanted = f"Api-Key {self.config.token}"
             if len(shown) != 1 or not hmac.compare_digest(shown[0].encode(), wanted.encode()):
                 return connection.respond(http.HTTPStatus.UNAUTHORIZED, "a valid token is needed\n")
-        if self.connected >= self.config.max_clients:
+        if not self.has_room():
             return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many clients\n")
         return None
 
     async def talk(self, connection: Any) -> None:
         from websockets.exceptions import ConnectionClosed
 
-        client = next(self.clients)
-        self.connected += 1
-        self.tell(f"client {client} connected")
+        number = next(self.numbers)
+        if not self.has_room():  # several were admitted at the same time
+            await connection.close(FULL, "too many clients")
+            return
+        client = self.clients[number] = Client(connection)
+        self.tell(f"client {number} connected")
         try:
             await asyncio.wait_for(connection.send(pack(self.answers.metadata())), SEND_S)
-            for number in itertools.count():
+            for asked in itertools.count():
                 data = await connection.recv()
-                await self._reply(connection, data, client, number)
+                with client.busy():
+                    await self._reply(connection, data, number, asked)
         except (ConnectionClosed, TimeoutError):
-            self.tell(f"client {client} is gone")
+            self.tell(f"client {number} is gone")
         finally:
-            self.connected -= 1
+            self.clients.pop(number, None)
+
+    def has_room(self) -> bool:
+        """Whether one more may come in. Where all places are taken, who has been silent for too long loses theirs."""
+        if len(self.clients) < self.config.max_clients:
+            return True
+        number, client = max(self.clients.items(), key=lambda item: item[1].silent_s)
+        if client.silent_s < self.config.idle_s:
+            return False
+        self.tell(f"client {number} has asked nothing for {client.silent_s:.0f} s and makes room for another")
+        del self.clients[number]
+        client.farewell = asyncio.create_task(client.connection.close(AWAY, f"silent for {self.config.idle_s:g} s"))
+        return True
 
     async def _reply(self, connection: Any, data: bytes | str, client: int, number: int) -> None:
         try:

@@ -22,7 +22,7 @@ from embodied.runtime import Budget, Cluster, Handle, Timers, WorkerGroup
 from embodied.runtime.weights import new_name
 from embodied.workflows.crew import Crew
 from embodied.workflows.delivery import Delivery, Weights
-from embodied.workflows.evaluation import play_fixed
+from embodied.workflows.evaluation import Heard, ignore, never, play_fixed
 from embodied.workflows.groups import Groups
 from embodied.workflows.keeping import first_recording, to_film_again, write_dataset
 from embodied.workflows.residency import ROLLOUT, UPDATE, take_turns
@@ -30,6 +30,7 @@ from embodied.workflows.slices import Slices
 
 if TYPE_CHECKING:
     from embodied.config import RunConfig
+    from embodied.reporting.partial import PartialEvaluation
 
 # By name: the driver never imports torch or a simulator.
 SIM = "embodied.envs.worker:SimWorker"
@@ -74,7 +75,6 @@ class EmbodiedLoop:
         options = (config.policy, config.seed, config.learner.precision, self.torch_device("policy"))
         self.policies = cluster.launch(POLICY, "policy", *options)
         self.crew = Crew(cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell)
-        self.finished: dict[int, EpisodeResult] = {}  # of the evaluation that is played, by index
         self.learners = None
         if learn:
             options = (config.policy, self.algorithm, config.learner)
@@ -175,42 +175,53 @@ class EmbodiedLoop:
         return publishing.seconds("max")
 
     def adopt(self, weights: Weights | None) -> None:
-        """Act with weights that come from a checkpoint instead of a learner; None: the policy needs none."""
+        """Act with weights that come from a checkpoint instead of a learner; None: with those a run begins with."""
         with self.turns.phase(ROLLOUT):
-            self.crew.settle(*self.delivery.adopt(weights or Weights(0, {}), self.crew.ask))
+            if weights is None:
+                weights = Weights(0, self.crew.ask(lambda: self.policies[0].initial_weights(self.crew.spec))[0])
+            self.crew.settle(*self.delivery.adopt(weights, self.crew.ask))
 
-    def evaluate(self, out: Path, dataset: Path | None = None) -> list[EpisodeResult]:
-        """Play the fixed evaluation episodes with the current version; results in episode order. Films go into
-        `out/videos`, the dataset to its path (None: `out/dataset`)."""
+    def evaluate(
+        self,
+        out: Path,
+        dataset: Path | None = None,
+        kept: PartialEvaluation | None = None,
+        stop: Callable[[], bool] = never,
+    ) -> list[EpisodeResult]:
+        """Play those of the fixed evaluation episodes that `kept` lacks with the current version; all results in
+        episode order. Films go into `out/videos`, the dataset to its path (None: `out/dataset`). `stop`: `play_fixed`.
+        """
         options = self.config.eval
         recording = first_recording(options, out)
-        self.finished.clear()
+        results = dict(kept.finished) if kept else {}
         with self.timers.measure("evaluate"):
             self.eval_spec = self.crew.ask(self.sims.eval_spec)[0]
-            results = self._play(self.eval_episodes, recording, results=self.finished)
+            missing = [spec for spec in self.eval_episodes if spec.index not in results]
+            played = self._play(missing, recording, heard=kept.add if kept else ignore, stop=stop)
+            results |= {result.index: result for result in played}
+            results = [results[spec.index] for spec in self.eval_episodes]
             again = to_film_again(options, self.eval_episodes, results)
             if again and any((out / "videos").glob("*.mp4")):  # else they cannot be filmed here
                 film = frozenset(spec.index for spec in again)
-                self._play(again, replace(recording, film=film, failures_only=True, drafts=None))
+                self._play(again, replace(recording, film=film, failures_only=True, drafts=None), stop=stop)
         if options.dataset:
             write_dataset(out, dataset or out / "dataset", self.eval_spec, results)
         return results
 
     def _play(
-        self, episodes: list[EpisodeSpec], recording: Recording, expert: str | None = None, results: dict | None = None
+        self,
+        episodes: list[EpisodeSpec],
+        recording: Recording,
+        expert: str | None = None,
+        heard: Heard = ignore,
+        stop: Callable[[], bool] = never,
     ) -> list[EpisodeResult]:
         def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
             return self.sims[sim].evaluate(share, route, recording, self.notes, alone, expert)
 
-        found = {} if results is None else results
         with self.turns.phase(ROLLOUT):
-            options = (self.config.eval.temperature, found, bool(expert))
+            options = (self.config.eval.temperature, bool(expert), heard, stop)
             return play_fixed(self.crew, episodes, begin, self.notes, *options)
-
-    def played(self) -> list[EpisodeResult]:
-        """The episodes that were finished when an evaluation was interrupted."""
-        heard = [self.notes.get() for _ in range(self.notes.qsize())]
-        return list((self.finished | {one.index: one for note in heard for one in note.finished}).values())
 
     def save_learners(self, draft: Path) -> None:
         """Policy and optimizer, into a checkpoint that is being written."""

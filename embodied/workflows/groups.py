@@ -82,7 +82,8 @@ class Groups:
         if not batch.groups:
             return None
         scores = np.array([group.scores for group in batch.groups])
-        advantages = group_advantages(scores, self.algo.baseline, self.algo.scale).ravel()
+        options = (self.algo.baseline, self.algo.scale, self.algo.deviation)
+        advantages = group_advantages(scores, *options).ravel()
         blocks = env_blocks(len(advantages), len(self.learners))
         about = (batch.episodes, scores.ravel(), advantages, batch.version)
         parts = [GroupBatch(*about, block.start, block.stop) for block in blocks]

@@ -100,6 +100,7 @@ class Slices:
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
         """Go on from `save`; -> the number of open episodes that had to be abandoned."""
+        check_rows(state, self.config.env.num_envs)
         self.crew.ledger.restore(state)
         return sum(self.crew.ask(lambda: self.crew.sims.set_state(state, self.episodes)))
 
@@ -116,3 +117,13 @@ class Slices:
 
     def _too_little(self, batch: Batch, missing: list[int]) -> bool:
         return 2 * len(missing) >= len(self.crew.sims) or not all(batch.sources_of(block) for block in self.blocks)
+
+
+def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:
+    """Refuse what is not the state of so many env rows."""
+    if sorted(state["env_ids"].tolist()) != list(range(num_envs)):
+        raise ValueError(f"env_ids should be those of {num_envs} env rows")
+    if odd := [name for name, array in state.items() if len(array) != num_envs]:
+        raise ValueError(f"{odd[0]} has {len(state[odd[0]])} rows of {num_envs}")
+    if odd := [name for name in ("rows.started", "rows.length", "rows.episode") if state[name].dtype.kind not in "iu"]:
+        raise ValueError(f"{odd[0]} should hold counts")

@@ -248,8 +248,8 @@ class PrismaticPolicy(AdaptedPolicy):
     def stored_names(self) -> dict[str, str]:
         return {name: name for name in read_blobs(self.source)}
 
-    def save_pretrained(self, folder: Path | str, tensors=None) -> None:
-        super().save_pretrained(folder, tensors)
+    def save_pretrained(self, folder: Path | str, tensors=None, specs=None) -> None:
+        super().save_pretrained(folder, tensors, specs)
         if self.source:
             copy_files(self.source, Path(folder), COMPANIONS)
 

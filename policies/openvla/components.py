@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embodied.errors import CheckpointError, EmbodiedError
-from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged, published_name
+from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged, product, published_name
 from embodied.policies.vla.shards import write_tensors
 from embodied.runtime.blobs import read_safetensors, tensor_of
 
@@ -86,7 +86,7 @@ def as_stored(path: Path | None, weights: dict[str, Tensor]) -> dict[str, Tensor
         found[name] = weights[own]
         if name.endswith(LAYER):
             up, down = (stored[name.removesuffix(LAYER) + end].float() for end in (UP, DOWN))
-            found[name] = (weights[own].float() - scale * (up @ down)).to(weights[own].dtype)
+            found[name] = (weights[own].float() - scale * product(up, down, weights[own], name)).to(weights[own].dtype)
     return found
 
 

@@ -7,7 +7,6 @@ is read where neither noise nor time reaches: at the state's token (Pi0), or ove
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -247,8 +246,8 @@ class Pi0Policy(AdaptedPolicy):
             ours["policy"]["statistics"] = None  # they are among the weights
         return layout_of(self.settings, self.source) | ours
 
-    def save_pretrained(self, folder: Path | str, tensors: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        super().save_pretrained(folder, tensors)
+    def save_pretrained(self, folder: Path | str, tensors=None, specs=None) -> None:
+        super().save_pretrained(folder, tensors, specs)
         if self.source:
             save_beside(Path(folder), self.source, whole=not self.left_out())
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embodied.errors import ConfigError
+from embodied.errors import CheckpointError, ConfigError
 from embodied.policies.base import Policy
 from embodied.policies.vla.shards import write_tensors
 
@@ -68,8 +68,18 @@ def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tupl
         if name.endswith(LAYER) and down is not None:
             up = own[name.removesuffix(LAYER) + UP]
             exact = torch.promote_types(tensor.dtype, torch.float32)
-            tensor = (tensor.to(exact) + scale * (up.to(exact) @ down.to(exact))).to(tensor.dtype)
+            tensor = (tensor.to(exact) + scale * product(up.to(exact), down.to(exact), tensor, name)).to(tensor.dtype)
         yield published_name(name), tensor
+
+
+def product(up: Tensor, down: Tensor, weight: Tensor, name: str) -> Tensor:
+    """What an adapter adds to a layer's weight, before its scale; of a convolution, too."""
+    if up.ndim < 2 or down.ndim < 2 or (up.shape[0], down[0].numel()) != (weight.shape[0], weight[0].numel()):
+        sizes = [list(tensor.shape) for tensor in (up, down, weight)]
+        raise CheckpointError(f"the adapter {sizes[0]} x {sizes[1]} does not fit its layer {name} of {sizes[2]}")
+    if up[0].numel() != down.shape[0]:
+        raise CheckpointError(f"the parts of the adapter of {name} are of rank {up[0].numel()} and {down.shape[0]}")
+    return (up.flatten(1) @ down.flatten(1)).view_as(weight)
 
 
 def misfit(names: list[str]) -> str:

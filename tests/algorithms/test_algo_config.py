@@ -8,7 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from embodied.algorithms.config import PPOConfig
+from embodied.algorithms.config import GRPOConfig, PPOConfig
 
 
 def test_every_option_explains_itself():
@@ -65,6 +65,14 @@ def test_a_minibatch_larger_than_the_iteration_is_refused():
     with pytest.raises(ValueError, match=r"=256 is more than env.num_envs=8 \* .*=16 = 128 items.*; try .*=128"):
         config.check_num_envs(8)
     config.check_num_envs(16)
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale": "none"}, {"kl_in": "reward", "kl_coef": 0.1, "scale": "batch", "baseline": "batch"}]
+)
+def test_a_deviation_that_nobody_divides_by_is_refused(options):
+    with pytest.raises(ValueError, match=r"algo\.deviation=sample has no effect"):
+        GRPOConfig(name="grpo", deviation="sample", **options)
 
 
 def test_one_advantage_cannot_be_normalised():

@@ -28,6 +28,8 @@ def test_advantages_by_hand():
     assert found[0] == pytest.approx([0.75 / 0.4330127, *[-0.25 / 0.4330127] * 3], rel=1e-5)
     assert not found[1].any()
     # the others' mean is 0 for the first and 1/3 for the rest
+    sample = group_advantages(scores, deviation="sample")  # sqrt(3/12) = 0.5
+    assert sample[0] == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5) and not sample[1].any()
     assert group_advantages(scores, "leave_one_out", "none")[0] == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
     # all: mean 5/8, deviation sqrt(5/8 * 3/8) = 0.484123
     assert group_advantages(scores, "batch", "batch")[1] == pytest.approx([0.375 / 0.484123] * 4, rel=1e-5)

@@ -153,12 +153,13 @@ def test_an_env_that_cannot_be_filmed_says_why(monkeypatch):
         env.render_rows(np.array([0]))
 
 
-def test_images_stay_images():
+@pytest.mark.parametrize("colours", [3, 4])
+def test_images_stay_images_and_lose_their_fourth_colour(colours):
     class Seer(Corridor):
-        observation_space = spaces.Box(0, 255, (8, 6, 3), np.uint8)
+        observation_space = spaces.Box(0, 255, (8, 6, colours), np.uint8)
 
         def _seen(self):
-            return np.full((8, 6, 3), 7, np.uint8)
+            return np.full((8, 6, colours), 7, np.uint8)
 
     import gymcorridor
 

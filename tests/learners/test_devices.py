@@ -47,6 +47,7 @@ def test_losses_of_imitation_are_summed_where_the_gradients_are():
         dtype=torch.float32,
         micro_batches=lambda items, passes: [(items, True)],
         imitate=lambda inputs, noise: inputs["actions"] * weight,
+        backward=lambda loss, last: loss.backward(),
     )
     sums = learner._gradient(torch.arange(3), 3, 1, 0)
     assert weight.grad.device.type == sums.device.type == "meta"

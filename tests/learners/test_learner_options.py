@@ -1,6 +1,7 @@
 """Options that change how the learner computes, not what it learns."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,10 @@ from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.update import prepare, update_policy
 from embodied.learners.worker import LearnerWorker
-from embodied.policies.folder import read_weights
+from embodied.policies.folder import read_blobs, read_weights
 from embodied.policies.simple import RandomPolicy
 from embodied.runtime import Timers
+from embodied.runtime.blobs import read_safetensors, tensor_of
 from embodied.runtime.residence import Residence, num_bytes
 
 HERE = Path(__file__).parent
@@ -259,3 +261,58 @@ def test_two_learners_that_hold_half_of_everything_learn_the_same(tmp_path, dtyp
     assert ours.keys() == theirs.keys()
     assert max(np.abs(ours[key] - theirs[key]).max() for key in ours) < tolerance
     assert not list(tmp_path.glob("meet*"))
+
+
+HALVED = """
+import json, os, sys
+from pathlib import Path
+here, out, rank = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+sys.path.insert(0, str(here))
+import numpy as np
+import toy
+from embodied.algorithms.config import PPOConfig
+from embodied.episodes import env_blocks
+from embodied.learners.config import LearnerConfig
+from embodied.learners.meeting import MeetingFile
+from embodied.learners.update import prepare, update_policy
+from embodied.learners.worker import LearnerWorker
+from embodied.runtime import Timers
+from embodied.policies.folder import read_weights
+
+actor = toy.make()
+actor.save_pretrained(out / f"start-{rank}")
+algo = PPOConfig(rollout_decisions=toy.T, epochs=1, minibatch_size=toy.T * toy.N, lr=1e-2)
+config = LearnerConfig(shard=True, micro_batch_size=1)
+worker = LearnerWorker(toy.make(dtype="bfloat16").config, algo, config, 0, MeetingFile(str(out / "meet"), 60.0))
+worker.rank, worker.world_size, worker.timers = rank, 2, Timers()
+worker.build(toy.ENV, "0" * 16, True, out / f"start-{rank}")
+block = env_blocks(toy.N, 2)[rank]
+data = toy.columns(toy.rollout(actor, 0), slice(block.start, block.stop))
+share = prepare(data, algo, worker.collective, np.arange(toy.N), worker.model.dtype)
+numbers = update_policy(worker.model, worker.optimizer, algo, share, 0, 0, 1)
+worker.save(out / "after")
+held = {str(p.to_local().dtype) for p in worker.policy.parameters()}
+print(json.dumps({"norm": numbers["train/grad_norm"], "held": sorted(held)}), flush=True)
+worker.close()
+os._exit(0)
+"""
+
+
+def test_shards_of_half_precision_add_up_gradients_exactly(tmp_path):
+    """Twelve micro-batches a rank, each computed in bfloat16: their sum is that of a learner that holds everything."""
+    algo = PPO.model_copy(update={"epochs": 1, "minibatch_size": toy.T * toy.N})
+    _, optimizer, numbers = trained("bfloat16", 1, algo, micro_batch_size=1)
+    arguments = [[sys.executable, "-c", HALVED, str(HERE), str(tmp_path), str(rank)] for rank in range(2)]
+    started = [subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for a in arguments]
+    for process in started:
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+        told = json.loads(output.splitlines()[-1])
+        assert told["held"] == ["torch.float32"]
+        assert told["norm"] == pytest.approx(numbers["train/grad_norm"], rel=1e-6)
+    masters = dict(zip(optimizer.names, optimizer.masters, strict=True))
+    kept = read_safetensors(tmp_path / "after" / "learner" / "optimizer.safetensors")
+    for name, master in masters.items():
+        assert torch.allclose(tensor_of(kept[f"{name}/master"]), master, rtol=1e-5, atol=1e-6)
+    stored = read_blobs(tmp_path / "after" / "policy")
+    assert {stored[name].spec.dtype for name in masters} == {"bfloat16"}

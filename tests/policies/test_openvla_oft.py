@@ -220,17 +220,17 @@ def test_an_official_folder_says_what_it_is_and_is_saved_as_it_was_read(official
 
 @pytest.fixture
 def adapted_towers(official, tmp_path):
-    """The same folder as upstream's LoRA leaves it: adapters inside the file of the towers."""
+    """The same folder as upstream's LoRA leaves it: adapters inside the file of the towers, in convolutions too."""
     shutil.copytree(official, tmp_path / "folder")
     path = tmp_path / "folder" / "vision_backbone--150_checkpoint.pt"
     draw, found = torch.Generator().manual_seed(1), {}
     for name, tensor in torch.load(path, weights_only=True).items():
-        if not name.endswith(("attn.qkv.weight", "mlp.fc1.weight")):
+        if not name.endswith(("attn.qkv.weight", "mlp.fc1.weight", "patch_embed.proj.weight")):
             found[name] = tensor
             continue
-        layer, (rows, columns) = name.removesuffix(".weight"), tensor.shape
+        layer, (rows, *inputs) = name.removesuffix(".weight"), tensor.shape
         found[f"{layer}.base_layer.weight"] = tensor
-        for part, shape in (("A", (32, columns)), ("B", (rows, 32))):
+        for part, shape in (("A", (32, *inputs)), ("B", (rows, 32, *[1] * (len(inputs) - 1)))):
             drawn = torch.empty(shape).normal_(0.0, 0.1, generator=draw)
             found[f"{layer}.lora_{part}.default.weight"] = drawn.bfloat16()
     torch.save(found, path)
@@ -256,6 +256,18 @@ def test_towers_with_adapters_are_saved_as_they_were_read(adapted_towers, tmp_pa
     again = build(pretrained=str(tmp_path / "more"))
     weight = again.vision_backbone.fused_featurizer.blocks[1].block.attn.qkv.weight
     torch.testing.assert_close(weight, layer.weight, atol=1e-5, rtol=0)
+
+
+def test_an_adapter_that_does_not_fit_its_layer_is_refused(adapted_towers):
+    path = adapted_towers / "vision_backbone--150_checkpoint.pt"
+    tensors = torch.load(path, weights_only=True)
+    name = next(name for name in tensors if name.endswith("patch_embed.proj.lora_A.default.weight"))
+    torch.save(tensors | {name: tensors[name][:, :2]}, path)
+    with pytest.raises(CheckpointError, match=r"does not fit its layer .*patch_embed.proj"):
+        build(pretrained=str(adapted_towers))
+    torch.save(tensors | {name: tensors[name][:7]}, path)
+    with pytest.raises(CheckpointError, match="of rank 32 and 7"):
+        build(pretrained=str(adapted_towers))
 
 
 def test_adapters_beside_towers_of_their_own_are_loaded_with_them(adapted_towers, tmp_path):

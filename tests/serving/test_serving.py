@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -88,11 +89,22 @@ def test_the_answer_is_what_the_policy_does(policy):
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
-        (b"\xc1", "not msgpack"),
-        (b"", "not msgpack"),
-        (codec.pack({})[:0] + b"\x91" * 3000, "not msgpack"),
+        (b"\xc1", "as msgpack"),
+        (b"", "as msgpack"),
+        (codec.pack({})[:0] + b"\x91" * 3000, "as msgpack"),
         ("text", "questions are bytes"),
-        (msgpack.packb([1]), "map of names"),
+        (msgpack.packb([1]), "the message cannot be read as msgpack"),
+        (msgpack.packb({"prompt": "go"}) + b"\x00", "something follows its end"),
+        (msgpack.packb({"x": [0] * 65}), r"'x' in the message.*65 exceeds max_array_len\(64\)"),
+        (msgpack.packb({"x": {str(n): 0 for n in range(65)}}), r"'x' in the message.*65 exceeds max_map_len\(64\)"),
+        (msgpack.packb({str(n): 0 for n in range(65)}), "65 keys; at most 64"),
+        (msgpack.packb({"x": [[[]] * 60] * 9}), "'x' in the message: more than 512 maps and lists"),
+        (msgpack.packb({"prompt": "x" * 9000}), r"'prompt' in the message.*9000 exceeds max_str_len\(8192\)"),
+        (b"\x81\xa1x" + b"\x91" * 3000, "'x' in the message.*StackError"),
+        (
+            codec.pack({"x": np.zeros(1_000_001, np.uint8)}),
+            r"'x' in the message.*1000001 exceeds max_bin_len\(1000000\)",
+        ),
         (msgpack.packb({"prompt": 1}), "lacks 'images/top'"),
         (msgpack.packb({"a": {b"__ndarray__": True, b"dtype": "|O", b"shape": [1], b"data": b"x" * 8}}), r"type '\|O'"),
         (
@@ -114,6 +126,88 @@ def test_a_malformed_question_is_refused_and_the_next_client_is_served(policy, s
             connection.recv(timeout=30)
             assert ask(connection, question())["actions"].shape == (4, 2)
         assert not [line for line in told if "Traceback" in line]
+
+
+def nested(thing, depth):
+    """64 lists of 64 lists ... of 64 of these."""
+    for _ in range(depth):
+        thing = b"\xdc\x00\x40" + 64 * thing
+    return thing
+
+
+BOMBS = {
+    "maps": b"\xdd" + (30_000_000).to_bytes(4, "big") + b"\x80" * 30_000_000,
+    "maps in a key": b"\x81\xa1x\xdd" + (30_000_000).to_bytes(4, "big") + b"\x80" * 30_000_000,
+    "maps in lists": b"\x81\xa1x" + nested(b"\x80", 4),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_message_of_many_things_is_refused_before_they_are_made(bomb):
+    codec.pack({})  # imports
+    began = time.thread_time()
+    with pytest.raises(codec.BadMessage, match=r"in the message: more than|exceeds max_array_len|as msgpack"):
+        codec.unpack(BOMBS[bomb])
+    assert time.thread_time() - began < 1  # seconds of this thread; it was ten
+
+
+def test_others_are_served_while_somebody_sends_messages_of_30_mb(policy):
+    """The worst that a well-behaved client waits, with three attackers at a time."""
+    stop, refused = threading.Event(), []
+
+    def attack(address):
+        while not stop.is_set():
+            with connect(address) as connection:
+                connection.recv(timeout=60)
+                connection.send(BOMBS["maps in lists"])
+                refused.append(connection.recv(timeout=60))
+
+    with served(policy, max_request_mb=32) as (address, _), connect(address) as connection:
+        connection.recv(timeout=30)
+        attackers = [threading.Thread(target=attack, args=(address,)) for _ in range(3)]
+        for attacker in attackers:
+            attacker.start()
+        waited = []
+        while len(refused) < 6:
+            began = time.monotonic()
+            assert ask(connection, question())["actions"].shape == (4, 2)
+            waited.append(time.monotonic() - began)
+        stop.set()
+        for attacker in attackers:
+            attacker.join(60)
+    assert all("more than 512 maps and lists" in line for line in refused)
+    assert max(waited) < 5
+
+
+def test_a_question_is_no_longer_than_what_the_policy_can_look_at(policy):
+    with served(policy) as (address, _), connect(address) as connection:
+        connection.recv(timeout=30)
+        connection.send(codec.pack(question() | {"x": np.zeros(1_100_000, np.uint8)}))
+        with pytest.raises(ConnectionClosed, match=r"1009.*exceeds limit of 1012312 bytes"):
+            connection.recv(timeout=30)
+
+
+def test_a_silent_client_makes_room_for_another_and_a_busy_one_does_not(policy):
+    with served(policy, max_clients=2, idle_s=0.5) as (address, told):
+        with connect(address) as silent, connect(address) as busy:
+            for one in (silent, busy):
+                one.recv(timeout=30)
+            deadline = time.monotonic() + 0.7
+            while time.monotonic() < deadline:
+                assert ask(busy, question())["actions"].shape == (4, 2)
+            assert ask(silent, question())["actions"].shape == (4, 2)  # nobody wanted its place
+            with pytest.raises(InvalidStatus, match="503"):
+                connect(address)
+            deadline = time.monotonic() + 0.7
+            while time.monotonic() < deadline:
+                assert ask(busy, question())["actions"].shape == (4, 2)
+            with connect(address) as another:
+                another.recv(timeout=30)
+                assert ask(another, question())["actions"].shape == (4, 2)
+                assert ask(busy, question())["actions"].shape == (4, 2)
+                with pytest.raises(ConnectionClosed, match=r"1001.*silent for 0\.5 s"):
+                    silent.recv(timeout=30)
+    assert [line for line in told if "makes room" in line]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""A policy class of the user's own, with parameters and buffers, as README has it: every way in which it is named."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied import collect, evaluate, report, train
+from embodied.reporting.results import read_results
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+SHORT = ["run.iterations=2", "eval.episodes=4", "eval.videos=0"]
+NORMALISED = '''
+"""README's policy with an observation normaliser, a count that is no float, and a mask."""
+import numpy as np
+import torch
+
+import my_nets
+from embodied.policies.normalizer import ObservationNormalizer, state_moments
+
+
+class Normalised(my_nets.Linear):
+    def __init__(self, config, spec):
+        super().__init__(config, spec)
+        self.normalizer = ObservationNormalizer(spec.state_dim)
+        self.register_buffer("merged", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(spec.state_dim, dtype=torch.bool))
+
+    def normal(self, obs):
+        return {**obs, "state": self.normalizer(torch.as_tensor(np.array(obs["state"])))}
+
+    def act(self, obs, noise, temperature=1.0):
+        return super().act(self.normal(obs), noise, temperature)
+
+    def value(self, obs):
+        return super().value(self.normal(obs))
+
+    def observation_moments(self, obs):
+        return state_moments(obs["state"])
+
+    def merge_observation_moments(self, rows):
+        self.normalizer.merge(rows)
+        self.merged += 1
+        self.seen.fill_(True)
+'''
+
+
+@pytest.fixture(autouse=True)
+def mine(monkeypatch, tmp_path):
+    """The README's files in a folder of the user's, who works there."""
+    for kind, text in re.findall(r"^```(python|yaml)\n(.*?)^```", README, re.M | re.S):
+        assert kind
+        (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
+    (tmp_path / "normalised.py").write_text(NORMALISED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield
+    for name in ("my_nets", "my_sims", "normalised"):
+        sys.modules.pop(name, None)
+
+
+def run(command, *arguments, code=0):
+    assert command.main(list(arguments)) == code
+
+
+def trained(*more):
+    run(train, "recipe=my_lift.yaml", *SHORT, *more)
+    return max(Path("runs").glob("my_lift-*"), key=lambda path: path.stat().st_mtime)
+
+
+@pytest.mark.parametrize("policy", ["my_nets:Linear", "normalised:Normalised"])
+def test_an_own_policy_is_evaluated_like_in_its_run_and_begins_others(policy, capsys):
+    first = trained(f"policy.name={policy}", "policy.kwargs={std: 0.3}", "run.save_every=1")
+    run(evaluate, f"checkpoint={first}", "eval.episodes=4", "eval.videos=0")
+    during = (first / "eval/v000002/episodes.csv").read_bytes()
+    assert (first / "eval/v000002-evaluate/episodes.csv").read_bytes() == during
+    begun = trained(f"policy.name={policy}", "policy.kwargs={std: 0.3}", f"run.start_from={first}")
+    assert json.loads((begun / "run.json").read_text())["started_from"]["family"] == policy
+    run(train, f"resume={first}", "run.iterations=3")
+    run(report, str(first))
+    assert "v000003" in capsys.readouterr().out
+
+
+def test_an_own_class_without_a_checkpoint_plays_with_the_weights_a_run_would_begin_with(capsys):
+    run(evaluate, "checkpoint=[my_nets:Linear,random]", "recipe=my_lift.yaml", "eval.episodes=4", "eval.videos=0")
+    found, episodes = read_results(Path("runs/compare/Linear"))
+    assert found["policy_version"] == 0 and not any(episode.error for episode in episodes)
+    run(train, "recipe=my_lift.yaml", "run.iterations=1", "algo.lr=1e-30", "eval.episodes=4", "eval.videos=0")
+    (same,) = Path("runs").glob("my_lift-*/eval/v000001")
+    assert np.allclose([one.total_reward for one in read_results(same)[1]], [one.total_reward for one in episodes])
+
+
+def test_its_options_are_those_of_the_recipe_or_of_the_command_line(capsys):
+    sampled = ["recipe=my_lift.yaml", "eval.temperature=1", "eval.episodes=4", "eval.videos=0"]
+    rewards = []
+    for options in ([], ["policy.kwargs={std: 0.3}"], ["policy.kwargs={std: 0.9}"]):
+        run(evaluate, "checkpoint=my_nets:Linear", *sampled, *options, f"run.dir=runs/{len(rewards)}")
+        rewards.append([one.total_reward for one in read_results(Path(f"runs/{len(rewards)}/evaluate-Linear"))[1]])
+    assert rewards[0] == rewards[1] != rewards[2]
+    run(evaluate, "checkpoint=my_nets:Linear", *sampled, "policy.hidden=[8]", code=2)
+    assert "policy.hidden is a key of policy.name=mlp" in capsys.readouterr().err
+    run(evaluate, "checkpoint=random", *sampled, "policy.kwargs={std: 0.3}", code=2)
+    assert "policy.kwargs has no effect in evaluate" in capsys.readouterr().err
+
+
+def test_its_episodes_become_demonstrations():
+    pytest.importorskip("pyarrow")
+    what = ["checkpoint=my_nets:Linear", "recipe=my_lift.yaml", "collect.episodes=2", "collect.keep=all"]
+    run(collect, *what, "out=demos")
+    assert json.loads(Path("demos/meta/source.json").read_text())["policy"]["family"] == "my_nets:Linear"
+
+
+BROKEN = '''
+import numpy as np
+
+import my_nets
+
+
+class NaN(my_nets.Linear):
+    """Gives no usable action for episodes that begin with a high goal."""
+
+    def act(self, obs, noise, temperature=1.0):
+        output = super().act(obs, noise, temperature)
+        output.actions[obs["state"][:, 1] > self.config.kwargs["above"]] = np.nan
+        return output
+'''
+
+
+def test_an_evaluation_of_nothing_but_errors_fails_with_their_cause_and_keeps_what_it_found(tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    asked = ["checkpoint=broken:NaN", "env.name=my_sims:Lift", "eval.episodes=1", "eval.videos=0"]
+    run(evaluate, *asked, "policy.kwargs={std: 0.3, above: 0}", code=1)
+    told = capsys.readouterr()
+    assert "NaN was not evaluated, every episode ended in an error" in told.err
+    assert "the policy's actions are NaN or infinite" in told.err and "Traceback" not in told.err
+    found, episodes = read_results(Path("runs/evaluate-NaN"))
+    assert found["overall"]["errors"] == 1 and len(episodes) == 1 and Path("runs/evaluate-NaN/report.html").is_file()
+
+
+def test_some_errors_are_said_loudly(tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    asked = ["checkpoint=broken:NaN", "env.name=my_sims:Lift", "eval.episodes=2", "eval.videos=0"]
+    run(evaluate, *asked, "policy.kwargs={std: 0.3, above: 0.6}")
+    assert "1 of 2 episodes ended in an error, which is neither success nor failure" in capsys.readouterr().out
+
+
+INCOMPLETE = {
+    "Bare": ("pass", "has no method noise_spec and no act"),
+    "NotDrawn": ("initialise = Policy.initialise", "has no method initialise (initialise: Draw the initial weights"),
+    "Unscored": ("forward = Policy.forward", "has no method forward"),
+    "Valueless": ("value = Policy.value", "has no method value"),
+    "Odd": (
+        "def __init__(self, *a):\n        super().__init__(*a)\n        self.register_buffer('z', torch.zeros(2) * 1j)",
+        "keeps z, which is torch.complex64",
+    ),
+    "Fixed": (
+        "def __init__(self, *a):\n        super().__init__(*a)\n        self.actor = self.critic = None",
+        "has no parameters, so there is nothing to train",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_what_an_own_policy_lacks_is_said_in_one_line(name, tmp_path, capsys):
+    body, told = INCOMPLETE[name]
+    base = "Policy" if name == "Bare" else "my_nets.Linear"
+    text = f"import torch, my_nets\nfrom embodied.policies.base import Policy\n\n\nclass {name}({base}):\n    {body}\n"
+    (tmp_path / "lacks.py").write_text(text)
+    sys.modules.pop("lacks", None)
+    inline = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
+    run(train, "recipe=my_lift.yaml", f"policy.name=lacks:{name}", "policy.kwargs={std: 0.3}", *SHORT, *inline, code=2)
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+
+
+def test_a_class_that_is_not_there_is_said_in_one_line(tmp_path, capsys):
+    (tmp_path / "raises.py").write_text("raise RuntimeError('boom')\n")
+    for checkpoint, told in [
+        ("my_nets:Nothing", "module my_nets has no Nothing"),
+        ("raises:Policy", "importing raises failed: RuntimeError: boom"),
+        ("nowhere:Policy", "No module named 'nowhere'"),
+        ("my_sims:Lift", "is no class of embodied.policies.base.Policy"),
+        ("a:b:c", "a class is my_pkg.my_module:MyPolicy"),
+    ]:
+        run(evaluate, f"checkpoint={checkpoint}", "env.name=pointmass", "cluster.backend=inline", code=2)
+        err = capsys.readouterr().err
+        assert told in err and err.count("\n") == 1, err
