@@ -8,8 +8,8 @@ struck again, in the next phase. A case has recovered if its process was started
 and the whole run finished with all its env steps and evaluation episodes and one restart per strike. Otherwise it must
 end within a minute in a message that names the worker, the cause, its log, and how to resume.
 
-Results are written case by case into benchmarks/results/fault_table.json; what this commit has played already is not
-played again.
+Results are written run by run into benchmarks/results/fault_table.json; what this commit has played already is not
+played again. `python -m benchmarks.learning.page` writes the tables of docs/faults.md from them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def options(cases: list[Case]) -> dict[str, object]:
     first = cases[0]
     found = {
         "cluster.backend": first.backend,
-        "run.iterations": 8 + 4 * len(cases),
+        "run.iterations": 12 + 4 * len(cases),
         "run.save_every": 1,
         "run.eval_every": 3,
         "eval.videos": 0,
@@ -152,27 +152,23 @@ def play(cases: list[Case], keep: Keep) -> list[Case]:
 
 def a_story_of_strikes(run: StruckRun, cases: list[Case], keep: Keep) -> list[Case]:
     told: list[Outcome] = []
-    problem, left = "", list(cases)
     try:
         run.said(r"^iteration 1/", 0, PATIENCE_S)
-        while left:
-            now = run.iteration()
-            if now > options(cases)["run.iterations"] - 4:
+        for case in cases:
+            if run.iteration() > options(cases)["run.iterations"] - 8:
                 break
-            told.append(recovered(run, left[0], len(told)))
-            left.pop(0)
+            told.append(recovered(run, case, len(told)))
         code = run.end(PATIENCE_S)
         problem = problems(run, sum(strikes(outcome.case) for outcome in told)) if code == 0 else run.error
-    except Ended as err:
-        problem = str(err)
-    except TooLong as err:
-        problem = f"{err}; last it said:\n{run.output[-1000:]}"
-    if problem and left:  # the case that it happened in
-        keep(Outcome(left.pop(0), problem.splitlines()[0][:300], None, problem))
-        problem = ""
+    except (Ended, TooLong) as err:
+        last = f"; last it said:\n{run.output[-1000:]}" if isinstance(err, TooLong) else ""
+        if len(told) < len(cases):  # what was survived before counts only if the run finishes
+            keep(Outcome(cases[len(told)], str(err).splitlines()[0][:300], None, f"{err}{last}"))
+            return [case for number, case in enumerate(cases) if number != len(told)]
+        problem = f"{err}{last}"
     for outcome in told:
         keep(Outcome(outcome.case, f"the run: {problem}", outcome.seconds, outcome.said) if problem else outcome)
-    return left
+    return cases[len(told) :]
 
 
 def problems(run: StruckRun, restarts: int) -> str:
