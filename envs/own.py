@@ -31,7 +31,7 @@ PREPARE: dict[str, Callable[[], None]] = {"sapien": ensure_vulkan}  # package ->
 
 def import_module(name: str, said: str) -> ModuleType:
     """A module by its name, also from the working directory; `said` is the option that names it, for messages."""
-    if not MODULE.fullmatch(name):
+    if not MODULE.fullmatch(name) or name.endswith(".py"):
         raise ConfigError(f"{said}: {name!r} is no name of a module{as_module(name)}")
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))
