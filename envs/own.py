@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
@@ -152,7 +153,9 @@ def prepared() -> Iterator[None]:
     finder = Preparing()
     sys.meta_path.insert(0, finder)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Failed to find system libvulkan")  # SAPIEN has one of its own
+            yield
     finally:
         sys.meta_path.remove(finder)
         finder.begun().clear()
