@@ -14,6 +14,7 @@ import io
 import itertools
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from embodied.envs.bridge_tasks import CONTROL, PLATES, SVG, TWINS, absent, is_bridge, source_of
@@ -152,13 +153,13 @@ def maker(task: str) -> Any:
         from embodied.envs.bridge_twins import KINDS
 
         return functools.partial(made, KINDS[task], gymnasium.spec(task))
-    found = find_task(task)
-    if found.uid not in registered():
-        return functools.partial(made, found.cls, found.gym_spec)
-    return functools.partial(gymnasium.make, found.uid)
+    if is_own(task):  # its mistakes are told best without Gymnasium's words around them
+        found = find_task(task)
+        return functools.partial(made, found.make, found.gym_spec)
+    return functools.partial(gymnasium.make, task)
 
 
-def made(kind: type, spec: Any, **options: Any) -> Any:
+def made(kind: Callable[..., Any], spec: Any, **options: Any) -> Any:
     env = kind(**options)
     env.spec = spec
     return env

@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
@@ -31,7 +32,7 @@ PREPARE: dict[str, Callable[[], None]] = {"sapien": ensure_vulkan}  # package ->
 
 def import_module(name: str, said: str) -> ModuleType:
     """A module by its name, also from the working directory; `said` is the option that names it, for messages."""
-    if not MODULE.fullmatch(name):
+    if not MODULE.fullmatch(name) or name.endswith(".py"):
         raise ConfigError(f"{said}: {name!r} is no name of a module{as_module(name)}")
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))
@@ -152,7 +153,9 @@ def prepared() -> Iterator[None]:
     finder = Preparing()
     sys.meta_path.insert(0, finder)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Failed to find system libvulkan")  # SAPIEN has one of its own
+            yield
     finally:
         sys.meta_path.remove(finder)
         finder.begun().clear()

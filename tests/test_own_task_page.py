@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import imageio.v2 as imageio
+import imageio_ffmpeg
+import numpy as np
 import pytest
 
 pytest.importorskip("mani_skill")
@@ -64,12 +65,18 @@ def test_the_task_is_checked_trained_filmed_and_evaluated(folder):
     assert "cameras base_camera (128x128), render_camera (512x512)" in told
     assert "physics cpu_batched" in run(TRAIN, folder, *SHORT)
     (video,) = (folder / "runs").glob("ring-*/eval/v*/videos/*.mp4")
-    with imageio.get_reader(video) as reader:
-        first, *_, last = reader
-    assert first.shape[2] == 3 and first.std() > 20 and (first != last).any()
+    first, *_, last = frames(video)
+    assert first.std() > 20 and (first != last).any()
     assert "success_once" in run(EVALUATE, folder, "eval.episodes=3", "eval.videos=0")
     (results,) = (folder / "runs").glob("ring-*/eval/*-evaluate/results.json")
     assert list(json.loads(results.read_text())["per_task"]) == ["my_tasks:SphereToRing-v1"]
+
+
+def frames(video):
+    """[T, 256, 256, 3] of a film as the recipe makes them."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(video), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    raw = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    return np.frombuffer(raw, np.uint8).reshape(-1, 256, 256, 3)
 
 
 @pytest.mark.slow
