@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from embodied.envs.bridge_tasks import TWINS
 from embodied.envs.config import ManiSkillConfig, nearest
 from embodied.envs.maniskill_tasks import find_task
 from embodied.errors import ConfigError, EmbodiedError
@@ -31,8 +32,17 @@ def has_reward(cls: type, mode: str, base: type) -> bool:
     return getattr(cls, name) is not getattr(base, name)
 
 
+def class_of(task: str) -> type:
+    """The class that plays a task: of ManiSkill's bridge tasks one of ours, with rewards."""
+    if task in TWINS:
+        from embodied.envs.bridge_twins import KINDS
+
+        return KINDS[task]
+    return find_task(task).cls
+
+
 def check_reward(config: ManiSkillConfig) -> None:
-    cls = find_task(config.task).cls
+    cls = class_of(config.task)
     known = reward_modes(cls)
     if config.reward_mode in known:
         return
