@@ -5,6 +5,7 @@ flat.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -114,5 +115,6 @@ class Told:
 def video_name(outcome: EpisodeResult) -> str:
     """episode-000_success_PushCube-v1_seed7.mp4"""
     word = {True: "success", False: "failure", None: "played"}[outcome.success_once]
-    task = "".join(c if c.isalnum() or c in "-." else "-" for c in outcome.task)
+    called = Path(outcome.task).stem if outcome.task.endswith(".bddl") else outcome.task
+    task = "".join(c if c.isalnum() or c in "-." else "-" for c in called)
     return f"episode-{outcome.index:03d}_{word}_{task}_seed{outcome.seed}.mp4"
