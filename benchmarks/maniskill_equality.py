@@ -13,46 +13,23 @@ import json
 import subprocess
 import sys
 
-import numpy as np
-
 from benchmarks.common import RESULTS, code_commit, environment, markdown, packages, write_json
 
-ROWS, TOLERANCE, TIMEOUT_S = 6, 1e-4, 300.0
+TIMEOUT_S = 300.0
 
 
 def compare(task: str, control: str) -> dict:
-    """The largest differences over a whole episode in ROWS rows."""
-    from embodied.data import EpisodeSpec
-    from embodied.envs import env_class, make_env
+    """The largest differences over whole episodes."""
+    from embodied.envs import env_class
     from embodied.envs.config import ManiSkillConfig
+    from embodied.envs.maniskill_proof import compare
 
-    batched_class = env_class(ManiSkillConfig())
-
-    def build(backend: str):
-        config = ManiSkillConfig(task=task, control_mode=control, backend=backend, on_success="continue")
-        return batched_class(config, ROWS) if backend == "cpu" else make_env(config, ROWS)
-
-    envs = [build("cpu_batched"), build("cpu")]
-    episodes = [EpisodeSpec(task, -1, 100 + row, row) for row in range(ROWS)]
-    starts = [env.reset(options={"episodes": episodes})[0]["state"] for env in envs]
-    worst = {"initial": float(np.abs(starts[0] - starts[1]).max()), "state": 0.0, "reward": 0.0, "success": 0}
-    rng = np.random.default_rng(0)
-    for _ in range(envs[0].env_spec.max_episode_steps):
-        actions = rng.uniform(-1, 1, (ROWS, 1, envs[0].env_spec.action.dim)).astype(np.float32)
-        a, b = (env.step_chunk(actions) for env in envs)
-        live = a.mask[:, 0] & b.mask[:, 0]
-        if not live.any():
-            break
-        worst["state"] = max(worst["state"], float(np.abs(a.obs["state"] - b.obs["state"])[live].max()))
-        worst["reward"] = max(worst["reward"], float(np.abs(a.rewards - b.rewards)[live].max()))
-        if a.success is not None:
-            worst["success"] += int((a.success != b.success)[live].sum())
-    worst["equal"] = max(worst["initial"], worst["state"], worst["reward"]) < TOLERANCE and not worst["success"]
-    return worst
+    config = ManiSkillConfig(task=task, control_mode=control)
+    return compare(env_class(config), config)[0]
 
 
 def main() -> None:
-    from embodied.envs.maniskill import BATCHED_CONTROLS, BATCHED_TASKS
+    from embodied.envs.maniskill_tasks import BATCHED_CONTROLS, BATCHED_TASKS
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(BATCHED_TASKS))

@@ -39,7 +39,7 @@ def base_recipe(
     elif "checkpoint" in own:
         named = command.name == "evaluate" and bool(values.keys() & {*ENV})
         problems += no_recipe_in(own["checkpoint"], named)
-    elif not problems:
+    elif not problems and command.name != "check":
         problems.append(missing_recipe(command.name))
     return None
 

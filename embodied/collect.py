@@ -45,6 +45,7 @@ def start(argv: list[str]) -> int:
     config, plan = commands.planned(config, learn=False)
     print(commands.describe(config, plan, weights=target.folder).replace(target.config.name, name), flush=True)
     if loaded.dry_run:
+        commands.rehearse(config)
         return 0
     out.parent.mkdir(parents=True, exist_ok=True)
     drafts = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))

@@ -84,10 +84,11 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     kind = env_class(config.env)
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
-    kind.check(config.env)
+    env = kind.proven(config.env, proofs(config))
+    kind.check(env)
     if ":" in config.env.reward:
         import_class(config.env.reward, "env.reward")
-    config = config.model_copy(update={"env": kind.resolve(config.env)})
+    config = config.model_copy(update={"env": kind.resolve(env)})
     config = config.model_copy(update={"policy": with_folder(config.policy)})
     if config.eval.dataset:
         from embodied.datasets.layout import check_pyarrow
@@ -127,6 +128,16 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
     return config, plan
 
 
+def proofs(config: RunConfig) -> Path:
+    """Where what was found out about envs on this machine is kept."""
+    return config.run.dir / "profiles"
+
+
+def rehearse(config: RunConfig) -> None:
+    """For a dry run: refuse what only a built env would refuse."""
+    env_class(config.env).rehearse(config.env)
+
+
 def placed(config: RunConfig, cores: tuple[int, ...], learn: bool) -> tuple[RunConfig, PlacementPlan]:
     """The plan; placement=auto of a training run asks the profile that was measured here, if there is one."""
     if config.placement == "auto" and learn:
@@ -154,8 +165,11 @@ def describe(
     first, *rest = plan.describe()
     tasks = env.task if isinstance(env.task, str) else ", ".join(env.task)
     protocol = choose_protocol(env_class(env), env, config.eval.protocol)
+    kind = env_class(env)
+    noted = [] if len(kind.tasks(env)) > 1 else kind.remarks(env, proofs(config))
     lines = [
         f"task        {env.name} {tasks}{f', physics {backend}' if backend else ''}",
+        *(line for note in noted for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
         *([f"pictures    {gigabytes(pictures)} an iteration"] if (pictures := picture_bytes(config)) else []),

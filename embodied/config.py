@@ -1,7 +1,7 @@
 """The configuration of a run: recipe files, then `key=value` arguments, then validation by the model of every section.
 
-Each section's model lives beside the code that reads it; here are those that belong to the run as a whole and the
-checks that span sections. Nothing imported from here needs torch, Ray or a simulator.
+Each section's model lives beside the code that reads it; here are those of the run as a whole and the checks that span
+sections. Nothing imported from here needs torch, Ray or a simulator.
 """
 
 from __future__ import annotations
@@ -225,6 +225,7 @@ class Command:
         return any(key == name or key.startswith(f"{name}.") for name in self.unused)
 
 
+NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "placement", "pipeline", "eval", "resume")
 COMMANDS = {
     "train": Command("train", "Train a policy.", {}, unused=("sft", "collect")),
     "sft": Command(
@@ -242,6 +243,7 @@ COMMANDS = {
         },
         unused=("run", "policy", "algo", "sft", "learner", "resume"),
     ),
+    "check": Command("check", "Look at an env: what it offers, whether it keeps the contract.", {}, unused=NOT_ENV),
     "evaluate": Command(
         "evaluate",
         "Play a fixed list of episodes with a trained policy and report its success.",
@@ -306,21 +308,20 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
         values.setdefault("policy.name", mine[0])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
     for source in sources:
-        lay(tree, schema, with_own_task(source))
+        lay(tree, schema, with_own_task(source, tree))
     problems += [
         f"{key} has no effect in {command.name}; leave it out"
         for key, where in tree.sources.items()
         if where == COMMAND_LINE and command.ignores(key)
     ]
     if recipe and tree.values.get("run") and tree.values["run"].get("name") is None:
-        prefix = "sft-" if command.name == "sft" else ""
-        put(tree, ("run", "name"), prefix + Path(recipe).stem, "the recipe's name")
+        put(tree, ("run", "name"), "sft-" * (command.name == "sft") + Path(recipe).stem, "the recipe's name")
     try:
         config = RunConfig.model_validate(tree.values, context={"unused": command.unused})
     except ValidationError as err:
         problems += explain(err.errors(), schema, tree, incomplete)
     if problems:
-        raise config_error(problems)
+        raise config_error(tree.doubts + problems)
     return Loaded(config, tree.sources, flags, own)
 
 

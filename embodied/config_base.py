@@ -16,6 +16,8 @@ class Strict(BaseModel):
         tuple[str, ...]
     ] = ()  # keys that replace each other: a later source that sets one unsets the others
 
+    of_task: ClassVar[tuple[str, ...]] = ()  # keys that belong to `task`: a later source that sets another unsets them
+
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:

@@ -19,6 +19,7 @@ from embodied.checkpoints import digest
 from embodied.config import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.data import EpisodeResult
 from embodied.envs import env_class
+from embodied.envs.own import file_name
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import ConfigError, EmbodiedError
 from embodied.placement import PlacementPlan
@@ -51,6 +52,8 @@ def start(argv: list[str]) -> int:
     parts = [commands.planned(part, learn=False) for part in one_env_each(loaded.config)]
     announce(loaded, parts, targets)
     if loaded.dry_run:
+        for config, _ in parts:
+            commands.rehearse(config)
         return 0
     with fresh_folder(results_folder(loaded.config, targets)) as out:
         print(f"results     {out}", flush=True)
@@ -142,7 +145,8 @@ def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult
     tasks = tuple(task for config, _ in parts for task in env_class(config.env).tasks(config.env))
     for config, plan in parts:
         config = config.model_copy(update={"policy": target.config})
-        logs = out / "logs" / (config.env.task if len(parts) > 1 else "")
+        part = file_name(config.env.task) if len(parts) > 1 else ""
+        logs = out / "logs" / part
         with commands.cluster(config, plan, logs) as cluster:
             loop = EmbodiedLoop(
                 config, cluster, learn=False, tell=lambda line: print(line, flush=True), eval_tasks=tasks
@@ -150,7 +154,7 @@ def evaluate(parts: list[Part], target: Target, out: Path) -> list[EpisodeResult
             spec = loop.start()
             check_fits(target, config.env, spec)
             loop.adopt(target.weights_for(spec))
-            dataset = out / "dataset" / (config.env.task if len(parts) > 1 else "")
+            dataset = out / "dataset" / part
             with keeping_finished(loop, out, episodes):
                 episodes += loop.evaluate(out, dataset)
             loops.append(loop)

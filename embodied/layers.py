@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from embodied import recipes
+from embodied.errors import ConfigError
 from embodied.overrides import read_yaml, yaml_problem
 from embodied.schema import Section, choices, is_path, locate, nearest
 
@@ -39,6 +40,7 @@ class Tree:
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # dotted key -> where it was set
     problems: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)  # said where there are problems
 
 
 def recipe_names() -> list[str]:
@@ -166,13 +168,17 @@ def has_no_finite_value(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def with_own_task(source: Source) -> Source:
+def with_own_task(source: Source, tree: Tree) -> Source:
     """The source with `env.name=my_tasks:Class`, where the class is a simulator's task, as what it means:
     env.name=SIMULATOR env.task=my_tasks:Class."""
     from embodied.envs.own import as_a_task
 
     named = next((value for key, value in source.values if key == ENV_NAME), None)
-    simulator = as_a_task(named)
+    simulator = None
+    try:
+        simulator = as_a_task(named)
+    except ConfigError as err:  # comes up again before a run; until then it explains other mistakes
+        tree.doubts.append(str(err))
     if simulator is None:
         return source
     others = [(key, value) for key, value in source.values if key != ENV_NAME]
@@ -187,6 +193,8 @@ def lay(tree: Tree, root: Section, source: Source) -> None:
             switch(tree, section_at(root, key[:-1]), key[:-1], value)
     for key, value in source.values:
         replace_alternatives(tree, root, key, value)
+        if key[-1] == "task":
+            drop_what_belongs_to_a_task(tree, root, key, value)
     for key, value in source.values:
         put(tree, key, own_path(root, key, value, source.folder), source.name)
 
@@ -223,6 +231,15 @@ def replace_alternatives(tree: Tree, root: Section, key: Key, value: Any) -> Non
         for other in group:
             if other != key[-1]:
                 forget(tree, (*key[:-1], other))
+
+
+def drop_what_belongs_to_a_task(tree: Tree, root: Section, key: Key, value: Any) -> None:
+    """Where a source names another task than the ones below it, what these said of theirs alone (`of_task`)."""
+    section, before = section_at(root, key[:-1]), branch(tree.values, key[:-1]) or {}
+    model = section.variants.get(section.tag(before) or "") if section else None
+    if model and before.get("task") not in (None, value):
+        for other in model.of_task:
+            forget(tree, (*key[:-1], other))
 
 
 def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:

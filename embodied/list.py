@@ -131,9 +131,15 @@ def maniskill_tasks(machine: Machine) -> Iterable[Item]:
         yield Item("maniskill", "its tasks cannot be listed", done.problem)
         return
     for task, facts in done.answer.items():
-        missing = facts["missing"]
         limit = f"{facts['steps']} steps" if facts["steps"] else "no step limit"
-        yield Item(f"maniskill {task}", limit, lacks(missing))
+        rewards = facts["rewards"]
+        way = "" if "normalized_dense" in rewards or not rewards else f", with env.reward_mode={rewards[0]}"
+        yield Item(
+            f"maniskill {task}", limit + way, lacks(facts["missing"]) or facts["several"] or NO_REWARD * (not rewards)
+        )
+
+
+NO_REWARD = "it has no reward"
 
 
 def lacks(assets: list[str]) -> str:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from embodied import assets, commands
+from embodied.commands import proofs
 from embodied.config import RunSection, load
 from embodied.envs import env_class
 from embodied.errors import ConfigError
@@ -92,7 +93,9 @@ def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str, Clus
             raise ConfigError("what to plan? name a recipe (recipe=maniskill_ppo), or a profile alone; see --help")
         return read_profile(path), path.stem, ClusterConfig(), RunSection.model_fields["dir"].default
     config = load(rest).config
-    config = config.model_copy(update={"env": env_class(config.env).resolve(config.env)})  # as it was when measured
+    kind = env_class(config.env)
+    env = kind.resolve(kind.proven(config.env, proofs(config)))  # as it was when measured
+    config = config.model_copy(update={"env": env})
     if path is None:
         path = newest_profile(config)
     return fitted_to(config, read_profile(path), path), path.stem, config.cluster, config.run.dir

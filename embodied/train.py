@@ -40,6 +40,7 @@ def follow(loaded: Loaded, program: type[EmbodiedLoop]) -> int:
     config, plan = commands.planned(loaded.config)
     origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
+        commands.rehearse(config)
         print(commands.describe(config, plan, weights=config.resume))
         print(commands.describe_memory(config), end="")
         return 0

@@ -20,6 +20,7 @@ from gymnasium.vector.utils import batch_space
 from embodied.arrays import finite_rows, host, is_tensor
 from embodied.data import ChunkResult, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import import_class
+from embodied.envs.before import BeforeARun
 from embodied.envs.pictures import Images, Pictures
 from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.envs.rewards import Reward
@@ -42,7 +43,7 @@ class StepResult:
     truncated: np.ndarray | None = None  # bool [N], where the simulator itself cuts episodes short
 
 
-class VectorEnv(GymnasiumVectorEnv):
+class VectorEnv(BeforeARun, GymnasiumVectorEnv):
     """Base of every env plug-in, constructed as `MyEnv(config, num_envs)`."""
 
     mixes_tasks = False  # whether rows of one env may play different tasks at the same time
@@ -108,15 +109,6 @@ class VectorEnv(GymnasiumVectorEnv):
 
     def _set_state(self, state: dict[str, np.ndarray]) -> None:
         raise NotImplementedError
-
-    @classmethod
-    def check(cls, config: Any) -> None:
-        """Raise `MissingAsset` or `ConfigError` if this env cannot run here. Called before a run, never prompts."""
-
-    @classmethod
-    def resolve(cls, config: Any) -> Any:
-        """The config with every "auto" decided. Called before placement."""
-        return config
 
     @classmethod
     def tasks(cls, config: Any) -> tuple[str, ...]:

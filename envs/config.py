@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -81,7 +81,12 @@ class CommonEnvConfig(Strict):
     )
 
 
+REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tasks
+
+
 class ManiSkillConfig(CommonEnvConfig):
+    of_task: ClassVar = ("max_episode_steps",)
+
     name: Literal["maniskill"] = Field(
         "maniskill", description="Which env: maniskill, libero, pointmass, gym:<id> or my_pkg.my_module:MyEnv."
     )
@@ -103,9 +108,13 @@ class ManiSkillConfig(CommonEnvConfig):
         description="Which things, plates and pictures the PutOnPlateInScene25 tasks draw; unset: train for those to "
         "train on (Main, Single), test for the variants that ask for what was not seen.",
     )
-    reward_mode: Literal["normalized_dense", "dense", "sparse"] = Field(
+    reward_mode: str = Field(
         "normalized_dense",
-        description="The simulator's own reward: shaped, within 0 to 1 or not, or 1 for success.",
+        description="The simulator's own reward: normalized_dense (shaped, within 0 to 1), dense, sparse (1 for "
+        "success), or a mode that a task of yours has.",
+    )
+    robot: str | None = Field(
+        None, description="Who plays the task, by ManiSkill's name or one that env.modules register; unset: its own."
     )
     backend: Literal["auto", "cuda", "cpu_batched", "cpu"] = Field(
         "auto",
@@ -133,6 +142,17 @@ class ManiSkillConfig(CommonEnvConfig):
     @model_validator(mode="after")
     def _something_is_hidden(self) -> ManiSkillConfig:
         check_privileged(self)
+        return self
+
+    @model_validator(mode="after")
+    def _reward_mode_exists(self) -> ManiSkillConfig:
+        """As far as it is known without the simulator: tasks of the user's may have others."""
+        tasks = (self.task,) if isinstance(self.task, str) else self.task
+        if self.reward_mode not in REWARD_MODES and not self.modules and not any(":" in task for task in tasks):
+            raise ValueError(
+                f"env.reward_mode={self.reward_mode!r} is unknown (known: {', '.join(REWARD_MODES)})"
+                f"{nearest(self.reward_mode, REWARD_MODES)}"
+            )
         return self
 
 

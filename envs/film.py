@@ -12,6 +12,7 @@ import numpy as np
 
 from embodied.data import EpisodeResult, EpisodeSpec, Recording
 from embodied.envs.base import VectorEnv
+from embodied.envs.own import file_name
 from embodied.envs.rows import Rows
 
 if TYPE_CHECKING:
@@ -116,5 +117,4 @@ def video_name(outcome: EpisodeResult) -> str:
     """episode-000_success_PushCube-v1_seed7.mp4"""
     word = {True: "success", False: "failure", None: "played"}[outcome.success_once]
     called = Path(outcome.task).stem if outcome.task.endswith(".bddl") else outcome.task
-    task = "".join(c if c.isalnum() or c in "-." else "-" for c in called)
-    return f"episode-{outcome.index:03d}_{word}_{task}_seed{outcome.seed}.mp4"
+    return f"episode-{outcome.index:03d}_{word}_{file_name(called)}_seed{outcome.seed}.mp4"

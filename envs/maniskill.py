@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,23 @@ from embodied.data import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.bridge_tasks import TWINS, is_bridge
 from embodied.envs.config import ManiSkillConfig
-from embodied.envs.maniskill_tasks import check_bridge, check_task, control_of, find_task, maker, quiet
+from embodied.envs.maniskill_tasks import (
+    BATCHED_CONTROLS,
+    BATCHED_TASKS,
+    SEVERAL,
+    check_bridge,
+    check_task,
+    control_of,
+    find_task,
+    is_listed,
+    maker,
+    quiet,
+    to_prove,
+)
 from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.errors import ConfigError
 from embodied.vulkan import ensure_vulkan
 
-# Proven equal to single envs by benchmarks/maniskill_equality.py; none needs a download.
-BATCHED_TASKS = (
-    "PushCube-v1",
-    "PullCube-v1",
-    "PickCube-v1",
-    "StackCube-v1",
-    "LiftPegUpright-v1",
-    "PlaceSphere-v1",
-    "RollBall-v1",
-    "PokeCube-v1",
-)
-BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
 DRAWING = threading.RLock()  # torch.rand and torch's generator belong to the process: one env draws at a time
 
 
@@ -58,30 +59,104 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def resolve(cls, config: ManiSkillConfig) -> ManiSkillConfig:
-        control = control_of(config)
         backend = config.backend
         if backend == "auto":
-            allowed = config.task in BATCHED_TASKS and control in BATCHED_CONTROLS
-            backend = "cuda" if has_gpu() else "cpu_batched" if allowed else "cpu"
-        return config.model_copy(update={"backend": backend, "control_mode": control})
+            backend = "cuda" if has_gpu() else "cpu_batched" if is_listed(config) else "cpu"
+        return config.model_copy(update={"backend": backend, "control_mode": control_of(config)})
+
+    @classmethod
+    def proven(cls, config: ManiSkillConfig, proofs: Path) -> ManiSkillConfig:
+        """With batched physics where a proof is kept here; refused where somebody asks for it without."""
+        wanted = config.backend == "cpu_batched" or (config.backend == "auto" and not has_gpu())
+        if not wanted or not isinstance(config.task, str) or is_listed(config):
+            return config
+        from embodied.envs.maniskill_proof import read_proof
+
+        config = config.model_copy(update={"control_mode": control_of(config)})
+        found = read_proof(config, proofs)
+        if found and found.equal:
+            return config.model_copy(update={"backend": "cpu_batched"})
+        if config.backend == "cpu_batched":
+            told = f"does not hold here: {found.problem}" if found else f"is not proven: {to_prove(config)} plays both"
+            raise ConfigError(
+                f"env.backend=cpu_batched for {config.task} with env.control_mode={config.control_mode} {told}; "
+                + (
+                    "try env.backend=cpu"
+                    + f" or env.control_mode={BATCHED_CONTROLS[0]}" * (config.task in BATCHED_TASKS)
+                )
+            )
+        return config
+
+    @classmethod
+    def remarks(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
+        """Step limits that are not the task's, and what playing single envs costs."""
+        told = []
+        own = BATCHED_TASKS.get(config.task) or find_task(config.task).max_episode_steps
+        if config.max_episode_steps not in (None, own):
+            its = f"the task's own limit is {own}" if own else "the task has no limit of its own"
+            told.append(f"episodes end after {config.max_episode_steps} env steps, by env.max_episode_steps; {its}")
+        if config.backend == "cpu":
+            from embodied.envs.maniskill_proof import cost_of_single
+
+            told.append(cost_of_single(config, proofs))
+        return told
+
+    @classmethod
+    def rehearse(cls, config: ManiSkillConfig) -> None:
+        """Build one env, which only then knows its control modes and cameras; of listed tasks they are known."""
+        plain = config.reward == "own" and not (config.cameras or config.modules or config.robot)
+        if plain and is_listed(config):
+            return
+        with cls.explained(config):
+            env = cls(cls.plain(config), 1)
+            try:
+                env.reset(seed=0)
+                env.step(np.zeros((1, env.env_spec.action.dim), np.float32))
+            finally:
+                env.close()
+
+    @classmethod
+    def plain(cls, config: ManiSkillConfig) -> ManiSkillConfig:
+        """As ManiSkill itself plays it."""
+        return cls.resolve(config.model_copy(update={"backend": "cuda" if config.backend == "cuda" else "cpu"}))
+
+    @classmethod
+    def explained(cls, config: ManiSkillConfig) -> AbstractContextManager[None]:
+        from embodied.envs.maniskill_facts import explained
+
+        return explained(config.task)
+
+    @classmethod
+    def prove(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
+        """Play batched and single envs, and keep whether they are equal."""
+        from embodied.envs.maniskill_proof import figures, prove
+
+        config = config.model_copy(update={"control_mode": control_of(config)})
+        found, path = prove(cls, config, proofs)
+        gain = f"{found.speedup:.1f} times as fast as single envs here" if found.speedup else "not timed"
+        if found.equal:
+            used = "env.backend=auto uses it" if not has_gpu() else "a GPU is used before it"
+            return [f"batched equals single envs ({figures(found.worst)}), {gain}; {used}", f"proof: {path}"]
+        return [f"single envs only. Batched physics is not for this task: {found.problem}; {gain}", f"kept: {path}"]
+
+    def facts(self) -> dict[str, str]:
+        from embodied.envs.maniskill_facts import facts
+
+        return facts(self.envs[0], self.config)
 
     @classmethod
     def check(cls, config: ManiSkillConfig) -> None:
         if config.backend == "cuda" and not has_gpu():
             raise ConfigError("env.backend=cuda needs an NVIDIA GPU, and this machine shows none; try env.backend=auto")
-        if config.backend == "cpu_batched" and config.task not in BATCHED_TASKS:
-            raise ConfigError(
-                f"env.backend=cpu_batched is proven for {', '.join(BATCHED_TASKS)} only; "
-                f"for {config.task} try env.backend=cpu"
-            )
-        if config.backend == "cpu_batched" and control_of(config) not in BATCHED_CONTROLS:
-            raise ConfigError(
-                f"env.backend=cpu_batched with env.control_mode={config.control_mode} would move the arm differently "
-                f"from a single env; use one of {', '.join(BATCHED_CONTROLS)}, or env.backend=cpu"
-            )
         ensure_vulkan()
-        if config.task not in BATCHED_TASKS:
-            check_task(config.task)
+        for task in cls.tasks(config):
+            if task not in BATCHED_TASKS or config.robot or config.modules:
+                from embodied.envs.maniskill_facts import check_reward, check_robot
+
+                one = config.model_copy(update={"task": task})
+                check_task(task)
+                check_reward(one)
+                check_robot(one)
         check_bridge(config)
 
     def __init__(self, config: ManiSkillConfig, num_envs: int) -> None:
@@ -89,6 +164,8 @@ class ManiSkillEnv(VectorEnv):
         self.envs = build(config, num_envs)
         self.batched = config.backend != "cpu"
         env = self.envs[0]
+        if len(getattr(env.agent, "agents", ())) > 1:
+            raise ConfigError(f"env.task={config.task} has several robots; {SEVERAL}")
         low, high = env.single_action_space.low, env.single_action_space.high
         self._scale, self._offset = (high - low) / 2, (high + low) / 2
         if is_bridge(config.task):
@@ -234,6 +311,8 @@ class ManiSkillEnv(VectorEnv):
 
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
+    from embodied.envs.maniskill_facts import check_reward, check_robot, refused
+
     ensure_vulkan()
     height, width = config.image_size
     view = {"height": height, "width": width} if config.cameras else {}
@@ -252,17 +331,19 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                     render_backend="gpu" if config.backend == "cuda" or os.environ.get("EMBODIED_RENDER") else "cpu",
                     sensor_configs=view,
                     human_render_camera_configs={"shader_pack": config.shader, **view},
+                    **({"robot_uids": config.robot} if config.robot else {}),
                     **({"object_set": config.object_set} if config.object_set else {}),
                 )
             except (AssertionError, NotImplementedError) as err:  # ManiSkill's words for options a task does not have
-                asked = ", ".join(f"env.{name}={getattr(config, name)}" for name in ("control_mode", "reward_mode"))
-                raise ConfigError(f"ManiSkill refuses {config.task} with {asked}: {err}") from None
+                raise refused(config, err) from None
 
         check_task(config.task)
+        check_reward(config)
+        check_robot(config)
         if config.backend == "cpu_batched":
             from embodied.envs.maniskill_batch import make_batched
 
-            return [make_batched(make, num_envs, numbers)]
+            return [make_batched(make, num_envs, numbers, trimmed=config.task in BATCHED_TASKS)]
         if config.backend == "cuda":
             return [make(num_envs).unwrapped]
         return [make().unwrapped for _ in range(num_envs)]
@@ -273,8 +354,9 @@ def numbers(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[st
     from that, what does not."""
     from mani_skill.utils import common
 
-    extra = env._get_obs_extra(info)
-    parts = {"state": {"agent": env._get_obs_agent(), "extra": extra}}
+    full = env.obs_mode == "state"  # some tasks have a way of their own to tell it
+    extra = {} if full else env._get_obs_extra(info)
+    parts = {"state": env._get_obs_state_dict(info) if full else {"agent": env._get_obs_agent(), "extra": extra}}
     if privileged:
         before = env._obs_mode, env.obs_mode_struct.state  # tasks ask one or the other what to tell
         env._obs_mode, env.obs_mode_struct.state = "state", True

@@ -20,6 +20,7 @@ from mani_skill.agents.controllers.utils.kinematics import Kinematics
 from mani_skill.envs import sapien_env
 from mani_skill.envs.scene import ManiSkillScene
 from mani_skill.render.utils import can_render
+from mani_skill.utils.building.actor_builder import ActorBuilder
 from mani_skill.utils.structs.articulation import Articulation
 from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 
@@ -28,23 +29,28 @@ from embodied.envs.maniskill_physics import BatchedCpuPhysics
 RigidBody = sys.modules["mani_skill.utils.structs.base"].PhysxRigidBodyComponentStruct
 
 
-def make_batched(make, num_envs: int, look) -> Any:
-    """The env that `make(num_envs=...)` builds, unwrapped, reset once and ready; `look(env, info)` observes it."""
-    with replaced_names():
+def make_batched(make, num_envs: int, look, trimmed: bool = True) -> Any:
+    """The env that `make(num_envs=...)` builds, unwrapped, reset once and ready; `look(env, info)` observes it.
+    `trimmed`: fetch only what the first steps read, for tasks that are known to read the same in all steps."""
+    with replaced_names(planes=not trimmed):
         env = make(num_envs=num_envs).unwrapped
         env.reset(seed=0)
         physics = env.scene.px
-        physics.watch()
+        if trimmed:
+            physics.watch()
         action = torch.zeros((num_envs, env.single_action_space.shape[0]))
         for _ in range(2):  # everything that is looked up lazily, by the code that a rollout runs
             look(env, env.step(action)[-1])
         env.reset(seed=0, options={"env_idx": torch.arange(num_envs)})
-        physics.settle()
+        if trimmed:
+            physics.settle()
     return env
 
 
 @contextmanager
-def replaced_names() -> Iterator[None]:
+def replaced_names(planes: bool) -> Iterator[None]:
+    """`planes`: the ground is in every scene. ManiSkill puts it into the first alone, since a GPU's scenes share it;
+    the listed tasks play on a table and never touch it."""
     changes = [
         (sapien.physx, "PhysxGpuSystem", BatchedCpuPhysics),
         (sapien_env, "CPU_SIM_BACKENDS", frozenset()),
@@ -54,6 +60,8 @@ def replaced_names() -> Iterator[None]:
         (ArticulationJoint, "_data_index", named(cached_property(joint_rows), "_data_index")),
         (Kinematics, "_setup_cpu", Kinematics._setup_gpu),
     ]
+    if planes:
+        changes.append((ActorBuilder, "__init__", init_with_planes))
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
@@ -62,6 +70,14 @@ def replaced_names() -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+INIT = ActorBuilder.__init__
+
+
+def init_with_planes(builder: Any) -> None:
+    INIT(builder)
+    builder.set_allow_overlapping_plane_collisions(True)
 
 
 def setup_scene(env: Any) -> None:

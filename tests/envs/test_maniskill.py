@@ -166,7 +166,7 @@ def test_what_cannot_run_is_refused_before_the_run(options, error, says, monkeyp
     monkeypatch.setattr("embodied.envs.maniskill.has_gpu", lambda: False)
     config = ManiSkillConfig(**options)
     with pytest.raises(error, match=says):
-        env_class(config).check(config)
+        env_class(config).check(env_class(config).proven(config, tmp_path))
 
 
 def test_what_a_task_needs_and_does_not_tell_maniskill_is_missed_too(monkeypatch):

@@ -1,0 +1,86 @@
+"""Look at an env before anything is trained: python -m embodied.check env.task=my_tasks:MyTask-v1
+
+Builds it, says what can be observed and chosen, plays some episodes to see whether it keeps the contract that all
+envs keep, and finds out what only this machine can tell: for ManiSkill, whether batched physics is equal for this task.
+"""
+
+from __future__ import annotations
+
+import sys
+from textwrap import wrap
+from typing import Any
+
+from embodied import commands
+from embodied.config import RunConfig, load
+from embodied.envs import env_class
+
+ROWS = 4
+ATOL = 1e-5  # a row's numbers may depend a little on which rows are simulated with it
+
+
+def main(argv: list[str] | None = None) -> int:
+    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+
+
+def start(argv: list[str]) -> int:
+    loaded = load(["run.iterations=1", *argv], entry="check")
+    if loaded is None:
+        return 0
+    kind = env_class(loaded.config.env)
+    for task in kind.tasks(loaded.config.env) if not kind.mixes_tasks else [loaded.config.env.task]:
+        check(loaded.config.model_copy(update={"env": loaded.config.env.model_copy(update={"task": task})}))
+    return 0
+
+
+def check(config: RunConfig) -> None:
+    """One task, line by line as it is found out."""
+    kind = env_class(config.env)
+    kind.check(config.env)
+    show("task", f"{config.env.name} {config.env.task}")
+    with kind.explained(config.env):
+        env = kind(kind.plain(config.env), ROWS)
+        try:
+            for name, told in {**env.facts(), **seen(env)}.items():
+                show(name, told)
+            if problem := env.film_problem():
+                show("film", f"cannot be filmed here: {problem}")
+            judge(env)
+        finally:
+            env.close()
+    for number, line in enumerate(kind.prove(config.env, commands.proofs(config))):
+        show("" if number else "physics", line)
+
+
+def judge(env: Any) -> None:
+    from embodied.envs.check import check_vector_env
+
+    check_vector_env(env, ATOL)
+    show("contract", f"kept, with {ROWS} envs: resets, ends, chunks, frames and saved states are as they have to be")
+
+
+def seen(env: Any) -> dict[str, str]:
+    """What every env says of itself."""
+    spec = env.env_spec
+    action = f"{spec.action.num_choices} choices" if spec.action.discrete else f"{spec.action.dim} numbers from -1 to 1"
+    parts = [f"state of {spec.state_dim} numbers"] * bool(spec.state_dim)
+    parts += [f"{spec.privileged_dim} numbers for the learner only"] * bool(spec.privileged_dim)
+    parts += [f"images of {camera} {list(shape)}" for camera, shape in spec.images.items()]
+    parts += ["an instruction"] * spec.instruction
+    told = {
+        True: "told in every step",
+        False: "not told: evaluations report returns only, and env.reward=success cannot be trained with",
+    }
+    return {
+        "observed": ", ".join(parts),
+        "actions": action,
+        "episodes": f"at most {spec.max_episode_steps} env steps here",
+        "success": told[spec.has_success],
+    }
+
+
+def show(name: str, told: str) -> None:
+    print("\n".join(wrap(f"{name:<11} {told}", commands.WIDTH, subsequent_indent=" " * 12)), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
