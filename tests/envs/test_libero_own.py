@@ -198,7 +198,9 @@ def test_the_commands_of_the_page_do_what_they_say(mine):
         short = {
             "train": ["run.iterations=1", "eval.episodes=2", "eval.videos=1", "env.max_episode_steps=20"],
             "evaluate": ["eval.episodes=2", "eval.videos=1"],
-            "benchmark": ["rounds=1", "iterations=1", "warmup=0"],
+            "benchmark": ["rounds=1", "modes=collocated", "algo.rollout_decisions=2", "algo.minibatch_size=16"],
+            "profiling": ["seconds=20", "algo.rollout_decisions=2", "algo.minibatch_size=16"],
+            "plan": ["algo.rollout_decisions=2", "algo.minibatch_size=16"],
         }
         words = shlex.split(command)[1:]
         more = next((short[name] for name in short if f"embodied.{name}" in words), [])
