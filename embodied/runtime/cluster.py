@@ -66,6 +66,7 @@ class Cluster:
         self._makings: dict[str, tuple[WorkerSpec, Any, Any]] = {}  # worker -> (spec, packed arguments, arguments)
         self._channels: dict[str, Channel] = {}
         self._channels_of: dict[str, set[str]] = defaultdict(set)  # worker -> names of the channels it was given
+        self._started: list[str] = []  # hosts
         self._dead_hosts: dict[str, Failure] = {}
         self._losses: dict[str, Failure] = {}  # dead hosts to be replaced that `settle` has not told yet
         self._keeper: Keeper | None = None
@@ -79,6 +80,7 @@ class Cluster:
         try:
             for plan in self.hosts:
                 self._backend.spawn(plan)
+                self._started.append(plan.name)
         except BaseException:
             self.close(0)
             raise
@@ -276,6 +278,8 @@ class Cluster:
             cause = next((f for f in self._failures if (f.worker, f.cause) == failure.follows), None)
             if cause is None:  # a worker closed the channel itself, and may be about to say why
                 peer = failure.follows[0]
+                if self._keeper and (ended := self._keeper.ended(peer)):
+                    return ended
                 patience_s = _RANK_DEATH_S if peer in self._groups else _FIRST_CAUSE_S
                 self._changed.wait_for(partial(self._spoke, peer), patience_s)
                 return self._news() or failure
@@ -329,9 +333,9 @@ class Cluster:
             failure, again = self._keeper.died(host, failure) if self._keeper else (failure.final(""), False)
             self._dead_hosts[host] = failure
             died = ("died", host, failure.worker, failure.cause, again)
-            for plan in self.hosts:
-                if plan.name not in self._dead_hosts:
-                    self._backend.call(plan.name, died)
+            for other in list(self._started):
+                if other not in self._dead_hosts:
+                    self._backend.call(other, died)
             self._backend.host.control(died)
         if not again:
             self._fail(calls.values(), failure, workers)

@@ -47,6 +47,14 @@ class Keeper:
             self._condemned[host] = failure
             self._backend.kill(host)
 
+    def ended(self, peer: str) -> Failure | None:
+        """Why a worker, or one of a role, is being killed for good; its death may be told only after what follows from
+        it."""
+        for host, failure in self._condemned.items():
+            if not self.supervisor.replaces(host) and peer in (failure.worker, failure.worker.rpartition("-")[0]):
+                return failure.final("")
+        return None
+
     def check(self, calls: Iterable[Call]) -> None:
         """Kills the hosts that have been silent for too long; looks every `check_s`."""
         now = self._clock()

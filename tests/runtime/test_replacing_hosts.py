@@ -262,3 +262,15 @@ def test_inline_replaces_nothing(tmp_path):
         cluster.supervise([a], [], Budget(3, 600, 1))
         with pytest.raises(WorkerFailed, match="bad grip"):
             cluster.settle(a.raise_error(ValueError("bad grip")))
+
+
+def test_a_host_that_dies_before_the_others_are_there_ends_the_run_with_its_cause(tmp_path):
+    def kill_the_first(host, pid):
+        if host == "one":
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.5)  # its death is known when the next host is started
+
+    with Cluster("local", HOSTS, timeout_s=60, on_start=kill_the_first) as cluster:
+        a = cluster.launch(Pupil, "a")
+        with pytest.raises(WorkerFailed, match="one: its process was killed by SIGKILL"):
+            a.add(1).wait()
