@@ -78,7 +78,12 @@ def verify(checkpoint: Path) -> dict:
             raise CheckpointError(f"checkpoint {checkpoint} is incomplete: {name} is missing")
         if digest(path) != expected:
             raise CheckpointError(f"checkpoint {checkpoint} is damaged: {name} does not match its checksum")
-    state = read_json(checkpoint / STATE)
+    return read_json(checkpoint / STATE)
+
+
+def read_counters(checkpoint: Path) -> dict:
+    """The driver state of a checkpoint that a run goes on from."""
+    state = verify(checkpoint)
     if odd := [key for key in COUNTERS if type(state.get(key)) not in (int, float) or not state[key] >= 0]:
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {STATE} has {odd[0]}={state.get(odd[0])!r}")
     return state

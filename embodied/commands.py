@@ -295,12 +295,12 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
 def what_next(folder: RunFolder, error: Exception) -> list[str]:
     """After a worker failed for good: lines for who has to mend it."""
     saved = any(folder.checkpoints.glob("v[0-9]*"))
+    crashed = "its process" in str(error) or "hung" in str(error)
     goes_on = "continue from the last checkpoint" if saved else "nothing was saved yet; begin it again"
     command = folder.info().get("command", "train")
-    lines = [f"  {goes_on}: python -m embodied.{command} {quote(f'resume={folder.path}')}"]
-    if "its process" in str(error) or "hung" in str(error):
-        lines.append("  if this repeats: python -m embodied.doctor")
-    return lines
+    resume = f"  {goes_on}: python -m embodied.{command} {quote(f'resume={folder.path}')}"
+    doctor = "  if this repeats: python -m embodied.doctor"
+    return [resume] * (saved or crashed) + [doctor] * crashed
 
 
 def record_end(folder: RunFolder, state: str, cause: str) -> None:

@@ -79,8 +79,9 @@ def compare(
     played = {}
     for target in targets:
         folder = out / target.name
-        if (folder / RESULTS).is_file():  # an earlier call got as far
-            played[target.name] = read_results(folder)[1]
+        if (folder / RESULTS).is_file():
+            results, played[target.name] = read_results(folder)
+            print(f"{target.name}, played before: {describe_results(results)}{describe_tasks(results)}")
         else:
             played[target.name] = evaluate(parts, target, policies[target.name], folder)
     print(describe_comparison(write_comparison(out, played)))
@@ -139,14 +140,17 @@ def results_folder(config: RunConfig, targets: list[Target]) -> Path:
 
 @contextmanager
 def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
-    """The folder in which the same evaluation was interrupted. Otherwise this one, or with a number where others are:
-    nothing is overwritten, and no empty one stays."""
+    """The folder in which the same evaluation was interrupted, if nobody is at it. Otherwise this one, or with a number
+    where others are: nothing is overwritten, and no empty one stays."""
     for attempt in count(1):
         out = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
-        new = not out.exists()
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True)
+            new = True
+        except FileExistsError:
+            new = False
         lock = os.open(out, os.O_RDONLY)
-        if taken(lock) is not False and (new or is_part_of(out, asked)):
+        if (mine := taken(lock)) is not False and (new or (mine and is_part_of(out, asked))):
             break
         os.close(lock)
     try:

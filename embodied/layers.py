@@ -243,12 +243,23 @@ def drop_what_belongs_to_a_task(tree: Tree, root: Section, key: Key, value: Any)
 
 
 def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
-    """A relative path, made absolute where it was stated."""
+    """A relative path, made absolute where it was stated; that of a task's file as well."""
+    if key == ENV_TASK:
+        files = [str(folder / Path(one).expanduser()) if is_task_file(one) else one for one in as_list(value)]
+        return files if isinstance(value, list) else files[0]
     at = locate(root, key)
     found = at[0].field(at[1]) if at else None
     if found is None or not isinstance(value, str) or not is_path(found) or value in choices(found.annotation):
         return value
     return str(folder / Path(value).expanduser())
+
+
+def as_list(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def is_task_file(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith(".bddl")
 
 
 def branch(values: dict, key: Key) -> dict | None:

@@ -134,7 +134,9 @@ def maniskill_tasks(machine: Machine) -> Iterable[Item]:
         limit = f"{facts['steps']} steps" if facts["steps"] else "no step limit"
         rewards = facts["rewards"]
         way = "" if "normalized_dense" in rewards or not rewards else f", with env.reward_mode={rewards[0]}"
-        yield Item(f"maniskill {task}", limit + way, lacks(facts["missing"]) or NO_REWARD * (not rewards))
+        yield Item(
+            f"maniskill {task}", limit + way, lacks(facts["missing"]) or facts["several"] or NO_REWARD * (not rewards)
+        )
 
 
 NO_REWARD = "it has no reward"

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,16 +54,22 @@ class Done:
         return f"{before}{lines[-1]}" if lines else ""
 
 
+@cache
+def version_of(package: str) -> str | None:
+    """Of an installed distribution. Its whole description is parsed for that, so once in a process."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 class Machine:
     python = sys.version_info[:3]
     environ: Mapping[str, str] = os.environ
 
     def version(self, package: str) -> str | None:
         """Of an installed distribution."""
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return None
+        return version_of(package)
 
     def installed(self) -> dict[str, str]:
         """Version by normalised name of every distribution."""

@@ -100,7 +100,7 @@ def tasks() -> dict[str, Any]:
     """ManiSkill's tasks: step limit, rewards, and which downloads each lacks here."""
     from embodied.envs.config import REWARD_MODES
     from embodied.envs.maniskill_facts import reward_modes
-    from embodied.envs.maniskill_tasks import missing_assets, registered
+    from embodied.envs.maniskill_tasks import SEVERAL, has_several_robots, missing_assets, registered
     from embodied.vulkan import ensure_vulkan
 
     ensure_vulkan()
@@ -108,6 +108,7 @@ def tasks() -> dict[str, Any]:
         name: {
             "steps": spec.max_episode_steps,
             "missing": missing_assets(name),
+            "several": SEVERAL if has_several_robots(spec.cls) else "",
             "rewards": [mode for mode in reward_modes(spec.cls) if mode in REWARD_MODES],
         }
         for name, spec in sorted(registered().items())

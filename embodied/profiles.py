@@ -80,6 +80,9 @@ def cost_key(config: RunConfig) -> str:
     for section, keys in AMOUNTS.items():
         for key in keys:
             said[section].pop(key, None)
+    for key in ("modules", "robot"):  # where nobody names any, profiles from before there were these keys hold
+        if not said["env"].get(key, True):
+            del said["env"][key]
     return hashlib.sha256(json.dumps([said, processor()], sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from embodied import commands
-from embodied.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_sims, verify, write_checkpoint
+from embodied.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims, write_checkpoint
 from embodied.config import Loaded, RunConfig, load
 from embodied.errors import CheckpointError, NothingToLearn, WorkerFailed
 from embodied.evaluate import begin_in_run, evaluate_in_run
@@ -129,7 +129,7 @@ def fresh(loop: EmbodiedLoop, folder: RunFolder) -> dict:
 
 def resume(loop: EmbodiedLoop, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
     """Continue from a checkpoint: weights, optimizer, env rows, counters; later metrics are dropped and made again."""
-    state = verify(checkpoint)
+    state = read_counters(checkpoint)
     folder.keep_metrics(state["iteration"])
     sims = read_sims(checkpoint)
     try:

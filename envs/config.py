@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from embodied.config_base import Strict
-from embodied.envs.libero_suites import tasks_of
+from embodied.config_base import LocalPath, Strict
+from embodied.envs.libero_suites import is_own, tasks_of
 
 EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 OnSuccess = Literal["truncate", "terminate", "continue"]
@@ -184,7 +184,9 @@ SIM_BYTES, SCENE_BYTES, SCENE_WITH_IMAGES_BYTES = 0.7e9, 0.3e9, 0.8e9  # of LIBE
 class LiberoConfig(CommonEnvConfig):
     name: Literal["libero"] = Field(description="The LIBERO benchmark: 130 tasks of one arm on a table or floor.")
     task: Tasks = Field(
-        "libero_object/0", description="A task (libero_object/3), a suite (libero_object), or a list of these."
+        "libero_object/0",
+        description="A task (libero_object/3), a suite (libero_object), or a list of these; one of your own is "
+        "path/to/task.bddl or my_tasks:MyTask.",
     )
     num_envs: int = Field(8, gt=0, description="As for all envs; rows of one task share its memory.")
     on_success: OnSuccess = Field("terminate", description="As for all envs; the reward is 1 where the task is solved.")
@@ -192,6 +194,11 @@ class LiberoConfig(CommonEnvConfig):
         "drawn",
         description="Where training episodes begin: objects placed at random as the task says, or in the benchmark's "
         "own stored states, which libero-v1 evaluates on.",
+    )
+    states_file: LocalPath | None = Field(
+        None,
+        description="Initial states of a task of your own, a .npy or .npz file: evaluations begin in them, with "
+        "env.initial_states=stored training too; unset: placements are drawn.",
     )
     state: Literal["full", "proprio"] = Field(
         "full", description="Observed numbers: everything's place, or only what the arm feels (8 numbers)."
@@ -214,7 +221,13 @@ class LiberoConfig(CommonEnvConfig):
 
     @model_validator(mode="after")
     def _tasks_exist(self) -> LiberoConfig:
-        tasks_of(self.task)
+        tasks = tasks_of(self.task)
+        if self.states_file is not None and (len(tasks) > 1 or not is_own(tasks[0])):
+            raise ValueError(
+                f"env.states_file={self.states_file} belongs to one task of your own: env.task=my_task.bddl"
+            )
+        if self.initial_states == "stored" and is_own(tasks[0]) and self.states_file is None:
+            raise ValueError(f"env.initial_states=stored: {tasks[0]} has no stored states; set env.states_file")
         return self
 
     def worker_bytes(self, rows: int) -> float:

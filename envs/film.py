@@ -5,6 +5,7 @@ flat.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -115,4 +116,5 @@ class Told:
 def video_name(outcome: EpisodeResult) -> str:
     """episode-000_success_PushCube-v1_seed7.mp4"""
     word = {True: "success", False: "failure", None: "played"}[outcome.success_once]
-    return f"episode-{outcome.index:03d}_{word}_{file_name(outcome.task)}_seed{outcome.seed}.mp4"
+    called = Path(outcome.task).stem if outcome.task.endswith(".bddl") else outcome.task
+    return f"episode-{outcome.index:03d}_{word}_{file_name(called)}_seed{outcome.seed}.mp4"

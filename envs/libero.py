@@ -19,9 +19,10 @@ from embodied.envs import libero_images as images
 from embodied.envs import libero_shelf as shelf
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import LiberoConfig
+from embodied.envs.libero_own import check_own, check_width, limit_of, read_states
 from embodied.envs.libero_scene import Row, Scene
 from embodied.envs.libero_state import PROPRIO, SHOWN, StateReader, state_layout
-from embodied.envs.libero_suites import SETTLING_STEPS, SUITES, max_steps, tasks_of
+from embodied.envs.libero_suites import SETTLING_STEPS, is_own, max_steps, tasks_of
 from embodied.envs.libero_tasks import task_files
 from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.errors import ConfigError, MissingAsset
@@ -36,11 +37,23 @@ RULES = (
 )
 
 
+def own_protocol(config: LiberoConfig) -> Protocol:
+    """For tasks of the user's own: the states that are given, or placements drawn by the episodes' seeds."""
+    number = 0 if config.states_file is None else len(read_states(config.states_file))
+    begin = f"from the {number} stored states of env.states_file in their order" if number else "from drawn placements"
+    rules = (
+        f"a task of one's own {begin}, after {SETTLING_STEPS} settling steps, to the first success or the step limit"
+    )
+    return Protocol("libero-own-v1", rules, {"on_success": "terminate"}, number)
+
+
 class LiberoEnv(VectorEnv):
     mixes_tasks = True
 
     @classmethod
     def protocols(cls, config: LiberoConfig) -> tuple[Protocol, ...]:
+        if is_own(tasks_of(config.task)[0]):
+            return own_protocol(config), AS_TRAINED
         trained = {
             "drawn": "training drew placements of its own and never began in one of these",
             "stored": "training began in the same states (env.initial_states=stored)",
@@ -54,6 +67,7 @@ class LiberoEnv(VectorEnv):
             raise MissingAsset(f"env.name=libero needs the package {PACKAGE}, which is not installed: {HOW}")
         if config.cameras:
             images.opengl()
+        check_own(config)
 
     @classmethod
     def tasks(cls, config: LiberoConfig) -> tuple[str, ...]:
@@ -63,19 +77,22 @@ class LiberoEnv(VectorEnv):
         self.all_tasks = tasks_of(config.task)
         self._stored: dict[str, np.ndarray] = {}
         self._readers: WeakKeyDictionary[Scene, StateReader] = WeakKeyDictionary()
-        self._layout = state_layout([task_files(task) for task in self.all_tasks])
+        self.config = config
+        self._layout = state_layout([self._scene(t) if is_own(t) else task_files(t) for t in self.all_tasks])
         side = config.image_size
         spec = EnvSpec(
             action=ActionSpec(7),
             state_dim=PROPRIO if config.state == "proprio" else self._layout.size,
             images=dict.fromkeys(config.cameras, (side, side, 3)),
             instruction=True,
-            max_episode_steps=config.max_episode_steps or max_steps(self.all_tasks),
+            max_episode_steps=max(self._steps_of(task) for task in self.all_tasks),
             has_success=True,
             control_hz=CONTROL_HZ,
             backend=f"mujoco {version('mujoco')}, robosuite {version('robosuite')}",
         )
         super().__init__(config, num_envs, spec)
+        if config.states_file is not None:  # a file that does not fit is refused now
+            self._stored[self.all_tasks[0]] = self._states_of(self.all_tasks[0])
         self._rows: list[Row | None] = [None] * num_envs
         self._task: list[str] = [""] * num_envs
         self._limit = np.full(num_envs, spec.max_episode_steps)
@@ -88,7 +105,7 @@ class LiberoEnv(VectorEnv):
         for row, episode in zip(rows, episodes, strict=True):
             if self._task[row] != (task := self.task_of(episode)):
                 self._rows[row], self._task[row] = None, task
-            self._limit[row] = self.config.max_episode_steps or SUITES[task.partition("/")[0]].max_steps
+            self._limit[row] = self._steps_of(task)
         success = np.zeros(len(rows), bool)
         for at, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
             scene = self._scene(self._task[row])
@@ -147,6 +164,9 @@ class LiberoEnv(VectorEnv):
         """What a row has of its own of a simulation: for experts."""
         return self._rows[row]
 
+    def _steps_of(self, task: str) -> int:
+        return self.config.max_episode_steps or limit_of(task) or max_steps([task])
+
     def _initial_state(self, episode: EpisodeSpec) -> np.ndarray | None:
         """The stored state an episode starts from; None: a placement of its own."""
         number = episode.init_state_id
@@ -154,11 +174,18 @@ class LiberoEnv(VectorEnv):
             return None
         task = self.task_of(episode)
         if task not in self._stored:
-            self._stored[task] = task_files(task).initial_states()
+            self._stored[task] = self._states_of(task)
         states = self._stored[task]
         if number >= len(states):
             raise ValueError(f"{task} has the stored initial states 0 to {len(states) - 1}, not {number}")
         return states[number if number >= 0 else episode.seed % len(states)]
+
+    def _states_of(self, task: str) -> np.ndarray:
+        if not is_own(task):
+            return task_files(task).initial_states()
+        states, model = read_states(self.config.states_file), self._scene(task).model
+        check_width(self.config.states_file, task, states, 1 + model.nq + model.nv)
+        return states
 
     def _read(self, mine: Row) -> np.ndarray:
         if mine.scene not in self._readers:

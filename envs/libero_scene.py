@@ -15,18 +15,20 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import types
 import warnings
 import weakref
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from embodied.envs.libero_suites import SETTLING_STEPS
 from embodied.envs.libero_tasks import TaskFiles
-from embodied.errors import EmbodiedError
+from embodied.errors import ConfigError, EmbodiedError
 
 SUBSTEPS = 25  # physics steps of 2 ms per env step
 SHOWN = 23  # LIBERO's observations show the state after this physics step of the env step (counted from 0)
@@ -54,8 +56,7 @@ class Scene:
         self.files = files
         self.shown = shown
         self._mujoco, new_env = simulator()
-        with quiet():
-            self.env = new_env(str(files.bddl))
+        self.env = build(files, new_env)
         self.env.hard_reset = False
         self.sim, self.robot = self.env.sim, self.env.robots[0]
         self.model = self.sim.model._model
@@ -160,6 +161,24 @@ class Scene:
 
 _drawing = threading.Lock()
 _loading = threading.RLock()
+
+
+def build(files: TaskFiles, new_env: Any) -> Any:
+    """robosuite's env of a task; what is wrong with one of the user's own in a line."""
+    if files.states is not None:
+        with quiet():
+            return new_env(str(files.bddl))
+    from embodied.envs.libero_own import check_buildable
+
+    with quiet():
+        check_buildable(files)
+        try:
+            return new_env(str(files.bddl))
+        except Exception as err:
+            last = traceback.extract_tb(err.__traceback__)[-1]
+            told = " ".join(f"{type(err).__name__}: {err}".split())
+            where = f"{Path(last.filename).name}, line {last.lineno}"
+            raise ConfigError(f"{files.name}: LIBERO cannot build {files.bddl}: {told} ({where})") from err
 
 
 @contextlib.contextmanager

@@ -35,9 +35,9 @@ class Layout:
         return HAND + PLACE * (self.movable + self.fixtures) + self.joints
 
 
-def state_layout(tasks: Sequence[TaskFiles]) -> Layout:
-    """The layout that fits all these tasks."""
-    counts = [count_things(files) for files in tasks]
+def state_layout(tasks: Sequence[TaskFiles | Scene]) -> Layout:
+    """The layout that fits all these tasks; of the user's own ones the scenes are asked."""
+    counts = [count_built(each) if isinstance(each, Scene) else count_things(each) for each in tasks]
     return Layout(*(max(count) for count in zip(*counts, strict=True)))
 
 
@@ -48,12 +48,24 @@ def count_things(files: TaskFiles) -> tuple[int, int, int]:
     return len(movable), len(fixtures), joints
 
 
+def count_built(scene: Scene) -> tuple[int, int, int]:
+    movable, fixtures = things_in(scene)
+    return len(movable), len(fixtures), len(furniture_joints(scene))
+
+
+def things_in(scene: Scene) -> tuple[list[str], list[str]]:
+    """Movable objects and fixtures that have a body; a room that a class of the user's built may have none."""
+    return tuple(
+        [name for name in names if name in scene.env.obj_body_id] for names in thing_names(scene.files.bddl.read_text())
+    )
+
+
 class StateReader:
     """Reads the rows of one scene in a layout."""
 
     def __init__(self, scene: Scene, layout: Layout) -> None:
         env, robot = scene.env, scene.robot
-        movable, fixtures = thing_names(scene.files.bddl.read_text())
+        movable, fixtures = things_in(scene)
         self._hand_site = robot.eef_site_id
         self._hand_body = env.sim.model.body_name2id(robot.robot_model.eef_name)
         self._joints, self._fingers = robot._ref_joint_pos_indexes, robot._ref_gripper_joint_pos_indexes

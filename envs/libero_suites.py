@@ -31,16 +31,30 @@ SUITES = {
 SETTLING_STEPS = 10  # played with an open gripper before an episode begins, so that objects come to rest
 
 
+OWN_STEPS = 300  # env steps of an episode of a task of one's own that does not say
+
+
+def is_own(task: str) -> bool:
+    """Whether a task is the user's: path/to/task.bddl or my_tasks:MyTask."""
+    return task.endswith(".bddl") or ":" in task
+
+
 def tasks_of(selection: str | Sequence[str]) -> tuple[str, ...]:
     """Task names that `env.task` means: a task, a suite, or a list of these. ValueError says what is wrong."""
     names = [selection] if isinstance(selection, str) else list(selection)
     found: list[str] = []
     for name in names:
         suite, _, number = name.partition("/")
+        if is_own(name):
+            found.append(name)
+            continue
         if suite not in SUITES:
             near = difflib.get_close_matches(suite, SUITES, 1, 0.4)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"env.task={name!r}: the suites are {', '.join(SUITES)}{hint}")
+            raise ValueError(
+                f"env.task={name!r}: the suites are {', '.join(SUITES)}{hint}; a task of your own is "
+                "path/to/task.bddl or my_tasks:MyTask"
+            )
         count = SUITES[suite].num_tasks
         if "/" not in name:
             found += [f"{suite}/{index}" for index in range(count)]
@@ -51,9 +65,11 @@ def tasks_of(selection: str | Sequence[str]) -> tuple[str, ...]:
     if len(set(found)) < len(found):
         twice = next(name for name in found if found.count(name) > 1)
         raise ValueError(f"env.task names {twice} twice")
+    if len({is_own(name) for name in found}) > 1:
+        raise ValueError("env.task mixes tasks of your own with the benchmark's, which are evaluated in another way")
     return tuple(found)
 
 
 def max_steps(tasks: Sequence[str]) -> int:
     """The longest limit of these tasks' suites; each episode ends at that of its own."""
-    return max(SUITES[task.partition("/")[0]].max_steps for task in tasks)
+    return max(OWN_STEPS if is_own(task) else SUITES[task.partition("/")[0]].max_steps for task in tasks)

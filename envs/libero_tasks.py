@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embodied.envs.libero_suites import is_own
 from embodied.errors import EmbodiedError
 
 
@@ -22,7 +23,7 @@ class TaskFiles:
     name: str  # libero_spatial/3
     instruction: str
     bddl: Path
-    states: Path
+    states: Path | None  # None: a task of the user's own
 
     def initial_states(self) -> np.ndarray:
         """float64 [50, time + positions + velocities]: the benchmark's stored initial states."""
@@ -32,7 +33,11 @@ class TaskFiles:
 
 @cache
 def task_files(task: str) -> TaskFiles:
-    """Where the files of a task are in the installed package."""
+    """Where the files of a task are: in the installed package, or the user's own."""
+    if is_own(task):
+        from embodied.envs.libero_own import own_files
+
+        return own_files(task)
     with contextlib.redirect_stdout(io.StringIO()):
         from libero.libero import get_libero_path
         from libero.libero.benchmark import task_maps

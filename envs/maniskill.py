@@ -26,6 +26,7 @@ from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill_tasks import (
     BATCHED_CONTROLS,
     BATCHED_TASKS,
+    SEVERAL,
     check_bridge,
     check_task,
     control_of,
@@ -163,6 +164,8 @@ class ManiSkillEnv(VectorEnv):
         self.envs = build(config, num_envs)
         self.batched = config.backend != "cpu"
         env = self.envs[0]
+        if len(getattr(env.agent, "agents", ())) > 1:
+            raise ConfigError(f"env.task={config.task} has several robots; {SEVERAL}")
         low, high = env.single_action_space.low, env.single_action_space.high
         self._scale, self._offset = (high - low) / 2, (high + low) / 2
         if is_bridge(config.task):

@@ -88,8 +88,8 @@ def explained(task: str) -> Iterator[None]:
 def where(err: BaseException) -> str:
     """The deepest line that is not of a package's."""
     frames = traceback.extract_tb(err.__traceback__)
-    here = str(Path(__file__).parent)
-    mine = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(here)]
+    ours = (str(Path(__file__).parent), str(Path(inspect.getfile(EmbodiedError)).parent))
+    mine = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(ours)]
     frame = (mine or frames or [None])[-1]
     return f" ({frame.filename}, line {frame.lineno})" if frame else ""
 

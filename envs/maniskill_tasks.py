@@ -9,10 +9,12 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import inspect
 import io
 import itertools
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from embodied.envs.bridge_tasks import CONTROL, PLATES, SVG, TWINS, absent, is_bridge, source_of
@@ -35,6 +37,7 @@ BATCHED_TASKS = {
 BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
 BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, by benchmarks/results/maniskill_stepping.json
 
+SEVERAL = "only tasks of one robot can be trained"
 UNDECLARED = {  # how names of tasks begin -> what these need and do not tell ManiSkill: robots, scenes, furniture
     "AnymalC-": ("anymal_c",),
     "ArchitecTHOR_": ("AI2THOR",),
@@ -150,16 +153,22 @@ def maker(task: str) -> Any:
         from embodied.envs.bridge_twins import KINDS
 
         return functools.partial(made, KINDS[task], gymnasium.spec(task))
-    found = find_task(task)
-    if found.uid not in registered():
-        return functools.partial(made, found.cls, found.gym_spec)
-    return functools.partial(gymnasium.make, found.uid)
+    if is_own(task):  # its mistakes are told best without Gymnasium's words around them
+        found = find_task(task)
+        return functools.partial(made, found.make, found.gym_spec)
+    return functools.partial(gymnasium.make, task)
 
 
-def made(kind: type, spec: Any, **options: Any) -> Any:
+def made(kind: Callable[..., Any], spec: Any, **options: Any) -> Any:
     env = kind(**options)
     env.spec = spec
     return env
+
+
+def has_several_robots(cls: type) -> bool:
+    """Whether a task is played by more than one robot, unless somebody asks for another."""
+    asked = inspect.signature(cls.__init__).parameters.get("robot_uids")
+    return asked is not None and isinstance(asked.default, list | tuple) and len(asked.default) > 1
 
 
 def missing_assets(task: str) -> list[str]:

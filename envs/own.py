@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
@@ -25,13 +26,36 @@ from embodied.errors import ConfigError, EmbodiedError
 from embodied.vulkan import ensure_vulkan
 
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-BASES = {"mani_skill.envs.sapien_env.BaseEnv": "maniskill"}  # whose subclasses are tasks -> env.name of what runs them
-PREPARE: dict[str, Callable[[], None]] = {"sapien": ensure_vulkan}  # package -> what has to happen before its import
+BASES = {  # whose subclasses are tasks -> env.name of what runs them
+    "mani_skill.envs.sapien_env.BaseEnv": "maniskill",
+    "libero.libero.envs.bddl_base_domain.BDDLBaseDomain": "libero",
+    "robosuite.environments.base.MujocoEnv": "libero",
+}
+
+
+def prepare_libero() -> None:
+    """robosuite's switches take effect in its import."""
+    from embodied.envs.libero_scene import simulator
+
+    if not getattr(LOCAL, "preparing_libero", False):
+        LOCAL.preparing_libero = True
+        simulator()
+
+
+# package -> what has to happen before its import
+PREPARE: dict[str, Callable[[], None]] = {
+    "sapien": ensure_vulkan,
+    "robosuite": prepare_libero,
+    "libero": prepare_libero,
+}
+
+
+LOCAL = threading.local()
 
 
 def import_module(name: str, said: str) -> ModuleType:
     """A module by its name, also from the working directory; `said` is the option that names it, for messages."""
-    if not MODULE.fullmatch(name):
+    if not MODULE.fullmatch(name) or name.endswith(".py"):
         raise ConfigError(f"{said}: {name!r} is no name of a module{as_module(name)}")
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))
@@ -69,7 +93,14 @@ def import_class(where: str, key: str = "env.name") -> Any:
     if not hasattr(module, name):
         known = [word for word, value in vars(module).items() if callable(value)]
         raise ConfigError(f"{key}={where!r}: {module.__file__} has no {name}{nearest(name, known)}")
-    return getattr(module, name)
+    return getattr(module, name) or registered_with_libero(module, name)
+
+
+def registered_with_libero(module: ModuleType, name: str) -> type | None:
+    """LIBERO's decorator `register_problem` leaves None where the class was."""
+    envs = sys.modules.get("libero.libero.envs")
+    found = envs.TASK_MAPPING.get(name.lower()) if envs else None
+    return found if found and found.__module__ == module.__name__ else None
 
 
 def simulator_of(found: Any) -> str | None:
@@ -144,15 +175,14 @@ class Preparing(MetaPathFinder):
         return LOCAL.__dict__.setdefault("begun", set())
 
 
-LOCAL = threading.local()
-
-
 @contextmanager
 def prepared() -> Iterator[None]:
     finder = Preparing()
     sys.meta_path.insert(0, finder)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Failed to find system libvulkan")  # SAPIEN has one of its own
+            yield
     finally:
         sys.meta_path.remove(finder)
         finder.begun().clear()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,8 @@ TWICE = ["run.iterations=2", "eval.videos=0", "eval.num_envs=2"]
 MANY = [*TWICE, "eval.episodes=400"]
 
 
-def start(folder, *args):
-    command = [sys.executable, "-m", "embodied.train", *map(str, args), f"run.dir={folder}"]
+def start(folder, *args, module="train"):
+    command = [sys.executable, "-m", f"embodied.{module}", *map(str, args), f"run.dir={folder}"]
     return subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -59,8 +60,8 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("sent", "code"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
-    ids=lambda x: getattr(x, "name", x),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+    ids=["SIGTERM", "SIGINT", "SIGKILL"],
 )
 def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_run(whole, tmp_path, sent, code):
     process = start(tmp_path, "recipe=pointmass_ppo", *MANY)
@@ -78,6 +79,21 @@ def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_ru
     assert len(results(run)["provenance"]["earlier"]) == 1
     assert json.loads((run / "run.json").read_text())["state"] == "finished"
     assert not (run / "eval/v000002/partial.json").exists()
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
+def test_the_same_command_goes_on_with_an_evaluation_that_was_asked_for_by_hand(whole, tmp_path, sent, code):
+    run = shutil.copytree(whole, tmp_path / whole.name)
+    command = [tmp_path, f"checkpoint={run}", "eval.videos=0", "eval.num_envs=2"]
+    process = start(*command, module="evaluate")
+    wait_until_some_are_over(tmp_path, name="v000002-evaluate")
+    process.send_signal(sent)
+    output = finish(process, code)
+    assert ("the same command plays the rest" in output) == (sent == signal.SIGTERM)
+    assert "episodes were over already" in finish(start(*command, module="evaluate"))
+    assert [path.name for path in (run / "eval").iterdir() if path.name != "v000002"] == ["v000002-evaluate"]
+    ours, theirs = (run / "eval" / name / "episodes.csv" for name in ("v000002-evaluate", "v000002"))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_an_evaluation_in_the_middle_is_finished_first_when_the_run_goes_on(tmp_path, capsys):
@@ -131,6 +147,6 @@ def wait_for_line(process, text):
     assert any(text in line for line in process.stdout), f"{text!r} was not said"
 
 
-@pytest.fixture(params=["inline", "local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.slow) for name in ("inline", "ray"))])
 def backend(request):
     return request.param

@@ -71,7 +71,7 @@ def trained(*more):
     return max(Path("runs").glob("my_lift-*"), key=lambda path: path.stat().st_mtime)
 
 
-@pytest.mark.parametrize("policy", ["my_nets:Linear", "normalised:Normalised"])
+@pytest.mark.parametrize("policy", [pytest.param("my_nets:Linear", marks=pytest.mark.slow), "normalised:Normalised"])
 def test_an_own_policy_is_evaluated_like_in_its_run_and_begins_others(policy, capsys):
     first = trained(f"policy.name={policy}", "policy.kwargs={std: 0.3}", "run.save_every=1")
     run(evaluate, f"checkpoint={first}", "eval.episodes=4", "eval.videos=0")

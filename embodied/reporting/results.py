@@ -14,7 +14,7 @@ import numpy as np
 
 from embodied.checkpoints import replace_text
 from embodied.data import EpisodeResult
-from embodied.errors import EmbodiedError
+from embodied.files import read_object, reading
 
 RESULTS = "results.json"
 EPISODES = "episodes.csv"
@@ -40,10 +40,13 @@ def write_episodes(folder: Path, episodes: Iterable[EpisodeResult]) -> None:
 
 def read_results(folder: Path) -> tuple[dict[str, Any], list[EpisodeResult]]:
     """What `write_results` wrote."""
-    try:
-        return json.loads((folder / RESULTS).read_text(encoding="utf-8")), read_episodes(folder)
-    except (OSError, ValueError, KeyError, TypeError) as err:
-        raise EmbodiedError(f"{folder} holds no readable results ({type(err).__name__}: {err})") from err
+    from embodied.reporting.shapes import Results, check
+
+    results = read_object(folder / RESULTS)
+    with reading(folder / RESULTS):
+        check(results, Results)
+    with reading(folder / EPISODES):
+        return results, read_episodes(folder)
 
 
 def read_episodes(folder: Path) -> list[EpisodeResult]:

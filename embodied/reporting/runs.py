@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embodied.checkpoints import read_json
+from yaml import YAMLError
+
 from embodied.data import EpisodeResult
-from embodied.errors import CheckpointError, EmbodiedError
+from embodied.errors import EmbodiedError
+from embodied.files import read_object, reading
+from embodied.overrides import read_yaml
 from embodied.reporting.partial import PARTIAL, partial_in
 from embodied.reporting.results import RESULTS, read_results
 from embodied.run_folder import lost
@@ -74,12 +79,12 @@ def read_run(folder: Path) -> Run:
     """A run's folder or an evaluation's."""
     if (folder / "run.json").is_file():
         problems: list[str] = []
-        info = read_object(folder / "run.json", problems)
+        info = read_info(folder / "run.json", problems)
         if lost(folder, info):
             where = "from its last checkpoint" if any(folder.glob("checkpoints/v*")) else "from its start"
             cause = LOST.format(command=info.get("command", "train"), run=folder, where=where)
             info |= {"state": "killed", "cause": cause}
-        config = read_text(folder / "config.yaml", problems)
+        config = read_config(folder / "config.yaml", problems)
         metrics = read_metrics(folder / "metrics.jsonl", problems)
         return Run(folder, info, config, metrics, read_evaluations(folder, problems), problems, read_partial(folder))
     if (folder / RESULTS).is_file():
@@ -113,28 +118,48 @@ def how_far(told: dict[str, Any]) -> str:
 
 
 def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; the line a killed run was writing is left out."""
+    """The rows of metrics.jsonl; the line a killed run was writing is left out, and what follows one that is odd."""
+    from embodied.reporting.shapes import check_row
+
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    try:
-        return [json.loads(line) for line in lines if line.endswith("}")]
-    except ValueError as err:
-        problems.append(f"{path} cannot be read: {err}")
-        return []
+    rows: list[dict[str, Any]] = []
+    with noted(problems), reading(path):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.endswith("}"):
+                row = json.loads(line)
+                check_row(row)
+                rows.append(row)
+    return rows
 
 
-def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_info(path: Path, problems: list[str]) -> dict[str, Any]:
+    from embodied.reporting.shapes import check_info
+
+    with noted(problems), reading(path):
+        info = read_object(path)
+        check_info(info)
+        return info
+    return {}
+
+
+def read_config(path: Path, problems: list[str]) -> str:
+    """The resolved recipe, which must be one."""
+    with noted(problems), reading(path):
+        text = path.read_text(encoding="utf-8")
+        try:
+            recipe = read_yaml(text)
+        except YAMLError as err:
+            raise ValueError(str(err)) from None
+        if not isinstance(recipe, dict):
+            raise ValueError("it holds no mapping")
+        return text
+    return ""
+
+
+@contextmanager
+def noted(problems: list[str]) -> Iterator[None]:
     try:
-        return read_json(path)
-    except CheckpointError as err:
+        yield
+    except EmbodiedError as err:
         problems.append(str(err))
-        return {}
-
-
-def read_text(path: Path, problems: list[str]) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as err:
-        problems.append(f"{path} cannot be read: {err}")
-        return ""

@@ -55,6 +55,7 @@ SHARED = (
     "embodied.arrays",
     "embodied.data",
     "embodied.errors",
+    "embodied.files",
     "embodied.rng",
     "embodied.runtime",
     "embodied.config_base",

@@ -45,6 +45,7 @@ def folder(tmp_path, monkeypatch):
     ("name", "message"),
     [
         ("./my_tasks.py", "a module is named without folders and .py: my_tasks"),
+        ("my_tasks.py", "a module is named without folders and .py: my_tasks"),
         ("folder/my_tasks.py", "a module is named without folders and .py: folder.my_tasks"),
         ("my tasks", "'my tasks' is no name of a module"),
         ("no_such_module", "there is no module no_such_module; install it or start from the folder that holds it"),

@@ -198,7 +198,7 @@ def test_what_cannot_be_read_is_named(run, page_checker):
     (run / "eval/v000004/episodes.csv").write_text("nonsense\n1\n")
     (run / "metrics.jsonl").write_text('{"iteration": 1, oops}\n')
     page = page_checker(report(read_run(run), run))
-    assert "v000004 holds no readable results" in page.text and "metrics.jsonl cannot be read" in page.text
+    assert "v000004/episodes.csv cannot be read" in page.text and "metrics.jsonl cannot be read" in page.text
 
 
 def test_the_line_a_killed_run_was_writing_is_left_out(run):

@@ -108,9 +108,10 @@ def test_a_line_of_episodes_csv():
 
 
 def test_a_damaged_results_folder_is_an_error_that_names_it(tmp_path):
-    write_results(tmp_path, summarize([episode(0)]), [episode(0)])
+    write_results(tmp_path, {"policy_version": 1, **summarize([episode(0)])}, [episode(0)])
+    assert read_results(tmp_path)[1] == [episode(0)]
     (tmp_path / "episodes.csv").write_text("index,task\n1\n")
-    with pytest.raises(EmbodiedError, match="no readable results"):
+    with pytest.raises(EmbodiedError, match=r"episodes\.csv cannot be read"):
         read_results(tmp_path)
 
 
