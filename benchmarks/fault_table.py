@@ -28,12 +28,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.common import RESULTS, code_commit, machine, read_metrics, resolved, write_json
-from benchmarks.fault_cases import MODES, RECOVERED, SILENT, TOLD, Case, all_cases
+from benchmarks.fault_cases import HOSTS, MODES, RECOVERED, SILENT, TOLD, Case, all_cases
 from benchmarks.gates import HOLD
 from benchmarks.strikes import Ended, StruckRun, TooLong
 
 OUT = RESULTS / "fault_table.json"
 HANG_S = 10.0
+CONSTRUCTION_S = 60.0  # after which one that hangs ends the run
 MOST_S = 60.0  # from a strike to the message that ends a run
 PATIENCE_S = 240.0  # for anything else, on a machine that others use too
 LONG_S = 5.0  # for which learners stay in a long_update after a strike
@@ -78,7 +79,7 @@ def options(cases: list[Case]) -> dict[str, object]:
     if MODES[first.mode]:
         found["placement"] = MODES[first.mode]
     if any(case.fault in SILENT for case in cases):
-        found |= {"faults.hang_s": HANG_S, "faults.timeout_s": 120}
+        found |= {"faults.hang_s": HANG_S, "faults.timeout_s": CONSTRUCTION_S if first.phase == "start" else 120}
     return found
 
 
@@ -206,15 +207,15 @@ def the_end(run: StruckRun, case: Case) -> Outcome:
 
 def at_the_start(run: StruckRun, case: Case) -> tuple[float, str]:
     """While it is constructed."""
-    if "learner" in case.victim:  # as soon as it is there: it has no gate before that of its first update
-        host = f"{case.victim}-0"
+    role = "learner" if "learner" in case.victim else case.victim.partition("+")[0]
+    recovering, ending = HOSTS[case.mode]
+    host = next(f"{roles}-0" for roles in (*recovering, ending) if role in roles.split("+"))
+    if role == "learner":  # as soon as it is there: it has no gate before that of its first update
         process = run.wait("the learner", lambda: run.hosts().get(host), PATIENCE_S)
         os.kill(process, signal.SIGKILL)
         return time.monotonic(), host
-    role = case.victim.partition("+")[0]
     reached = run.arm(f"{role}-0", "start", case.fault if case.inside else HOLD)
     run.wait("construction", reached.exists, PATIENCE_S)
-    host = run.host_of(role)
     if not case.inside:
         os.kill(run.hosts()[host], signal.SIGKILL)
     run.open(reached)
@@ -228,30 +229,35 @@ def after_a_while(run: StruckRun, case: Case) -> tuple[float, str]:
 
 def end_problem(run: StruckRun, case: Case, host: str, code: int, seconds: float) -> str:
     """What is wrong with how it ended; empty if nothing is."""
-    roles, _, rank = host.rpartition("-")
     if code != 1 or "Traceback" in run.output:
         return f"exit code {code}: {run.error[:200]}"
     if json.loads((run.path / "run.json").read_text())["state"] != "failed":
         return "run.json does not say that it failed"
-    if not re.match(rf"error: ({roles.replace('+', '|')})-{rank}\b", run.error) or f"{host}.log" not in run.error:
+    roles, _, rank = host.rpartition("-")
+    hung = case.fault in SILENT
+    worker = rf"({roles.replace('+', '|')})-{rank}\b"
+    if (
+        not re.match(rf"error: (\S+ did not finish within .* on )?{worker}", run.error)
+        or f"{host}.log" not in run.error
+    ):
         return f"neither its name nor its log is told: {run.error[:200]}"
-    cause = {"sigkill": "SIGKILL", "sigstop": "hung|no sign of life", "hang": "hung|no sign of life"}.get(
-        case.fault, ": "
-    )
+    cause = "hung|no sign of life|did not finish" if hung else "SIGKILL" if case.fault == "sigkill" else ": "
     if not re.search(cause, run.error):
         return f"the cause is not told: {run.error[:200]}"
     if case.phase != "start" and f"resume=runs/{run.path.name}" not in run.error:
         return f"how to resume is not told: {run.error[:200]}"
-    return f"it took {seconds:.0f} s" if seconds > MOST_S else ""
+    most_s = MOST_S + (CONSTRUCTION_S if hung and case.phase == "start" else 0.0)
+    return f"it took {seconds:.0f} s" if seconds > most_s else ""
 
 
 # All of them
 
 
-def read(path: Path, commit: str) -> list[dict]:
-    """The rows of this commit that are there already."""
+def read(path: Path) -> dict[Case, dict]:
+    """The rows that are there already, of this commit and of others, which stay until their cases are played again."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return [row for row in rows if row["commit"] == commit]
+    known = set(all_cases())
+    return {case: row for row in rows if (case := case_of(row)) in known}
 
 
 def row_of(outcome: Outcome, commit: str) -> dict:
@@ -275,21 +281,22 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="say which cases there are")
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
-    cases = chosen(all_cases(), [word for word in asked.only.split(",") if word])
+    everything = all_cases()
+    cases = chosen(everything, [word for word in asked.only.split(",") if word])
     if asked.list:
         print("\n".join(case.name for case in cases))
         return
     commit, lock = code_commit(), threading.Lock()
-    rows = read(asked.out, commit)
+    rows = read(asked.out)
     about = {"machine": machine(), "hang_s": HANG_S, "most_s": MOST_S}
 
     def keep(outcome: Outcome) -> None:
         with lock:
-            rows.append(row_of(outcome, commit))
-            write_json(asked.out, {**about, "rows": rows})
+            rows[outcome.case] = row_of(outcome, commit)
+            write_json(asked.out, {**about, "rows": [rows[case] for case in everything if case in rows]})
             print(f"{outcome.case.name}: {outcome.ended} ({outcome.seconds} s)", flush=True)
 
-    done = {case_of(row) for row in rows}
+    done = {case for case, row in rows.items() if row["commit"] == commit}
     runs: dict[tuple, list[Case]] = {}
     for case in cases:
         if case not in done:
@@ -301,7 +308,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(asked.at_once) as pool:
         list(pool.map(play_out, runs.values()))
-    wanted = [row for row in rows if case_of(row) in cases]
+    wanted = [rows[case] for case in cases]
     bad = [row for row in wanted if row["outcome"] != row["wanted"]]
     print(f"{len(wanted) - len(bad)} of {len(wanted)} ended as they should")
     if bad:
