@@ -251,10 +251,8 @@ def find_task(task: str) -> type:
         raise ConfigError(f"env.task={task!r} is {what}")
     known = {name: kind for name, kind in REGISTERED_ENVS.items() if kind.__module__.startswith("robosuite.")}
     if task not in known:
-        raise ConfigError(
-            f"env.task={task!r}: robosuite has {', '.join(known)}{nearest(task, known)}; one of your own is named with "
-            "its module: my_tasks:MyLift"
-        )
+        there = f"robosuite has {', '.join(known)}, one of your own is my_tasks:MyLift"
+        raise ConfigError(f"env.task={task!r}: {there}{nearest(task, known)}")
     return known[task]
 
 

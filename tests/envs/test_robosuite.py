@@ -210,7 +210,7 @@ def test_training_and_evaluation(mine):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["env.task=Lifft"], "robosuite has Lift, .*did you mean 'Lift'.*my_tasks:MyLift"),
+        (["env.task=Lifft"], "robosuite has Lift, .*my_tasks:MyLift; did you mean 'Lift'"),
         (["env.task=my_nudge:Nudgge"], "has no Nudgge; did you mean 'Nudge'"),
         (["env.task=more:Fine"], "is no class derived from robosuite's tasks"),
         (["env.task=more:Narrow"], r"its __init__ does not take .*use_camera_obs; let it take \*\*options"),
