@@ -170,16 +170,18 @@ def has_no_finite_value(value: Any) -> bool:
 
 def with_own_task(source: Source, tree: Tree) -> Source:
     """The source with `env.name=my_tasks:Class`, where the class is a simulator's task, as what it means:
-    env.name=SIMULATOR env.task=my_tasks:Class."""
-    from embodied.envs.own import as_a_task
+    env.name=SIMULATOR env.task=my_tasks:Class. So does `env.task=my_tasks:Class` over a recipe of another simulator."""
+    from embodied.envs.own import SIMULATORS, as_a_task
 
-    named = next((value for key, value in source.values if key == ENV_NAME), None)
+    said = dict(source.values)
+    before = (branch(tree.values, ("env",)) or {}).get("name", SIMULATORS[0])
+    named = said.get(ENV_NAME, said.get(ENV_TASK) if before in SIMULATORS else None)
     simulator = None
     try:
         simulator = as_a_task(named)
     except ConfigError as err:  # comes up again before a run; until then it explains other mistakes
         tree.doubts.append(str(err))
-    if simulator is None:
+    if simulator in (None, said.get(ENV_NAME, before)):
         return source
     others = [(key, value) for key, value in source.values if key != ENV_NAME]
     task = [(ENV_TASK, named)] if ENV_TASK not in dict(others) else []

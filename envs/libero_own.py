@@ -41,7 +41,7 @@ def class_of(task: str) -> type | None:
     bases = {f"{base.__module__}.{base.__qualname__}" for base in found.__mro__} if inspect.isclass(found) else set()
     if "libero.libero.envs.bddl_base_domain.BDDLBaseDomain" not in bases:
         of_robosuite = "robosuite.environments.base.MujocoEnv" in bases
-        what = "a task of robosuite's without LIBERO's BDDL" if of_robosuite else "no task class"
+        what = "a task of env.name=robosuite, without LIBERO's BDDL" if of_robosuite else "no task class"
         raise ConfigError(
             f"env.task={task!r} is {what}; env.name=libero plays subclasses of LIBERO's tasks, such as "
             'libero.libero.envs.TASK_MAPPING["libero_floor_manipulation"]'

@@ -13,6 +13,7 @@ import importlib.util
 import io
 import logging
 import os
+import random
 import sys
 import threading
 import traceback
@@ -98,7 +99,7 @@ class Scene:
         self.sim.reset()
         self.sim.forward()
         self.sim.forward()  # the benchmark's, when it makes its renderer
-        with own_draws(seed):
+        with Draws(seed).used():
             self._place()
         self.sim.forward()
         self.env.visualize(vis_settings=dict.fromkeys(self.env._visualizations, False))
@@ -181,16 +182,26 @@ def build(files: TaskFiles, new_env: Any) -> Any:
             raise ConfigError(f"{files.name}: LIBERO cannot build {files.bddl}: {told} ({where})") from err
 
 
-@contextlib.contextmanager
-def own_draws(seed: int) -> Iterator[None]:
-    """robosuite draws placements from numpy's global generator; for a while it is one of the episode's own."""
-    with _drawing:
-        before = np.random.get_state()
-        np.random.set_state(np.random.RandomState(seed).get_state())
-        try:
-            yield
-        finally:
-            np.random.set_state(before)
+class Draws:
+    """One episode's own random numbers, for code that draws from the global generators, as robosuite's does."""
+
+    def __init__(self, seed: int) -> None:
+        self._numpy = np.random.RandomState(seed).get_state()
+        self._python = random.Random(seed).getstate()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """For a while the global generators go on where these stopped."""
+        with _drawing:
+            before = np.random.get_state(), random.getstate()
+            np.random.set_state(self._numpy)
+            random.setstate(self._python)
+            try:
+                yield
+            finally:
+                self._numpy, self._python = np.random.get_state(), random.getstate()
+                np.random.set_state(before[0])
+                random.setstate(before[1])
 
 
 def simulator() -> tuple[Any, Any]:

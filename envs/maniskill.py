@@ -122,7 +122,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def explained(cls, config: ManiSkillConfig) -> AbstractContextManager[None]:
-        from embodied.envs.maniskill_facts import explained
+        from embodied.envs.own import explained
 
         return explained(config.task)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from embodied.envs.bridge_tasks import TWINS
 from embodied.envs.config import ManiSkillConfig, nearest
 from embodied.envs.maniskill_tasks import find_task
-from embodied.errors import ConfigError, EmbodiedError
+from embodied.envs.own import where
+from embodied.errors import ConfigError
 
 SHAPED = ("dense", "normalized_dense")
 
@@ -71,27 +68,6 @@ def refused(config: ManiSkillConfig, err: Exception) -> ConfigError:
         return ConfigError(f"env.control_mode={mode}: the robot has {', '.join(names)}{nearest(mode, names)}")
     asked = ", ".join(f"env.{name}={getattr(config, name)}" for name in ("control_mode", "reward_mode"))
     return ConfigError(f"ManiSkill refuses {config.task} with {asked}: {' '.join(str(err).split())}{where(err)}")
-
-
-@contextmanager
-def explained(task: str) -> Iterator[None]:
-    """A mistake in the code of a task becomes one line that says where it is."""
-    try:
-        yield
-    except EmbodiedError:
-        raise
-    except Exception as err:
-        told = " ".join(f"{type(err).__name__}: {err}".split())
-        raise ConfigError(f"env.task={task} cannot be built or stepped: {told}{where(err)}") from err
-
-
-def where(err: BaseException) -> str:
-    """The deepest line that is not of a package's."""
-    frames = traceback.extract_tb(err.__traceback__)
-    ours = (str(Path(__file__).parent), str(Path(inspect.getfile(EmbodiedError)).parent))
-    mine = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(ours)]
-    frame = (mine or frames or [None])[-1]
-    return f" ({frame.filename}, line {frame.lineno})" if frame else ""
 
 
 def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:

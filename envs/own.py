@@ -29,7 +29,7 @@ MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 BASES = {  # whose subclasses are tasks -> env.name of what runs them
     "mani_skill.envs.sapien_env.BaseEnv": "maniskill",
     "libero.libero.envs.bddl_base_domain.BDDLBaseDomain": "libero",
-    "robosuite.environments.base.MujocoEnv": "libero",
+    "robosuite.environments.base.MujocoEnv": "robosuite",
 }
 
 
@@ -156,6 +156,27 @@ def as_module(name: str) -> str:
     return (
         f"; a module is named without folders and .py: {meant}" if looks_like_file and MODULE.fullmatch(meant) else ""
     )
+
+
+@contextmanager
+def explained(task: Any) -> Iterator[None]:
+    """A mistake in the code of a task becomes one line that says where it is."""
+    try:
+        yield
+    except EmbodiedError:
+        raise
+    except Exception as err:
+        told = " ".join(f"{type(err).__name__}: {err}".split())
+        raise ConfigError(f"env.task={task} cannot be built or stepped: {told}{where(err)}") from err
+
+
+def where(err: BaseException) -> str:
+    """The deepest line that is not of a package's."""
+    frames = traceback.extract_tb(err.__traceback__)
+    ours = (str(Path(__file__).parent), str(Path(inspect.getfile(EmbodiedError)).parent))
+    mine = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(ours)]
+    frame = (mine or frames or [None])[-1]
+    return f" ({frame.filename}, line {frame.lineno})" if frame else ""
 
 
 def place(err: BaseException) -> str:
