@@ -60,7 +60,11 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("sent", "code"),
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),  # the next test has a quicker one
+    ],
     ids=["SIGTERM", "SIGINT", "SIGKILL"],
 )
 def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_run(whole, tmp_path, sent, code):

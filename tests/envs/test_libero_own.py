@@ -61,6 +61,7 @@ def test_a_bddl_file_is_a_task_with_its_instruction_and_placements_by_seed(mine)
     env.close()
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract_of_envs(mine):
     env = make_env(config(max_episode_steps=4), 3)
     check_vector_env(env)

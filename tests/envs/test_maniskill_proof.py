@@ -73,6 +73,7 @@ def test_a_task_found_equal_is_simulated_in_a_batch_from_then_on(folder, capsys)
     assert "physics cpu note" in dry(capsys, task)
 
 
+@pytest.mark.slow
 def test_a_task_found_different_stays_with_single_envs_and_it_is_said_why(folder, capsys):
     module = write(folder, 2)
     task = f"env.task={module}:ByCompany2-v1"

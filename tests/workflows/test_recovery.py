@@ -179,9 +179,16 @@ UPDATES = {"four hosts": "placement={'sim,policy': 'fake:0-3', learner: 'fake:4'
 UPDATES |= {"policy apart": "placement={sim: 'fake:0-1', policy: 'fake:2', learner: 'fake:3'}"}
 
 
-@pytest.mark.parametrize("moment", ["update", "publish", "load"])
-@pytest.mark.parametrize("placement", UPDATES)
-@pytest.mark.parametrize("recipe", ["pointmass_ppo", "pointmass_grpo"])
+AT_WORK = [  # the default in full; of the others one each that is quick, the rest where there is time
+    pytest.param(recipe, placement, moment, marks=[] if quick else pytest.mark.slow)
+    for recipe in ("pointmass_ppo", "pointmass_grpo")
+    for placement in UPDATES
+    for moment in ("update", "publish", "load")
+    for quick in [placement == "default" or (recipe, moment) == ("pointmass_ppo", "update")]
+]
+
+
+@pytest.mark.parametrize(("recipe", "placement", "moment"), AT_WORK)
 def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path, recipe, placement, moment):
     with Run.shipped(tmp_path, recipe, "local", UPDATES[placement]) as run:
         run.iterate(0)
