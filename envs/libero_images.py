@@ -36,9 +36,18 @@ def opengl() -> str:
         if all(loads(library) for library in libraries):
             return kind
     raise ConfigError(
-        "LIBERO's images need OpenGL without a screen, and this machine has neither EGL nor OSMesa. "
+        "MuJoCo's images need OpenGL without a screen, and this machine has neither EGL nor OSMesa. "
         f"Install the system packages {PACKAGES}: sudo apt-get install {PACKAGES.partition(' (')[0]}"
     )
+
+
+def opengl_problem() -> str:
+    """Why nothing can be drawn here; empty where it can."""
+    try:
+        opengl()
+    except ConfigError as err:
+        return str(err)
+    return ""
 
 
 def make_current() -> None:

@@ -36,6 +36,7 @@ from embodied.envs.maniskill_tasks import (
     quiet,
     to_prove,
 )
+from embodied.envs.own import explained, try_out
 from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.errors import ConfigError
 from embodied.vulkan import ensure_vulkan
@@ -108,12 +109,7 @@ class ManiSkillEnv(VectorEnv):
         if plain and is_listed(config):
             return
         with cls.explained(config):
-            env = cls(cls.plain(config), 1)
-            try:
-                env.reset(seed=0)
-                env.step(np.zeros((1, env.env_spec.action.dim), np.float32))
-            finally:
-                env.close()
+            try_out(cls(cls.plain(config), 1))
 
     @classmethod
     def plain(cls, config: ManiSkillConfig) -> ManiSkillConfig:
@@ -122,8 +118,6 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def explained(cls, config: ManiSkillConfig) -> AbstractContextManager[None]:
-        from embodied.envs.own import explained
-
         return explained(config.task)
 
     @classmethod

@@ -19,11 +19,16 @@ from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from embodied.envs.config import EXTERNAL, SIMULATORS, nearest, unknown_env
 from embodied.errors import ConfigError, EmbodiedError
 from embodied.vulkan import ensure_vulkan
+
+if TYPE_CHECKING:
+    from embodied.envs.base import VectorEnv
 
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 BASES = {  # whose subclasses are tasks -> env.name of what runs them
@@ -168,6 +173,15 @@ def explained(task: Any) -> Iterator[None]:
     except Exception as err:
         told = " ".join(f"{type(err).__name__}: {err}".split())
         raise ConfigError(f"env.task={task} cannot be built or stepped: {told}{where(err)}") from err
+
+
+def try_out(env: VectorEnv) -> None:
+    """Reset and step an env, and close it."""
+    try:
+        env.reset(seed=0)
+        env.step(np.zeros((env.num_envs, env.env_spec.action.dim), np.float32))
+    finally:
+        env.close()
 
 
 def where(err: BaseException) -> str:

@@ -62,12 +62,7 @@ class RobosuiteEnv(VectorEnv):
         """Build one env, which only then knows its robots and cameras."""
         for task in cls.tasks(config):
             with cls.explained(config):
-                env = cls(config.model_copy(update={"task": task}), 1)
-                try:
-                    env.reset(seed=0)
-                    env.step(np.zeros((1, env.env_spec.action.dim), np.float32))
-                finally:
-                    env.close()
+                own.try_out(cls(config.model_copy(update={"task": task}), 1))
 
     @classmethod
     def explained(cls, config: RobosuiteConfig) -> AbstractContextManager[None]:
@@ -128,11 +123,7 @@ class RobosuiteEnv(VectorEnv):
         return np.stack([single.picture(single.film_camera, self.config.video_size) for single in chosen])
 
     def film_problem(self) -> str:
-        try:
-            images.opengl()
-        except ConfigError as err:
-            return str(err)
-        return ""
+        return images.opengl_problem()
 
     def close_extras(self, **_: object) -> None:
         for single in self._singles:
