@@ -34,7 +34,7 @@ def theirs(task: str, chunks: int, out: Path) -> None:
     """LIBERO's own env: hard reset and soft reset of every episode, observed where chunks end."""
     from libero.libero.envs import OffScreenRenderEnv
 
-    from embodied.envs.libero_scene import own_draws
+    from embodied.envs.libero_scene import Draws
     from embodied.envs.libero_tasks import task_files
 
     files = task_files(task)
@@ -44,7 +44,7 @@ def theirs(task: str, chunks: int, out: Path) -> None:
     for kind in ("hard", "soft"):
         env.env.hard_reset = kind == "hard"
         for at, state in enumerate(STATES):
-            with own_draws(at):
+            with Draws(at).used():
                 env.reset()
             env.set_init_state(states[state])
             for step, action in enumerate([*[NO_OP] * SETTLING, *random_actions(chunks)[at]]):

@@ -47,10 +47,10 @@ class SingleLibero(gymnasium.Env):
         self.action_space = gymnasium.spaces.Box(-1, 1, (7,), np.float32)
 
     def reset(self, *, seed=None, options=None):
-        from embodied.envs.libero_scene import own_draws
+        from embodied.envs.libero_scene import Draws
 
         super().reset(seed=seed)
-        with own_draws(self._seed):
+        with Draws(self._seed).used():
             self._env.reset()
         self._env.set_init_state(self._state)
         for _ in range(SETTLING):

@@ -1,5 +1,7 @@
 """Running and measuring commands, naming what was measured, and the peers' environment."""
 
+import ast
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,7 +11,7 @@ import time
 import pytest
 
 from benchmarks import common, peers
-from benchmarks.common import config_hash, markdown, measure, resolved
+from benchmarks.common import ROOT, config_hash, markdown, measure, resolved
 from benchmarks.rollout_efficiency import report, sim_shares, stepping_speed
 
 EAT = """
@@ -131,3 +133,15 @@ def test_the_peers_environment_is_made_once_and_again_when_what_belongs_in_it_ch
     stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"peers": ["stable-baselines3==2.0.0"]}))
     peers.peers_python(tmp_path / "peers")
     assert installs == [python, python]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_imports_from_us_is_there(path):
+    """Also inside its functions, which nobody runs for months."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("embodied", "benchmarks")):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}"), (
+                    alias.name
+                )
