@@ -131,7 +131,8 @@ class ManiSkillEnv(VectorEnv):
         if found.equal:
             used = "env.backend=auto uses it" if not has_gpu() else "a GPU is used before it"
             return [f"batched equals single envs ({figures(found.worst)}), {gain}; {used}", f"proof: {path}"]
-        return [f"single envs only. Batched physics is not for this task: {found.problem}; {gain}", f"kept: {path}"]
+        why = f"Batched physics is not used for this task: {found.problem}; {gain}"
+        return [f"single envs only. {why}", f"kept: {path}"]
 
     def facts(self) -> dict[str, str]:
         from embodied.envs.maniskill_facts import facts

@@ -26,7 +26,7 @@ from embodied.data import EpisodeSpec
 from embodied.envs.base import VectorEnv
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill_tasks import BATCHED_GAIN, find_task, is_listed, to_prove
-from embodied.envs.own import file_name
+from embodied.envs.own import file_name, where
 from embodied.errors import EmbodiedError
 
 RESULT = "benchmarks/results/maniskill_stepping.json"
@@ -97,7 +97,7 @@ def prove(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Path) -> 
     except EmbodiedError as err:
         problem = f"it fails: {err}"
     except Exception as err:
-        problem = f"it fails: {type(err).__name__}: {err}"
+        problem = f"it fails: {type(err).__name__}: {err}{where(err)}"
     found = Proof(not problem, " ".join(problem.split()), worst, speedup, str(date.today()))
     path = proof_path(config, folder)
     path.parent.mkdir(parents=True, exist_ok=True)

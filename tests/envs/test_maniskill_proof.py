@@ -78,7 +78,7 @@ def test_a_task_found_different_stays_with_single_envs_and_it_is_said_why(folder
     module = write(folder, 2)
     task = f"env.task={module}:ByCompany2-v1"
     assert check.main([task]) == 0
-    assert "Batched physics is not for this task: it differs: initial 0.0e+00" in " ".join(
+    assert "Batched physics is not used for this task: it differs: initial 0.0e+00" in " ".join(
         capsys.readouterr().out.split()
     )
     (kept,) = (folder / "runs" / "profiles").glob("physics-ByCompany2-v1-*.json")
