@@ -14,6 +14,7 @@ from embodied.layers import Source, recipe_names
 if TYPE_CHECKING:
     from embodied.config import Command
 
+CONFIG = "config.yaml"
 ENV = ("env", "env.name", "env.task")  # keys that say which env
 
 
@@ -22,7 +23,11 @@ def base_recipe(
 ) -> str | None:
     """The recipe that is named; else the one stored with the run to resume or to evaluate."""
     if "recipe" in values:
-        return text("recipe", values.pop("recipe"), problems)
+        named = text("recipe", values.pop("recipe"), problems)
+        if values.get("resume") == "auto" and (run := newest_run(named, values, command)):
+            values["resume"] = str(run)  # as it was started, with what the command line said then
+            return str(run / CONFIG)
+        return named
     for stored in (values.get("resume"), *own.get("checkpoint", ())):
         if isinstance(stored, str) and (found := stored_recipe(Path(stored).expanduser())):
             return str(found)
@@ -42,6 +47,15 @@ def base_recipe(
     elif not problems and command.name != "check":
         problems.append(missing_recipe(command.name))
     return None
+
+
+def newest_run(recipe: str, values: dict[str, Any], command: Command) -> Path | None:
+    """The run that resume=auto goes on with, if it kept its recipe."""
+    from embodied.commands import run_to_resume
+
+    name = values.get("run.name", "sft-" * (command.name == "sft") + Path(recipe).stem)
+    found = run_to_resume("auto", Path(str(values.get("run.dir", "runs"))).expanduser(), str(name))
+    return found if found and (found / CONFIG).is_file() else None
 
 
 def without_recipe(command: Command) -> list[Source]:
@@ -91,7 +105,7 @@ def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
 def stored_recipe(path: Path) -> Path | None:
     """config.yaml of the run this folder is, or lies in (runs/NAME/checkpoints/VERSION/policy)."""
     path = path.resolve()
-    return next((at / "config.yaml" for at in [path, *path.parents[:3]] if (at / "run.json").is_file()), None)
+    return next((at / CONFIG for at in [path, *path.parents[:3]] if (at / "run.json").is_file()), None)
 
 
 def text(key: str, value: Any, problems: list[str]) -> str:

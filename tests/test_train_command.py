@@ -274,6 +274,15 @@ def test_resume_auto_continues_the_newest_run_and_leaves_a_finished_one_as_it_is
     assert only_run(tmp_path) == path and (path / "checkpoints" / "v000003").is_dir()
 
 
+def test_resume_auto_keeps_what_the_run_was_started_with(tmp_path, call):
+    """A shorter command line goes on with the same run, not with the recipe's own numbers."""
+    call("train", *tiny("cluster.backend=inline", "algo.lr=1e-4", "run.iterations=2", "eval.episodes=1"))
+    call("train", "recipe=pointmass_ppo", "resume=auto", "run.iterations=3")
+    rows = [json.loads(line) for line in (only_run(tmp_path) / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
+    assert {row["train/lr"] for row in rows} == {1e-4}  # the recipe has 3e-4
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
