@@ -21,8 +21,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from embodied.envs.config import EXTERNAL, SIMULATORS, nearest, unknown_env
 from embodied.errors import ConfigError, EmbodiedError
 from embodied.vulkan import ensure_vulkan
@@ -177,6 +175,8 @@ def explained(task: Any) -> Iterator[None]:
 
 def try_out(env: VectorEnv) -> None:
     """Reset and step an env, and close it."""
+    import numpy as np
+
     try:
         env.reset(seed=0)
         env.step(np.zeros((env.num_envs, env.env_spec.action.dim), np.float32))

@@ -31,6 +31,8 @@ def reset(env, *numbers):
 
 
 def test_missing_things_are_named_with_where_they_come_from(monkeypatch, tmp_path):
+    import embodied.envs.put_on_plate  # noqa: F401  it keeps the folder it finds when it is imported
+
     monkeypatch.setattr("mani_skill.ASSET_DIR", tmp_path)
     with pytest.raises(MissingAsset, match=r"(?s)widowx250s.*more_carrot, more_plate and more_table"):
         KIND.check(KIND.resolve(ManiSkillConfig(task=SINGLE)))
