@@ -18,7 +18,7 @@ SHORT = ["run.iterations=1", "eval.episodes=2", "eval.videos=0", "cluster.backen
 
 
 def case(command):
-    return pytest.param(command, marks=[pytest.mark.slow] if "libero" in command else [])
+    return pytest.param(command, marks=[pytest.mark.slow] if re.search("libero|robosuite", command) else [])
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def play(env, *seeds, steps=3):
     return np.stack(seen, 1), np.stack(told, 1)
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract_of_envs(mine):
     env = make_env(config(max_episode_steps=4), 3)
     check_vector_env(env)
