@@ -116,11 +116,11 @@ class Crew:
             )
             built = self.cluster.replace(host)
             built += [self.sims[sim].spec() for sim in sims]
-            for policy in policies:
-                built.append(self.policies[policy].build(self.spec))
-                if not self.has_memory(self.policies.workers[policy]):
-                    built.append(self.policies[policy].offload())
-            self.cluster.rebuilt_by(host, built, self.delivery.reload(policies))
+            built += [self.policies[policy].build(self.spec) for policy in policies]
+            loads = self.delivery.reload(policies)
+            absent = [policy for policy in policies if not self.has_memory(self.policies.workers[policy])]
+            loads += [self.policies[policy].offload() for policy in absent]  # after it has loaded into that memory
+            self.cluster.rebuilt_by(host, built, loads)
             abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
             self.restarts += 1
             self.abandoned_episodes += abandoned
