@@ -17,7 +17,16 @@ from embodied.sft import main as sft  # noqa: E402
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=6, has_success=True)  # that of the toy env
 SEEN = EnvSpec(ActionSpec(2), state_dim=6, images={"front": (32, 48, 3)})
-LEARN = ["recipe=pointmass_ppo", "cluster.backend=inline", "env.num_envs=2", "policy.hidden=[4]", "sft.epochs=1"]
+# One learner, because of two that fail either may be the first to say so.
+ONE_LEARNER = 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}'
+LEARN = [
+    "recipe=pointmass_ppo",
+    "cluster.backend=inline",
+    ONE_LEARNER,
+    "env.num_envs=2",
+    "policy.hidden=[4]",
+    "sft.epochs=1",
+]
 INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
 EPISODES, DATA = "meta/episodes/chunk-000/file-000.parquet", "data/chunk-000/file-000.parquet"
 VIDEO = "videos/observation.images.front/chunk-000/file-000.mp4"
