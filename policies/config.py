@@ -79,6 +79,20 @@ class VLAConfig(Strict):
         None, gt=0, description="Train adapters of this rank beside frozen weights (LoRA); null: train all weights."
     )
     lora_scale: float = Field(1.0, gt=0, description="What an adapter's effect is multiplied by: its alpha / rank.")
+    lora_targets: Literal["linear", "reference"] | tuple[str, ...] = Field(
+        "linear",
+        description="Which layers get one. linear: linear layers that are used, without lm_head; reference: all that "
+        "the published recipes adapt (peft 0.11's all-linear), lm_head, patches and SigLIP's pooling too; or their "
+        "names, or how these end.",
+    )
+    lora_init: Literal["kaiming", "gaussian"] = Field(
+        "kaiming",
+        description="How an adapter's first matrix begins: as peft's default, or with deviation 1 / rank, as OpenVLA's "
+        "recipe asks for.",
+    )
+    lora_path: str | None = Field(
+        None, description="Folder of adapters that peft saved, to begin with; rank, scale and targets are theirs."
+    )
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
     compile: bool = Field(
         False,
@@ -101,6 +115,12 @@ class PrismaticConfig(VLAConfig):
     crop_area: float = Field(
         1.0, gt=0, le=1, description="Part of the image it looks at; 0.9 for models tuned on randomly cropped images."
     )
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> PrismaticConfig:
+        if self.lora_path is not None and self.pretrained is None:
+            raise ValueError("policy.lora_path holds adapters for a published model; give policy.pretrained=FOLDER too")
+        return self
 
 
 class OpenVLAConfig(PrismaticConfig):

@@ -68,7 +68,8 @@ class Pi0Policy(AdaptedPolicy):
             if config.train == "expert":
                 self.model.paligemma_with_expert.paligemma.requires_grad_(False)
             if config.lora_rank:
-                add_lora([self.model.paligemma_with_expert], config.lora_rank, config.lora_scale)
+                parts = {"paligemma_with_expert": self.model.paligemma_with_expert}
+                add_lora(parts, config.lora_rank, config.lora_scale)
                 self.model.to(self.exact)
         if config.dtype == "bfloat16":
             in_half(self.model, torch.bfloat16)
