@@ -115,6 +115,11 @@ class PrismaticConfig(VLAConfig):
     crop_area: float = Field(
         1.0, gt=0, le=1, description="Part of the image it looks at; 0.9 for models tuned on randomly cropped images."
     )
+    rlds_images: bool = Field(
+        False,
+        description="Frames first pass through JPEG and TensorFlow's Lanczos filter, as in the data sets that "
+        "published LIBERO models were tuned on and in their evaluations.",
+    )
 
     @model_validator(mode="after")
     def _adapters_fit(self) -> PrismaticConfig:

@@ -23,7 +23,7 @@ from embodied.policies.openvla.folder import COMPANIONS, read_published, read_st
 from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.ranges import OWN, RANGES, Ranges, stated_ranges
 from embodied.policies.openvla.settings import PRESETS, settings_of
-from embodied.policies.openvla.text import Tokenizer, WordTokenizer, prompt, tokenizer_of
+from embodied.policies.openvla.text import Tokenizer, WordTokenizer, prompt, template_of, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.vla.adapters import as_adapted, read_adapters
 from embodied.policies.vla.compiling import for_acting
@@ -60,7 +60,9 @@ class PrismaticPolicy(AdaptedPolicy):
         check_env(config, spec, len(self.statistics.low))
         settings, numbers = self.settings, published.preprocessor if published else {}
         kinds = [tower.kind for tower in settings.towers]
-        self.images = processor_of(numbers, kinds, settings.image_size, settings.resize, config.crop_area)
+        size, area, rlds = settings.image_size, config.crop_area, config.rlds_images
+        self.images = processor_of(numbers, kinds, size, settings.resize, area, rlds)
+        self.template = template_of(settings, self.where)
         self.tokenizer = self.choose_tokenizer()
         self.codes = ActionTokens(settings.bins)
         self.dtype = getattr(torch, config.dtype)
@@ -216,7 +218,7 @@ class PrismaticPolicy(AdaptedPolicy):
     def _words(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of the prompts [N, L], and which of them are there."""
         texts = obs["instruction"] if self.spec.instruction else [self.config.instruction] * count
-        return align([self.tokenizer.encode(prompt(text)) for text in texts], self.settings.pad_id)
+        return align([self.tokenizer.encode(prompt(text, self.template)) for text in texts], self.settings.pad_id)
 
     def _pixels(self, obs: Observation) -> list[Tensor]:
         """Of each camera [N, 3 * towers, size, size]."""

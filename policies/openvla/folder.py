@@ -58,6 +58,8 @@ def read_published(path: Path | str) -> Published:
             more = f"; it holds adapters: policy.lora_path={path}, with the model they are for as policy.pretrained"
         raise CheckpointError(f"{path} is not an OpenVLA folder: {CONFIG} is missing{more}")
     config = {key: value for key, value in read_json(path / CONFIG).items() if key not in OURS}
+    if "llm_backbone_id" not in config and "v01" in path.resolve().name:  # by which upstream tells
+        config["llm_backbone_id"] = "vicuna-v15-7b"
     settings = settings_of(config, str(path / CONFIG))
     stats = config.get("norm_stats") or {}
     if not isinstance(stats, dict):
