@@ -41,6 +41,21 @@ class PolicyGradientConfig(Strict):
         description="Skip further epochs once an epoch's mean KL, in nats per decision, is above this; null: never.",
     )
 
+    kl_coef: float = Field(
+        0.0, ge=0, description="Weight of the divergence from the reference, a frozen copy of the first weights."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="How that divergence is estimated in the loss, from the actions taken, at logprob_level; in the "
+        "reward it is k1.",
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description="Where the divergence counts: in the loss, or every decision's off the rewards: with ppo off its"
+        " own, before advantages are estimated; with groups off those up to the episode's end, before returns are "
+        "compared.",
+    )
+
     @model_validator(mode="after")
     def _possible(self) -> PolicyGradientConfig:
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
@@ -83,6 +98,14 @@ class PPOConfig(PolicyGradientConfig):
     huber_delta: float | None = Field(
         None, gt=0, description="Value errors above this, in units of return, count linearly; null: all are squared."
     )
+
+    @model_validator(mode="after")
+    def _reference_is_asked(self) -> PPOConfig:
+        if not self.kl_coef and (self.kl_in, self.kl_estimator) != ("loss", "k3"):
+            raise ValueError("algo.kl_in and algo.kl_estimator do nothing with algo.kl_coef=0; try algo.kl_coef=0.01")
+        if self.kl_in == "reward" and self.kl_estimator != "k3":
+            raise ValueError("algo.kl_in=reward takes the divergence as it is (k1); leave out algo.kl_estimator")
+        return self
 
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ValueError when `num_envs` envs in total collect too few items for this algorithm."""
@@ -135,27 +158,16 @@ class GRPOConfig(PolicyGradientConfig):
         "drop",
         description="Groups with equal returns teach nothing: keep them, drop them, or drop them and play others.",
     )
-    filter_low: float | None = Field(None, description="The filter also drops groups whose mean return is below this.")
-    filter_high: float | None = Field(None, description="The filter also drops groups whose mean return is above this.")
+    filter_metric: Literal["return", "success"] = Field(
+        "return", description="What filter_low and filter_high bound: a group's mean return, or its rate of success."
+    )
+    filter_low: float | None = Field(None, description="The filter also drops groups whose mean is below this.")
+    filter_high: float | None = Field(None, description="The filter also drops groups whose mean is above this.")
     max_rounds: int = Field(
         4, gt=0, description="Rounds of episodes per iteration, at most, for filter=resample and after faults."
     )
     max_empty: int = Field(
         5, gt=0, description="Iterations in a row with nothing to learn from after which the run stops, saying why."
-    )
-
-    kl_coef: float = Field(
-        0.0, ge=0, description="Weight of the divergence from the reference, a frozen copy of the first weights."
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3",
-        description="How that divergence is estimated in the loss, from the actions taken, at logprob_level; in the "
-        "reward it is k1.",
-    )
-    kl_in: Literal["loss", "reward"] = Field(
-        "loss",
-        description="Where the divergence counts: in the loss, or every decision's off the rewards from there to the "
-        "episode's end, before returns are compared.",
     )
 
     @model_validator(mode="before")
@@ -188,6 +200,16 @@ class GRPOConfig(PolicyGradientConfig):
         if self.filter == "none" and bounds != (None, None):
             raise ValueError(
                 "algo.filter_low and algo.filter_high do nothing with algo.filter=none; try algo.filter=drop"
+            )
+        if self.filter_metric == "success" and bounds == (None, None):
+            raise ValueError(
+                "algo.filter_metric=success bounds the rate of success, but no bound is given; "
+                "try algo.filter_low=0.1 algo.filter_high=0.9"
+            )
+        if self.filter_metric == "success" and not all(bound is None or 0 <= bound <= 1 for bound in bounds):
+            raise ValueError(
+                f"algo.filter_low={self.filter_low} and algo.filter_high={self.filter_high} bound a rate of success "
+                "(algo.filter_metric), which is from 0 to 1; try 0.1 and 0.9"
             )
         if None not in bounds and self.filter_low > self.filter_high:
             raise ValueError(
