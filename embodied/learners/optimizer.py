@@ -50,6 +50,9 @@ class Optimizer:
         self.adam = torch.optim.Adam(
             [{"params": [of[id(p)] for p in group], "lr": rates[name]} for name, group in groups.items()],
             eps=algo.adam_eps,
+            betas=algo.adam_betas,
+            weight_decay=algo.weight_decay,
+            decoupled_weight_decay=True,
             fused=True,
         )
         self.max_grad_norm = algo.max_grad_norm
