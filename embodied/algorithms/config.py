@@ -237,7 +237,9 @@ class GRPOConfig(PolicyGradientConfig):
 
 
 class SFTConfig(Strict):
-    data: LocalPath | None = Field(None, description="The demonstrations: a folder in LeRobot's layout 3.0.")
+    data: LocalPath | None = Field(
+        None, description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0."
+    )
     episodes: int | None = Field(None, gt=0, description="Use only so many of them, from the first; null: all.")
     cache: LocalPath | None = Field(
         None,

@@ -123,7 +123,10 @@ class Pi0Policy(AdaptedPolicy):
         if name and name not in found and Path(name).is_dir():
             found, where, name = read_figures(Path(name)), name, None
             if not found:
-                raise CheckpointError(f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json")
+                raise CheckpointError(
+                    f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json; of LeRobot 2.1's "
+                    f"datasets python -m embodied.datasets.figures {where} writes the former"
+                )
         if not found:
             if name:
                 raise ConfigError(f"policy.statistics={name}: there is no such folder")
