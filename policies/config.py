@@ -115,6 +115,11 @@ class PrismaticConfig(VLAConfig):
     crop_area: float = Field(
         1.0, gt=0, le=1, description="Part of the image it looks at; 0.9 for models tuned on randomly cropped images."
     )
+    sft_loss: Literal["actions", "vocabulary"] = Field(
+        "actions",
+        description="What imitation of tokens teaches: which action token; or, as upstream, which of all words, and "
+        "the stop token behind them.",
+    )
     rlds_images: bool = Field(
         False,
         description="Frames first pass through JPEG and TensorFlow's Lanczos filter, as in the data sets that "
@@ -210,6 +215,10 @@ class Pi0Config(Strict):
         "all", description="expert: what sees and reads is frozen, only what acts is trained."
     )
     detach_value: bool = Field(False, description="The value's error trains nothing but the value's own weights.")
+    augment: bool = Field(
+        False,
+        description="Imitation sees pictures cropped, turned and coloured at random, as in openpi's training.",
+    )
     lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
     lora_scale: float = Field(1.0, gt=0, description="As for openvla.")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")

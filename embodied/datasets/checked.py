@@ -56,9 +56,7 @@ def check_info(path: Path, info: dict[str, Any]) -> None:
         if name in features and features[name]["dtype"] not in NUMBERS:
             raise ConfigError(f"{file}: {name} is of {features[name]['dtype']!r}; a policy learns from numbers")
     if is_older(info) and not (is_count(info.get("chunks_size")) and info["chunks_size"]):
-        raise ConfigError(
-            f"{file}: chunks_size is {info.get('chunks_size')!r}, not a number of episodes; {AGAIN}"
-        )
+        raise ConfigError(f"{file}: chunks_size is {info.get('chunks_size')!r}, not a number of episodes; {AGAIN}")
     for key in ("data_path", *(["video_path"] if films_of(info) else [])):
         fill(path, key, info.get(key), place_fields(info, 0, 0) | ({"video_key": "0"} if key == "video_path" else {}))
 

@@ -111,7 +111,10 @@ class ImitationLearner(LearnerWorker):
 
 
 def mean_of_items(losses: Tensor, mask: Tensor) -> Tensor:
-    """losses [B, C, A], mask [B, C] -> the sum over items of the mean over an item's demonstrated numbers."""
+    """losses [B, C, A], mask [B, C] -> the sum over items of the mean over an item's demonstrated numbers. Losses
+    [B] are these means."""
+    if losses.ndim == 1:
+        return losses.sum()
     shown = mask[:, :, None].expand_as(losses)
     return (torch.where(shown, losses, 0.0).sum((1, 2)) / shown.sum((1, 2))).sum()
 

@@ -23,7 +23,7 @@ from embodied.policies.openvla.folder import COMPANIONS, read_published, read_st
 from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.ranges import OWN, RANGES, Ranges, stated_ranges
 from embodied.policies.openvla.settings import PRESETS, settings_of
-from embodied.policies.openvla.text import Tokenizer, WordTokenizer, prompt, template_of, tokenizer_of
+from embodied.policies.openvla.text import STOP, Tokenizer, WordTokenizer, prompt, template_of, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.vla.adapters import as_adapted, read_adapters
 from embodied.policies.vla.compiling import for_acting
@@ -240,6 +240,14 @@ class PrismaticPolicy(AdaptedPolicy):
         rows = slice(first, first + self.settings.bins)
         logits = with_adapter(nn.functional.linear(hidden, words.weight[rows]), words, hidden, rows)
         return logits.to(self.exact) / self.config.temperature
+
+    def _word_losses(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """How badly it writes these tokens [B, K] among all words, [B, K] of hidden states [B, K, D]; where there is
+        one more of those, the stop token behind them too."""
+        ids = tokens + self.settings.first_action_id
+        ids = nn.functional.pad(ids, (0, hidden.shape[1] - ids.shape[1]), value=STOP)
+        logits = self.language_model.lm_head(hidden).to(self.exact)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
 
     def _value(self, hidden: Tensor) -> Tensor:
         return self.value_head(hidden).squeeze(-1).to(self.exact)

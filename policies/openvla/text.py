@@ -10,7 +10,7 @@ from embodied.policies.openvla.settings import Settings
 from embodied.policies.vla.text import fast_tokenizer, hashed_words
 
 TOKENIZER = "tokenizer.json"
-BOS = 1
+BOS, STOP = 1, 2
 SPACE = 29871  # Llama's "▁", which every published model has seen in front of the first action token
 
 
