@@ -195,8 +195,7 @@ class RayBackend(Processes):
             process.stopped.set()
 
     def _exit_code(self, process: _Process) -> int | None:
-        """From the guard, of a process too that ended before it told its number; None if it never came to be, or nobody can
-        say any more."""
+        """From the guard, also of a process that ended before it told its number. None if nobody can say."""
         if not process.here:
             return self._last_words(process) if process.pid is not None else None
         until = time.monotonic() + KILL_S
