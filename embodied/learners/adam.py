@@ -14,9 +14,14 @@ from torch.optim.adam import adam
 
 class Adam:
     def __init__(
-        self, groups: Sequence[Sequence[Tensor]], eps: float, betas: tuple[float, float] = (0.9, 0.999)
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        eps: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
     ) -> None:
-        self.groups, self.eps, self.betas = groups, eps, betas
+        """The decay is AdamW's: of the weights, not of their gradients."""
+        self.groups, self.eps, self.betas, self.weight_decay = groups, eps, betas, weight_decay
         self.state: dict[Tensor, dict[str, Tensor]] = {p: {} for group in groups for p in group}
 
     @torch.no_grad()
@@ -33,11 +38,12 @@ class Adam:
                 [],
                 [state["step"] for state in states],
                 fused=True,
+                decoupled_weight_decay=True,
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
                 lr=lr,
-                weight_decay=0.0,
+                weight_decay=self.weight_decay,
                 eps=self.eps,
                 maximize=False,
             )

@@ -48,7 +48,8 @@ class Optimizer:
         self.sharded = any(map(is_sharded, self.params))
         self.base_lrs = [rates[name] for name in groups]
         of = {id(p): master for p, master in zip(self.params, self.masters, strict=True)}
-        self.adam = Adam([[of[id(p)] for p in group] for group in groups.values()], algo.adam_eps)
+        masters = [[of[id(p)] for p in group] for group in groups.values()]
+        self.adam = Adam(masters, algo.adam_eps, algo.adam_betas, algo.weight_decay)
         self.max_grad_norm = algo.max_grad_norm
 
     def exchange(self, stats: Tensor) -> tuple[Tensor, float]:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from embodied.learners.adam import Adam
@@ -17,14 +18,14 @@ raise SystemExit(code or " ".join(slow & sys.modules.keys()) or 0)
 """
 
 
-def test_its_steps_are_those_of_torch():
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_its_steps_are_those_of_torch(decay):
     generator = torch.Generator().manual_seed(3)
     shapes = [(7, 5), (5,), (3, 2, 2)]
-    ours, theirs = ([torch.zeros(shape) for shape in shapes] for _ in range(2))
-    mine = Adam([ours[:2], ours[2:]], eps=1e-5)
-    torchs = torch.optim.Adam(
-        [{"params": theirs[:2], "lr": 0.0}, {"params": theirs[2:], "lr": 0.0}], eps=1e-5, fused=True
-    )
+    ours, theirs = ([torch.ones(shape) for shape in shapes] for _ in range(2))
+    mine = Adam([ours[:2], ours[2:]], 1e-5, (0.9, 0.95), decay)
+    groups = [{"params": theirs[:2]}, {"params": theirs[2:]}]
+    torchs = torch.optim.AdamW(groups, eps=1e-5, betas=(0.9, 0.95), weight_decay=decay, fused=True)
     for step in range(5):
         for a, b in zip(ours, theirs, strict=True):
             a.grad = torch.randn(a.shape, generator=generator) if a.ndim > 1 or step % 2 else None
