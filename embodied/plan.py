@@ -116,11 +116,11 @@ def here(hardware: tuple[str, ...]) -> Topology:
 def plan(profile: Profile, topology: Topology, memory_gb: float | None = None) -> Planned:
     """The fastest layout of every mode on the devices that the profile knows, with so much memory on each."""
     profile = counted(profile, memory_gb)
-    known = {kind for on in profile.costs.values() for kind in on}
-    classes = limited((c for c in topology.classes() if c.name in known or c.kind in known), memory_gb)
-    if not classes:
-        have = ", ".join(c.name for c in topology.classes())
-        raise PlacementError(f"the profile has costs on {', '.join(sorted(known))}, this cluster has {have}")
+    classes = limited((c for c in topology.classes() if c.count and profile.knows(c)), memory_gb)
+    if homeless := [name for name in profile.costs if not any(profile.cost(name, c) for c in classes)]:
+        known = ", ".join(sorted({kind for name in homeless for kind in profile.costs[name]}))
+        have = ", ".join(str(c) for c in topology.classes())
+        raise PlacementError(f"the profile has costs on {known} for {', '.join(homeless)}, this cluster has {have}")
     stages = profile.made.get("stages") or STAGES
     started = time.perf_counter()
     planner = Planner(profile.workflow, profile, classes, stages)

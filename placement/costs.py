@@ -67,7 +67,7 @@ class Pricer:
         self.node_least = cache(self._node_least)
 
     def cost(self, component: str, device_class: str) -> Cost | None:
-        return self.profile.cost(component, device_class, self.classes[device_class].kind)
+        return self.profile.cost(component, self.classes[device_class])
 
     def runs_on(self) -> dict[str, set[str]]:
         names = [c.name for c in self.workflow.components]
@@ -169,12 +169,6 @@ class Pricer:
     def can_swap(self, component: str) -> bool:
         costs = [self.cost(component, name) for name in self.classes]
         return any(cost is not None and cost.offload_s is not None for cost in costs)
-
-    def allowed(self, layer: Layer) -> bool:
-        """Cores cannot be a zone and serve the GPUs beside them at the same time."""
-        kinds = {self.classes[zone.device_class].kind for zone in layer}
-        beside = any(self.cost(name, zone.device_class).core_s for zone in layer for name in zone.components)
-        return not (beside and "cpu" in kinds)
 
     def price(self, layout: Layout) -> Price:
         layers = []

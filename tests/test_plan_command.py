@@ -9,7 +9,9 @@ import pytest
 from embodied import plan
 from embodied.config import load
 from embodied.envs import env_class
+from embodied.placement import Offer, make_plan
 from embodied.placement.curves import constant
+from embodied.placement.deploy import as_placement
 from embodied.placement.profile import Cost, Profile, write_profile
 from embodied.profiles import cost_key, profile_path, workflow_of
 
@@ -24,13 +26,34 @@ def run(capsys, *argv):
     ("profile", "order"),
     [
         ("published_maniskill_openvla", ["hybrid", "collocated", "disaggregated"]),
-        ("published_libero_openvla_oft", ["collocated", "hybrid", "disaggregated"]),
+        ("published_libero_openvla_oft", ["hybrid", "collocated", "disaggregated"]),
     ],
 )
 @pytest.mark.parametrize("cluster", ["8xH100", "2x8xH100", "4x8xH100"])
-def test_published_workloads_have_their_published_winner_and_order(profile, order, cluster):
+def test_published_workloads_have_a_winner_and_an_order(profile, order, cluster):
     planned = plan.plan(plan.read_profile(plan.packaged(profile)), plan.read_topology(cluster))
     assert [mode for mode in plan.ranked(planned) if mode != "custom"] == order
+
+
+@pytest.mark.parametrize(("cluster", "rows"), [("8xH100", 4), ("2x8xH100", 2), ("4x8xH100", 1)])
+def test_simulators_on_cores_beside_gpus_are_a_worker_per_core_that_steps_its_rows_one_by_one(cluster, rows):
+    topology = plan.read_topology(cluster)
+    planned = plan.plan(plan.read_profile(plan.packaged("published_libero_openvla_oft")), topology)
+    _, winner = planned.winner
+    pricer = planned.planner.pricer
+    at = {name: (zone, zone.devices) for zone in winner.layout.zones for name in zone.components}
+    assert int(pricer.count("sim", at, 1)) == topology.cores == 512 // rows
+    one_round, *_ = pricer.station("sim", "sim", at, 1, 1.0)
+    assert float(one_round) == pytest.approx(rows * 1.31)
+    placement = as_placement(pricer, winner.layout, topology)
+    nodes = {
+        node.name: Offer(tuple(range(node.cores)), tuple(f"gpu:{g.index}" for g in node.gpus))
+        for node in topology.nodes
+    }
+    here = nodes.get("node0", Offer(())) if len(nodes) == 1 else Offer(())
+    run = make_plan(placement, here.cores, 512, nodes=nodes, devices=here.devices)
+    assert run.count("sim") == topology.cores
+    assert {len(host.cores) for host in run.hosts if host.roles == ("sim",)} == {1}
 
 
 def test_a_plan_is_printed_written_and_drawn(capsys, tmp_path):
@@ -82,7 +105,10 @@ def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
     [
         ((), "name a recipe (recipe=maniskill_ppo), or a profile"),
         (("profile=nowhere.json",), "nowhere.json cannot be read"),
-        (("profile=published_maniskill_openvla", "cluster=8xCPU"), "costs on gpu, this cluster has cpu"),
+        (
+            ("profile=published_maniskill_openvla", "cluster=8xCPU"),
+            "costs on gpu for sim, policy, learner, this cluster has cpu",
+        ),
         (("profile=published_maniskill_openvla", "cluster=many"), "does not describe machines"),
         (("recipe=pointmass_ppo", "profile=published_maniskill_openvla"), "costs something else; leave out recipe="),
         (("recipe=pointmass_ppo", "run.dir=/nonexistent"), "python -m embodied.profiling recipe=pointmass_ppo"),
