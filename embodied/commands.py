@@ -19,7 +19,7 @@ from typing import Any
 
 from embodied import _stop_at_once
 from embodied.config import RunConfig
-from embodied.devices import check_devices, devices_here, environment, offers
+from embodied.devices import check_devices, environment, machines, networks_on
 from embodied.envs import env_class, import_class
 from embodied.envs.own import own_modules
 from embodied.envs.protocols import choose_protocol
@@ -28,7 +28,7 @@ from embodied.footprint import check_pictures, check_simulators, gigabytes, pict
 from embodied.hub import with_folder
 from embodied.layers import recipe_names
 from embodied.overrides import parse
-from embodied.placement import PlacementError, PlacementPlan, make_plan, named_nodes
+from embodied.placement import PlacementError, PlacementPlan, Topology, make_plan, named_nodes
 from embodied.policies import check_package
 from embodied.reporting.report import report_or_say_why
 from embodied.run_folder import RunFolder
@@ -82,8 +82,11 @@ def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[
     return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in mine]
 
 
-def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, PlacementPlan]:
-    """The config with everything "auto" in the env decided, and who runs where. Refuses what cannot run here."""
+def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[RunConfig, PlacementPlan]:
+    """The config with everything "auto" in the env decided, and who runs where. Refuses what cannot run here; `dry`:
+    nothing will, so it may be planned for other machines."""
+    if config.cluster.machines and not dry:
+        raise ConfigError(f"cluster.machines={config.cluster.machines} is for planning: add --dry-run, or leave it out")
     kind = env_class(config.env)
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
@@ -97,17 +100,15 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
         from embodied.datasets.layout import check_pyarrow
 
         check_pyarrow()
-    if config.learner.device == "cuda" and not Path("/dev/nvidiactl").exists():
-        raise ConfigError(
-            "learner.device=cuda needs an NVIDIA GPU, and this machine shows none; try learner.device=cpu"
-        )
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
     config = chosen_cluster(config)
-    cores = tuple(sorted(os.sched_getaffinity(0)))
+    there = machines(config)
+    if len(there.nodes) > 1:
+        config = chosen_cluster(config, several=True)
     try:
-        config, plan = placed(config, cores, learn)
+        config, plan = placed(config, there, learn)
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
@@ -141,21 +142,23 @@ def rehearse(config: RunConfig) -> None:
     env_class(config.env).rehearse(config.env)
 
 
-def placed(config: RunConfig, cores: tuple[int, ...], learn: bool) -> tuple[RunConfig, PlacementPlan]:
+def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfig, PlacementPlan]:
     """The plan; placement=auto of a training run asks the profile that was measured here, if there is one."""
-    if config.placement == "auto" and learn:
+    networks = networks_on(config, machines)
+    if config.placement == "auto" and learn and len(machines.nodes) == 1 and networks == "cpu":
         from embodied.auto import plan_from_profile
 
-        if found := plan_from_profile(config, cores):
+        if found := plan_from_profile(config, machines.nodes[0].core_numbers):
             return found
     envs, stages = config.env.num_envs, config.pipeline.stages
     gpu_sims = getattr(config.env, "backend", "") == "cuda"
-    return config, make_plan(config.placement, cores, envs, stages, offers(config), devices_here(config), gpu_sims)
+    return config, make_plan(config.placement, machines, envs, stages, networks, gpu_sims)
 
 
-def chosen_cluster(config: RunConfig) -> RunConfig:
+def chosen_cluster(config: RunConfig, several: bool = False) -> RunConfig:
     """The config with the backend decided."""
-    backend = choose_backend(config.cluster.backend, config.cluster.address, bool(named_nodes(config.placement)))
+    several = several or bool(named_nodes(config.placement))
+    backend = choose_backend(config.cluster.backend, config.cluster.address, several)
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
 
 
@@ -219,7 +222,10 @@ def cluster(
     config: RunConfig, plan: PlacementPlan, logs: Path, on_start: Callable[[str, int], None] = lambda host, pid: None
 ) -> Cluster:
     hosts = [
-        HostPlan(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held)
+        HostPlan(
+            *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),
+            host.gpu.memory_bytes if host.device and host.gpu else float("inf"),
+        )
         for host in plan.hosts
     ]
     own = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)

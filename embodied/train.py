@@ -41,7 +41,7 @@ def start(argv: list[str]) -> int:
 def follow(loaded: Loaded, program: type[EmbodiedLoop], clock: Callable[[], float] = time.perf_counter) -> int:
     """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
     happened."""
-    config, plan = commands.planned(loaded.config)
+    config, plan = commands.planned(loaded.config, dry=loaded.dry_run)
     origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
         commands.rehearse(config)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from embodied.placement.costs import Pricer
-from embodied.placement.grammar import PlacementError
+from embodied.placement.grammar import PlacementError, text_of
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.topology import Topology
 from embodied.placement.workflow import Workflow
@@ -49,22 +47,6 @@ def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, st
             numbers = range(node.cores if on.kind == "cpu" else node.fakes)
         found += [(name, on.kind, number) for number in numbers]
     return found
-
-
-def text_of(devices: Sequence[tuple[str, str, int]]) -> str:
-    """As the grammar has it: node0/gpu:0-7,node1/gpu:0 for nine neighbours."""
-    runs: list[list[tuple[str, str, int]]] = []
-    for node, kind, number in devices:
-        if runs and runs[-1][-1] == (node, kind, number - 1):
-            runs[-1].append((node, kind, number))
-        else:
-            runs.append([(node, kind, number)])
-    parts = []
-    for run in runs:
-        node, kind, first = run[0]
-        several = f"-{run[-1][2]}{f'*{len(run)}' if kind == 'cpu' else ''}" if len(run) > 1 else ""
-        parts.append(f"{node}{'/' if node else ''}{kind}:{first}{several}")
-    return ",".join(parts)
 
 
 def hosts_of(zone: Zone, counts: dict[str, int]) -> list[tuple[str, ...]]:

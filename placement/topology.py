@@ -32,11 +32,13 @@ NODE_KEYS = ("name", "count", "gpus", "gpu", "gpu_memory_gb", "cores", "memory_g
 
 @dataclass(frozen=True)
 class Gpu:
-    index: int
+    index: int  # among those of its node that a run may use: gpu:0 is the first of these
     model: str = "GPU"
     memory_bytes: float = GPU_GB["GPU"] * GB
     numa: int | None = None
     render: str = ""  # the file through which EGL and Vulkan reach it, such as renderD128
+    card: int | None = None  # among all of its machine by PCI address, as nvidia-smi counts; None: where none was seen
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,31 @@ class Node:
     cores: int
     gpus: tuple[Gpu, ...] = ()
     memory_bytes: float = float("inf")
-    numa: tuple[tuple[int, ...], ...] = ()  # cores of every NUMA node
+    numa: tuple[tuple[int, ...], ...] = ()  # cores of every NUMA node, by its number
     devices: tuple[str, ...] = ()  # named hardware: arm:0
     fakes: int = 0
+    core_ids: tuple[int, ...] = ()  # the system's numbers of the cores; (): 0, 1, 2, ...
+
+    @property
+    def core_numbers(self) -> tuple[int, ...]:
+        return self.core_ids or tuple(range(self.cores))
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """What there is besides cores, as placements name it."""
+        return (*(f"gpu:{gpu.index}" for gpu in self.gpus), *self.devices)
 
 
 @dataclass(frozen=True)
 class Topology:
+    """Machines that a run may use. The first is the one it is started on."""
+
     nodes: tuple[Node, ...]
     name: str = ""  # as it was asked for
+
+    @property
+    def gpus(self) -> int:
+        return sum(len(node.gpus) for node in self.nodes)
 
     def classes(self) -> list[DeviceClass]:
         """GPUs by model, then fake devices, then cores."""
@@ -79,7 +97,8 @@ class Topology:
         """A line for every kind of node."""
         kinds: dict[Node, list[str]] = {}
         for node in self.nodes:
-            plain = replace(node, name="", numa=(), gpus=tuple(replace(g, numa=None, render="") for g in node.gpus))
+            gpus = tuple(Gpu(gpu.index, gpu.model, gpu.memory_bytes) for gpu in node.gpus)
+            plain = replace(node, name="", numa=(), core_ids=(), gpus=gpus)
             kinds.setdefault(plain, []).append(node.name)
         return [f"{number(len(names), 'node')}: {describe_node(node)}" for node, names in kinds.items()]
 
@@ -94,6 +113,11 @@ def describe_node(node: Node) -> str:
     if len(node.numa) > 1:
         parts.append("NUMA " + " / ".join(span(cores) for cores in node.numa))
     return ", ".join([*parts, *node.devices])
+
+
+def one_machine(cores: tuple[int, ...]) -> Topology:
+    """A machine with these cores, and nothing else."""
+    return Topology((Node("", len(cores), core_ids=cores),))
 
 
 def read_topology(text: str) -> Topology:

@@ -85,12 +85,9 @@ class EmbodiedLoop:
         return (Slices if config.algo.name == "ppo" else Groups)(config, tasks)
 
     def torch_device(self, role: str) -> str:
-        """Where a role's networks compute: on its hosts' GPUs; on cores where only others have GPUs; else as the recipe
-        says."""
+        """Where a role's networks compute: on its hosts' GPUs, else on cores."""
         on_gpus = {r for host in self.cluster.hosts if any("gpu:" in d for d in host.devices) for r in host.roles}
-        if on_gpus:
-            return "cuda" if role in on_gpus else "cpu"
-        return self.config.learner.device_beside(getattr(self.config.env, "backend", ""))
+        return "cuda" if role in on_gpus else "cpu"
 
     @property
     def algorithm(self):

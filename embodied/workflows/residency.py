@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from embodied.devices import capacities
 from embodied.runtime import Cluster, Timers, WorkerGroup
-from embodied.runtime.leases import Claim, Coordinator
+from embodied.runtime.leases import GB, Claim, Coordinator
 from embodied.runtime.turns import Turns
 
 ROLLOUT, UPDATE = "rollout", "update"
@@ -31,7 +30,11 @@ def take_turns(
     gangs = {ROLLOUT: claims_of(sims, devices, [False] * len(sims)) + claims_of(policies, devices, shared)}
     if learners:
         gangs[UPDATE] = claims_of(learners, devices, [where in acting for where in learning])
-    limits = capacities({device for held in devices.values() for device in held}, memory_gb)
+    limits = {
+        device: host.device_bytes if memory_gb is None else memory_gb * GB
+        for host in cluster.hosts
+        for device in devices[host.name]
+    }
     everyone = [claim.worker for gang in gangs.values() for claim in gang]
     groups = {group.role: group for group in (sims, policies, learners) if group}
     # How much memory policies act in is known when they have acted; where nothing is limited nobody asks.

@@ -83,7 +83,7 @@ def test_a_gpu_is_read_from_the_drivers_answer(tmp_path):
     device = tmp_path / "bus/pci/devices/0000:3b:00.0"
     (device / "drm/renderD129").mkdir(parents=True)
     (device / "numa_node").write_text("1\n")
-    row = ["3", "NVIDIA H100 80GB HBM3", "81559", "00000000:3B:00.0"]
-    assert discovery.read_gpu(row, tmp_path) == Gpu(3, "H100", 81559 * 2**20, 1, "renderD129")
+    row = ["3", "NVIDIA H100 80GB HBM3", "81559", "00000000:3B:00.0", "GPU-8932f937"]
+    assert discovery.read_gpu(row, tmp_path) == Gpu(3, "H100", 81559 * 2**20, 1, "renderD129", 3, "GPU-8932f937")
     assert discovery.model_of("NVIDIA A100-SXM4-80GB") == "A100"
     assert discovery.model_of("NVIDIA GeForce RTX 4090") == "4090"
