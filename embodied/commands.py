@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from glob import escape
 from pathlib import Path
 from shlex import quote
@@ -143,16 +144,19 @@ def rehearse(config: RunConfig) -> None:
 
 
 def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfig, PlacementPlan]:
-    """The plan; placement=auto of a training run asks the profile that was measured here, if there is one."""
-    networks = networks_on(config, machines)
-    if config.placement == "auto" and learn and len(machines.nodes) == 1 and networks == "cpu":
+    """The plan; placement=auto of a training run asks the profile of such machines, if there is one."""
+    uncounted = ""
+    if config.placement == "auto" and learn:
         from embodied.auto import plan_from_profile
+        from embodied.profiles import profile_for
 
-        if found := plan_from_profile(config, machines.nodes[0].core_numbers):
-            return found
+        path, uncounted = profile_for(config, machines)
+        if path:
+            return plan_from_profile(config, machines, path)
     envs, stages = config.env.num_envs, config.pipeline.stages
     gpu_sims = getattr(config.env, "backend", "") == "cuda"
-    return config, make_plan(config.placement, machines, envs, stages, networks, gpu_sims)
+    plan = make_plan(config.placement, machines, envs, stages, networks_on(config, machines), gpu_sims)
+    return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 
 
 def chosen_cluster(config: RunConfig, several: bool = False) -> RunConfig:

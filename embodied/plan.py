@@ -13,7 +13,9 @@ from pathlib import Path
 
 from embodied import assets, commands
 from embodied.commands import proofs
-from embodied.config import RunSection, load
+from embodied.config import RunConfig, RunSection, load
+from embodied.devices import machines
+from embodied.discovery import discover
 from embodied.envs import env_class
 from embodied.errors import ConfigError
 from embodied.layers import recipe_names
@@ -24,10 +26,9 @@ from embodied.placement.planner import STAGES, Choice, Planner
 from embodied.placement.profile import Profile, read_profile
 from embodied.placement.simulate import Schedule, simulate
 from embodied.placement.topology import Topology, read_topology
-from embodied.profiles import counted, fitted_to, limited, newest_profile
+from embodied.profiles import counted, fitted_to, limited, newest_profile, profile_for
 from embodied.reporting import gantt
 from embodied.reporting.html import page, section, table, tag
-from embodied.runtime.config import ClusterConfig
 
 OWN = ("cluster", "profile", "out")
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
@@ -39,7 +40,8 @@ usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out
   recipe    {", ".join(recipe_names())}, or path/to/my.yaml; its profile is the one measured here last
   profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
             published_maniskill_openvla, published_libero_openvla_oft
-  cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine
+  cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
+            all nodes of the Ray cluster that the recipe names (cluster.address)
   out       where plan.json, plan.png and plan.html go; default: plans/PROFILE-CLUSTER in run.dir"""
 
 
@@ -71,46 +73,43 @@ def start(argv: list[str]) -> int:
         raise ConfigError("\n".join(problems))
     own = {key: str(value) for key, value in values.items()}
     try:
-        profile, name, cluster, runs = find_profile(own.get("profile"), rest)
-        hardware = tuple(device for device in cluster.devices if "/" not in device)
-        topology = read_topology(own["cluster"]) if "cluster" in own else here(hardware)
-        planned = plan(profile, topology, cluster.memory_gb)
+        config = recipe_of(own.get("profile"), rest)
+        topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
+        profile, name = find_profile(own.get("profile"), config, topology)
+        planned = plan(profile, topology, config.cluster.memory_gb if config else None)
     except PlacementError as err:
         raise ConfigError(str(err)) from None
     print("\n".join(describe(planned, name)))
+    runs = config.run.dir if config else RunSection.model_fields["dir"].default
     out = Path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
     write(planned, name, out)
     print(f"\nplan        {out / 'plan.html'}, plan.png, plan.json")
     return 0
 
 
-def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str, ClusterConfig, Path]:
-    """The one that is named; its workflow, or that of the recipe where one is given too. -> also its name, and what the
-    recipe says of the cluster and of where runs go."""
-    path = packaged(named) if named else None
+def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
+    """The recipe, as it was when measured; None where a profile alone is planned."""
     if not any(arg.startswith("recipe=") for arg in rest):
-        if rest or path is None:
+        if rest or named is None:
             raise ConfigError("what to plan? name a recipe (recipe=maniskill_ppo), or a profile alone; see --help")
-        return read_profile(path), path.stem, ClusterConfig(), RunSection.model_fields["dir"].default
+        return None
     config = load(rest).config
     kind = env_class(config.env)
-    env = kind.resolve(kind.proven(config.env, proofs(config)))  # as it was when measured
-    config = config.model_copy(update={"env": env})
-    if path is None:
-        path = newest_profile(config)
-    return fitted_to(config, read_profile(path), path), path.stem, config.cluster, config.run.dir
+    return config.model_copy(update={"env": kind.resolve(kind.proven(config.env, proofs(config)))})
+
+
+def find_profile(named: str | None, config: RunConfig | None, topology: Topology) -> tuple[Profile, str]:
+    """The one that is named, else one of this recipe: measured on such machines, or the newest. -> also its name. With
+    a recipe it has that one's workflow."""
+    path = packaged(named) if named else profile_for(config, topology)[0] or newest_profile(config)
+    profile = read_profile(path)
+    return fitted_to(config, profile, path) if config else profile, path.stem
 
 
 def packaged(name: str) -> Path:
     """A file, or one of the profiles that come with the package."""
     inside = Path(assets.__file__).parent / "profiles" / f"{name}.json"
     return inside if inside.is_file() else Path(name)
-
-
-def here(hardware: tuple[str, ...]) -> Topology:
-    from embodied.discovery import discover
-
-    return discover(hardware=hardware)
 
 
 def plan(profile: Profile, topology: Topology, memory_gb: float | None = None) -> Planned:

@@ -6,13 +6,15 @@ import sys
 
 import pytest
 
-from embodied import plan
+from embodied import devices, plan
 from embodied.config import load
+from embodied.discovery import discover
 from embodied.envs import env_class
-from embodied.placement import Offer, make_plan
-from embodied.placement.curves import constant
+from embodied.placement import make_plan
+from embodied.placement.curves import Curve, constant
 from embodied.placement.deploy import as_placement
 from embodied.placement.profile import Cost, Profile, write_profile
+from embodied.placement.topology import Node
 from embodied.profiles import cost_key, profile_path, workflow_of
 
 
@@ -45,13 +47,7 @@ def test_simulators_on_cores_beside_gpus_are_a_worker_per_core_that_steps_its_ro
     assert int(pricer.count("sim", at, 1)) == topology.cores == 512 // rows
     one_round, *_ = pricer.station("sim", "sim", at, 1, 1.0)
     assert float(one_round) == pytest.approx(rows * 1.31)
-    placement = as_placement(pricer, winner.layout, topology)
-    nodes = {
-        node.name: Offer(tuple(range(node.cores)), tuple(f"gpu:{g.index}" for g in node.gpus))
-        for node in topology.nodes
-    }
-    here = nodes.get("node0", Offer(())) if len(nodes) == 1 else Offer(())
-    run = make_plan(placement, here.cores, 512, nodes=nodes, devices=here.devices)
+    run = make_plan(as_placement(pricer, winner.layout, topology), topology, 512)
     assert run.count("sim") == topology.cores
     assert {len(host.cores) for host in run.hosts if host.roles == ("sim",)} == {1}
 
@@ -76,7 +72,7 @@ def test_the_profile_of_an_env_that_chose_its_backend_is_found(tmp_path):
     costs = {name: {"cpu": Cost(constant(1))} for name in ("sim", "policy", "learner")}
     profile = Profile(workflow_of(measured), costs, made={"key": cost_key(measured)})
     write_profile(profile, profile_path(measured))
-    assert plan.find_profile(None, arguments)[0].costs == profile.costs
+    assert plan.find_profile(None, plan.recipe_of(None, arguments), discover())[0].costs == profile.costs
 
 
 def test_a_plan_lists_declared_hardware_and_goes_where_the_recipes_runs_go(capsys, tmp_path, monkeypatch):
@@ -127,3 +123,17 @@ def test_planning_imports_neither_torch_nor_a_simulator():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_without_a_cluster_to_plan_for_it_plans_for_all_nodes_of_the_one_the_recipe_runs_on(
+    capsys, tmp_path, monkeypatch
+):
+    config = load(["recipe=pointmass_ppo", f"run.dir={tmp_path}"]).config
+    costs = {name: {"cpu": Cost(Curve((1, 32), (1, 32)))} for name in ("sim", "policy", "learner")}
+    write_profile(Profile(workflow_of(config), costs, made={"key": cost_key(config)}), profile_path(config))
+    nodes = {name: Node(name, 2) for name in ("one", "two")}
+    monkeypatch.setattr(devices, "nodes_of", lambda address, describe: nodes)
+    code, out, err = run(capsys, "recipe=pointmass_ppo", f"run.dir={tmp_path}", "cluster.address=10.0.0.1:6379")
+    assert code == 0, err
+    assert "2 nodes: 2 cores" in out
+    assert "one/cpu:0-1*2,two/cpu:0-1*2" in out
