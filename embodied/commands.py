@@ -20,7 +20,7 @@ from typing import Any
 
 from embodied import _stop_at_once
 from embodied.config import RunConfig
-from embodied.devices import check_devices, environment, machines, networks_on
+from embodied.devices import check_devices, check_simulator, environment, machines, networks_on
 from embodied.envs import env_class, import_class
 from embodied.envs.own import own_modules
 from embodied.envs.protocols import choose_protocol
@@ -91,6 +91,8 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
     kind = env_class(config.env)
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
+    there = machines(config)
+    check_simulator(config, there)
     env = kind.proven(config.env, proofs(config))
     kind.check(env)
     if ":" in config.env.reward:
@@ -104,10 +106,7 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
-    config = chosen_cluster(config)
-    there = machines(config)
-    if len(there.nodes) > 1:
-        config = chosen_cluster(config, several=True)
+    config = chosen_cluster(config, len(there.nodes) > 1)
     try:
         config, plan = placed(config, there, learn)
     except PlacementError as err:
@@ -140,6 +139,8 @@ def proofs(config: RunConfig) -> Path:
 
 def rehearse(config: RunConfig) -> None:
     """For a dry run: refuse what only a built env would refuse."""
+    if config.cluster.machines and getattr(config.env, "backend", "") == "cuda":
+        return  # of machines that are not here
     env_class(config.env).rehearse(config.env)
 
 
@@ -159,7 +160,7 @@ def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfi
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 
 
-def chosen_cluster(config: RunConfig, several: bool = False) -> RunConfig:
+def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
     """The config with the backend decided."""
     several = several or bool(named_nodes(config.placement))
     backend = choose_backend(config.cluster.backend, config.cluster.address, several)

@@ -58,6 +58,12 @@ def networks_on(config: RunConfig, machines: Topology) -> str:
     return "gpu" if getattr(config.env, "backend", "") == "cuda" or not is_small(config.policy) else "cpu"
 
 
+def check_simulator(config: RunConfig, machines: Topology) -> None:
+    """Raise ConfigError where it wants a GPU and there is none."""
+    if getattr(config.env, "backend", "") == "cuda" and not machines.gpus:
+        raise ConfigError("env.backend=cuda needs an NVIDIA GPU, and this machine shows none; try env.backend=auto")
+
+
 def is_small(policy) -> bool:
     """Whether a core is enough for it: an MLP, by its weights; one's own class, of which nothing is known here."""
     if policy.name == "mlp":

@@ -38,11 +38,11 @@ def test_this_machine_has_its_cores_and_the_gpus_that_the_process_may_use(eight_
 def test_declared_machines_are_for_dry_runs(tmp_path):
     declared = machines(recipe("cluster.machines=4x8xH100"))
     assert (len(declared.nodes), declared.gpus, declared.cores) == (4, 32, 512)
-    with pytest.raises(ConfigError, match="cluster.machines=eight: .*does not describe machines"):
+    with pytest.raises(ConfigError, match=r"cluster\.machines=eight: .*does not describe machines"):
         machines(recipe("cluster.machines=eight"))
     from embodied.commands import planned
 
-    with pytest.raises(ConfigError, match="cluster.machines=4x8xH100 is for planning: add --dry-run"):
+    with pytest.raises(ConfigError, match=r"cluster\.machines=4x8xH100 is for planning: add --dry-run"):
         planned(recipe("cluster.machines=4x8xH100", f"run.dir={tmp_path}"))
 
 
