@@ -72,6 +72,11 @@ def is_small(policy) -> bool:
     return ":" in policy.name
 
 
+def torch_device(kind: str) -> str:
+    """As torch names devices of a kind."""
+    return "cuda" if kind == "gpu" else "cpu"
+
+
 def environment(host: Host) -> dict[str, str]:
     """What a host's process must find before it imports anything. GPUs are counted by PCI address, as nvidia-smi does:
     CUDA would put the fastest first."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embodied import devices
 from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, Recording, Route
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
@@ -87,7 +88,7 @@ class EmbodiedLoop:
     def torch_device(self, role: str) -> str:
         """Where a role's networks compute: on its hosts' GPUs, else on cores."""
         on_gpus = {r for host in self.cluster.hosts if any("gpu:" in d for d in host.devices) for r in host.roles}
-        return "cuda" if role in on_gpus else "cpu"
+        return devices.torch_device("gpu" if role in on_gpus else "cpu")
 
     @property
     def algorithm(self):
