@@ -63,7 +63,7 @@ class Directly:
 
     def put(self, request: Any) -> None:
         started = perf_counter()
-        reply = self.policy._answer(self.policy.completed(request), 1.0, "train")
+        (reply,) = self.policy._answer([self.policy.completed(request)], 1.0, "train")
         (self.value_s if request.value_only else self.act_s).append(perf_counter() - started)
         self.answers.append(reply)
 
