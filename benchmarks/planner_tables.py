@@ -34,7 +34,7 @@ def workload(components: int, envs: int) -> Profile:
     """OpenVLA-sized parts: sim and policy in a cycle, up to two models that read trajectories, a learner."""
     parts = [
         Component("sim", 80, envs, even=True, splits=True),
-        Component("policy", 80, envs, merges=True),
+        Component("policy", 80, envs, merges=64),
         Component("learner", 32, 640, streams=True),
     ]
     edges = [Edge("sim", "policy"), Edge("policy", "sim"), Edge("sim", "learner")]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied.arrays import concatenate, map_obs, take_rows
-from embodied.data import ActReply, ActRequest, Observation, PlayedEpisodes, PolicyOutput, Trajectory
+from embodied.arrays import concatenate, map_obs
+from embodied.data import ActReply, ActRequest, PlayedEpisodes, PolicyOutput, Trajectory
 from embodied.episodes import join_episodes
 from embodied.learners.intake import PER_DECISION
+from embodied.policies.merging import num_rows
 
 if TYPE_CHECKING:
     from embodied.policies.worker import PolicyWorker
@@ -28,11 +29,11 @@ class Directly:
         self.value_s: list[float] = []
 
     def put(self, request: ActRequest) -> None:
-        asked = enlarged(self.policy.completed(request), self.copies)
+        asked = self.policy.completed(request)
         started = perf_counter()
-        reply = self.policy._answer(asked, 1.0, "train")
+        reply, *_ = self.policy._answer([asked] * self.copies, 1.0, "train")
         (self.value_s if request.value_only else self.act_s).append(perf_counter() - started)
-        self.answers.append(reply if self.copies == 1 else own_part(reply, self.copies))
+        self.answers.append(reply)
 
     def get(self) -> ActReply:
         return self.answers.popleft()
@@ -76,32 +77,6 @@ class Kept:
         return self.items[0]
 
 
-def enlarged(request: ActRequest, copies: int) -> ActRequest:
-    """With each of its rows so many times."""
-    if copies == 1:
-        return request
-
-    def wider(obs: Observation | None) -> Observation | None:
-        return None if obs is None else take_rows(obs, np.tile(np.arange(num_rows(obs)), copies))
-
-    episodes, decisions = (np.tile(numbers, copies) for numbers in (request.episodes, request.decisions))
-    obs, finals = wider(request.obs), wider(request.final_obs)
-    return replace(request, obs=obs, final_obs=finals, episodes=episodes, decisions=decisions)
-
-
-def own_part(reply: ActReply, copies: int) -> ActReply:
-    """The answer to the first of so many that asked the same."""
-
-    def first(array: Any) -> Any:
-        return None if array is None else array[: len(array) // copies]
-
-    output = reply.output
-    if output is not None:
-        replay = {name: first(array) for name, array in output.replay.items()}
-        output = PolicyOutput(first(output.actions), first(output.logprobs), first(output.values), replay)
-    return replace(reply, output=output, values=first(reply.values), final_values=first(reply.final_values))
-
-
 def copied(played: Trajectory | PlayedEpisodes, copies: int) -> Trajectory | PlayedEpisodes:
     """As if so many sims had played the same, each in env rows or episodes of its own."""
     if copies == 1:
@@ -122,8 +97,3 @@ def copied(played: Trajectory | PlayedEpisodes, copies: int) -> Trajectory | Pla
         values=wider(played.values),
         **{name: wider(getattr(played, name)) for name in PER_DECISION},
     )
-
-
-def num_rows(obs: Observation) -> int:
-    first = next(iter(obs.values()))
-    return len(next(iter(first.values())) if isinstance(first, dict) else first)

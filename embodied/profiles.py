@@ -58,7 +58,8 @@ def workflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Workflow:
     steps = items * getattr(config.policy, "chunk", 1)
     looks_once = algo.name == "ppo" and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
     ahead = items if looks_once else 0
-    return embodied_workflow(envs, decisions, algo.epochs * -(-items // minibatch), minibatch, steps, ahead)
+    calls = algo.epochs * -(-items // minibatch)
+    return embodied_workflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows)
 
 
 def counted(profile: Profile, memory_gb: float | None) -> Profile:

@@ -114,6 +114,11 @@ class Site:
 
     on: DeviceClass
     parts: tuple[str, ...]
+    sims: int = 0  # on other devices, at most
+
+    def sizes(self, config: RunConfig) -> list[int]:
+        here = "sim" in self.parts
+        return env_sizes(config, self.on.count) if here else call_sizes(config, self.sims, self.on.count)
 
     def __str__(self) -> str:
         *others, last = self.parts
@@ -125,7 +130,8 @@ def sites_of(config: RunConfig, there: Topology) -> list[Site]:
     """Every kind of device that is used, that of the simulators first."""
     where = homes(config, there)
     kinds = {c.name: c for classes in where.values() for c in classes}
-    return [Site(c, tuple(role for role, classes in where.items() if c in classes)) for c in kinds.values()]
+    sims = sum(c.count for c in where["sim"])
+    return [Site(c, tuple(role for role, classes in where.items() if c in classes), sims) for c in kinds.values()]
 
 
 def probe_hosts(site: Site, there: Topology) -> list[Host]:
@@ -139,6 +145,14 @@ def env_sizes(config: RunConfig, workers: int) -> list[int]:
     total = config.env.num_envs
     shares = [max(1, total // n) for n in (workers, 1, 2 * workers, 4 * workers, 8 * workers)]
     return list(dict.fromkeys(shares))[:MOST_SIZES]
+
+
+def call_sizes(config: RunConfig, sims: int, workers: int) -> list[int]:
+    """Rows that a policy worker is asked for at once, where so many sims are elsewhere: at most its share, or what it
+    answers in a call, or the question of a sim."""
+    total = config.env.num_envs
+    most = max(min(total // workers, config.merged_rows), total // sims, 1)
+    return list(dict.fromkeys(max(1, most // n) for n in (1, 2, 4, 16)))
 
 
 @dataclass(frozen=True)
@@ -178,7 +192,7 @@ def probe_site(config: RunConfig, site: Site, hosts: list[Host], clock: Clock, s
         probes = run.launch(
             "embodied.probing:ProbeWorker", "probe", config, devices.torch_device(site.on.kind), site.parts
         )
-        sizes = env_sizes(config, site.on.count)
+        sizes = site.sizes(config)
         decisions, horizon = affordable(sizes, probes, clock, share)
         for place, num_envs in enumerate(sizes):
             if place > 1 and not clock.left(share):  # a curve needs two sizes

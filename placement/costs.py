@@ -154,12 +154,8 @@ class Pricer:
 
     def useful_answerers(self, name: str, most: int, stages: int) -> np.ndarray:
         """[most + 1] Whether a component that answers in a cycle can gain by its so-manieth device."""
-        component, asker = self.workflow[name], self.workflow[self.asker_for(name)]
         count = np.arange(most + 1)
-        if component.merges:
-            share = -(-component.items // (stages * np.maximum(count, 1)))
-            fewer = share < np.roll(share, 1) + (count == 1)
-            return (count > 0) & (count <= max(component.items // stages, 1)) & fewer
+        asker = self.workflow[self.asker_for(name)]
         return (count > 0) & (count <= asker.items * stages)  # which of them depends on how many ask
 
     def asker_for(self, component: str) -> str | None:
@@ -330,14 +326,24 @@ class Pricer:
             size = component.items / np.maximum(parts, 1)
             one = cost.seconds.at(size) * ratio
             return one, one, one * stages, cost.last_s.at(size) * slowed
-        if component.merges:
-            workers = np.minimum(devices, max(component.items // stages, 1))
-            size, requests = -(-component.items // (stages * np.maximum(workers, 1))), stages
-        else:
-            size = component.items / np.maximum(parts, 1)
-            requests = -(-parts // np.maximum(np.minimum(devices, parts), 1))
-        one = np.where(devices > 0, cost.seconds.at(size) * ratio, np.inf)
-        return one, one * -(-requests // stages), one * requests, cost.last_s.at(size) * slowed
+        workers = np.maximum(np.minimum(devices, parts), 1)
+        each, waiting, together = self.merging(name, asker, at, stages)
+        one = np.where(devices > 0, cost.seconds.at(together * each) * ratio, np.inf)
+        full, rest = np.divmod(waiting, together)
+        stage = full * one + np.where(rest > 0, cost.seconds.at(rest * each) * ratio, 0.0)
+        requests = np.where(together == 1, -(-parts // workers), stages)
+        first = np.where(together == 1, one * -(-requests // stages), stage)
+        whole = np.where(together == 1, one, stage) * requests
+        return one, first, whole, cost.last_s.at(together * each) * slowed
+
+    def merging(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array]:
+        """Of a component that answers: items of a question, questions of a stage that wait for a worker, and how many
+        of these it answers in a call. The question of a stage of an asker goes to one worker, as a whole."""
+        (zone, devices), (home, home_devices) = at[name], at[asker]
+        asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
+        each = self.workflow[name].items / (asking * stages)
+        waiting = 1 if zone is home else -(-asking // np.clip(devices, 1, asking))
+        return each, waiting, np.clip(self.workflow[name].merges // each, 1, waiting)
 
     def delay(self, node: tuple[str, ...], asker: str, at: Mapping, stages: int) -> Array:
         """Handing a stage's data around the cycle, where it leaves the process."""
@@ -353,10 +359,7 @@ class Pricer:
         """Of a component that answers in a cycle."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = self.table(asker, home.device_class, stages).workers[home_devices]
-        if zone is home:
-            return asking
-        most = max(self.workflow[name].items // stages, 1) if self.workflow[name].merges else asking * stages
-        return np.minimum(devices, most)
+        return asking if zone is home else np.minimum(devices, asking * stages)
 
     def count(self, name: str, at: Mapping, stages: int) -> Array:
         """How many workers a component has."""

@@ -27,7 +27,7 @@ def run(capsys, *argv):
 @pytest.mark.parametrize(
     ("profile", "order"),
     [
-        ("published_maniskill_openvla", ["hybrid", "collocated", "disaggregated"]),
+        ("published_maniskill_openvla", ["collocated", "hybrid", "disaggregated"]),
         ("published_libero_openvla_oft", ["hybrid", "collocated", "disaggregated"]),
     ],
 )
@@ -55,10 +55,10 @@ def test_simulators_on_cores_beside_gpus_are_a_worker_per_core_that_steps_its_ro
 def test_a_plan_is_printed_written_and_drawn(capsys, tmp_path):
     code, out, _ = run(capsys, "profile=published_maniskill_openvla", "cluster=8xGPU", f"out={tmp_path}")
     assert code == 0
-    assert "hybrid wins" in out
-    assert "faster than collocated: rollout" in out
+    assert "collocated wins" in out
+    assert "faster than hybrid: rollout" in out
     written = json.loads((tmp_path / "plan.json").read_text())
-    assert written["winner"] == "hybrid"
+    assert written["winner"] == "collocated"
     assert set(written["modes"]) == {"collocated", "hybrid", "disaggregated", "custom"}
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
     assert "data:image/png;base64" in (tmp_path / "plan.html").read_text()
@@ -137,3 +137,15 @@ def test_without_a_cluster_to_plan_for_it_plans_for_all_nodes_of_the_one_the_rec
     assert code == 0, err
     assert "2 nodes: 2 cores" in out
     assert "one/cpu:0-1*2,two/cpu:0-1*2" in out
+
+
+def test_a_recipe_says_how_many_rows_its_policy_workers_answer_in_a_call():
+    merged = {
+        recipe: workflow_of(load([f"recipe={recipe}", *more]).config)["policy"].merges
+        for recipe, *more in (
+            ("pointmass_ppo",),
+            ("maniskill_ppo_openvla_tiny",),
+            ("libero_ppo_openvla_tiny", "pipeline.merge_rows=1"),
+        )
+    }
+    assert merged == {"pointmass_ppo": 1, "maniskill_ppo_openvla_tiny": 64, "libero_ppo_openvla_tiny": 1}

@@ -92,7 +92,7 @@ def random_cost(rng, memory):
 def random_case(rng, num_classes, num_devices, more=0):
     """A workflow of sim, policy, learner and `more`, its profile, and classes of devices."""
     envs = rng.choice([4, 6, 8, 12])
-    merges, streams = rng.random() < 0.5, rng.random() < 0.5
+    merges, streams = rng.choice([1, 1, 3, 100]), rng.random() < 0.5
     components = [
         Component("sim", rng.randint(1, 5), envs, even=True, splits=True),
         Component("policy", rng.randint(1, 5), envs, merges=merges),

@@ -96,7 +96,7 @@ def test_no_device_is_given_twice_and_no_memory_exceeded():
 SIMPLE = Workflow(
     (
         Component("sim", 10, 8, even=True, splits=True),
-        Component("policy", 10, 8, merges=True),
+        Component("policy", 10, 8, merges=100),
         Component("learner", 4, 8),
     ),
     (
