@@ -21,6 +21,7 @@ from embodied.policies import make_policy
 from embodied.policies.merging import Merging, Questions, cut, cut_output, num_rows, side_by_side
 from embodied.runtime import Channel, Needs, Worker
 from embodied.runtime.blobs import Blob, blob_of, tensor_of
+from embodied.runtime.gpu_memory import Computing, give_back_unused
 from embodied.runtime.residence import Belongings, num_bytes
 from embodied.runtime.weights import Publication, WeightReader
 
@@ -39,6 +40,7 @@ class PolicyWorker(Worker):
         self.bf16 = precision == "bf16"
         self.merging = merging
         self.weights = WeightReader()
+        self.computing = Computing()
         self.shares = False  # its weights are a learner's
         self.cache_bytes = 0  # the most that it acted in so far
         self.valued: dict[str, tuple[tuple[str, int], Observation]] = {}  # stage -> its last question of values only
@@ -55,11 +57,11 @@ class PolicyWorker(Worker):
         return {name: blob_of(tensor) for name, tensor in weights.items()}
 
     def needs(self, shared: bool = False) -> Needs:
-        """Its weights, unless it acts with those of a learner, and the memory it acts in."""
+        """Its weights, unless it acts with those of a learner, and the memory it acts in: as much as it took so far."""
         self.shares = shared
         weights = [] if shared else self._weights()
         self.cache_bytes = max(self.cache_bytes, num_bytes(self.policy.cache_tensors()))
-        return Needs(num_bytes(weights) + self.cache_bytes)
+        return Needs(num_bytes(weights) + self.cache_bytes + self.computing.num_bytes)
 
     def onload(self) -> None:
         self.belongings.onload()
@@ -68,6 +70,7 @@ class PolicyWorker(Worker):
         if not self.belongings.away:
             weights = {} if self.shares else {"weights": self._weights()}
             self.belongings.offload(weights | {"cache": self.policy.cache_tensors()}, emptied=("cache",))
+            give_back_unused()
 
     def _weights(self) -> list[torch.Tensor]:
         return [*self.policy.parameters(), *self.policy.buffers()]
@@ -109,7 +112,12 @@ class PolicyWorker(Worker):
         if not requests:
             return
         try:
-            with self.timers.measure("act"), self.weights.acting(version), self._patience():
+            with (
+                self.timers.measure("act"),
+                self.computing.counted(),
+                self.weights.acting(version),
+                self._patience(),
+            ):
                 replies = self._answer(requests, temperature, stream)
         except Exception as err:
             if len(requests) == 1:

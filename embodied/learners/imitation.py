@@ -76,7 +76,7 @@ class ImitationLearner(LearnerWorker):
         demos, config, rows = self.demos, self.algo, []
         factor = lr_factor(config.lr_schedule, iteration / total)
         blocks = self._blocks()
-        with self.store.updating():
+        with self.store.updating(), self.computing.counted():
             for minibatch in minibatches(permutation(self.seed, iteration, 0, demos.total), config.minibatch_size):
                 mine = torch.from_numpy(owned(minibatch, demos.first, len(demos)))
                 passes = max((self.model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
