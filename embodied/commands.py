@@ -25,11 +25,20 @@ from embodied.envs import env_class, import_class
 from embodied.envs.own import own_modules
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
-from embodied.footprint import check_pictures, check_simulators, gigabytes, picture_bytes, simulator_bytes
+from embodied.footprint import (
+    check_memory,
+    check_pictures,
+    check_simulators,
+    describe_memory,
+    is_large,
+    most_sims,
+    random_weights,
+)
 from embodied.hub import with_folder
 from embodied.layers import recipe_names
 from embodied.overrides import parse
 from embodied.placement import PlacementError, PlacementPlan, Topology, make_plan, named_nodes
+from embodied.placement.modes import ENVS_PER_SIM
 from embodied.policies import check_package
 from embodied.reporting.report import report_or_say_why
 from embodied.run_folder import RunFolder
@@ -112,10 +121,20 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
-    if not any(host.node for host in plan.hosts):
-        check_simulators(config, plan.count("sim"))
-    if not learn:
-        return config, plan.without("learner")
+    plan = plan if learn else plan.without("learner")
+    if learn:
+        check_learners(config, plan)
+    if not is_large(config):
+        memory = sum(node.memory_bytes for node in there.nodes)
+        check_simulators(config, plan.count("sim"), memory)
+        if learn:
+            check_pictures(config, memory)
+    found = check_memory(config, plan, there, learn, lambda changed, there: placed(changed, there, learn)[1])
+    return config, replace(plan, memory=tuple(describe_memory(found)))
+
+
+def check_learners(config: RunConfig, plan: PlacementPlan) -> None:
+    """Raise ConfigError where they cannot learn as the recipe says."""
     if config.pipeline.granularity and not plan.apart("learner"):
         placement = "this map" if plan.mode == "explicit" else f"placement={plan.mode}"
         raise ConfigError(
@@ -124,12 +143,10 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
             "their own: "
             """placement='{"sim,policy": "cpu:0", learner: "cpu:1"}'"""
         )
-    check_pictures(config)
     try:
         config.learner.check_ranks(plan.count("learner"), config.cluster.backend)
     except ValueError as err:
         raise ConfigError(str(err)) from None
-    return config, plan
 
 
 def proofs(config: RunConfig) -> Path:
@@ -154,9 +171,18 @@ def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfi
         path, uncounted = profile_for(config, machines)
         if path:
             return plan_from_profile(config, machines, path)
-    envs, stages = config.env.num_envs, config.pipeline.stages
-    gpu_sims = getattr(config.env, "backend", "") == "cuda"
-    plan = make_plan(config.placement, machines, envs, stages, networks_on(config, machines), gpu_sims)
+    kind, env = env_class(config.env), config.env
+    plan = make_plan(
+        config.placement,
+        machines,
+        env.num_envs,
+        config.pipeline.stages,
+        networks_on(config, machines),
+        gpu_sims=getattr(env, "backend", "") == "cuda",
+        rows=ENVS_PER_SIM if kind.plays_together(env) else 1,
+        most_sims=most_sims(config, machines),
+        draws=bool(getattr(env, "cameras", ())) and kind.draws_on_gpus,
+    )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 
 
@@ -181,14 +207,9 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         *(line for note in noted for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
-        *([f"pictures    {gigabytes(pictures)} an iteration"] if (pictures := picture_bytes(config)) else []),
-        *(
-            [f"memory      about {gigabytes(scenes)} for the simulators"]
-            if (scenes := simulator_bytes(config, plan.count("sim")))
-            else []
-        ),
         f"placement   {first}",
         *[f"            {line}" for line in rest],
+        *[f"{'' if i else 'memory':<12}{line}" for i, line in enumerate(plan.memory)],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
     return "\n".join(lines)
@@ -199,6 +220,8 @@ def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
     if not hasattr(config.policy, "pretrained"):
         return ""
     folder = folder or config.run.start_from or config.policy.pretrained
+    if random_weights(config, folder):
+        return ", RANDOM WEIGHTS: a model of full size that nobody has trained; name one with policy.pretrained=FOLDER"
     return f", weights of {folder}" if folder else f", random weights ({config.policy.preset})"
 
 
@@ -212,15 +235,13 @@ def describe_saving(config: RunConfig) -> str:
     return f"checkpoints {when}; {stay}"
 
 
-def describe_memory(config: RunConfig) -> str:
-    """What a large policy needs in a learner; nothing of small ones, whose families are not imported."""
+def describe_learner(config: RunConfig) -> str:
+    """What the policy of a model family needs in a learner that holds all of it."""
     if not hasattr(config.policy, "pretrained"):
         return ""
     from embodied.learners.memory import estimate
 
-    found = estimate(config)
-    shared = " (shared out among the learners)" if config.learner.shard else ""
-    return f"memory      {found}{shared}\n" if found else ""
+    return f"learner     {estimate(config)}\n"
 
 
 def cluster(

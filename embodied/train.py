@@ -47,7 +47,7 @@ def follow(loaded: Loaded, program: type[EmbodiedLoop], clock: Callable[[], floa
         commands.rehearse(config)
         print(commands.describe(config, plan, weights=config.resume))
         print(commands.describe_saving(config))
-        print(commands.describe_memory(config), end="")
+        print(commands.describe_learner(config), end="")
         return 0
     with commands.Interruption() as interruption:
         folder, checkpoint = open_folder(loaded, program.command)

@@ -51,6 +51,16 @@ BRIDGE_RULES = "the task's own initial states in turn, all of them before any tw
 
 
 class ManiSkillEnv(VectorEnv):
+    draws_on_gpus = True
+
+    @classmethod
+    def plays_together(cls, config: ManiSkillConfig) -> bool:
+        return config.backend != "cpu"
+
+    @classmethod
+    def longest_episode(cls, config: ManiSkillConfig) -> int | None:
+        return config.max_episode_steps or max((BATCHED_TASKS.get(task, 0) for task in cls.tasks(config)), default=0)
+
     @classmethod
     def protocols(cls, config: ManiSkillConfig) -> tuple[Protocol, ...]:
         states = {TWINS.get(task) for task in cls.tasks(config)}

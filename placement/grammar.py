@@ -131,8 +131,10 @@ def drawing(key: str, roles: tuple[str, ...], place: Mapping[str, Any]) -> list[
             f"{key!r} on {place['devices']} draws on {place['render']}: render is a GPU of the same machine, for a "
             f"simulator on CPU cores; write {example}"
         )
-    shared = [cards[i * len(cards) // len(slots)] for i in range(len(slots))]
-    return [replace(slot, render=f"gpu:{card.devices[0]}") for slot, card in zip(slots, shared)]
+    beside = {slot.node: [other for other in slots if other.node == slot.node] for slot in slots}
+    shared = [cards[at * len(cards) // len(own)] for own in beside.values() for at in range(len(own))]
+    ordered = [slot for own in beside.values() for slot in own]
+    return [replace(slot, render=f"gpu:{card.devices[0]}") for slot, card in zip(ordered, shared)]
 
 
 def number(count: int, noun: str) -> str:

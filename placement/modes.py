@@ -18,6 +18,7 @@ beside GPUs        policy's would play all rows of a GPU on one core
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import Any
 
 from embodied.placement.grammar import PlacementError, text_of
 from embodied.placement.topology import Topology
@@ -38,9 +39,11 @@ def choose(
     gpu_sims: bool = False,
     rows: int = ENVS_PER_SIM,
     most_sims: int | None = None,
-) -> tuple[dict[str, str], str]:
+    draws: bool = False,
+) -> tuple[dict[str, Any], str]:
     """The map, and the reason where there was a choice. `networks` compute on "cpu" or "gpu"; `rows` is the least
-    that a sim worker beside GPUs plays, `most_sims` how many of these the machines' memory holds."""
+    that a sim worker beside GPUs plays, `most_sims` how many of these the machines' memory holds; where it `draws`, on
+    the GPUs of its machine."""
     cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu")
     reason = ""
     if networks == "gpu" and not gpu_sims:
@@ -56,9 +59,26 @@ def choose(
         if mode == "auto":
             mode, reason = "collocated", "collocated: sims and learners take turns on all cores"
         groups = on_cores(mode, cores, num_envs, stages)
+    if len(machines.nodes) > 1:
+        groups = learner_at_home(groups, machines.nodes[0].name)
     order = {node.name: place for place, node in enumerate(machines.nodes)}
     in_order = {roles: sorted(held, key=lambda device: (order.get(device[0], 0), device[2])) for roles, held in groups}
-    return {roles: text_of(held) for roles, held in in_order.items()}, reason
+    found: dict[str, Any] = {roles: text_of(held) for roles, held in in_order.items()}
+    most = min(len(node.gpus) for node in machines.nodes)
+    if draws and most and not gpu_sims:
+        roles = next(roles for roles in found if "sim" in roles)
+        found[roles] = {"devices": found[roles], "render": text_of([("", "gpu", i) for i in range(most)])}
+    return found, reason
+
+
+def learner_at_home(groups: Groups, home: str) -> Groups:
+    """With a learner on the machine that the run is started on, whose first one writes the checkpoints there."""
+    learning = next(held for roles, held in groups if "learner" in roles)
+    theirs = [device for _, held in groups for device in held if device[0] == home and device[1] == learning[0][1]]
+    if not theirs or any(device[0] == home for device in learning):
+        return groups
+    other = {learning[0]: theirs[0], theirs[0]: learning[0]}
+    return [(roles, [other.get(device, device) for device in held]) for roles, held in groups]
 
 
 def devices_of(machines: Topology, kind: str) -> list[Device]:

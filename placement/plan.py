@@ -6,7 +6,7 @@ The same placement, cores and numbers always give the same plan; nothing is star
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -44,6 +44,7 @@ class PlacementPlan:
     num_envs: int
     reason: str = ""  # why this and not another, where the planner chose
     idle: tuple[int, ...] = ()  # cores that no host uses
+    memory: tuple[str, ...] = ()  # in words: what is known to be held where
 
     def count(self, role: str) -> int:
         """How many workers a role has."""
@@ -79,15 +80,24 @@ class PlacementPlan:
 def places(hosts: list[Host]) -> str:
     """Where hosts that are alike are, in words."""
     if hosts[0].device:
-        return ", ".join(dict.fromkeys(host.device for host in hosts))
+        return in_words(host.device for host in hosts)
     cores = span(tuple({core for host in hosts for core in host.cores}))
     each = f", {len(hosts[0].cores)} each" if len(hosts) > 1 else ""
     return f"{'core' if cores.isdigit() else 'cores'} {cores}{each}"
 
 
 def drawn_on(hosts: list[Host]) -> str:
-    cards = list(dict.fromkeys(host.render for host in hosts if host.render))
-    return f", drawing on {', '.join(cards)}" if cards else ""
+    cards = in_words(host.render for host in hosts if host.render)
+    return f", drawing on {cards}" if cards else ""
+
+
+def in_words(devices: Iterable[str]) -> str:
+    """gpu:0-7 for eight."""
+    by_kind: dict[str, set[int]] = {}
+    for device in devices:
+        kind, _, place = device.partition(":")
+        by_kind.setdefault(kind, set()).add(int(place))
+    return ", ".join(f"{kind}:{span(tuple(places))}" for kind, places in by_kind.items())
 
 
 def make_plan(
@@ -99,6 +109,7 @@ def make_plan(
     gpu_sims: bool = False,
     rows: int = ENVS_PER_SIM,
     most_sims: int | None = None,
+    draws: bool = False,
 ) -> PlacementPlan:
     """Who runs where. `machines` are those that the run may use; cores alone stand for one machine with nothing else.
     The rest is what a mode depends on: see `modes.choose`. Raises PlacementError."""
@@ -107,7 +118,9 @@ def make_plan(
     reason, mode = "", "explicit"
     if isinstance(placement, str):
         mode = placement
-        placement, reason = modes.choose(placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims)
+        placement, reason = modes.choose(
+            placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws
+        )
         plan = PlacementPlan(mode, explicit_hosts(placement, machines), num_envs, reason)
         check_shares(plan, stages)
     else:

@@ -1,8 +1,8 @@
 """What machines there are to plan for: nodes with GPUs, cores and other devices. Nothing is probed here.
 
-    8xGPU        one node with eight GPUs of 80 GB and sixteen cores each
+    8xGPU        one node with eight GPUs of 80 GB, sixteen cores to each, and 8 GB of memory to each core
     64x8xGPU     64 such nodes; H100, A100, L4 ... may stand for GPU (memory from the table below)
-    16xCPU       one node with sixteen cores
+    16xCPU       one node with sixteen cores and as much to each
     file.yaml    nodes one by one:
                    nodes:
                      - {name: big, count: 2, gpus: 8, gpu: H100, gpu_memory_gb: 80, cores: 128, memory_gb: 1024}
@@ -19,12 +19,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodied.placement.grammar import PlacementError, number, span
+from embodied.placement.grammar import PlacementError, number
 from embodied.placement.layout import DeviceClass
 
 GB = 1e9
 GPU_GB = {"GPU": 80.0, "H200": 141.0, "H100": 80.0, "A100": 80.0, "L40S": 48.0, "A10": 24.0, "L4": 24.0, "T4": 16.0}
 CORES_PER_GPU = 16
+CORE_GB = 8.0  # of the machine's memory, for each of its cores
 TEXT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w-]*)")
 EXAMPLES = "examples: 8xGPU, 64x8xGPU, 8xH100, 16xCPU, 4xFAKE, or a file.yaml"
 NODE_KEYS = ("name", "count", "gpus", "gpu", "gpu_memory_gb", "cores", "memory_gb", "devices")
@@ -110,8 +111,6 @@ def describe_node(node: Node) -> str:
         parts.append(f"{len(gpus)} x {model}, {gpus[0].memory_bytes / GB:.0f} GB each")
     parts += [number(node.fakes, "fake device")] if node.fakes else []
     parts.append(number(node.cores, "core"))
-    if len(node.numa) > 1:
-        parts.append("NUMA " + " / ".join(span(cores) for cores in node.numa))
     return ", ".join([*parts, *node.devices])
 
 
@@ -138,6 +137,7 @@ def read_topology(text: str) -> Topology:
     else:
         gpus = tuple(Gpu(i, model, GPU_GB[model] * GB) for i in range(count))
         one = Node("", cores=count * CORES_PER_GPU, gpus=gpus)
+    one = replace(one, memory_bytes=one.cores * CORE_GB * GB)
     return Topology(tuple(replace(one, name=f"node{i}") for i in range(nodes)), text)
 
 

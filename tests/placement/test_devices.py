@@ -159,6 +159,7 @@ def test_every_mode_uses_all_machines(mode, cluster, networks, gpu_sims):
     plan = make_plan(mode, there, 96, networks=networks, gpu_sims=gpu_sims)
     assert {host.node for host in plan.hosts} == {node.name for node in there.nodes}
     assert len({host.held for host in plan.hosts if "sim" in host.roles}) == plan.count("sim")
+    assert next(host.node for host in plan.hosts if "learner" in host.roles) == "node0"  # which writes checkpoints
 
 
 @pytest.mark.parametrize(

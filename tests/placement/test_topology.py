@@ -12,7 +12,7 @@ def test_64x8xgpu_are_512_gpus_and_their_cores():
     classes = read_topology("64x8xGPU").classes()
     assert classes == [
         DeviceClass("gpu", "gpu", 512, 80 * GB, 64, "GPU"),
-        DeviceClass("cpu", "cpu", 8192, float("inf"), 64),
+        DeviceClass("cpu", "cpu", 8192, 8 * GB, 64),
     ]
     assert read_topology("8xL4").describe() == ["1 node: 8 x L4, 24 GB each, 128 cores"]
     assert [c.name for c in read_topology("2xCPU").classes()] == ["cpu"]
