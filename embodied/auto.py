@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from embodied.config import RunConfig
+from embodied.devices import draws_on_gpus
 from embodied.placement import PlacementError, PlacementPlan, Topology, make_plan
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.explain import why_not
@@ -27,7 +28,7 @@ def plan_from_profile(config: RunConfig, machines: Topology, path: Path) -> tupl
     if best is None:
         reasons = [f"{mode}: {why_not(planner, mode)}" for mode in ("collocated", "hybrid")]
         raise PlacementError("\n".join([f"no plan fits by {path}; allow more memory, or name a placement", *reasons]))
-    placement = as_placement(planner.pricer, best.layout, machines)
+    placement = as_placement(planner.pricer, best.layout, machines, draws_on_gpus(config.env))
     plan = make_plan(placement, machines, config.env.num_envs, best.layout.stages)
     pieces = config.pipeline.granularity or granularity(best.layout, profile.workflow)
     pipeline = config.pipeline.model_copy(update={"stages": best.layout.stages, "granularity": pieces})

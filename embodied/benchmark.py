@@ -15,7 +15,7 @@ from typing import Any
 
 from embodied import commands
 from embodied.config import RunConfig, load
-from embodied.devices import machines
+from embodied.devices import draws_on_gpus, machines
 from embodied.errors import ConfigError
 from embodied.layers import recipe_names
 from embodied.placement import PlacementPlan, Topology, make_plan
@@ -102,7 +102,7 @@ def benchmark(config: RunConfig, options: Options, folder: Path) -> Result:
     config, _ = commands.planned(repeated(config))
     there = machines(config)
     profile = measured(config, options, there)
-    planned = plan(profile, there, config.cluster.memory_gb)
+    planned = plan(profile, there, config.cluster.memory_gb, draws_on_gpus(config.env))
     chosen = {mode: planned.modes[mode] for mode in options.modes if planned.modes.get(mode)}
     missing = [mode for mode in options.modes if mode not in chosen and mode != OTHER]  # which need not exist
     refused = {mode: why_not(planned.planner, mode) for mode in missing}
@@ -134,7 +134,7 @@ def predicted(planned: Planned, choice: Choice) -> dict[str, Any]:
         "env_steps_per_s": planned.steps_per_s(choice),
         "idle": sum(idle[c.name] * c.count for c in classes) / sum(c.count for c in classes),
         "layout": describe_layout(choice.layout),
-        "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology),
+        "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology, planned.draws),
         "stages": choice.layout.stages,
         "granularity": granularity(choice.layout, planned.profile.workflow),
     }

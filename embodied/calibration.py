@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from embodied.config import RunConfig
+from embodied.devices import draws_on_gpus
 from embodied.placement import PlacementPlan, Topology, make_plan
 from embodied.placement.costs import Pricer
 from embodied.placement.curves import Curve, constant
@@ -59,7 +60,7 @@ def calibrate(
     """Short real runs: rollout and update in turns on all devices, then policies with learners, apart from sims.
     Without time for them, these costs are 0."""
     classes = [c for c in there.classes() if c.count and profile.knows(c)]
-    where = homes(config, there)
+    where, draws = homes(config, there), draws_on_gpus(config.env)
     layouts = trial_layouts(where["sim"][0], where["learner"][0], config.env.num_envs)
     config, profile = shortened(config, profile, Pricer(profile.workflow, profile, classes), layouts[0], clock)
     resets_s = more_resets(config, profile, reset_s)
@@ -70,7 +71,7 @@ def calibrate(
             break
         say(f"a short real run: {layout}")
         pricer = Pricer(profile.workflow, profile, classes)
-        plan = make_plan(as_placement(pricer, layout, there), there, config.env.num_envs)
+        plan = make_plan(as_placement(pricer, layout, there, draws), there, config.env.num_envs)
         seen = real_run(config, plan, logs / f"run-{place}", clock)
         if not place:
             profile = replace(profile, workflow=replace(profile.workflow, edges=seen.edges))

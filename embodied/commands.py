@@ -20,7 +20,14 @@ from typing import Any
 
 from embodied import _stop_at_once
 from embodied.config import RunConfig
-from embodied.devices import check_devices, check_simulator, environment, machines, networks_on
+from embodied.devices import (
+    check_devices,
+    check_simulator,
+    draws_on_gpus,
+    environment,
+    machines,
+    networks_on,
+)
 from embodied.envs import env_class, import_class
 from embodied.envs.own import own_modules
 from embodied.envs.protocols import choose_protocol
@@ -181,7 +188,7 @@ def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfi
         gpu_sims=getattr(env, "backend", "") == "cuda",
         rows=ENVS_PER_SIM if kind.plays_together(env) else 1,
         most_sims=most_sims(config, machines),
-        draws=bool(getattr(env, "cameras", ())) and kind.draws_on_gpus,
+        draws=draws_on_gpus(env),
     )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 

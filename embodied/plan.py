@@ -14,7 +14,7 @@ from pathlib import Path
 from embodied import assets, commands
 from embodied.commands import proofs
 from embodied.config import RunConfig, RunSection, load
-from embodied.devices import machines
+from embodied.devices import draws_on_gpus, machines
 from embodied.discovery import discover
 from embodied.envs import env_class
 from embodied.errors import ConfigError
@@ -52,6 +52,7 @@ class Planned:
     planner: Planner
     modes: dict[str, Choice | None]
     search_s: float
+    draws: bool = False  # simulators on cores do, on GPUs
 
     @property
     def winner(self) -> tuple[str, Choice]:
@@ -76,7 +77,7 @@ def start(argv: list[str]) -> int:
         config = recipe_of(own.get("profile"), rest)
         topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
         profile, name = find_profile(own.get("profile"), config, topology)
-        planned = plan(profile, topology, config.cluster.memory_gb if config else None)
+        planned = plan(profile, topology, *((config.cluster.memory_gb, draws_on_gpus(config.env)) if config else ()))
     except PlacementError as err:
         raise ConfigError(str(err)) from None
     print("\n".join(describe(planned, name)))
@@ -112,7 +113,7 @@ def packaged(name: str) -> Path:
     return inside if inside.is_file() else Path(name)
 
 
-def plan(profile: Profile, topology: Topology, memory_gb: float | None = None) -> Planned:
+def plan(profile: Profile, topology: Topology, memory_gb: float | None = None, draws: bool = False) -> Planned:
     """The fastest layout of every mode on the devices that the profile knows, with so much memory on each."""
     profile = counted(profile, memory_gb)
     classes = limited((c for c in topology.classes() if c.count and profile.knows(c)), memory_gb)
@@ -128,7 +129,7 @@ def plan(profile: Profile, topology: Topology, memory_gb: float | None = None) -
     if not any(modes.values()):
         reasons = [f"{mode}: {why_not(planner, mode)}" for mode in MODES[:3]]
         raise PlacementError("nothing fits on this cluster\n" + "\n".join(reasons))
-    return Planned(profile, topology, planner, modes, search_s)
+    return Planned(profile, topology, planner, modes, search_s, draws)
 
 
 def describe(planned: Planned, name: str) -> list[str]:
@@ -155,7 +156,7 @@ def describe(planned: Planned, name: str) -> list[str]:
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
     lines += [f"the profile has no costs on {name}, so none is used" for name in left if name != "cpu"]
     lines += ["", f"{mode} wins", *(f"  {line}" for line in why_it_wins(planned.planner.pricer, winner, others))]
-    placement = as_placement(planned.planner.pricer, winner.layout, planned.topology)
+    placement = as_placement(planned.planner.pricer, winner.layout, planned.topology, planned.draws)
     pieces = granularity(winner.layout, planned.profile.workflow)
     cut = f" pipeline.granularity={pieces}" if pieces else ""
     return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}{cut}"]
@@ -208,7 +209,7 @@ def as_json(planned: Planned, name: str) -> dict:
             "seconds": choice.price.seconds,
             "env_steps_per_s": planned.steps_per_s(choice),
             "used_bytes": dict(choice.price.used_bytes),
-            "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology),
+            "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology, planned.draws),
             "layout": {**asdict(choice.layout), "swapped": sorted(choice.layout.swapped)},
         }
     refused = {m: why_not(planned.planner, m) for m in MODES[:3] if planned.modes.get(m) is None}

@@ -134,10 +134,15 @@ def sites_of(config: RunConfig, there: Topology) -> list[Site]:
     return [Site(c, tuple(role for role, classes in where.items() if c in classes), sims) for c in kinds.values()]
 
 
-def probe_hosts(site: Site, there: Topology) -> list[Host]:
-    """A process on each device, on all machines."""
+def probe_hosts(site: Site, there: Topology, draws: bool) -> list[Host]:
+    """A process on each device, on all machines; `draws`: simulators on cores do on GPUs."""
     chosen = sorted(devices_of(site.on, there), key=lambda device: device[2])[:MOST_PROBES]
-    return hosts_on(("probe",), [Slot(kind, (number,), node) for node, kind, number in chosen], there)
+    cards = min(len(node.gpus) for node in there.nodes) if draws and site.on.kind == "cpu" else 0
+    slots = [
+        Slot(kind, (number,), node, render=f"gpu:{i * cards // len(chosen)}" if cards else "")
+        for i, (node, kind, number) in enumerate(chosen)
+    ]
+    return hosts_on(("probe",), slots, there)
 
 
 def env_sizes(config: RunConfig, workers: int) -> list[int]:
@@ -168,7 +173,14 @@ def probe(config: RunConfig, there: Topology, clock: Clock, logs: Path) -> Probe
     sites, horizon, reset_s = sites_of(config, there), 1, 0.0
     for place, site in enumerate(sites):
         share = PROBING * (place + 1) / len(sites)
-        found = probe_site(config, site, probe_hosts(site, there), clock, share, logs / f"probe-{site.on}")
+        found = probe_site(
+            config,
+            site,
+            probe_hosts(site, there, devices.draws_on_gpus(config.env)),
+            clock,
+            share,
+            logs / f"probe-{site.on}",
+        )
         for name, on in found.costs.items():
             costs[name] |= on
         horizon = found.horizon
