@@ -123,7 +123,7 @@ def more_resets(short: RunConfig, profile: Profile, reset_s: float) -> float:
 
 def with_sim(profile: Profile, seconds: float) -> Profile:
     """The same with sims that take so much longer for each decision."""
-    return with_costs(profile, "sim", lambda cost: replace(cost, seconds=raised(cost.seconds, seconds)))
+    return with_costs(profile, "sim", lambda cost: replace(cost, seconds=cost.seconds.plus(seconds)))
 
 
 def with_costs(profile: Profile, name: str, change: Callable[[Cost], Cost]) -> Profile:
@@ -154,12 +154,6 @@ def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> 
     profile = with_costs(profile, "learner", learning)
     sync = Sync(seen.publish_s, constant(seen.publish_s))
     return replace(profile, workflow=replace(workflow, fixed_s=seen.rest_s), sync=sync)
-
-
-def raised(curve: Curve, seconds: float) -> Curve:
-    """The same at every size, plus so much."""
-    points = tuple((size, value + seconds) for size, value in curve.measured)
-    return replace(curve, values=tuple(value + seconds for value in curve.values), measured=points)
 
 
 def shortened(

@@ -31,7 +31,8 @@ class Directly:
     def put(self, request: ActRequest) -> None:
         asked = self.policy.completed(request)
         started = perf_counter()
-        reply, *_ = self.policy._answer([asked] * self.copies, 1.0, "train")
+        with self.policy.computing.counted():
+            reply, *_ = self.policy._answer([asked] * self.copies, 1.0, "train")
         (self.value_s if request.value_only else self.act_s).append(perf_counter() - started)
         self.answers.append(reply)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,11 +25,13 @@ from embodied.envs.worker import SimWorker
 from embodied.episodes import EpisodeList
 from embodied.learners.batch import flatten_obs
 from embodied.learners.intake import cut
+from embodied.learners.memory import Memory, size_of
 from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy
 from embodied.policies.worker import PolicyWorker
 from embodied.probe_channels import Directly, Kept, Noise
 from embodied.runtime import Timers, Worker
+from embodied.runtime.gpu_memory import Computing
 from embodied.runtime.weights import new_name
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -46,6 +48,7 @@ class Samples:
     bytes: int = 0  # of this process's memory that came with the envs
     horizon: int = 1  # decisions of a rollout, or of a whole episode
     decision_s: float = 0.0  # that went by for each decision of the last rollout, whatever in it is measured
+    policy_bytes: float = 0.0  # that the policy says it needs, having answered this size
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Moves:
     bytes: float
     offload_s: float
     onload_s: float
+    weight_bytes: float = 0.0  # of them, those that a process with a learner's has once
+    split_bytes: float = 0.0  # of them, what learners with shards divide among them
 
 
 @dataclass
@@ -87,6 +92,8 @@ class ProbeWorker(Worker):
         horizon = self._horizon(part.limit)
         samples = self.samples.setdefault(num_envs, Samples(bytes=part.bytes, horizon=horizon))
         part.kept.copies = copies
+        if part.policy:  # what larger questions took does not count
+            part.policy.computing, part.policy.cache_bytes = Computing(), 0
         self.steps = decisions * self._chunk
         for repeat in range(repeats + 1):
             direct = Directly(part.policy, copies) if part.policy else Noise(self._actions(part), self.config.seed)
@@ -97,6 +104,7 @@ class ProbeWorker(Worker):
             self.tick()
             if repeat:
                 self._note(samples, direct, wall, reset_s)
+        samples.policy_bytes = part.policy.needs().num_bytes if part.policy else 0.0
         return samples
 
     def _note(self, samples: Samples, direct: Directly | Noise, wall: float, reset_s: float) -> None:
@@ -145,12 +153,19 @@ class ProbeWorker(Worker):
                     found.append(perf_counter() - started - looked)
                     looks.append(looked / items)
                 self.tick()
+            num_bytes = learner.needs().num_bytes
             learner.close()
         less, more = min(times[first]), min(times[first + 1])
         epoch = max(more - less, 0.1 * less)
         each = [seconds / steps * epoch / less for seconds in times[first]]
         fixed = max(less - first * epoch, 0.0)
-        return {"step": each, "fixed": [fixed], "ahead": looks if first > 1 else [0.0], "whole": [less + more]}
+        return {
+            "step": each,
+            "fixed": [fixed],
+            "ahead": looks if first > 1 else [0.0],
+            "whole": [less + more],
+            "bytes": [num_bytes],
+        }
 
     def _has_frozen_parts(self, part: Part) -> bool:
         if self.config.algo.epochs == 1:
@@ -166,6 +181,8 @@ class ProbeWorker(Worker):
         learner = self._learner(self.config.algo.model_copy(update={"epochs": 1}), part)
         self._learn(learner, part)
         found = {"policy": moves_of(part.policy), "learner": moves_of(learner)}
+        if self.config.learner.shard:
+            found["learner"] = in_shards(learner, found["learner"])
         learner.close()
         return found
 
@@ -254,7 +271,28 @@ def moves_of(worker: PolicyWorker | LearnerWorker) -> Moves:
         left = perf_counter()
         worker.onload()
         back = perf_counter()
-    return Moves(worker.needs().num_bytes, left - started, back - left)
+    shared = worker.needs(shared=True).num_bytes
+    whole = worker.needs().num_bytes
+    return Moves(whole, left - started, back - left, weight_bytes=whole - shared)
+
+
+def in_shards(learner: LearnerWorker, moves: Moves) -> Moves:
+    """Of one of several learners that share out this one's weights; bytes as if it were alone."""
+    parameters = list(learner.policy.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    blocks = [size_of(block.parameters()) for block in learner.policy.blocks()]
+    memory = Memory(
+        num_weights=sum(p.numel() for p in parameters),
+        num_trained=sum(p.numel() for p in trained),
+        weights=size_of(parameters),
+        training=0,
+        activations=learner.computing.num_bytes,
+        reference=size_of(learner._reference()),
+        trained=size_of(trained),
+        gathered=size_of(parameters) - sum(blocks) + max(blocks, default=0),
+    )
+    split = 2 * (memory.sharded(1) - memory.sharded(2))
+    return replace(moves, bytes=memory.sharded(1), split_bytes=split)
 
 
 def real(cls: type[Worker], *args: Any, tick=None, **kwargs: Any) -> Any:

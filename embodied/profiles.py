@@ -68,7 +68,7 @@ def counted(profile: Profile, memory_gb: float | None) -> Profile:
     costs = {name: dict(on) for name, on in profile.costs.items()}
     for name, on in costs.items():
         if "cpu" in on and (name == "sim") == (memory_gb is not None):
-            on["cpu"] = replace(on["cpu"], bytes=NOTHING, offload_s=None, weight_bytes=0.0)
+            on["cpu"] = replace(on["cpu"], bytes=NOTHING, offload_s=None, weight_bytes=0.0, split_bytes=0.0)
     return replace(profile, costs=costs)
 
 

@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from embodied import commands, devices
 from embodied.calibration import Clock, calibrate
 from embodied.config import RunConfig, load
 from embodied.errors import ConfigError
+from embodied.footprint import CUDA_BYTES
 from embodied.placement import Host, PlacementPlan, Topology
-from embodied.placement.curves import Curve, constant, fit
+from embodied.placement.curves import constant, fit
 from embodied.placement.deploy import devices_of
 from embodied.placement.grammar import Slot
 from embodied.placement.layout import DeviceClass
@@ -38,6 +40,9 @@ from embodied.profiles import (
     without_limit,
     workflow_of,
 )
+
+if TYPE_CHECKING:
+    from embodied.probing import Moves
 
 SECONDS = 60.0
 REPEATS = 3
@@ -192,7 +197,7 @@ def probe_site(config: RunConfig, site: Site, hosts: list[Host], clock: Clock, s
     """The costs of its parts on one of its devices, while the others do the same. `share`: of the time, at most."""
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     alone: dict[str, float] = defaultdict(lambda: 1.0)
-    used_bytes: dict[int, int] = {}
+    used_bytes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     fixed: list[float] = []
     ahead: list[float] = []
     resets: list[float] = []
@@ -212,30 +217,33 @@ def probe_site(config: RunConfig, site: Site, hosts: list[Host], clock: Clock, s
             for samples in probes.rollout(num_envs, decisions, REPEATS).wait():
                 for name, seconds in samples.seconds.items():
                     found[name][num_envs] += seconds
-                used_bytes[num_envs] = max(used_bytes.get(num_envs, 0), samples.bytes)
+                for name, taken in (("sim", samples.bytes), ("policy", samples.policy_bytes)):
+                    used_bytes[name][num_envs] = max(used_bytes[name][num_envs], taken)
                 resets += samples.reset_s if place == 0 else []
             minibatch = max(1, round(config.algo.minibatch_size * num_envs / config.env.num_envs))
             minibatch = min(minibatch, num_envs * decisions)
             for learned in probes.update(num_envs, minibatch, 1).wait() if learns else []:
                 found["step"][minibatch] += learned["step"]
                 found["whole"][minibatch] += learned["whole"]
+                used_bytes["learner"][minibatch] = max(used_bytes["learner"][minibatch], *learned["bytes"])
                 if place == 0:
                     fixed += learned["fixed"]
                     ahead += learned["ahead"]
             if place == 0 and len(hosts) > 1:
                 alone |= beside_nobody(probes[0], found, num_envs, decisions, minibatch)
         moves = probes.moves(sizes[0]).wait() if learns else []
+    needed = {name: fit({size: [taken] for size, taken in used.items()}) for name, used in used_bytes.items()}
     costs = {}
     if "sim" in site.parts:
-        costs["sim"] = Cost(fit(found["sim"]), bytes=rising_bytes(used_bytes), alone=alone["sim"])
+        costs["sim"] = Cost(fit(found["sim"]), bytes=needed["sim"], alone=alone["sim"])
     if "policy" in site.parts:
         last_s = fit(found["value"]) if "value" in found else NOTHING
-        weight_bytes = moves[0]["policy"].bytes
-        policy = Cost(fit(found["policy"]), last_s=last_s, alone=alone["policy"], weight_bytes=weight_bytes)
-        costs["policy"] = movable(policy, [each["policy"] for each in moves])
+        policy = Cost(fit(found["policy"]), bytes=needed["policy"], last_s=last_s, alone=alone["policy"])
+        costs["policy"] = movable(policy, [each["policy"] for each in moves], site.on)
     if learns:
-        learner = Cost(fit(found["step"]), fixed_s=median(fixed), alone=alone["whole"], ahead_s=median(ahead))
-        costs["learner"] = movable(learner, [each["learner"] for each in moves])
+        fixed_s, ahead_s = median(fixed), median(ahead)
+        learner = Cost(fit(found["step"]), needed["learner"], fixed_s, alone=alone["whole"], ahead_s=ahead_s)
+        costs["learner"] = movable(learner, [each["learner"] for each in moves], site.on)
     return Probed({name: {str(site.on): cost} for name, cost in costs.items()}, horizon, median(resets or [0.0]))
 
 
@@ -259,10 +267,21 @@ def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatc
     return {name: float(min(max(ratio, LEAST_ALONE), 1.0)) for name, ratio in ratios.items()}
 
 
-def movable(cost: Cost, moves: list) -> Cost:
-    """With what its workers need of a device, and what it takes them to leave it and to come back."""
+def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
+    """With what its workers need of a device, as a run counts it, and what it takes them to leave it and to come
+    back."""
     onload_s, offload_s = (median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s"))
-    return replace(cost, bytes=constant(moves[0].bytes), onload_s=onload_s, offload_s=offload_s)
+    own = CUDA_BYTES if on.kind == "gpu" else 0.0
+    needed = constant(moves[0].bytes) if moves[0].split_bytes else cost.bytes
+    return replace(
+        cost,
+        bytes=needed.plus(own),
+        kept_bytes=own,
+        onload_s=onload_s,
+        offload_s=offload_s,
+        weight_bytes=moves[0].weight_bytes,
+        split_bytes=moves[0].split_bytes,
+    )
 
 
 def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[int, int]:
@@ -275,10 +294,6 @@ def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[in
     left = share * clock.seconds - clock.spent()
     most = int(left / 2 / ((REPEATS + 1) * rows * decision_s))
     return min(max(FEWEST_DECISIONS, most), horizon), horizon
-
-
-def rising_bytes(used: dict[int, int]) -> Curve:
-    return fit({size: [float(value)] for size, value in used.items()})
 
 
 def describe(profile: Profile) -> list[str]:

@@ -36,6 +36,7 @@ class Cost:
     onload_s: float = 0.0  # to take its memory, once per turn
     offload_s: float | None = None  # to give it back; None: it cannot
     weight_bytes: float = 0.0  # of `bytes`, weights that it need not have in the process of who trains them
+    split_bytes: float = 0.0  # of `bytes`, what its workers divide among them (shards); in `bytes` as if there were one
     kept_bytes: float = 0.0  # stays on the device when the rest was given back
 
 
@@ -143,7 +144,7 @@ def cost_to_json(cost: Cost) -> dict[str, Any]:
     for key in CURVES:
         if getattr(cost, key) != NOTHING:
             content[key] = getattr(cost, key).to_json()
-    for key in ("fixed_s", "alone", "ahead_s", "onload_s", "offload_s", "weight_bytes", "kept_bytes"):
+    for key in ("fixed_s", "alone", "ahead_s", "onload_s", "offload_s", "weight_bytes", "split_bytes", "kept_bytes"):
         if getattr(cost, key) != Cost.__dataclass_fields__[key].default:
             content[key] = getattr(cost, key)
     return content

@@ -40,7 +40,7 @@ def make_table(component: Component, cost: Cost, on: DeviceClass, stages: int) -
     seconds = cost.seconds.at(size / stages)
     if not component.splits:
         seconds = component.calls * (seconds + cost.exchange_s.at(workers)) + cost.fixed_s
-    used = cost.bytes.at(size)
+    used = cost.bytes.at(size) - cost.split_bytes * (1 - 1 / workers)
     allowed = (count > 0) & (used <= on.memory_bytes)
     if component.even or component.splits:
         allowed &= component.items % (workers * stages) == 0

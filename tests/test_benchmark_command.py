@@ -9,6 +9,7 @@ from embodied import benchmark, calibration, profiling
 from embodied.algorithms.schedules import learning_rates
 from embodied.config import load
 from embodied.errors import ConfigError
+from embodied.learners.memory import size_of
 from embodied.placement import make_plan
 from embodied.placement.costs import Pricer
 from embodied.placement.curves import Curve, constant
@@ -158,6 +159,25 @@ def test_sims_are_measured_without_a_policy_and_networks_with_few_rows_many_time
     assert {*networks.parts} == {4} and {*asked} == {12}  # a sim of four rows, asking like three
     assert num_decisions(networks.parts[4].kept.get()) == 12 * 4
     assert min(networks.update(12, 24, 1)["step"]) > 0
+
+
+def test_what_a_policy_and_a_learner_with_shards_need_is_what_a_run_counts():
+    config = load([*SMALL]).config
+    probes = real(ProbeWorker, config, tick=lambda: None)
+    probes.rollout(2, 4, 1)
+    policy = probes.parts[2].policy
+    policy.cache_bytes = 1000  # it acts in
+    moves = probes.moves(2)
+    assert moves["policy"].bytes == moves["policy"].weight_bytes + 1000 == policy.needs().num_bytes
+    sharing = config.model_copy(update={"learner": config.learner.model_copy(update={"shard": True})})
+    probes.config = sharing
+    split = probes.moves(2)["learner"]
+    parameters = list(policy.policy.parameters())  # all of them trained, in float32
+    weights, blocks = size_of(parameters), [size_of(block.parameters()) for block in policy.policy.blocks()]
+    for ranks in (2, 4):
+        # Its rows of the weights, of two moments and twice of the gradient; the whole gradient; a block and the rest.
+        needed = split.bytes - split.split_bytes * (1 - 1 / ranks)
+        assert needed == pytest.approx(5 * weights / ranks + weights + weights - sum(blocks) + max(blocks), abs=10)
 
 
 def test_what_is_played_many_times_over_is_in_rows_of_its_own():

@@ -129,4 +129,5 @@ def looking_ahead(component):
 
 def with_more(cost, rng):
     more = {"alone": [1, 1, 0.7], "ahead_s": [0, 0.05], "weight_bytes": [0, 0, 1]}
+    more["split_bytes"] = [0, 0, cost.bytes.values[0]]
     return replace(cost, **{name: rng.choice(values) for name, values in more.items()})
