@@ -42,7 +42,6 @@ class ByCompany{n}(PushCubeEnv):
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("embodied.envs.maniskill.has_gpu", lambda: False)
     return tmp_path
 
 

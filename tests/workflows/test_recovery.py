@@ -103,8 +103,12 @@ def faulty(fault, place, folder, worker="sim-0", once=True, **more):
     return ["env.name=faulty_env:FaultyEnv", "env.task=reach", f"env.kwargs={{{text}}}"]
 
 
+# A sim that dies while it simulates one half of its envs leaves the question of the other half behind.
+MERGED = ("pipeline.stages=2", "pipeline.merge_rows=8", "pipeline.merge_wait_s=0.2")
+
+
 @pytest.mark.chaos
-@pytest.mark.parametrize("options", [(), ("pipeline.granularity=3",)], ids=["whole", "in_pieces"])
+@pytest.mark.parametrize("options", [(), ("pipeline.granularity=3",), MERGED], ids=["whole", "in_pieces", "merged"])
 def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_path, options):
     with Run(tmp_path, TWO_SIMS, *options, *faulty("sigkill", "rollout", tmp_path, worker="sim-1")) as run:
         finished, numbers = run.iterate(0)
@@ -147,11 +151,12 @@ def test_a_smaller_slice_is_left_out_and_the_counts_follow(tmp_path):
         assert numbers["faults/lost_decisions"] == 0
 
 
-def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path):
+@pytest.mark.parametrize("options", [(), pytest.param(MERGED[1:], marks=pytest.mark.slow)], ids=["alone", "merged"])
+def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path, options):
     """Sims ask its successor again, and it has the same weights."""
     with Run(tmp_path / "whole", TWO_SIMS, backend="inline") as run:
         whole = [run.iterate(number) for number in range(2)], run.weights()
-    with Run(tmp_path / "broken", TWO_SIMS) as run:
+    with Run(tmp_path / "broken", TWO_SIMS, *options) as run:
         killed = []
 
         def kill_once(sim, route, collect=run.loop.collection._collect):
