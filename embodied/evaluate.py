@@ -52,7 +52,7 @@ def start(argv: list[str]) -> int:
     if loaded is None:
         return 0
     targets = find_all(loaded)
-    parts = [commands.planned(part, learn=False) for part in one_env_each(loaded.config)]
+    parts = [commands.planned(part, learn=False, dry=loaded.dry_run) for part in one_env_each(loaded.config)]
     announce(loaded, parts, targets)
     if loaded.dry_run:
         for config, _ in parts:

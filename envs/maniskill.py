@@ -51,6 +51,16 @@ BRIDGE_RULES = "the task's own initial states in turn, all of them before any tw
 
 
 class ManiSkillEnv(VectorEnv):
+    draws_on_gpus = True
+
+    @classmethod
+    def plays_together(cls, config: ManiSkillConfig) -> bool:
+        return config.backend != "cpu"
+
+    @classmethod
+    def longest_episode(cls, config: ManiSkillConfig) -> int | None:
+        return config.max_episode_steps or max((BATCHED_TASKS.get(task, 0) for task in cls.tasks(config)), default=0)
+
     @classmethod
     def protocols(cls, config: ManiSkillConfig) -> tuple[Protocol, ...]:
         states = {TWINS.get(task) for task in cls.tasks(config)}
@@ -62,14 +72,13 @@ class ManiSkillEnv(VectorEnv):
     def resolve(cls, config: ManiSkillConfig) -> ManiSkillConfig:
         backend = config.backend
         if backend == "auto":
-            backend = "cuda" if has_gpu() else "cpu_batched" if is_listed(config) else "cpu"
+            backend = "cpu_batched" if is_listed(config) else "cpu"
         return config.model_copy(update={"backend": backend, "control_mode": control_of(config)})
 
     @classmethod
     def proven(cls, config: ManiSkillConfig, proofs: Path) -> ManiSkillConfig:
         """With batched physics where a proof is kept here; refused where somebody asks for it without."""
-        wanted = config.backend == "cpu_batched" or (config.backend == "auto" and not has_gpu())
-        if not wanted or not isinstance(config.task, str) or is_listed(config):
+        if config.backend not in ("cpu_batched", "auto") or not isinstance(config.task, str) or is_listed(config):
             return config
         from embodied.envs.maniskill_proof import read_proof
 
@@ -129,8 +138,8 @@ class ManiSkillEnv(VectorEnv):
         found, path = prove(cls, config, proofs)
         gain = f"{found.speedup:.1f} times as fast as single envs here" if found.speedup else "not timed"
         if found.equal:
-            used = "env.backend=auto uses it" if not has_gpu() else "a GPU is used before it"
-            return [f"batched equals single envs ({figures(found.worst)}), {gain}; {used}", f"proof: {path}"]
+            told = f"batched equals single envs ({figures(found.worst)}), {gain}; env.backend=auto uses it"
+            return [told, f"proof: {path}"]
         why = f"Batched physics is not used for this task: {found.problem}; {gain}"
         return [f"single envs only. {why}", f"kept: {path}"]
 
@@ -141,8 +150,6 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def check(cls, config: ManiSkillConfig) -> None:
-        if config.backend == "cuda" and not has_gpu():
-            raise ConfigError("env.backend=cuda needs an NVIDIA GPU, and this machine shows none; try env.backend=auto")
         ensure_vulkan()
         for task in cls.tasks(config):
             if task not in BATCHED_TASKS or config.robot or config.modules:
@@ -362,10 +369,6 @@ def numbers(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[st
         if not parts["privileged"]:
             raise ConfigError(f"env.privileged=true, but {env.spec.id} hides no numbers where there are images")
     return {name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()}
-
-
-def has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()
 
 
 def to_numpy(tensor: Any) -> np.ndarray:

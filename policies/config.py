@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
@@ -60,8 +60,13 @@ class CNNConfig(ActorCriticConfig):
         return self
 
 
+MERGED_ROWS = 64  # of a large network, most of whose time goes into reading its weights
+
+
 class VLAConfig(Strict):
     """What vision-language-action families have in common."""
+
+    merged_rows: ClassVar = MERGED_ROWS
 
     pretrained: str | None = Field(
         None, description="Folder of a published model, or of a policy of ours; its weights are the initial ones."
@@ -163,6 +168,8 @@ class OpenVLAOFTConfig(PrismaticConfig):
 
 
 class Pi0Config(Strict):
+    merged_rows: ClassVar = MERGED_ROWS
+
     name: Literal["pi0", "pi05"] = Field(
         description="Images, state and an instruction in, a chunk of actions out of noise: Pi0 and Pi0.5."
     )

@@ -63,7 +63,7 @@ class ImitationLearner(LearnerWorker):
         demos, config, rows = self.demos, self.algo, []
         blocks = self._blocks()
         parts = list(minibatches(permutation(self.seed, iteration, 0, demos.total), config.minibatch_size))
-        with self.store.updating():
+        with self.store.updating(), self.computing.counted():
             for number, minibatch in enumerate(parts, iteration * len(parts)):
                 factor = sft_factor(config, number, len(parts), total * len(parts))
                 mine = torch.from_numpy(owned(minibatch, demos.first, len(demos)))
