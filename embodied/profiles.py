@@ -28,6 +28,7 @@ AMOUNTS = {
     "algo": (
         *("rollout_decisions", "epochs", "minibatch_size", "lr", "value_lr", "lr_schedule"),
         *("groups", "group_size", "filter", "filter_low", "filter_high", "max_rounds", "max_empty"),
+        *("filter_metric", "adam_betas", "weight_decay"),
     ),
 }
 
@@ -84,6 +85,9 @@ def cost_key(config: RunConfig) -> str:
     for section, keys in AMOUNTS.items():
         for key in keys:
             said[section].pop(key, None)
+    if config.algo.name == "ppo" and not config.algo.kl_coef:  # nor where nobody compares with a reference
+        for key in ("kl_coef", "kl_estimator", "kl_in"):
+            del said["algo"][key]
     for key in ("modules", "robot"):  # where nobody names any, profiles from before there were these keys hold
         if not said["env"].get(key, True):
             del said["env"][key]

@@ -131,12 +131,6 @@ class PrismaticConfig(VLAConfig):
         "published LIBERO models were tuned on and in their evaluations.",
     )
 
-    @model_validator(mode="after")
-    def _adapters_fit(self) -> PrismaticConfig:
-        if self.lora_path is not None and self.pretrained is None:
-            raise ValueError("policy.lora_path holds adapters for a published model; give policy.pretrained=FOLDER too")
-        return self
-
 
 class OpenVLAConfig(PrismaticConfig):
     name: Literal["openvla"] = Field(description="One image and an instruction in, an action as seven tokens out.")

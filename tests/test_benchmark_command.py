@@ -93,6 +93,10 @@ def test_amounts_of_work_do_not_change_the_costs_but_the_policy_does():
     changes = ("env.num_envs=4", "env.num_envs=8", "policy.hidden=[8]")
     one, two, other = (load([*same, change]).config for change in changes)
     assert cost_key(one) == cost_key(two) != cost_key(other)
+    plain, decayed, compared = (
+        load(["recipe=pointmass_ppo", *more]).config for more in ([], ["algo.weight_decay=0.1"], ["algo.kl_coef=0.1"])
+    )
+    assert cost_key(plain) == cost_key(decayed) != cost_key(compared)
     assert workflow_of(one)["learner"].calls == 4 * 2  # 4 epochs of 8 x 4 items in minibatches of 16
     assert workflow_of(two)["sim"].items == 8
 

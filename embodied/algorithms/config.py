@@ -244,7 +244,7 @@ class SFTConfig(Strict):
     cache: LocalPath | None = Field(
         None,
         description="Folder on whose disk their decoded pictures lie while the run goes on (in a file without a name); "
-        "null: the system's temporary folder.",
+        "null: the system's temporary folder, which on some machines is in memory.",
     )
     epochs: int = Field(50, gt=0, description="Passes over the demonstrations; each is an iteration of the run.")
     minibatch_size: int = Field(256, gt=0, description="Demonstrated env steps per gradient step, over all learners.")

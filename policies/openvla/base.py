@@ -90,6 +90,7 @@ class PrismaticPolicy(AdaptedPolicy):
     @classmethod
     def counted(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
         words = {"choose_tokenizer": lambda self: WordTokenizer(self.settings)}
+        config = as_adapted(config, Path(config.lora_path)) if config.lora_path else config
         without = config.model_copy(update={"pretrained": None, "statistics": None})
         return type(cls.__name__, (cls,), words)(without, spec)
 

@@ -38,6 +38,8 @@ UNKNOWN = (
 
 def as_adapted(config: Any, folder: Path) -> Any:
     """A policy's options with what the folder of adapters says."""
+    if config.pretrained is None:
+        raise ConfigError("policy.lora_path holds adapters for a published model; give policy.pretrained=FOLDER too")
     found = read_config(folder)
     rank, alpha, targets = found.get("r"), found.get("lora_alpha"), found.get("target_modules")
     told = f"{folder / CONFIG} is damaged:"

@@ -20,7 +20,7 @@ from embodied.policies.config import OpenVLAOFTConfig  # noqa: E402
 from embodied.sft import main as sft  # noqa: E402
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=6, has_success=True)  # that of the toy env
-SEEN = EnvSpec(ActionSpec(2), state_dim=6, images={"front": (32, 48, 3)})
+SEEN = EnvSpec(ActionSpec(2), state_dim=6, images={"front": (64, 96, 3)})
 CAMERA = "observation.images.front"
 LEARN = [
     "recipe=pointmass_ppo",
@@ -42,7 +42,7 @@ def write_new(path, spec):
             obs = [{"state": draw.normal(size=(1, 6)).astype(np.float32)} for _ in range(length)]
             for step, seen in enumerate(obs):
                 if spec.images:
-                    seen["images"] = {"front": np.full((1, 32, 48, 3), 20 * step + number, np.uint8)}
+                    seen["images"] = {"front": np.full((1, 64, 96, 3), 20 * step + number, np.uint8)}
             more = {"next.success": False} if spec.has_success else {}
             frames = [frame_of(seen, 0, draw.uniform(-1, 1, 2), 0.0, False, None) | more for seen in obs]
             writer.add_episode(frames, f"go {number % 2}")
@@ -78,9 +78,10 @@ def write_older(new, path):
 
 
 def film(path, frames):
+    """As LeRobot encodes them."""
     size = f"{frames.shape[2]}x{frames.shape[1]}"
     raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", "20", "-i", "-"]
-    encode = ["-c:v", "libx264", "-g", "2", "-crf", "5", "-pix_fmt", "yuv420p", "-y", str(path)]
+    encode = ["-c:v", "libsvtav1", "-g", "2", "-crf", "30", "-pix_fmt", "yuv420p", "-y", str(path)]
     subprocess.run([get_ffmpeg_exe(), "-v", "error", *raw, *encode], input=frames.tobytes(), check=True, timeout=60)
 
 

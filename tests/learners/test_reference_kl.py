@@ -93,6 +93,22 @@ def test_a_command_says_how_far_it_is_from_the_reference(tmp_path, kl_in):
     assert len(kl) == 2 and kl[1] != 0
 
 
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_two_learners_take_the_steps_of_one(tmp_path, kl_in):
+    told = ["run.iterations=2", "run.env_steps=null", "env.num_envs=4", "algo.rollout_decisions=8", "eval.episodes=1"]
+    told += ["algo.minibatch_size=16", "cluster.backend=inline", "policy.dtype=float64", "policy.hidden=[8]"]
+    found = []
+    for learners in (1, 2):
+        place = f'placement={{"sim,policy": "cpu:0", learner: "cpu:0-{learners - 1}*{learners}"}}'
+        more = ["algo.kl_coef=0.1", f"algo.kl_in={kl_in}", place, f"run.dir={tmp_path / str(learners)}"]
+        assert main(["recipe=pointmass_ppo", *told, *more]) == 0
+        (path,) = (tmp_path / str(learners)).glob("*/metrics.jsonl")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        names = "train/reference_kl", "train/grad_norm"
+        found.append([[row[name] for name in names] for row in rows if names[0] in row])
+    assert found[0] and np.allclose(found[0], found[1], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -1,8 +1,10 @@
 """Which layers get adapters, as the published recipes choose them, and adapters that peft made."""
 
 import json
+import shutil
 import warnings
 from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from embodied.config import load
 from embodied.data import ActionSpec, EnvSpec
 from embodied.errors import CheckpointError, ConfigError
+from embodied.evaluate import main as evaluate
 from embodied.policies import load_policy, make_policy, policy_class
 from embodied.policies.config import OpenVLAConfig
 
@@ -188,6 +191,19 @@ def test_a_folder_of_adapters_alone_says_what_it_is(official):
         build(pretrained=str(official[0]))
 
 
+def test_adapters_are_counted_and_evaluated_with_their_model(official, base, tmp_path, capsys):
+    config = OpenVLAConfig(name="openvla", pretrained=str(base), lora_path=str(official[0]))
+    assert counts(policy_class("openvla").counted(config, SPEC))[0] == 71
+    if find_spec("libero"):
+        place = shutil.copytree(base, tmp_path / "base")
+        figures = {"q01": [-1.0] * 7, "q99": [1.0] * 7}
+        content = json.loads((place / "config.json").read_text()) | {"norm_stats": {"libero_goal": {"action": figures}}}
+        (place / "config.json").write_text(json.dumps(content))
+        told = [f"checkpoint={place}", f"policy.lora_path={official[0]}", "env.name=libero", "env.task=libero_goal"]
+        assert evaluate([*told, "--dry-run"]) == 0
+        assert f"policy.lora_path={official[0]}" in capsys.readouterr().out
+
+
 def test_adapters_beside_changed_weights_are_refused(official, base, tmp_path):
     tensors = load_file(official[0] / "adapter_model.safetensors")
     name = "base_model.model.language_model.lm_head.base_layer.weight"
@@ -201,5 +217,5 @@ def test_targets_can_be_named_and_must_exist():
     assert counts(build(lora_rank=4, lora_targets=("q_proj", "v_proj")))[0] == 8
     with pytest.raises(ConfigError, match="names no layer"):
         build(lora_rank=4, lora_targets=("qq_proj",))
-    with pytest.raises(ValueError, match=r"policy\.pretrained=FOLDER too"):
-        OpenVLAConfig(name="openvla", lora_path="somewhere")
+    with pytest.raises(ConfigError, match=r"policy\.pretrained=FOLDER too"):
+        build(lora_path="somewhere")

@@ -14,6 +14,9 @@ FAMILIES = {
     "openvla": OpenVLAConfig(name="openvla", temperature=1.6),
     "discrete": OpenVLAOFTConfig(name="openvla_oft", chunk=2, proprio=True, film=True),
     "l1": OpenVLAOFTConfig(name="openvla_oft", chunk=2, head="l1", train="language"),
+    "words": OpenVLAConfig(name="openvla", sft_loss="vocabulary", lora_rank=2, lora_targets="reference"),
+    "chunks of words": OpenVLAOFTConfig(name="openvla_oft", chunk=2, sft_loss="vocabulary"),
+    "augmented": Pi0Config(name="pi0", augment=True),
     "flow_sde": Pi0Config(name="pi0", train="all"),
     "flow_noise": Pi0Config(name="pi0", exploration="flow_noise"),
     "pi05": Pi0Config(name="pi05"),
@@ -22,6 +25,8 @@ FAMILIES = {
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_scores_and_losses_are_computed_on_the_policys_device(config, monkeypatch):
+    if getattr(config, "lora_rank", None):
+        pytest.importorskip("peft")
     draw, policy = np.random.default_rng(0), make_policy(config, SPEC, 0).eval()
     frames = draw.integers(0, 256, (ROWS, 16, 16, 3), np.uint8)
     obs = {"images": {"top": frames}, "state": draw.normal(size=(ROWS, 4)), "instruction": ["push the cube", "go"]}
@@ -34,7 +39,9 @@ def test_scores_and_losses_are_computed_on_the_policys_device(config, monkeypatc
     scores = policy(asked | replay)
     shown = torch.zeros(ROWS, policy.horizon, 3)
     wanted = policy.imitation_noise()
-    losses = policy.imitate(asked | {"actions": shown}, wanted and numbers(wanted, draw))
+    losses = policy.imitate(
+        asked | {"actions": shown, "mask": torch.ones(shown.shape[:2]) > 0}, wanted and numbers(wanted, draw)
+    )
     (scores.logprobs.sum() + scores.entropy.sum() + scores.values.sum() + losses.sum()).backward()
     found = (scores.logprobs, scores.entropy, scores.values, losses, *policy.frozen_features(obs).values())
     assert {tensor.device.type for tensor in found} == {"meta"}
