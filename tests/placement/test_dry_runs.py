@@ -100,6 +100,21 @@ def test_what_a_host_holds_is_refused_too(tmp_path):
         planned(*recipe)
 
 
+def test_it_is_the_policy_that_is_evaluated_that_decides_where_it_acts(tmp_path, capsys):
+    """And not the recipe's, which an evaluation takes its env from."""
+    run = ["env.num_envs=4", "run.iterations=1", "run.env_steps=null", "eval.episodes=1", "eval.videos=0"]
+    less = ["algo.rollout_decisions=2", "algo.minibatch_size=8", "cluster.backend=inline", f"run.dir={tmp_path}"]
+    assert train.main(["recipe=pointmass_ppo_openvla_tiny", *run, *less, "eval.failure_videos=0"]) == 0
+    (checkpoint,) = tmp_path.glob("*/checkpoints/v000001")
+    capsys.readouterr()
+    for asked, where in {f"[random,{checkpoint}]": "gpu:0", "random": "core"}.items():
+        recipe = ["recipe=pointmass_ppo", "env.cameras=[top]", "env.image_size=64", "env.instruction=true"]
+        more = ["env.state=proprio", "cluster.machines=1xGPU", "--dry-run"]
+        assert evaluate.main([f"checkpoint={asked}", *recipe, *more]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "policy on" in line]
+        assert where in line
+
+
 def test_declared_machines_are_shown_and_nothing_is_started(capsys):
     asked = ["recipe=pointmass_ppo_openvla_tiny", "cluster.machines=2x4xGPU"]
     assert train.main([*asked, "--dry-run"]) == 0

@@ -79,6 +79,15 @@ def test_this_machine_is_discovered(tmp_path):
     assert topology.cores >= 1
 
 
+def test_a_container_has_the_memory_that_it_may_take(tmp_path):
+    whole = discovery.memory_bytes(tmp_path)
+    (tmp_path / "fs/cgroup").mkdir(parents=True)
+    limit = tmp_path / "fs/cgroup/memory.max"
+    for text, found in {"max\n": whole, "2000000000\n": 2e9}.items():
+        limit.write_text(text)
+        assert discovery.memory_bytes(tmp_path) == found
+
+
 def test_a_gpu_is_read_from_the_drivers_answer(tmp_path):
     device = tmp_path / "bus/pci/devices/0000:3b:00.0"
     (device / "drm/renderD129").mkdir(parents=True)
