@@ -20,7 +20,14 @@ from typing import Any
 
 from embodied import _stop_at_once
 from embodied.config import RunConfig
-from embodied.devices import check_devices, check_simulator, environment, machines, networks_on
+from embodied.devices import (
+    check_devices,
+    check_simulator,
+    draws_on_gpus,
+    environment,
+    machines,
+    networks_on,
+)
 from embodied.envs import env_class, import_class
 from embodied.envs.own import own_modules
 from embodied.envs.protocols import choose_protocol
@@ -162,25 +169,28 @@ def rehearse(config: RunConfig) -> None:
 
 
 def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfig, PlacementPlan]:
-    """The plan; placement=auto of a training run asks the profile that was measured here, if there is one."""
-    networks = networks_on(config, machines)
-    if config.placement == "auto" and learn and len(machines.nodes) == 1 and networks == "cpu":
+    """The plan; placement=auto of a training run asks the profile of such machines, if there is one."""
+    uncounted = ""
+    if config.placement == "auto" and learn:
         from embodied.auto import plan_from_profile
+        from embodied.profiles import profile_for
 
-        if found := plan_from_profile(config, machines.nodes[0].core_numbers):
-            return found
+        path, uncounted = profile_for(config, machines)
+        if path:
+            return plan_from_profile(config, machines, path)
     kind, env = env_class(config.env), config.env
-    return config, make_plan(
+    plan = make_plan(
         config.placement,
         machines,
         env.num_envs,
         config.pipeline.stages,
-        networks,
+        networks_on(config, machines),
         gpu_sims=getattr(env, "backend", "") == "cuda",
         rows=ENVS_PER_SIM if kind.plays_together(env) else 1,
         most_sims=most_sims(config, machines),
-        draws=bool(getattr(env, "cameras", ())) and kind.draws_on_gpus,
+        draws=draws_on_gpus(env),
     )
+    return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 
 
 def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:

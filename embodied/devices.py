@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from embodied.config import RunConfig
 from embodied.discovery import discover, on_ray_node
+from embodied.envs import env_class
 from embodied.errors import ConfigError
 from embodied.placement import Host, PlacementError, PlacementPlan, Topology
 from embodied.placement.topology import read_topology
@@ -70,6 +72,16 @@ def is_small(policy) -> bool:
         widths = policy.hidden
         return 2 * sum(a * b for a, b in pairwise(widths)) <= SMALL_WEIGHTS  # an actor's and a critic's
     return ":" in policy.name
+
+
+def draws_on_gpus(env: Any) -> bool:
+    """Whether simulators of this env, on cores, draw on the GPUs of their machine."""
+    return bool(getattr(env, "cameras", ())) and env_class(env).draws_on_gpus
+
+
+def torch_device(kind: str) -> str:
+    """As torch names devices of a kind."""
+    return "cuda" if kind == "gpu" else "cpu"
 
 
 def environment(host: Host) -> dict[str, str]:

@@ -64,11 +64,16 @@ def choose(
     order = {node.name: place for place, node in enumerate(machines.nodes)}
     in_order = {roles: sorted(held, key=lambda device: (order.get(device[0], 0), device[2])) for roles, held in groups}
     found: dict[str, Any] = {roles: text_of(held) for roles, held in in_order.items()}
+    return with_drawing(found, machines) if draws and not gpu_sims else found, reason
+
+
+def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any]:
+    """The map with sims on cores that draw on the GPUs of their machine, if each has some."""
     most = min(len(node.gpus) for node in machines.nodes)
-    if draws and most and not gpu_sims:
-        roles = next(roles for roles in found if "sim" in roles)
-        found[roles] = {"devices": found[roles], "render": text_of([("", "gpu", i) for i in range(most)])}
-    return found, reason
+    if not most:
+        return placement
+    roles = next(roles for roles in placement if "sim" in roles.split(","))
+    return {**placement, roles: {"devices": placement[roles], "render": text_of([("", "gpu", i) for i in range(most)])}}
 
 
 def learner_at_home(groups: Groups, home: str) -> Groups:

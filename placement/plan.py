@@ -6,7 +6,7 @@ The same placement, cores and numbers always give the same plan; nothing is star
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -150,21 +150,28 @@ def explicit_hosts(placement: dict[str, Any], machines: Topology) -> tuple[Host,
     hosts: list[Host] = []
     for roles, slots in parse_map(placement).items():
         check_alike(roles, slots)
-        for i, slot in enumerate(slots):
-            node = node_of(slot.node, machines)
-            name, where = f"{'+'.join(roles)}-{i}", {"node": slot.node, "render": slot.render}
-            if slot.render and slot.render not in node.named:
-                raise PlacementError(f"{not_there(slot.render, node)}, so nothing can be drawn on it")
-            if slot.kind == "cpu":
-                cores = cores_of(slot, node)
-                hosts.append(Host(name, roles, cores, len(cores), **where, gpu=gpu_of(slot.render, node)))
-            else:
-                device = f"{slot.kind}:{slot.devices[0]}"
-                cores = cores_beside(device, node)
-                threads = len(cores) if slot.kind == "gpu" else 1
-                hosts.append(Host(name, roles, cores, threads, **where, device=device, gpu=gpu_of(device, node)))
+        hosts += hosts_on(roles, slots, machines)
     check_hardware(hosts)
     return tuple(hosts)
+
+
+def hosts_on(roles: tuple[str, ...], slots: Sequence[Slot], machines: Topology) -> list[Host]:
+    """A host for each slot, if its machine has that."""
+    hosts = []
+    for i, slot in enumerate(slots):
+        node = node_of(slot.node, machines)
+        name, where = f"{'+'.join(roles)}-{i}", {"node": slot.node, "render": slot.render}
+        if slot.render and slot.render not in node.named:
+            raise PlacementError(f"{not_there(slot.render, node)}, so nothing can be drawn on it")
+        if slot.kind == "cpu":
+            cores = cores_of(slot, node)
+            hosts.append(Host(name, roles, cores, len(cores), **where, gpu=gpu_of(slot.render, node)))
+        else:
+            device = f"{slot.kind}:{slot.devices[0]}"
+            cores = cores_beside(device, node)
+            threads = len(cores) if slot.kind == "gpu" else 1
+            hosts.append(Host(name, roles, cores, threads, **where, device=device, gpu=gpu_of(device, node)))
+    return hosts
 
 
 def node_of(name: str, machines: Topology) -> Node:

@@ -80,9 +80,9 @@ class Topology:
         classes = [self._gpus(model, "gpu" if len(models) == 1 else f"gpu-{model}") for model in models]
         fakes = sum(node.fakes for node in self.nodes)
         if fakes:
-            classes.append(DeviceClass("fake", "fake", fakes, GPU_GB["GPU"] * GB, len(self.nodes), self.cores))
+            classes.append(DeviceClass("fake", "fake", fakes, GPU_GB["GPU"] * GB, len(self.nodes)))
         memory = min((node.memory_bytes / node.cores for node in self.nodes if node.cores), default=0.0)
-        return [*classes, DeviceClass("cpu", "cpu", self.cores, memory, len(self.nodes), self.cores)]
+        return [*classes, DeviceClass("cpu", "cpu", self.cores, memory, len(self.nodes))]
 
     @property
     def cores(self) -> int:
@@ -92,7 +92,7 @@ class Topology:
         nodes = [node for node in self.nodes if any(gpu.model == model for gpu in node.gpus)]
         gpus = [gpu for node in nodes for gpu in node.gpus if gpu.model == model]
         memory = min(gpu.memory_bytes for gpu in gpus)
-        return DeviceClass(name, "gpu", len(gpus), memory, len(nodes), sum(node.cores for node in nodes))
+        return DeviceClass(name, "gpu", len(gpus), memory, len(nodes), model)
 
     def describe(self) -> list[str]:
         """A line for every kind of node."""

@@ -182,6 +182,34 @@ def test_every_mode_trains_over_all_machines_of_the_cluster(machines, of_one_pro
     assert max(float(np.abs(found[name] - of_one_process[name]).max()) for name in found) < 1e-9
 
 
+def test_profile_plan_auto_and_benchmark_use_all_machines_of_the_cluster(machines, tmp_path):
+    at = f"cluster.address={machines.address}:{machines.port}"
+    small = ["env.num_envs=8", "algo.rollout_decisions=16", "algo.minibatch_size=32", "eval.episodes=2"]
+
+    def run(command: str, *arguments: str) -> str:
+        here = {**machines.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        words = [sys.executable, "-m", f"embodied.{command}", "recipe=pointmass_ppo", at, *small, *arguments]
+        done = subprocess.run(words, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "measuring on 4 cores of 2 nodes" in run("profiling", "seconds=20")
+    (profile,) = (tmp_path / "runs/profiles").glob("pointmass_ppo-4cpu-2nodes-*.json")
+    assert json.loads(profile.read_text())["made"]["nodes"] == 2
+    assert "2 nodes: 2 cores" in run("plan")
+    told = run("train", "--dry-run")
+    assert "the fastest by the profile measured here" in told
+    told = run("benchmark", "rounds=1", "modes=[collocated]", "profile=stored", "out=bench")
+    assert "8 envs, 4 cores of 2 nodes" in told
+    (found,) = json.loads((tmp_path / "bench/bench.json").read_text())["results"]
+    assert (found["devices"], found["nodes"]) == ({"cpu": 4}, 2)
+    assert "node2/cpu" in json.dumps(found["expected"]["collocated"]["placement"])
+    alone = [argument for argument in small if "address" not in argument]
+    words = [sys.executable, "-m", "embodied.train", "recipe=pointmass_ppo", *alone, "--dry-run"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    assert "does not count: measured on 4 cores of 2 nodes, this run has 2 cores" in done.stdout
+
+
 MY_ENV = """
 import os
 from embodied.envs.pointmass import PointMassEnv

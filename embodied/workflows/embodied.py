@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embodied import devices
 from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, Recording, Route
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.episodes import EpisodeList
+from embodied.policies.merging import Merging
 from embodied.runtime import Budget, Cluster, Handle, Timers, WorkerGroup
 from embodied.runtime.weights import new_name
 from embodied.workflows.crew import Crew
@@ -73,7 +75,8 @@ class EmbodiedLoop:
         rows = eval_rows(len(self.eval_episodes), config.eval.num_envs or config.env.num_envs, num_sims)
         self.sims = cluster.launch(SIM, "sim", config.env, stages, journal, self.eval_env, rows)
         options = (config.policy, config.seed, config.learner.precision, self.torch_device("policy"))
-        self.policies = cluster.launch(POLICY, "policy", *options)
+        merging = Merging(config.merged_rows, config.pipeline.merge_wait_s)
+        self.policies = cluster.launch(POLICY, "policy", *options, merging)
         self.crew = Crew(cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell)
         self.learners = None
         if learn:
@@ -87,7 +90,7 @@ class EmbodiedLoop:
     def torch_device(self, role: str) -> str:
         """Where a role's networks compute: on its hosts' GPUs, else on cores."""
         on_gpus = {r for host in self.cluster.hosts if any("gpu:" in d for d in host.devices) for r in host.roles}
-        return "cuda" if role in on_gpus else "cpu"
+        return devices.torch_device("gpu" if role in on_gpus else "cpu")
 
     @property
     def algorithm(self):

@@ -15,8 +15,8 @@ from embodied.placement.topology import GB, Gpu, read_topology
 def test_64x8xgpu_are_512_gpus_and_their_cores():
     classes = read_topology("64x8xGPU").classes()
     assert classes == [
-        DeviceClass("gpu", "gpu", 512, 80 * GB, 64, 8192),
-        DeviceClass("cpu", "cpu", 8192, 8 * GB, 64, 8192),
+        DeviceClass("gpu", "gpu", 512, 80 * GB, 64, "GPU"),
+        DeviceClass("cpu", "cpu", 8192, 8 * GB, 64),
     ]
     assert read_topology("8xL4").describe() == ["1 node: 8 x L4, 24 GB each, 128 cores"]
     assert [c.name for c in read_topology("2xCPU").classes()] == ["cpu"]
@@ -34,9 +34,9 @@ def test_a_file_names_nodes_one_by_one(tmp_path):
     topology = read_topology(str(path))
     assert [node.name for node in topology.nodes] == ["big-0", "big-1", "old", "desk"]
     assert topology.classes() == [
-        DeviceClass("gpu-H100", "gpu", 16, 80 * GB, 2, 256),
-        DeviceClass("gpu-GTX1080", "gpu", 4, 8 * GB, 1, 32),
-        DeviceClass("cpu", "cpu", 304, 2 * GB, 4, 304),
+        DeviceClass("gpu-H100", "gpu", 16, 80 * GB, 2, "H100"),
+        DeviceClass("gpu-GTX1080", "gpu", 4, 8 * GB, 1, "GTX1080"),
+        DeviceClass("cpu", "cpu", 304, 2 * GB, 4),
     ]
     assert topology.describe()[-1] == "1 node: 16 cores, arm:0"
 
