@@ -1,4 +1,4 @@
-"""What acts, values, scores, imitates and updates on a GPU leaves no tensor on the CPU (`fake_cuda.py` stands for it)."""
+"""What acts, values, scores, imitates and updates on a GPU leaves nothing on the CPU (`fake_cuda.py`)."""
 
 import sys
 
