@@ -91,6 +91,7 @@ def environment(host: Host) -> dict[str, str]:
     if host.gpu:
         card = str(host.gpu.index if host.gpu.card is None else host.gpu.card)
         found |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card, "MUJOCO_EGL_DEVICE_ID": card}
+        found |= {"EMBODIED_RENDER_FILE": host.gpu.render} if host.gpu.render else {}
     return found | ({"EMBODIED_RENDER": host.render} if host.render else {})
 
 

@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,9 +37,18 @@ def on_ray_node(num_gpus: int) -> Node:
 
 def this_node(cards: list[Gpu], sys: Path = SYS) -> Node:
     mine = cores()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     numa = numa_nodes(sys, list(mine))
-    return Node(platform.node(), len(mine), tuple(cards), float(memory), numa, core_ids=mine)
+    return Node(platform.node(), len(mine), tuple(cards), memory_bytes(sys), numa, core_ids=mine)
+
+
+def memory_bytes(sys: Path = SYS) -> float:
+    """Of the machine, or what its container may have of it."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [whole]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max", or another version of cgroups
+            limits.append(int((sys / "fs/cgroup" / name).read_text()))
+    return float(min(limits))
 
 
 def visible(cards: list[Gpu], chosen: str | None) -> list[Gpu]:

@@ -77,13 +77,15 @@ class Need:
             if load.phase == "" or (load.phase == START) == begins:
                 merged.setdefault(load.what, []).append(load.bytes)
         parts = [
-            f"{f'{len(each)} x ' if len(each) > 1 else ''}{what} {sum(each) / len(each) / 1e9:.3g}"
+            f"{f'{len(each)} x ' if len(each) > 1 else ''}{what} {number(sum(each) / len(each))}"
             for what, each in merged.items()
         ]
         taken = self.whole if self.whole <= self.has else self.least
         turns = "" if taken == self.whole else ", in turns"
-        has = f" of {self.has / 1e9:.3g}" if self.has < float("inf") else ""
-        return f"{' + '.join(parts)} = {taken / 1e9:.3g}{has} GB{turns}"
+        has = f" of {number(self.has)}" if self.has < float("inf") else ""
+        return (
+            f"{' + '.join(parts)}{f' = {number(taken)}' if len(parts) > 1 or ' x ' in parts[0] else ''}{has} GB{turns}"
+        )
 
 
 def is_large(config: RunConfig) -> bool:
@@ -321,4 +323,9 @@ def most_sims(config: RunConfig, machines: Topology) -> int | None:
 
 
 def gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
+    return f"{number(num_bytes)} GB"
+
+
+def number(num_bytes: float) -> str:
+    """In units of GB."""
+    return f"{num_bytes / 1e9:.0f}" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g}"

@@ -69,7 +69,7 @@ def open_folder(loaded: Loaded, command: str) -> tuple[RunFolder, Path | None]:
         return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command), None
     checkpoint = newest(found) if any(found.glob("checkpoints/v[0-9]*")) else None  # it ended before its first one
     check_continues(found, checkpoint, config)
-    return RunFolder.reopen(found, command), checkpoint
+    return RunFolder.reopen(found, command, loaded.yaml), checkpoint
 
 
 def train(

@@ -39,7 +39,7 @@ from embodied.envs.maniskill_tasks import (
 from embodied.envs.own import explained, try_out
 from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.errors import ConfigError
-from embodied.vulkan import ensure_vulkan
+from embodied.vulkan import ensure_vulkan, has_nvidia
 
 DRAWING = threading.RLock()  # torch.rand and torch's generator belong to the process: one env draws at a time
 
@@ -311,6 +311,12 @@ class ManiSkillEnv(VectorEnv):
             env.close()
 
 
+def draws_on_gpu() -> bool:
+    """Whether this process has a GPU to draw on, and a driver for it; SAPIEN finds the one that CUDA sees. Containers
+    often lack the driver's graphics part: pictures are drawn on cores then."""
+    return bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
+
+
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
     from embodied.envs.maniskill_facts import check_reward, check_robot, refused
@@ -330,7 +336,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                     control_mode=config.control_mode,
                     reward_mode=config.reward_mode,
                     sim_backend="physx_cuda" if config.backend == "cuda" else "physx_cpu",
-                    render_backend="gpu" if config.backend == "cuda" or os.environ.get("EMBODIED_RENDER") else "cpu",
+                    render_backend="gpu" if config.backend == "cuda" or draws_on_gpu() else "cpu",
                     sensor_configs=view,
                     human_render_camera_configs={"shader_pack": config.shader, **view},
                     **({"robot_uids": config.robot} if config.robot else {}),

@@ -27,7 +27,7 @@ from embodied.runtime.hosts import HostPlan
 from embodied.runtime.ray_private import ENVIRONMENT, TOKEN, PrivateCluster
 from embodied.runtime.ray_ship import pack_modules
 
-OF_DEVICES = ("CUDA_VISIBLE_DEVICES",)  # what the environment of a host that has devices sets
+OF_CARDS = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")
 _REACH_S = 5.0  # to reach an address
 _LOOK_S = 60.0  # to start a process on every node that looks around there
 _END_S = 5.0  # how long the parent of a host that ended may take to say how
@@ -113,11 +113,12 @@ class Connection:
 
 def move(plan: HostPlan, nodes: Sequence[Node], busy: Mapping[tuple[str, int], int]) -> HostPlan:
     """The same host on the least busy of these nodes, with as many cores, those that the fewest hosts have."""
-    if any(name in plan.env for name in OF_DEVICES):
+    if any("gpu:" in device for device in plan.devices):
         raise EmbodiedError(f"node {plan.node} is lost, and {plan.name} needs a GPU of it")
     node = min(nodes, key=lambda node: sum(busy.get((node.name, core), 0) for core in node.cores) / len(node.cores))
     free_first = sorted(node.cores, key=lambda core: busy.get((node.name, core), 0))
-    return replace(plan, node=node.name, cores=tuple(sorted(free_first[: len(plan.cores)])))
+    env = {key: value for key, value in plan.env.items() if key not in OF_CARDS}  # one that only drew draws on cores
+    return replace(plan, node=node.name, cores=tuple(sorted(free_first[: len(plan.cores)])), env=env)
 
 
 def answers(nodes: Sequence[tuple[str, tuple]], function: Callable) -> list[Any]:

@@ -55,6 +55,7 @@ def dry(capsys, *arguments: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow  # docs/own_task.md is tested to do the same
 def test_a_task_found_equal_is_simulated_in_a_batch_from_then_on(folder, capsys):
     module = write(folder, 1)
     task = f"env.task={module}:Plain1-v1"

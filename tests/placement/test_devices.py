@@ -48,13 +48,29 @@ def test_declared_machines_are_for_dry_runs(tmp_path):
 
 def test_a_host_sees_the_gpu_it_holds_or_draws_on_and_no_other():
     card = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "6", "MUJOCO_EGL_DEVICE_ID": "6"}
-    sixth = Gpu(1, card=6)
+    card |= {"EMBODIED_RENDER_FILE": "renderD130"}
+    sixth = Gpu(1, card=6, render="renderD130")
     held = Host("policy-0", ("policy",), (0,), 1, device="gpu:1", gpu=sixth)
     assert environment(held) == {"EMBODIED_DEVICE": "gpu:1", **card}
     drawing = Host("sim-0", ("sim",), (0,), 1, render="gpu:1", gpu=sixth)
     assert environment(drawing) == {"EMBODIED_RENDER": "gpu:1", **card}
     assert environment(Host("sim-1", ("sim",), (0,), 1)) == {}
     assert environment(Host("sim-2", ("sim",), (0,), 1, device="arm:0")) == {"EMBODIED_DEVICE": "arm:0"}
+
+
+def test_runs_take_turns_in_the_memory_that_a_gpu_has_on_whatever_machine(monkeypatch, tmp_path):
+    from embodied import commands
+
+    started = []
+    monkeypatch.setattr(commands, "Cluster", lambda backend, hosts, *more: started.extend(hosts))
+    there = Topology((Node("here", 4, (Gpu(0, memory_bytes=8e9),)), Node("there", 4, (Gpu(0, memory_bytes=24e9),))))
+    placement = {"sim": "cpu:0-1*2", "policy,learner": "gpu:0,there/gpu:0"}
+    commands.cluster(recipe(), make_plan(placement, there, 8), tmp_path)
+    assert {plan.devices: plan.device_bytes for plan in started if plan.node or plan.roles != ("sim",)} == {
+        ("gpu:0",): 8e9,
+        ("there/gpu:0",): 24e9,
+    }
+    assert all(plan.device_bytes == float("inf") for plan in started if plan.roles == ("sim",))
 
 
 def test_hosts_on_gpus_get_cores_of_their_numa_node():

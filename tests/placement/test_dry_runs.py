@@ -90,6 +90,23 @@ def test_published_models_act_on_gpus_where_there_are_any(tmp_path):
             assert places(plan)["sim"][:2] == ({"cpu"}, 8 if kind == "gpu" else 2)  # eight rows, sixteen cores a GPU
 
 
+@pytest.mark.slow
+def test_a_published_model_of_full_size_is_refused_where_it_cannot_act():
+    config = load(["recipe=libero_published_openvla", "checkpoint=random"], "evaluate").config
+
+    def acting(cluster):
+        policy, there = (config.policy, {"preset": "full"}), (config.cluster, {"machines": cluster})
+        changed = {key: old.model_copy(update=new) for key, (old, new) in {"policy": policy, "cluster": there}.items()}
+        return commands.planned(config.model_copy(update=changed), learn=False, dry=True)[1]
+
+    # seven billion weights of two bytes; eight rows of 320 tokens with 32 layers x 2 x 4096 numbers of two bytes
+    assert "policy 16.4" in acting("1xGPU").memory[0]
+    assert "policy 15.3" in acting("8xGPU").memory[0]  # a row each
+    assert "of 24 GB" in acting("1xL4").memory[0]
+    with pytest.raises(ConfigError, match=r"2 x simulators 8\.7 \+ 2 x policy .* of 32 GB\nthat is more than there is"):
+        acting("4xCPU")
+
+
 def test_what_a_host_holds_is_refused_too(tmp_path):
     (tmp_path / "small.yaml").write_text("nodes: [{gpus: 8, cores: 128, memory_gb: 64}]")
     recipe = ["libero_grpo", f"{tmp_path}/small.yaml", "env.task=libero_10", "env.num_envs=64"]
@@ -98,6 +115,21 @@ def test_what_a_host_holds_is_refused_too(tmp_path):
     (tmp_path / "small.yaml").write_text("nodes: [{cores: 64, memory_gb: 20}]")
     with pytest.raises(ConfigError, match=r"16 sim workers .* 3\.7 GB each, 59\.2 GB in all, and this machine has 20"):
         planned(*recipe)
+
+
+def test_it_is_the_policy_that_is_evaluated_that_decides_where_it_acts(tmp_path, capsys):
+    """And not the recipe's, which an evaluation takes its env from."""
+    run = ["env.num_envs=4", "run.iterations=1", "run.env_steps=null", "eval.episodes=1", "eval.videos=0"]
+    less = ["algo.rollout_decisions=2", "algo.minibatch_size=8", "cluster.backend=inline", f"run.dir={tmp_path}"]
+    assert train.main(["recipe=pointmass_ppo_openvla_tiny", *run, *less, "eval.failure_videos=0"]) == 0
+    (checkpoint,) = tmp_path.glob("*/checkpoints/v000001")
+    capsys.readouterr()
+    for asked, where in {f"[random,{checkpoint}]": "gpu:0", "random": "core"}.items():
+        recipe = ["recipe=pointmass_ppo", "env.cameras=[top]", "env.image_size=64", "env.instruction=true"]
+        more = ["env.state=proprio", "cluster.machines=1xGPU", "--dry-run"]
+        assert evaluate.main([f"checkpoint={asked}", *recipe, *more]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "policy on" in line]
+        assert where in line
 
 
 def test_declared_machines_are_shown_and_nothing_is_started(capsys):
