@@ -91,7 +91,7 @@ class PrismaticPolicy(AdaptedPolicy):
     def counted(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
         words = {"choose_tokenizer": lambda self: WordTokenizer(self.settings)}
         config = as_adapted(config, Path(config.lora_path)) if config.lora_path else config
-        without = config.model_copy(update={"pretrained": None, "statistics": None})
+        without = config.model_copy(update={"pretrained": None, "statistics": None, "rlds_images": False})
         return type(cls.__name__, (cls,), words)(without, spec)
 
     def choose_tokenizer(self) -> Tokenizer:
