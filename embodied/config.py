@@ -120,6 +120,7 @@ class RunConfig(Strict):
         checks = [self._stages_share_envs, self._precisions_fit]
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
+            checks.append(self._reference_fits)
         if problems := [str(err) for err in map(failure, checks) if err]:
             raise ValueError("\n".join(problems))
         return self
@@ -153,6 +154,13 @@ class RunConfig(Strict):
                 "whole rollouts"
             )
 
+    def _reference_fits(self) -> None:
+        if self.algo.kl_coef and self.learner.shard:
+            raise ValueError(
+                "learner.shard=true splits the policy, and algo.kl_coef needs a whole frozen copy of it; "
+                "try learner.shard=false or algo.kl_coef=0"
+            )
+
     def _whole_episodes_fit(self) -> None:
         if self.algo.name == "ppo":
             return
@@ -163,11 +171,6 @@ class RunConfig(Strict):
             )
         if self.env.stagger:
             raise ValueError(f"env.stagger=true cuts the first episodes short, but {told}; try env.stagger=false")
-        if self.algo.kl_coef and self.learner.shard:
-            raise ValueError(
-                "learner.shard=true splits the policy, and algo.kl_coef needs a whole frozen copy of it; "
-                "try learner.shard=false or algo.kl_coef=0"
-            )
 
     def _precisions_fit(self) -> None:
         if self.learner.precision == "bf16" and getattr(self.policy, "dtype", "") == "float64":

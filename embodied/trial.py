@@ -102,10 +102,10 @@ class Trial:
         pids = {process for group in self.loop.groups for process in group.process().wait()}
         return sum(peak_of(pid) for _, pid in pids)
 
-    def idle(self, rounds: Sequence[Round], num_cores: int) -> float:
-        """The share of all cores' time in which no worker of the plan was at work."""
+    def idle(self, rounds: Sequence[Round], num_devices: int) -> float:
+        """The share of all devices' time in which no worker of the plan was at work."""
         busy = sum(sum(r.busy[g.role] for r in rounds) / len(rounds) * len(g.workers) for g in self.loop.groups)
-        return max(0.0, 1 - busy / num_cores)
+        return max(0.0, 1 - busy / num_devices)
 
     def _totals(self) -> dict[str, dict[str, Total]]:
         found = {"driver": self.loop.timers.totals()}

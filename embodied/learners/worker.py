@@ -107,7 +107,8 @@ class LearnerWorker(Worker):
             while not intake.has(sources):
                 intake.add(trajectories.get())
         whole = merge(intake.trajectories(sources))
-        share = prepare(whole, self.algo, self.collective, env_ids, self.model.dtype, self.device)
+        about = (self.collective, env_ids, self.model.dtype, self.device, self.reference)
+        share = prepare(whole, self.algo, *about)
         if self._looks_once():
             with self.timers.measure("look"):
                 intake.frozen = intake.frozen or Frozen(self.model.features, whole.env_ids, len(whole.rewards))

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from embodied.devices import capacities
 from embodied.runtime import Cluster, Timers, WorkerGroup
-from embodied.runtime.leases import Claim, Coordinator
+from embodied.runtime.leases import GB, Claim, Coordinator
 from embodied.runtime.turns import Turns
 
 ROLLOUT, UPDATE = "rollout", "update"
@@ -33,7 +32,11 @@ def take_turns(
     if learners:
         gangs_of[UPDATE] = [(learners, [where in acting for where in learning])]
     gangs = {name: [claim for part in parts for claim in claims_of(*part, devices)] for name, parts in gangs_of.items()}
-    limits = capacities({device for held in devices.values() for device in held}, memory_gb)
+    limits = {
+        device: host.device_bytes if memory_gb is None else memory_gb * GB
+        for host in cluster.hosts
+        for device in devices[host.name]
+    }
     everyone = [claim.worker for gang in gangs.values() for claim in gang]
     groups = {group.role: group for group in (sims, policies, learners) if group}
     # How much memory work takes is known when it was done; where nothing is limited nobody asks.
