@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -142,19 +144,11 @@ class ProbeWorker(Worker):
         times, looks = {first: [], first + 1: []}, []
         items = num_decisions(part.kept.get())
         steps = -(-items // minibatch)
-        for epochs, found in times.items():
-            algo = self.config.algo.model_copy(update={"minibatch_size": minibatch, "epochs": epochs})
-            learner = self._learner(algo, part)
-            for repeat in range(repeats + 1):
-                started, looked_before = perf_counter(), looking_s(learner)
-                self._learn(learner, part)
-                if repeat:
-                    looked = 0.0 if self.grouped else looking_s(learner) - looked_before
-                    found.append(perf_counter() - started - looked)
-                    looks.append(looked / items)
-                self.tick()
-            num_bytes = learner.needs().num_bytes
-            learner.close()
+        with self._away(part):
+            for epochs, found in times.items():
+                algo = self.config.algo.model_copy(update={"minibatch_size": minibatch, "epochs": epochs})
+                looked, num_bytes = self._updates(algo, part, repeats, found)
+                looks += [seconds / items for seconds in looked]
         less, more = min(times[first]), min(times[first + 1])
         epoch = max(more - less, 0.1 * less)
         each = [seconds / steps * epoch / less for seconds in times[first]]
@@ -167,6 +161,30 @@ class ProbeWorker(Worker):
             "bytes": [num_bytes],
         }
 
+    def _updates(self, algo: Any, part: Part, repeats: int, found: list[float]) -> tuple[list[float], float]:
+        """Seconds of updates of a new learner, added to `found`; -> those of looking ahead, and the bytes it needs."""
+        learner, looks = self._learner(algo, part), []
+        for repeat in range(repeats + 1):
+            started, looked_before = perf_counter(), looking_s(learner)
+            self._learn(learner, part)
+            if repeat:
+                looks.append(0.0 if self.grouped else looking_s(learner) - looked_before)
+                found.append(perf_counter() - started - looks[-1])
+            self.tick()
+        num_bytes = learner.needs().num_bytes
+        learner.close()
+        return looks, num_bytes
+
+    @contextmanager
+    def _away(self, part: Part) -> Iterator[None]:
+        """The policy leaves a GPU meanwhile, which might not hold a learner beside it."""
+        moves = self.device != "cpu"
+        if moves:
+            part.policy.offload()
+        yield
+        if moves:
+            part.policy.onload()
+
     def _has_frozen_parts(self, part: Part) -> bool:
         if self.config.algo.epochs == 1:
             return False
@@ -178,12 +196,15 @@ class ProbeWorker(Worker):
     def moves(self, num_envs: int) -> dict[str, Moves]:
         """Of the policy, and of a learner that has learned once."""
         part = self.parts[self._rows(num_envs)]
-        learner = self._learner(self.config.algo.model_copy(update={"epochs": 1}), part)
-        self._learn(learner, part)
-        found = {"policy": moves_of(part.policy), "learner": moves_of(learner)}
-        if self.config.learner.shard:
-            found["learner"] = in_shards(learner, found["learner"])
-        learner.close()
+        found = {"policy": moves_of(part.policy)}
+        with self._away(part):
+            learner = self._learner(self.config.algo.model_copy(update={"epochs": 1}), part)
+            self._learn(learner, part)
+            found["learner"] = moves_of(learner)
+            if self.config.learner.shard:
+                found["learner"] = in_shards(learner, found["learner"])
+            learner.close()
+            del learner
         return found
 
     def forget(self, num_envs: int) -> None:
@@ -246,8 +267,7 @@ class ProbeWorker(Worker):
         config, precision = self.config, self.config.learner.precision
         policy = real(PolicyWorker, config.policy, config.seed, precision, self.device)
         policy.build(sim.spec())
-        initial = make_policy(config.policy, sim.spec(), config.seed).eval()
-        policy.policy = initial.to(self.device)
+        policy.policy.load_state_dict(make_policy(config.policy, sim.spec(), config.seed).state_dict())
         policy.weights.version = 0
         return policy
 

@@ -9,7 +9,8 @@ from embodied.auto import plan_from_profile
 from embodied.config import load
 from embodied.placement import PlacementError, Topology
 from embodied.placement.curves import Curve, constant
-from embodied.placement.profile import Cost, Profile, Sync, write_profile
+from embodied.placement.explain import why_not
+from embodied.placement.profile import Cost, Profile, Sync, read_profile, write_profile
 from embodied.placement.topology import GB, Gpu, Node, one_machine, read_topology
 from embodied.plan import plan
 from embodied.profiles import cost_key, device_counts, profile_for, profile_path, workflow_of
@@ -107,6 +108,14 @@ def test_beside_a_gpu_the_plan_of_the_profile_puts_networks_there_and_sims_on_co
     assert {(host.roles, host.device) for host in plan.hosts} == {(("sim",), ""), (("policy", "learner"), "gpu:0")}
     assert plan.count("sim") == 8  # a row each; the other eight cores have none
     assert "hybrid: the fastest by the profile measured here" in plan.reason
+
+
+def test_with_one_gpu_it_is_said_that_policies_and_learners_cannot_have_one_each(tmp_path):
+    config = recipe(tmp_path)
+    profile = read_profile(store(config, Curve((1, 8), (0.01, 0.08)), machines=H200, networks="gpu-H200"))
+    assert why_not(plan(profile, H200).planner, "disaggregated") == (
+        "policy, learner need 2 of gpu-H200 of their own, and there is 1"
+    )
 
 
 def test_on_a_cluster_the_plan_of_the_profile_uses_the_cores_of_all_nodes(tmp_path):

@@ -193,7 +193,8 @@ def test_profile_plan_auto_and_benchmark_use_all_machines_of_the_cluster(machine
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert "measuring on 4 cores of 2 nodes" in run("profiling", "seconds=20")
+    told = run("profiling", "seconds=20")
+    assert "measuring on 4 cores of 2 nodes" in told and "a short real run: [sim, policy: 4 cpu]" in told
     (profile,) = (tmp_path / "runs/profiles").glob("pointmass_ppo-4cpu-2nodes-*.json")
     assert json.loads(profile.read_text())["made"]["nodes"] == 2
     assert "2 nodes: 2 cores" in run("plan")
@@ -203,7 +204,7 @@ def test_profile_plan_auto_and_benchmark_use_all_machines_of_the_cluster(machine
     assert "8 envs, 4 cores of 2 nodes" in told
     (found,) = json.loads((tmp_path / "bench/bench.json").read_text())["results"]
     assert (found["devices"], found["nodes"]) == ({"cpu": 4}, 2)
-    assert "node2/cpu" in json.dumps(found["expected"]["collocated"]["placement"])
+    assert "node1/cpu" in json.dumps(found["expected"]["collocated"]["placement"])
     alone = [argument for argument in small if "address" not in argument]
     words = [sys.executable, "-m", "embodied.train", "recipe=pointmass_ppo", *alone, "--dry-run"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)

@@ -24,6 +24,7 @@ def one_gpu(monkeypatch):
     node = Node("", len(cores), (Gpu(0, "H200", 141 * GB),), core_ids=cores)
     monkeypatch.setattr(devices, "discover", lambda: Topology((node,), "this machine"))
     monkeypatch.setattr(devices, "torch_device", lambda kind: "cpu")
+    monkeypatch.setattr(commands, "environment", lambda host: {})  # else workers would ask CUDA what they take
     return len(cores)
 
 
@@ -56,3 +57,16 @@ def test_profile_plan_auto_and_benchmark_follow_each_other_on_cores_and_a_gpu(tm
     assert found["devices"] == {"gpu-H200": 1, "cpu": one_gpu}
     assert found["expected"]["hybrid"]["placement"]["policy,learner"] == "gpu:0"
     assert found["table"]["hybrid"]["measured_s"] > 0
+
+
+@pytest.mark.gpu
+def test_the_same_on_a_gpu_that_is_there(tmp_path, capsys):
+    arguments = [*RECIPE, f"run.dir={tmp_path}"]
+    assert profiling.main([*arguments, "seconds=30"]) == 0
+    (path,) = (tmp_path / "profiles").glob("*.json")
+    (model,) = read_profile(path).costs["learner"]
+    assert model.startswith("gpu-")
+    assert benchmark.main([*arguments, "rounds=2", "modes=all", "profile=stored", f"out={tmp_path}/bench"]) == 0
+    (found,) = json.loads((tmp_path / "bench/bench.json").read_text())["results"]
+    assert found["table"]["hybrid"]["env_steps_per_s_and_gpu"] > 0
+    assert "per GPU" in capsys.readouterr().out
