@@ -12,8 +12,10 @@ from embodied import arrays
 from embodied.algorithms.config import PPOConfig
 from embodied.arrays import map_obs
 from embodied.data import ActionSpec, EnvSpec, Trajectory
+from embodied.datasets.reader import RecordedEpisode
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
+from embodied.learners.demonstrations import Demonstrations
 from embodied.learners.imitation import ImitationLearner
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
@@ -34,6 +36,9 @@ FAMILIES = {
     "lora": (OpenVLAConfig(name="openvla", lora_rank=2), SPEC),
     "oft": (OpenVLAOFTConfig(name="openvla_oft", chunk=2, train="language"), SPEC),
     "oft_l1_film": (OpenVLAOFTConfig(name="openvla_oft", chunk=2, head="l1", film=True, proprio=True), SPEC),
+    "words": (OpenVLAConfig(name="openvla", sft_loss="vocabulary", lora_rank=2, lora_targets="reference"), SPEC),
+    "chunks_of_words": (OpenVLAOFTConfig(name="openvla_oft", chunk=2, sft_loss="vocabulary"), SPEC),
+    "augmented": (Pi0Config(name="pi0", train="expert", chunk=2, steps=2, augment=True), SPEC),
     "pi0": (Pi0Config(name="pi0", train="expert", chunk=2, steps=2), SPEC),
     "flow_noise": (Pi0Config(name="pi0", exploration="flow_noise", chunk=2, steps=2), SPEC),
     "pi05": (Pi0Config(name="pi05", chunk=2, steps=2), SPEC),
@@ -123,24 +128,19 @@ def learn(policy, played):
         return update_policy(model, optimizer, config, share, 0, 0, 10)
 
 
-class Shown:
-    """Demonstrations of ROWS steps, in the host's memory as real ones are."""
-
-    first = 0
-
-    def __init__(self, policy):
-        self.spec, self.shape = policy.spec, (ROWS, policy.horizon, policy.spec.action.dim)
-
-    def batch(self, items):
-        obs = map_obs(seen(self.spec), torch.from_numpy, list)
-        return {"obs": obs, "actions": torch.zeros(self.shape), "mask": torch.ones(self.shape[:2]) > 0}
-
-
 def imitate(policy):
     learner = ImitationLearner.__new__(ImitationLearner)
-    learner.policy, learner.model, learner.demos = policy, model_of(policy), Shown(policy)
+    learner.policy, learner.model = policy, model_of(policy)
     learner.device, learner.seed = WHERE, 0
-    return learner._gradient(torch.arange(ROWS), ROWS, 1, 0)
+    learner.demos = Demonstrations(policy.spec, policy.horizon, 0, ROWS)
+    actions = np.zeros((ROWS, policy.spec.action.dim), np.float32)
+    obs = {"instruction": ["push the red cube"] * ROWS} | seen(policy.spec)
+    episode = RecordedEpisode(0, "push the red cube", None, obs, actions, {})
+    list(learner.demos.read([episode], ROWS, None))
+    try:
+        return learner._gradient(torch.arange(ROWS), ROWS, ROWS, 0)
+    finally:
+        learner.demos.close()
 
 
 WAYS = {
