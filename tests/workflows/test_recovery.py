@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -193,18 +194,13 @@ UPDATES = {"four hosts": "placement={'sim,policy': 'fake:0-3', learner: 'fake:4'
 UPDATES |= {"policy apart": "placement={sim: 'fake:0-1', policy: 'fake:2', learner: 'fake:3'}"}
 
 
-# Of the default placement each moment once, of another one; the rest where there is time.
+QUICK = {  # of the default placement each moment once, of another one; the rest where there is time
+    *(("pointmass_ppo", "default", "update"), ("pointmass_ppo", "default", "load")),
+    *(("pointmass_grpo", "default", "publish"), ("pointmass_ppo", "policy apart", "update")),
+}
 AT_WORK = [
-    pytest.param(recipe, placement, moment, marks=[] if quick else pytest.mark.slow)
-    for recipe in ("pointmass_ppo", "pointmass_grpo")
-    for placement in UPDATES
-    for moment in ("update", "publish", "load")
-    for quick in [
-        (recipe, placement) == ("pointmass_ppo", "default")
-        and moment != "publish"
-        or (recipe, placement, moment)
-        in [("pointmass_grpo", "default", "publish"), ("pointmass_ppo", "policy apart", "update")]
-    ]
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+    for case in product(("pointmass_ppo", "pointmass_grpo"), UPDATES, ("update", "publish", "load"))
 ]
 
 
