@@ -34,7 +34,7 @@ def workload(components: int, envs: int) -> Profile:
     """OpenVLA-sized parts: sim and policy in a cycle, up to two models that read trajectories, a learner."""
     parts = [
         Component("sim", 80, envs, even=True, splits=True),
-        Component("policy", 80, envs, merges=True),
+        Component("policy", 80, envs, merges=64),
         Component("learner", 32, 640, streams=True),
     ]
     edges = [Edge("sim", "policy"), Edge("policy", "sim"), Edge("sim", "learner")]
@@ -78,7 +78,7 @@ def search_times() -> list[dict]:
 
 def winners(profile: Profile, gpus: int) -> dict[str, float]:
     """Seconds of an iteration by mode, fastest first."""
-    classes = [c for c in read_topology(CLUSTERS[gpus]).classes() if c.kind == "gpu"]
+    classes = [c for c in read_topology(CLUSTERS[gpus]).classes() if profile.knows(c)]
     found = Planner(profile.workflow, profile, classes, profile.made["stages"]).modes()
     seconds = {mode: choice.price.seconds for mode, choice in found.items() if choice and mode != "custom"}
     return dict(sorted(seconds.items(), key=lambda item: item[1]))
@@ -88,14 +88,14 @@ def scaled(profile: Profile, name: str, factor: float) -> Profile:
     """One component slower or faster, or all memory (`bytes`), or what swapping takes (`swap`)."""
     costs = {c: dict(on) for c, on in profile.costs.items()}
     for component, on in costs.items():
-        cost = on["gpu"]
+        ((kind, cost),) = on.items()
         if component == name:
-            cost = replace(cost, seconds=cost.seconds.scaled(factor), core_s=cost.core_s * factor)
+            cost = replace(cost, seconds=cost.seconds.scaled(factor))
         elif name == "bytes":
             cost = replace(cost, bytes=cost.bytes.scaled(factor))
         elif name == "swap" and cost.offload_s is not None:
             cost = replace(cost, onload_s=cost.onload_s * factor, offload_s=cost.offload_s * factor)
-        on["gpu"] = cost
+        on[kind] = cost
     return replace(profile, costs=costs)
 
 

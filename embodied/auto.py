@@ -1,4 +1,4 @@
-"""`placement=auto`: the fastest plan by the profile that was measured here, if there is one; else a stated rule."""
+"""`placement=auto`: the fastest plan by the profile that was measured on such machines."""
 
 from __future__ import annotations
 
@@ -7,35 +7,29 @@ from datetime import datetime
 from pathlib import Path
 
 from embodied.config import RunConfig
-from embodied.placement import PlacementError, PlacementPlan, make_plan
+from embodied.devices import draws_on_gpus
+from embodied.placement import PlacementError, PlacementPlan, Topology, make_plan
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.explain import why_not
-from embodied.placement.layout import DeviceClass
 from embodied.placement.planner import Choice, Planner
 from embodied.placement.profile import read_profile
-from embodied.profiles import counted, fitted_to, limited, stored_profile
+from embodied.profiles import counted, fitted_to, limited
 
 
-def plan_from_profile(config: RunConfig, cores: tuple[int, ...]) -> tuple[RunConfig, PlacementPlan] | None:
-    """The config with the plan's stages and granularity, and the plan; None without a profile of this recipe on so many
-    cores."""
-    path = stored_profile(config)
-    if path is None:
-        return None
+def plan_from_profile(config: RunConfig, machines: Topology, path: Path) -> tuple[RunConfig, PlacementPlan]:
+    """The config with the plan's stages and granularity, and the plan, on all devices that the profile knows."""
     memory_gb = config.cluster.memory_gb
     profile = counted(fitted_to(config, read_profile(path), path), memory_gb)
-    if profile.made.get("cores") != len(cores):
-        return None
     asked = config.pipeline.stages
     stages = (asked,) if asked > 1 else tuple(profile.made.get("stages", (1,)))
-    classes = limited([DeviceClass("cpu", "cpu", len(cores), float("inf"), 1, len(cores))], memory_gb)
+    classes = limited((c for c in machines.classes() if c.count and profile.knows(c)), memory_gb)
     planner = Planner(profile.workflow, profile, classes, stages)
     best = planner.best()
     if best is None:
         reasons = [f"{mode}: {why_not(planner, mode)}" for mode in ("collocated", "hybrid")]
         raise PlacementError("\n".join([f"no plan fits by {path}; allow more memory, or name a placement", *reasons]))
-    placement = as_placement(planner.pricer, best.layout)
-    plan = make_plan(placement, cores, config.env.num_envs, best.layout.stages)
+    placement = as_placement(planner.pricer, best.layout, machines, draws_on_gpus(config.env))
+    plan = make_plan(placement, machines, config.env.num_envs, best.layout.stages)
     pieces = config.pipeline.granularity or granularity(best.layout, profile.workflow)
     pipeline = config.pipeline.model_copy(update={"stages": best.layout.stages, "granularity": pieces})
     reason = why(best, profile.workflow.env_steps, path, profile.made.get("date"))

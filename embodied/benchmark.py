@@ -15,16 +15,16 @@ from typing import Any
 
 from embodied import commands
 from embodied.config import RunConfig, load
-from embodied.discovery import cores, discover
+from embodied.devices import draws_on_gpus, machines
 from embodied.errors import ConfigError
 from embodied.layers import recipe_names
-from embodied.placement import PlacementPlan, make_plan
+from embodied.placement import PlacementPlan, Topology, make_plan
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.explain import describe_layout, idle_shares, why_not
 from embodied.placement.planner import Choice
 from embodied.placement.profile import Profile, read_profile, write_profile
 from embodied.plan import Planned, plan
-from embodied.profiles import fitted_to, profile_path, repeated, stored_profile
+from embodied.profiles import describe_devices, fitted_to, profile_for, profile_path, repeated
 from embodied.profiling import measure as measure_profile
 from embodied.reporting.benchmark import describe, write_report
 from embodied.run_folder import provenance
@@ -67,13 +67,18 @@ class Result:
 
     task: str
     num_envs: int
-    cores: int
+    devices: dict[str, int]  # that could be used, by kind
+    nodes: int
     expected: dict[str, dict[str, Any]]  # by mode, fastest first
     refused: dict[str, str]
     rounds: dict[str, list[Round]] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
     traces: dict[str, str] = field(default_factory=dict)  # of one more iteration, by mode
+
+    @property
+    def where(self) -> str:
+        return describe_devices(self.devices, self.nodes)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,18 +100,23 @@ def start(argv: list[str]) -> int:
 
 def benchmark(config: RunConfig, options: Options, folder: Path) -> Result:
     config, _ = commands.planned(repeated(config))
-    profile = profile_for(config, options)
-    planned = plan(profile, discover(), config.cluster.memory_gb)
+    there = machines(config)
+    profile = measured(config, options, there)
+    planned = plan(profile, there, config.cluster.memory_gb, draws_on_gpus(config.env))
     chosen = {mode: planned.modes[mode] for mode in options.modes if planned.modes.get(mode)}
     missing = [mode for mode in options.modes if mode not in chosen and mode != OTHER]  # which need not exist
     refused = {mode: why_not(planned.planner, mode) for mode in missing}
     if not chosen:
         raise ConfigError("\n".join(f"{mode}: {reason}" for mode, reason in refused.items()))
     expected = {mode: predicted(planned, choice) for mode, choice in in_order(chosen).items()}
-    result = Result(str(config.env.task), config.env.num_envs, len(cores()), expected, refused)
+    used = {str(c): c.count for c in planned.planner.classes}
+    result = Result(str(config.env.task), config.env.num_envs, used, len(there.nodes), expected, refused)
     name = f"expected-{len(list(folder.glob('expected-*.json')))}.json"
     (folder / name).write_text(json.dumps({"task": result.task, **asdict(result)}, indent=1) + "\n")
-    print(f"\n{result.task}, {result.num_envs} envs: expected, written to {folder / name} before anything is measured")
+    print(
+        f"\n{result.task}, {result.num_envs} envs on {result.where}: expected, written to {folder / name} before "
+        "anything is measured"
+    )
     for mode, told in expected.items():
         print(f"  {mode:<14}{told['env_steps_per_s']:>9.0f} env steps/s   {told['layout']}")
     run_all(config, planned, chosen, options.rounds, result, folder)
@@ -118,13 +128,13 @@ def in_order(chosen: dict[str, Choice]) -> dict[str, Choice]:
 
 
 def predicted(planned: Planned, choice: Choice) -> dict[str, Any]:
-    idle = idle_shares(planned.planner.pricer, choice.layout)
+    classes, idle = planned.planner.classes, idle_shares(planned.planner.pricer, choice.layout)
     return {
         "seconds": choice.price.seconds,
         "env_steps_per_s": planned.steps_per_s(choice),
-        "idle": idle["cpu"],
+        "idle": sum(idle[c.name] * c.count for c in classes) / sum(c.count for c in classes),
         "layout": describe_layout(choice.layout),
-        "placement": as_placement(planned.planner.pricer, choice.layout),
+        "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology, planned.draws),
         "stages": choice.layout.stages,
         "granularity": granularity(choice.layout, planned.profile.workflow),
     }
@@ -137,7 +147,7 @@ def run_all(
     with ExitStack() as stack:
         trials = {}
         for mode in chosen:
-            mode_config, mode_plan = runnable(config, result.expected[mode])
+            mode_config, mode_plan = runnable(config, result.expected[mode], planned.topology)
             trials[mode] = stack.enter_context(Trial(mode_config, mode_plan, folder / "logs" / mode))
         order = list(trials)
         for turn in range(rounds + WARM_UP):
@@ -148,7 +158,7 @@ def run_all(
             print(f"round {turn + 1} of {rounds + WARM_UP}{' (warm-up)' if turn < WARM_UP else ''}", flush=True)
         for mode, trial in trials.items():
             result.peak_bytes[mode] = trial.peak_bytes()
-            result.idle[mode] = trial.idle(result.rounds[mode], result.cores)
+            result.idle[mode] = trial.idle(result.rounds[mode], sum(result.devices.values()))
             result.traces[mode] = str(trial.traced(new_trace(folder, mode)))
 
 
@@ -158,23 +168,27 @@ def new_trace(folder: Path, mode: str) -> Path:
     return folder / (f"trace-{mode}.json" if number == 1 else f"trace-{mode}-{number}.json")
 
 
-def runnable(config: RunConfig, expected: dict[str, Any]) -> tuple[RunConfig, PlacementPlan]:
+def runnable(config: RunConfig, expected: dict[str, Any], there: Topology) -> tuple[RunConfig, PlacementPlan]:
     """The recipe under this placement."""
     pipeline = config.pipeline.model_copy(update={key: expected[key] for key in ("stages", "granularity")})
     changed = config.model_copy(update={"placement": expected["placement"], "pipeline": pipeline})
-    return changed, make_plan(expected["placement"], cores(), config.env.num_envs, expected["stages"])
+    return changed, make_plan(expected["placement"], there, config.env.num_envs, expected["stages"])
 
 
-def profile_for(config: RunConfig, options: Options) -> Profile:
-    path = stored_profile(config) if options.profile != "new" else None
+def measured(config: RunConfig, options: Options, there: Topology) -> Profile:
+    """The stored profile of these machines, or a new one."""
+    path, why_none = profile_for(config, there) if options.profile != "new" else (None, "")
     if path is None and options.profile == "stored":
-        raise ConfigError("profile=stored, but none has been measured for this recipe here; try profile=new")
+        reason = why_none or "none has been measured for this recipe here"
+        raise ConfigError(f"profile=stored, but {reason}; try profile=new")
+    if why_none:
+        print(f"profile     {why_none}")
     if path is not None:
         profile = fitted_to(config, read_profile(path), path)
         print(f"profile     {path}, measured {profile.made.get('date', 'earlier')}")
         return profile
     profile = measure_profile(config, options.seconds, print)
-    write_profile(profile, profile_path(config))
+    write_profile(profile, profile_path(config, profile.made))
     return profile
 
 

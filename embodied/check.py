@@ -12,6 +12,7 @@ from typing import Any
 
 from embodied import commands
 from embodied.config import RunConfig, load
+from embodied.devices import check_simulator, machines
 from embodied.envs import env_class
 
 ROWS = 4
@@ -35,6 +36,7 @@ def start(argv: list[str]) -> int:
 def check(config: RunConfig) -> None:
     """One task, line by line as it is found out."""
     kind = env_class(config.env)
+    check_simulator(config, machines(config))
     kind.check(config.env)
     show("task", f"{config.env.name} {config.env.task}")
     with kind.explained(config.env):

@@ -49,6 +49,11 @@ def write_checkpoint(
     draft.mkdir()
     try:
         fill(draft)
+        if not any(draft.glob("policy/*")):
+            raise CheckpointError(
+                f"{draft} has no policy: learner-0 is on a machine that does not see this folder; give it a device of "
+                "the machine that the run is started on, or share run.dir between them"
+            )
         (draft / STATE).write_text(json.dumps(state, indent=2) + "\n")
         np.savez(draft / SIMS, **sims)
         manifest = {"version": version, "files": {name: digest(draft / name) for name in files_of(draft)}}

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from glob import escape
 from pathlib import Path
 from shlex import quote
@@ -19,16 +20,32 @@ from typing import Any
 
 from embodied import _stop_at_once
 from embodied.config import RunConfig
-from embodied.devices import check_devices, devices_here, environment, offers
+from embodied.devices import (
+    check_devices,
+    check_simulator,
+    draws_on_gpus,
+    environment,
+    machines,
+    networks_on,
+)
 from embodied.envs import env_class, import_class
 from embodied.envs.own import own_modules
 from embodied.envs.protocols import choose_protocol
 from embodied.errors import CheckpointError, ConfigError, DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
-from embodied.footprint import check_pictures, check_simulators, gigabytes, picture_bytes, simulator_bytes
+from embodied.footprint import (
+    check_memory,
+    check_pictures,
+    check_simulators,
+    describe_memory,
+    is_large,
+    most_sims,
+    random_weights,
+)
 from embodied.hub import with_folder
 from embodied.layers import recipe_names
 from embodied.overrides import parse
-from embodied.placement import PlacementError, PlacementPlan, make_plan, named_nodes
+from embodied.placement import PlacementError, PlacementPlan, Topology, make_plan, named_nodes
+from embodied.placement.modes import ENVS_PER_SIM
 from embodied.policies import check_package
 from embodied.reporting.report import report_or_say_why
 from embodied.run_folder import RunFolder
@@ -82,11 +99,16 @@ def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[
     return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in mine]
 
 
-def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, PlacementPlan]:
-    """The config with everything "auto" in the env decided, and who runs where. Refuses what cannot run here."""
+def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[RunConfig, PlacementPlan]:
+    """The config with everything "auto" in the env decided, and who runs where. Refuses what cannot run here; `dry`:
+    nothing will, so it may be planned for other machines."""
+    if config.cluster.machines and not dry:
+        raise ConfigError(f"cluster.machines={config.cluster.machines} is for planning: add --dry-run, or leave it out")
     kind = env_class(config.env)
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
+    there = machines(config)
+    check_simulator(config, there)
     env = kind.proven(config.env, proofs(config))
     kind.check(env)
     if ":" in config.env.reward:
@@ -97,24 +119,29 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
         from embodied.datasets.layout import check_pyarrow
 
         check_pyarrow()
-    if config.learner.device == "cuda" and not Path("/dev/nvidiactl").exists():
-        raise ConfigError(
-            "learner.device=cuda needs an NVIDIA GPU, and this machine shows none; try learner.device=cpu"
-        )
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
-    config = chosen_cluster(config)
-    cores = tuple(sorted(os.sched_getaffinity(0)))
+    config = chosen_cluster(config, len(there.nodes) > 1)
     try:
-        config, plan = placed(config, cores, learn)
+        config, plan = placed(config, there, learn)
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
-    if not any(host.node for host in plan.hosts):
-        check_simulators(config, plan.count("sim"))
-    if not learn:
-        return config, plan.without("learner")
+    plan = plan if learn else plan.without("learner")
+    if learn:
+        check_learners(config, plan)
+    if not is_large(config):
+        memory = sum(node.memory_bytes for node in there.nodes)
+        check_simulators(config, plan.count("sim"), memory)
+        if learn:
+            check_pictures(config, memory)
+    found = check_memory(config, plan, there, learn, lambda changed, there: placed(changed, there, learn)[1])
+    return config, replace(plan, memory=tuple(describe_memory(found)))
+
+
+def check_learners(config: RunConfig, plan: PlacementPlan) -> None:
+    """Raise ConfigError where they cannot learn as the recipe says."""
     if config.pipeline.granularity and not plan.apart("learner"):
         placement = "this map" if plan.mode == "explicit" else f"placement={plan.mode}"
         raise ConfigError(
@@ -123,12 +150,10 @@ def planned(config: RunConfig, learn: bool = True) -> tuple[RunConfig, Placement
             "their own: "
             """placement='{"sim,policy": "cpu:0", learner: "cpu:1"}'"""
         )
-    check_pictures(config)
     try:
         config.learner.check_ranks(plan.count("learner"), config.cluster.backend)
     except ValueError as err:
         raise ConfigError(str(err)) from None
-    return config, plan
 
 
 def proofs(config: RunConfig) -> Path:
@@ -138,24 +163,40 @@ def proofs(config: RunConfig) -> Path:
 
 def rehearse(config: RunConfig) -> None:
     """For a dry run: refuse what only a built env would refuse."""
+    if config.cluster.machines and getattr(config.env, "backend", "") == "cuda":
+        return  # of machines that are not here
     env_class(config.env).rehearse(config.env)
 
 
-def placed(config: RunConfig, cores: tuple[int, ...], learn: bool) -> tuple[RunConfig, PlacementPlan]:
-    """The plan; placement=auto of a training run asks the profile that was measured here, if there is one."""
+def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfig, PlacementPlan]:
+    """The plan; placement=auto of a training run asks the profile of such machines, if there is one."""
+    uncounted = ""
     if config.placement == "auto" and learn:
         from embodied.auto import plan_from_profile
+        from embodied.profiles import profile_for
 
-        if found := plan_from_profile(config, cores):
-            return found
-    envs, stages = config.env.num_envs, config.pipeline.stages
-    gpu_sims = getattr(config.env, "backend", "") == "cuda"
-    return config, make_plan(config.placement, cores, envs, stages, offers(config), devices_here(config), gpu_sims)
+        path, uncounted = profile_for(config, machines)
+        if path:
+            return plan_from_profile(config, machines, path)
+    kind, env = env_class(config.env), config.env
+    plan = make_plan(
+        config.placement,
+        machines,
+        env.num_envs,
+        config.pipeline.stages,
+        networks_on(config, machines),
+        gpu_sims=getattr(env, "backend", "") == "cuda",
+        rows=ENVS_PER_SIM if kind.plays_together(env) else 1,
+        most_sims=most_sims(config, machines),
+        draws=draws_on_gpus(env),
+    )
+    return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 
 
-def chosen_cluster(config: RunConfig) -> RunConfig:
+def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
     """The config with the backend decided."""
-    backend = choose_backend(config.cluster.backend, config.cluster.address, bool(named_nodes(config.placement)))
+    several = several or bool(named_nodes(config.placement))
+    backend = choose_backend(config.cluster.backend, config.cluster.address, several)
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
 
 
@@ -173,14 +214,9 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         *(line for note in noted for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
-        *([f"pictures    {gigabytes(pictures)} an iteration"] if (pictures := picture_bytes(config)) else []),
-        *(
-            [f"memory      about {gigabytes(scenes)} for the simulators"]
-            if (scenes := simulator_bytes(config, plan.count("sim")))
-            else []
-        ),
         f"placement   {first}",
         *[f"            {line}" for line in rest],
+        *[f"{'' if i else 'memory':<12}{line}" for i, line in enumerate(plan.memory)],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
     return "\n".join(lines)
@@ -191,6 +227,8 @@ def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
     if not hasattr(config.policy, "pretrained"):
         return ""
     folder = folder or config.run.start_from or config.policy.pretrained
+    if random_weights(config, folder):
+        return ", RANDOM WEIGHTS: a model of full size that nobody has trained; name one with policy.pretrained=FOLDER"
     return f", weights of {folder}" if folder else f", random weights ({config.policy.preset})"
 
 
@@ -204,22 +242,23 @@ def describe_saving(config: RunConfig) -> str:
     return f"checkpoints {when}; {stay}"
 
 
-def describe_memory(config: RunConfig) -> str:
-    """What a large policy needs in a learner; nothing of small ones, whose families are not imported."""
+def describe_learner(config: RunConfig) -> str:
+    """What the policy of a model family needs in a learner that holds all of it."""
     if not hasattr(config.policy, "pretrained"):
         return ""
     from embodied.learners.memory import estimate
 
-    found = estimate(config)
-    shared = " (shared out among the learners)" if config.learner.shard else ""
-    return f"memory      {found}{shared}\n" if found else ""
+    return f"learner     {estimate(config)}\n"
 
 
 def cluster(
     config: RunConfig, plan: PlacementPlan, logs: Path, on_start: Callable[[str, int], None] = lambda host, pid: None
 ) -> Cluster:
     hosts = [
-        HostPlan(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held)
+        HostPlan(
+            *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),
+            host.gpu.memory_bytes if host.device and host.gpu else float("inf"),
+        )
         for host in plan.hosts
     ]
     own = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)

@@ -38,6 +38,15 @@ class PipelineSection(Strict):
         description="Decisions after which sims hand on what they have played; learners on devices of their own put it "
         "together at once and look at it with frozen parts of the policy. null: when the rollout is over.",
     )
+    merge_rows: int | None = Field(
+        None,
+        gt=0,
+        description="Env rows that a policy worker answers at once, at most, where the questions of several sims wait "
+        "for it; 1: one question after the other. null: 64 with openvla, openvla_oft, pi0 and pi05, else 1.",
+    )
+    merge_wait_s: float = Field(
+        0.005, ge=0, le=10, description="Seconds that a question may wait there for those of other sims."
+    )
 
 
 class EvalSection(Strict):
@@ -111,9 +120,15 @@ class RunConfig(Strict):
         checks = [self._stages_share_envs, self._precisions_fit]
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
+            checks.append(self._reference_fits)
         if problems := [str(err) for err in map(failure, checks) if err]:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def merged_rows(self) -> int:
+        """Env rows that a policy worker answers at once, at most; 1: one question after the other."""
+        return self.pipeline.merge_rows or getattr(self.policy, "merged_rows", 1)
 
     def _stages_share_envs(self) -> None:
         envs, stages = self.env.num_envs, self.pipeline.stages
@@ -139,6 +154,13 @@ class RunConfig(Strict):
                 "whole rollouts"
             )
 
+    def _reference_fits(self) -> None:
+        if self.algo.kl_coef and self.learner.shard:
+            raise ValueError(
+                "learner.shard=true splits the policy, and algo.kl_coef needs a whole frozen copy of it; "
+                "try learner.shard=false or algo.kl_coef=0"
+            )
+
     def _whole_episodes_fit(self) -> None:
         if self.algo.name == "ppo":
             return
@@ -149,11 +171,6 @@ class RunConfig(Strict):
             )
         if self.env.stagger:
             raise ValueError(f"env.stagger=true cuts the first episodes short, but {told}; try env.stagger=false")
-        if self.algo.kl_coef and self.learner.shard:
-            raise ValueError(
-                "learner.shard=true splits the policy, and algo.kl_coef needs a whole frozen copy of it; "
-                "try learner.shard=false or algo.kl_coef=0"
-            )
 
     def _precisions_fit(self) -> None:
         if self.learner.precision == "bf16" and getattr(self.policy, "dtype", "") == "float64":

@@ -1,98 +1,117 @@
-"""Devices besides cores: which a run may use, what a process sees of them, and where its networks compute.
+"""Which machines a run may use, what a process sees of them, and where its networks compute.
 
-Cores need no word here: every host has some. GPUs are looked for only where a placement names one, or a mode is to be
-laid out for networks that compute there.
+Everything that plans asks `machines` (modes, `auto`, profiles, benchmarks, memory), so all of it sees the same.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 from embodied.config import RunConfig
+from embodied.discovery import discover, on_ray_node
+from embodied.envs import env_class
 from embodied.errors import ConfigError
-from embodied.placement import Host, Offer, PlacementPlan, named_kinds, named_nodes
+from embodied.placement import Host, PlacementError, PlacementPlan, Topology
+from embodied.placement.topology import read_topology
 from embodied.runtime import nodes_of
-from embodied.runtime.leases import GB
+
+SMALL_WEIGHTS = 1_000_000  # of an MLP: up to so many, one core computes it as fast as a GPU is asked to
 
 
-def devices_here(config: RunConfig) -> tuple[str, ...]:
-    """The GPUs of this machine, if the placement wants one, and hardware that the recipe declares for it, by name."""
-    wanted = "gpu" in named_kinds(config.placement) or (isinstance(config.placement, str) and on_cuda(config))
-    cards = [f"gpu:{i}" for i in range(len(visible_gpus()))] if wanted else []
-    return (*cards, *(name for name in config.cluster.devices if "/" not in name))
+def machines(config: RunConfig) -> Topology:
+    """Declared ones for a dry run, else all nodes of a Ray cluster, else this machine; first the one we are on."""
+    cluster = config.cluster
+    if cluster.machines:
+        try:
+            found = read_topology(cluster.machines)
+        except PlacementError as err:
+            raise ConfigError(f"cluster.machines={cluster.machines}: {err}") from None
+    elif cluster.address:
+        nodes = nodes_of(cluster.address, on_ray_node)
+        found = Topology(tuple(replace(node, name=name) for name, node in nodes.items()), cluster.address)
+    else:
+        found = discover()
+        found = replace(found, nodes=(replace(found.nodes[0], name=""),))
+    return replace(
+        found, nodes=tuple(with_hardware(node, i == 0, cluster.devices) for i, node in enumerate(found.nodes))
+    )
 
 
-def on_cuda(config: RunConfig) -> bool:
-    """Whether the networks compute on a GPU where the placement does not say."""
-    return config.learner.device_beside(getattr(config.env, "backend", "")) == "cuda"
+def with_hardware(node, first: bool, declared: tuple[str, ...]):
+    """Also what only the user can name: arm:0 is on the first machine, node1/arm:0 where it says."""
+    parted = [name.rpartition("/") for name in declared]
+    mine = tuple(device for where, _, device in parted if (where == node.name if where else first))
+    return replace(node, devices=(*node.devices, *mine))
 
 
-def offers(config: RunConfig) -> dict[str, Offer]:
-    """What the named machines of a Ray cluster have; empty where the placement names none."""
-    if not named_nodes(config.placement) or not config.cluster.address:
-        return {}
-    declared = [name.split("/", 1) for name in config.cluster.devices if "/" in name]
-    found = {}
-    for node, (cores, num_gpus) in nodes_of(config.cluster.address).items():
-        hardware = [device for where, device in declared if where == node]
-        found[node] = Offer(cores, (*(f"gpu:{i}" for i in range(num_gpus)), *hardware))
-    return found
+def networks_on(config: RunConfig, machines: Topology) -> str:
+    """ "gpu" or "cpu": where the networks compute unless a map of roles to devices says it."""
+    wanted = config.learner.device
+    if wanted == "cuda" and not machines.gpus:
+        raise ConfigError(
+            "learner.device=cuda needs an NVIDIA GPU, and this machine shows none; try learner.device=cpu"
+        )
+    if wanted != "auto":
+        return "gpu" if wanted == "cuda" else "cpu"
+    if not machines.gpus:
+        return "cpu"
+    return "gpu" if getattr(config.env, "backend", "") == "cuda" or not is_small(config.policy) else "cpu"
 
 
-def visible_gpus() -> list[str]:
-    """As CUDA names those that this process may use."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [name.strip() for name in chosen.split(",") if name.strip()]
-    return [str(card.index) for card in gpus_here()]
+def check_simulator(config: RunConfig, machines: Topology) -> None:
+    """Raise ConfigError where it wants a GPU and there is none."""
+    if getattr(config.env, "backend", "") == "cuda" and not machines.gpus:
+        raise ConfigError("env.backend=cuda needs an NVIDIA GPU, and this machine shows none; try env.backend=auto")
 
 
-def gpus_here() -> list:
-    from embodied.discovery import gpus  # only where it is wanted: --help should answer at once
+def is_small(policy) -> bool:
+    """Whether a core is enough for it: an MLP, by its weights; one's own class, of which nothing is known here."""
+    if policy.name == "mlp":
+        widths = policy.hidden
+        return 2 * sum(a * b for a, b in pairwise(widths)) <= SMALL_WEIGHTS  # an actor's and a critic's
+    return ":" in policy.name
 
-    return gpus()
+
+def draws_on_gpus(env: Any) -> bool:
+    """Whether simulators of this env, on cores, draw on the GPUs of their machine."""
+    return bool(getattr(env, "cameras", ())) and env_class(env).draws_on_gpus
 
 
-def capacities(devices: Iterable[str], memory_gb: float | None) -> dict[str, float]:
-    """Bytes that each device holds: so many gigabytes, else what a GPU of this machine has; no limit elsewhere."""
-    if memory_gb is not None:
-        return dict.fromkeys(devices, memory_gb * GB)
-    found = dict.fromkeys(devices, float("inf"))
-    if any(device.startswith("gpu:") for device in found):
-        known = {str(card.index): card.memory_bytes for card in gpus_here()}
-        for place, name in enumerate(visible_gpus()):
-            if (card := f"gpu:{place}") in found:
-                found[card] = known.get(name, float("inf"))
-    return found
+def torch_device(kind: str) -> str:
+    """As torch names devices of a kind."""
+    return "cuda" if kind == "gpu" else "cpu"
 
 
 def environment(host: Host) -> dict[str, str]:
-    """What a host's process must find before it imports anything."""
-    card = host.device if host.device.startswith("gpu:") else host.render
+    """What a host's process must find before it imports anything. GPUs are counted by PCI address, as nvidia-smi does:
+    CUDA would put the fastest first."""
     found = {"EMBODIED_DEVICE": host.device} if host.device else {}
-    if card:
-        name = visible_name(card, host.node)
-        found |= {"CUDA_VISIBLE_DEVICES": name, "MUJOCO_EGL_DEVICE_ID": name}
+    if host.gpu:
+        card = str(host.gpu.index if host.gpu.card is None else host.gpu.card)
+        found |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card, "MUJOCO_EGL_DEVICE_ID": card}
+        found |= {"EMBODIED_RENDER_FILE": host.gpu.render} if host.gpu.render else {}
     return found | ({"EMBODIED_RENDER": host.render} if host.render else {})
-
-
-def visible_name(card: str, node: str) -> str:
-    place = int(card.partition(":")[2])
-    return str(place) if node else visible_gpus()[place]
 
 
 def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
     """Raise ConfigError where the recipe computes elsewhere than the placement says."""
-    on_gpus = [host for host in plan.hosts if host.device.startswith("gpu:")]
-    for host in on_gpus:
-        if host.roles == ("sim",) and getattr(config.env, "backend", "") != "cuda":
+    wanted, simulator = config.learner.device, getattr(config.env, "backend", "")
+    for host in plan.hosts:
+        on_gpu = host.device.startswith("gpu:")
+        where = host.device or f"cpu:{','.join(map(str, host.cores))}"
+        if on_gpu and host.roles == ("sim",) and simulator != "cuda":
             raise ConfigError(
                 f"placement: sim on {host.device}, but {config.env.name} simulates on CPU cores here; "
                 f'try sim: {{devices: "cpu:0", render: "{host.device}"}} to draw on the GPU, or env.backend=cuda'
             )
-        if host.roles != ("sim",) and config.learner.device == "cpu":
+        if not on_gpu and "sim" in host.roles and simulator == "cuda":
             raise ConfigError(
-                f"placement: {' and '.join(host.roles)} on {host.device}, but learner.device=cpu; "
+                f"placement: sim on {where}, but env.backend=cuda simulates on a GPU; try gpu:0, or placement=auto"
+            )
+        if host.roles != ("sim",) and wanted != "auto" and on_gpu != (wanted == "cuda"):
+            raise ConfigError(
+                f"placement: {' and '.join(host.roles)} on {where}, but learner.device={wanted}; "
                 "try learner.device=auto"
             )

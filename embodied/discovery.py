@@ -10,6 +10,8 @@ import os
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from embodied.placement.topology import Gpu, Node, Topology
@@ -21,20 +23,53 @@ MIB = 2**20
 
 def discover(sys: Path = SYS, hardware: tuple[str, ...] = ()) -> Topology:
     """`hardware` are devices that only the user can name, such as arm:0."""
-    mine = list(cores())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    node = Node(platform.node(), len(mine), tuple(gpus(sys)), float(memory), numa_nodes(sys, mine), hardware)
-    return Topology((node,), "this machine")
+    node = this_node(visible(gpus(sys), os.environ.get("CUDA_VISIBLE_DEVICES")), sys)
+    return Topology((replace(node, devices=hardware),), "this machine")
+
+
+def on_ray_node(num_gpus: int) -> Node:
+    """The same from inside a Ray task: how many GPUs Ray may give away, and which, is what its node was started
+    with; the task's own environment hides them."""
+    environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace").split("\0")
+    told = dict(line.partition("=")[::2] for line in environ)
+    return this_node(visible(gpus(), told.get("CUDA_VISIBLE_DEVICES"))[:num_gpus])
+
+
+def this_node(cards: list[Gpu], sys: Path = SYS) -> Node:
+    mine = cores()
+    numa = numa_nodes(sys, list(mine))
+    return Node(platform.node(), len(mine), tuple(cards), memory_bytes(sys), numa, core_ids=mine)
+
+
+def memory_bytes(sys: Path = SYS) -> float:
+    """Of the machine, or what its container may have of it."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [whole]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max", or another version of cgroups
+            limits.append(int((sys / "fs/cgroup" / name).read_text()))
+    return float(min(limits))
+
+
+def visible(cards: list[Gpu], chosen: str | None) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES leaves, counted anew: by number or UUID, up to the first that is none."""
+    if chosen is None:
+        return cards
+    found: list[Gpu] = []
+    for name in (part.strip() for part in chosen.split(",")):
+        same = [c for c in cards if name == str(c.card) or (name.startswith("GPU-") and c.uuid.startswith(name))]
+        if len(same) != 1:
+            break
+        found.append(replace(same[0], index=len(found)))
+    return found
 
 
 def numa_nodes(sys: Path, ours: list[int]) -> tuple[tuple[int, ...], ...]:
     """Our cores, by NUMA node."""
-    found = []
-    for folder in sorted((sys / "devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
-        mine = read_span((folder / "cpulist").read_text().strip()) & set(ours)
-        if mine:
-            found.append(tuple(sorted(mine)))
-    return tuple(found)
+    found = {}
+    for folder in (sys / "devices/system/node").glob("node[0-9]*"):
+        found[int(folder.name[4:])] = read_span((folder / "cpulist").read_text().strip()) & set(ours)
+    return tuple(tuple(sorted(found.get(i, ()))) for i in range(max(found, default=-1) + 1))
 
 
 def read_span(text: str) -> set[int]:
@@ -51,7 +86,7 @@ def gpus(sys: Path = SYS) -> list[Gpu]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    query = [program, "--query-gpu=index,name,memory.total,pci.bus_id", "--format=csv,noheader,nounits"]
+    query = [program, "--query-gpu=index,name,memory.total,pci.bus_id,uuid", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -61,12 +96,13 @@ def gpus(sys: Path = SYS) -> list[Gpu]:
 
 def read_gpu(row: list[str], sys: Path) -> Gpu:
     """One line of the query's answer."""
-    index, name, mebibytes, bus = row
+    index, name, mebibytes, bus, uuid = row
     device = sys / "bus/pci/devices" / bus.lower()[-12:]
     numa_file = device / "numa_node"
     numa = int(numa_file.read_text()) if numa_file.is_file() else -1
     render = next((path.name for path in (device / "drm").glob("renderD*")), "")
-    return Gpu(int(index), model_of(name), float(mebibytes) * MIB, numa if numa >= 0 else None, render)
+    known = {"numa": numa if numa >= 0 else None, "render": render, "card": int(index), "uuid": uuid}
+    return Gpu(int(index), model_of(name), float(mebibytes) * MIB, **known)
 
 
 def model_of(name: str) -> str:

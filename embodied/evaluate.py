@@ -20,6 +20,7 @@ from embodied import commands, report
 from embodied.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.config import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.data import EpisodeResult
+from embodied.devices import is_small
 from embodied.envs import env_class
 from embodied.envs.own import file_name
 from embodied.envs.protocols import choose_protocol
@@ -52,7 +53,7 @@ def start(argv: list[str]) -> int:
     if loaded is None:
         return 0
     targets = find_all(loaded)
-    parts = [commands.planned(part, learn=False) for part in one_env_each(loaded.config)]
+    parts = [planned(part, targets, loaded.dry_run) for part in one_env_each(loaded.config)]
     announce(loaded, parts, targets)
     if loaded.dry_run:
         for config, _ in parts:
@@ -69,6 +70,14 @@ def start(argv: list[str]) -> int:
         else:
             compare(parts, targets, policies, wanted, out)
     return 0
+
+
+def planned(part: RunConfig, targets: list[Target], dry: bool) -> Part:
+    """Who runs where, for the largest of the policies that act in turn."""
+    policies = [target.config for target in targets]
+    largest = next((policy for policy in policies if not is_small(policy)), policies[0])
+    config, plan = commands.planned(part.model_copy(update={"policy": largest}), learn=False, dry=dry)
+    return config.model_copy(update={"policy": part.policy}), plan
 
 
 def compare(

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from embodied import assets, commands
 from embodied.commands import proofs
-from embodied.config import RunSection, load
+from embodied.config import RunConfig, RunSection, load
+from embodied.devices import draws_on_gpus, machines
+from embodied.discovery import discover
 from embodied.envs import env_class
 from embodied.errors import ConfigError
 from embodied.layers import recipe_names
@@ -24,10 +26,9 @@ from embodied.placement.planner import STAGES, Choice, Planner
 from embodied.placement.profile import Profile, read_profile
 from embodied.placement.simulate import Schedule, simulate
 from embodied.placement.topology import Topology, read_topology
-from embodied.profiles import counted, fitted_to, limited, newest_profile
+from embodied.profiles import counted, fitted_to, limited, newest_profile, profile_for
 from embodied.reporting import gantt
 from embodied.reporting.html import page, section, table, tag
-from embodied.runtime.config import ClusterConfig
 
 OWN = ("cluster", "profile", "out")
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
@@ -39,7 +40,8 @@ usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out
   recipe    {", ".join(recipe_names())}, or path/to/my.yaml; its profile is the one measured here last
   profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
             published_maniskill_openvla, published_libero_openvla_oft
-  cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine
+  cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
+            all nodes of the Ray cluster that the recipe names (cluster.address)
   out       where plan.json, plan.png and plan.html go; default: plans/PROFILE-CLUSTER in run.dir"""
 
 
@@ -50,6 +52,7 @@ class Planned:
     planner: Planner
     modes: dict[str, Choice | None]
     search_s: float
+    draws: bool = False  # simulators on cores do, on GPUs
 
     @property
     def winner(self) -> tuple[str, Choice]:
@@ -71,34 +74,37 @@ def start(argv: list[str]) -> int:
         raise ConfigError("\n".join(problems))
     own = {key: str(value) for key, value in values.items()}
     try:
-        profile, name, cluster, runs = find_profile(own.get("profile"), rest)
-        hardware = tuple(device for device in cluster.devices if "/" not in device)
-        topology = read_topology(own["cluster"]) if "cluster" in own else here(hardware)
-        planned = plan(profile, topology, cluster.memory_gb)
+        config = recipe_of(own.get("profile"), rest)
+        topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
+        profile, name = find_profile(own.get("profile"), config, topology)
+        planned = plan(profile, topology, *((config.cluster.memory_gb, draws_on_gpus(config.env)) if config else ()))
     except PlacementError as err:
         raise ConfigError(str(err)) from None
     print("\n".join(describe(planned, name)))
+    runs = config.run.dir if config else RunSection.model_fields["dir"].default
     out = Path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
     write(planned, name, out)
     print(f"\nplan        {out / 'plan.html'}, plan.png, plan.json")
     return 0
 
 
-def find_profile(named: str | None, rest: list[str]) -> tuple[Profile, str, ClusterConfig, Path]:
-    """The one that is named; its workflow, or that of the recipe where one is given too. -> also its name, and what the
-    recipe says of the cluster and of where runs go."""
-    path = packaged(named) if named else None
+def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
+    """The recipe, as it was when measured; None where a profile alone is planned."""
     if not any(arg.startswith("recipe=") for arg in rest):
-        if rest or path is None:
+        if rest or named is None:
             raise ConfigError("what to plan? name a recipe (recipe=maniskill_ppo), or a profile alone; see --help")
-        return read_profile(path), path.stem, ClusterConfig(), RunSection.model_fields["dir"].default
+        return None
     config = load(rest).config
     kind = env_class(config.env)
-    env = kind.resolve(kind.proven(config.env, proofs(config)))  # as it was when measured
-    config = config.model_copy(update={"env": env})
-    if path is None:
-        path = newest_profile(config)
-    return fitted_to(config, read_profile(path), path), path.stem, config.cluster, config.run.dir
+    return config.model_copy(update={"env": kind.resolve(kind.proven(config.env, proofs(config)))})
+
+
+def find_profile(named: str | None, config: RunConfig | None, topology: Topology) -> tuple[Profile, str]:
+    """The one that is named, else one of this recipe: measured on such machines, or the newest. -> also its name. With
+    a recipe it has that one's workflow."""
+    path = packaged(named) if named else profile_for(config, topology)[0] or newest_profile(config)
+    profile = read_profile(path)
+    return fitted_to(config, profile, path) if config else profile, path.stem
 
 
 def packaged(name: str) -> Path:
@@ -107,20 +113,14 @@ def packaged(name: str) -> Path:
     return inside if inside.is_file() else Path(name)
 
 
-def here(hardware: tuple[str, ...]) -> Topology:
-    from embodied.discovery import discover
-
-    return discover(hardware=hardware)
-
-
-def plan(profile: Profile, topology: Topology, memory_gb: float | None = None) -> Planned:
+def plan(profile: Profile, topology: Topology, memory_gb: float | None = None, draws: bool = False) -> Planned:
     """The fastest layout of every mode on the devices that the profile knows, with so much memory on each."""
     profile = counted(profile, memory_gb)
-    known = {kind for on in profile.costs.values() for kind in on}
-    classes = limited((c for c in topology.classes() if c.name in known or c.kind in known), memory_gb)
-    if not classes:
-        have = ", ".join(c.name for c in topology.classes())
-        raise PlacementError(f"the profile has costs on {', '.join(sorted(known))}, this cluster has {have}")
+    classes = limited((c for c in topology.classes() if c.count and profile.knows(c)), memory_gb)
+    if homeless := [name for name in profile.costs if not any(profile.cost(name, c) for c in classes)]:
+        known = ", ".join(sorted({kind for name in homeless for kind in profile.costs[name]}))
+        have = ", ".join(str(c) for c in topology.classes())
+        raise PlacementError(f"the profile has costs on {known} for {', '.join(homeless)}, this cluster has {have}")
     stages = profile.made.get("stages") or STAGES
     started = time.perf_counter()
     planner = Planner(profile.workflow, profile, classes, stages)
@@ -129,7 +129,7 @@ def plan(profile: Profile, topology: Topology, memory_gb: float | None = None) -
     if not any(modes.values()):
         reasons = [f"{mode}: {why_not(planner, mode)}" for mode in MODES[:3]]
         raise PlacementError("nothing fits on this cluster\n" + "\n".join(reasons))
-    return Planned(profile, topology, planner, modes, search_s)
+    return Planned(profile, topology, planner, modes, search_s, draws)
 
 
 def describe(planned: Planned, name: str) -> list[str]:
@@ -156,7 +156,7 @@ def describe(planned: Planned, name: str) -> list[str]:
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
     lines += [f"the profile has no costs on {name}, so none is used" for name in left if name != "cpu"]
     lines += ["", f"{mode} wins", *(f"  {line}" for line in why_it_wins(planned.planner.pricer, winner, others))]
-    placement = as_placement(planned.planner.pricer, winner.layout, planned.topology)
+    placement = as_placement(planned.planner.pricer, winner.layout, planned.topology, planned.draws)
     pieces = granularity(winner.layout, planned.profile.workflow)
     cut = f" pipeline.granularity={pieces}" if pieces else ""
     return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}{cut}"]
@@ -209,7 +209,7 @@ def as_json(planned: Planned, name: str) -> dict:
             "seconds": choice.price.seconds,
             "env_steps_per_s": planned.steps_per_s(choice),
             "used_bytes": dict(choice.price.used_bytes),
-            "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology),
+            "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology, planned.draws),
             "layout": {**asdict(choice.layout), "swapped": sorted(choice.layout.swapped)},
         }
     refused = {m: why_not(planned.planner, m) for m in MODES[:3] if planned.modes.get(m) is None}

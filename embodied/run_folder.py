@@ -54,8 +54,8 @@ class RunFolder:
         return run
 
     @classmethod
-    def reopen(cls, path: Path, command: str = "train") -> RunFolder:
-        """Continue in the folder of an earlier run of the same command."""
+    def reopen(cls, path: Path, command: str = "train", config_yaml: str = "") -> RunFolder:
+        """Continue in the folder of an earlier run of the same command, with this recipe from now on."""
         run = cls(path)
         if not (path / "run.json").is_file():
             raise CheckpointError(f"{path} is not a run folder: run.json is missing")
@@ -64,6 +64,10 @@ class RunFolder:
         run.logs.mkdir(exist_ok=True)
         run._hold()
         resumed = [*run.info().get("resumed", []), {"at": now(), "provenance": provenance()}]
+        if config_yaml and (before := (path / "config.yaml").read_text()) != config_yaml:
+            resumed[-1]["config_before"] = f"config-{len(resumed)}.yaml"
+            replace_text(path / resumed[-1]["config_before"], before)
+            replace_text(path / "config.yaml", config_yaml)
         run.record(state="running", resumed=resumed, processes={DRIVER: os.getpid()})
         return run
 

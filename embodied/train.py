@@ -41,13 +41,13 @@ def start(argv: list[str]) -> int:
 def follow(loaded: Loaded, program: type[EmbodiedLoop], clock: Callable[[], float] = time.perf_counter) -> int:
     """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
     happened."""
-    config, plan = commands.planned(loaded.config)
+    config, plan = commands.planned(loaded.config, dry=loaded.dry_run)
     origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
         commands.rehearse(config)
         print(commands.describe(config, plan, weights=config.resume))
         print(commands.describe_saving(config))
-        print(commands.describe_memory(config), end="")
+        print(commands.describe_learner(config), end="")
         return 0
     with commands.Interruption() as interruption:
         folder, checkpoint = open_folder(loaded, program.command)
@@ -69,7 +69,7 @@ def open_folder(loaded: Loaded, command: str) -> tuple[RunFolder, Path | None]:
         return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command), None
     checkpoint = newest(found) if any(found.glob("checkpoints/v[0-9]*")) else None  # it ended before its first one
     check_continues(found, checkpoint, config)
-    return RunFolder.reopen(found, command), checkpoint
+    return RunFolder.reopen(found, command, loaded.yaml), checkpoint
 
 
 def train(

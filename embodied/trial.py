@@ -99,13 +99,15 @@ class Trial:
 
     def peak_bytes(self) -> int:
         """Of all processes of the plan, each at its fullest; shared pages count in all that map them."""
-        pids = {process for group in self.loop.groups for process in group.process().wait()}
-        return sum(peak_of(pid) for _, pid in pids)
+        peaks: dict[tuple[str, int], int] = {}
+        for group in self.loop.groups:
+            peaks |= zip(group.process().wait(), group.peak_bytes().wait(), strict=True)
+        return sum(peaks.values())
 
-    def idle(self, rounds: Sequence[Round], num_cores: int) -> float:
-        """The share of all cores' time in which no worker of the plan was at work."""
+    def idle(self, rounds: Sequence[Round], num_devices: int) -> float:
+        """The share of all devices' time in which no worker of the plan was at work."""
         busy = sum(sum(r.busy[g.role] for r in rounds) / len(rounds) * len(g.workers) for g in self.loop.groups)
-        return max(0.0, 1 - busy / num_cores)
+        return max(0.0, 1 - busy / num_devices)
 
     def _totals(self) -> dict[str, dict[str, Total]]:
         found = {"driver": self.loop.timers.totals()}
@@ -123,8 +125,3 @@ class Trial:
 
 def seconds_of(total: Total | None) -> float:
     return total.seconds if total else 0.0
-
-
-def peak_of(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)

@@ -10,6 +10,18 @@ from typing import Any
 class BeforeARun:
     """A plug-in overrides what it has an answer to."""
 
+    draws_on_gpus = False  # whether its cameras can, beside a simulator on cores
+
+    @classmethod
+    def plays_together(cls, config: Any) -> bool:
+        """Whether the rows of one env are simulated in a batch, so that few cost almost as much as some more."""
+        return False
+
+    @classmethod
+    def longest_episode(cls, config: Any) -> int | None:
+        """In env steps, as far as it is known without the simulator."""
+        return config.max_episode_steps
+
     @classmethod
     def check(cls, config: Any) -> None:
         """Raise `MissingAsset` or `ConfigError` if this env cannot run here. Called before a run, never prompts."""

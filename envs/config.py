@@ -119,7 +119,7 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     backend: Literal["auto", "cuda", "cpu_batched", "cpu"] = Field(
         "auto",
-        description="Physics on a GPU, on the CPU in one batch, or one env at a time; auto: the fastest here.",
+        description="Physics on a GPU, on the CPU in one batch, or one env at a time; auto: the fastest on cores.",
     )
     state: Literal["full", "proprio"] = Field(
         "full", description="Observed numbers: everything, or only what ManiSkill gives beside images: the robot's own."

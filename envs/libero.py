@@ -49,6 +49,11 @@ def own_protocol(config: LiberoConfig) -> Protocol:
 
 class LiberoEnv(VectorEnv):
     mixes_tasks = True
+    draws_on_gpus = True
+
+    @classmethod
+    def longest_episode(cls, config: LiberoConfig) -> int | None:
+        return config.max_episode_steps or max_steps(tasks_of(config.task))
 
     @classmethod
     def protocols(cls, config: LiberoConfig) -> tuple[Protocol, ...]:

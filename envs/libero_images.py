@@ -13,6 +13,7 @@ import threading
 
 import numpy as np
 
+from embodied.envs.egl import choose_card
 from embodied.envs.libero_scene import Row, Scene
 from embodied.errors import ConfigError
 from embodied.vulkan import loads
@@ -54,6 +55,7 @@ def make_current() -> None:
     """This thread's OpenGL context, made when it is first wanted."""
     if getattr(_mine, "context", None) is None:
         if opengl() == "egl":
+            choose_card()
             from mujoco.egl import GLContext
         else:
             from mujoco.osmesa import GLContext

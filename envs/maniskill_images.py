@@ -45,12 +45,14 @@ def paint_all(env: Any, cameras: tuple[str, ...]) -> dict[str, Any]:
     """uint8 [N, H, W, 3] by camera, tensors on the env's device, of all scenes together."""
     for obj in env._hidden_objects:
         obj.hide_visual()
-    env.scene.update_render(update_sensors=True, update_human_render_cameras=False)
+    for_people = any(name in env._human_render_cameras for name in cameras)  # others cost memory of the GPU
+    env.scene.update_render(update_sensors=True, update_human_render_cameras=for_people)
+    known = cameras_of(env)
     for name in cameras:
-        env._sensors[name].capture()
+        known[name].capture()
     composed = hasattr(env, "before_photos")
     wanted = {"rgb": True, "depth": False, "position": False, "segmentation": composed}
-    seen = {name: env._sensors[name].get_obs(**wanted) for name in cameras}
+    seen = {name: known[name].get_obs(**wanted) for name in cameras}
     if composed:
         return {name: env.before_photos(one["rgb"], one["segmentation"]) for name, one in seen.items()}
     return {name: one["rgb"] for name, one in seen.items()}

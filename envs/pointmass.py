@@ -31,6 +31,10 @@ PROTOCOL = Protocol(
 
 class PointMassEnv(VectorEnv):
     @classmethod
+    def plays_together(cls, config: PointMassConfig) -> bool:
+        return True
+
+    @classmethod
     def protocols(cls, config: PointMassConfig) -> tuple[Protocol, ...]:
         return PROTOCOL, AS_TRAINED
 

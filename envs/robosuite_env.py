@@ -43,6 +43,8 @@ PROTOCOL = Protocol(
 
 
 class RobosuiteEnv(VectorEnv):
+    draws_on_gpus = True
+
     @classmethod
     def check(cls, config: RobosuiteConfig) -> None:
         if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:

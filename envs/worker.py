@@ -17,7 +17,8 @@ from embodied.envs.pilots import ExpertPilot, PolicyPilot
 from embodied.envs.rollout import Record, Stage
 from embodied.envs.whole import Player, play_whole
 from embodied.episodes import EpisodeList, arrays_of, choose_episodes, env_blocks, episodes_from, join_episodes
-from embodied.runtime import Channel, Worker, served_while_busy
+from embodied.runtime import Channel, Needs, Worker, served_while_busy
+from embodied.runtime.gpu_memory import Taken
 
 
 class SimWorker(Worker):
@@ -32,6 +33,7 @@ class SimWorker(Worker):
         self.num_stages = stages
         self.stages: list[Stage] = []
         self.eval_env = None
+        self.memory = Taken()  # of its GPU, by all its simulators
         self.stopped = False
         self.shelf: PlayedEpisodes | None = None  # whole episodes that the learners may still want
 
@@ -45,7 +47,8 @@ class SimWorker(Worker):
             for stage in range(self.num_stages):
                 first = self.rank * per_worker + stage * per_stage
                 ids = np.arange(first, first + per_stage)
-                env = make_env(self.config, per_stage)
+                with self.memory.counted():
+                    env = make_env(self.config, per_stage)
                 self.stages.append(
                     Stage(env, f"sim-{self.rank}/{stage}", ids, self.config.num_envs, self.timers, self.journal)
                 )
@@ -54,8 +57,13 @@ class SimWorker(Worker):
     def eval_spec(self) -> EnvSpec:
         """The same of the envs for evaluations."""
         if self.eval_env is None:
-            self.eval_env = make_env(self.eval_config, self.eval_rows)
+            with self.memory.counted():
+                self.eval_env = make_env(self.eval_config, self.eval_rows)
         return self.eval_env.env_spec
+
+    def needs(self, shared: bool = False) -> Needs:
+        """What its simulators took when they were built. They stay: their state is in there."""
+        return Needs(self.memory.num_bytes, self.memory.num_bytes)
 
     def collect(
         self, episodes: EpisodeList, horizon: int, route: Route, out: tuple[Channel, ...], granularity: int = 0

@@ -67,7 +67,7 @@ class Pricer:
         self.node_least = cache(self._node_least)
 
     def cost(self, component: str, device_class: str) -> Cost | None:
-        return self.profile.cost(component, device_class, self.classes[device_class].kind)
+        return self.profile.cost(component, self.classes[device_class])
 
     def runs_on(self) -> dict[str, set[str]]:
         names = [c.name for c in self.workflow.components]
@@ -154,12 +154,8 @@ class Pricer:
 
     def useful_answerers(self, name: str, most: int, stages: int) -> np.ndarray:
         """[most + 1] Whether a component that answers in a cycle can gain by its so-manieth device."""
-        component, asker = self.workflow[name], self.workflow[self.asker_for(name)]
         count = np.arange(most + 1)
-        if component.merges:
-            share = -(-component.items // (stages * np.maximum(count, 1)))
-            fewer = share < np.roll(share, 1) + (count == 1)
-            return (count > 0) & (count <= max(component.items // stages, 1)) & fewer
+        asker = self.workflow[self.asker_for(name)]
         return (count > 0) & (count <= asker.items * stages)  # which of them depends on how many ask
 
     def asker_for(self, component: str) -> str | None:
@@ -169,12 +165,6 @@ class Pricer:
     def can_swap(self, component: str) -> bool:
         costs = [self.cost(component, name) for name in self.classes]
         return any(cost is not None and cost.offload_s is not None for cost in costs)
-
-    def allowed(self, layer: Layer) -> bool:
-        """Cores cannot be a zone and serve the GPUs beside them at the same time."""
-        kinds = {self.classes[zone.device_class].kind for zone in layer}
-        beside = any(self.cost(name, zone.device_class).core_s for zone in layer for name in zone.components)
-        return not (beside and "cpu" in kinds)
 
     def price(self, layout: Layout) -> Price:
         layers = []
@@ -336,14 +326,24 @@ class Pricer:
             size = component.items / np.maximum(parts, 1)
             one = cost.seconds.at(size) * ratio
             return one, one, one * stages, cost.last_s.at(size) * slowed
-        if component.merges:
-            workers = np.minimum(devices, max(component.items // stages, 1))
-            size, requests = -(-component.items // (stages * np.maximum(workers, 1))), stages
-        else:
-            size = component.items / np.maximum(parts, 1)
-            requests = -(-parts // np.maximum(np.minimum(devices, parts), 1))
-        one = np.where(devices > 0, cost.seconds.at(size) * ratio, np.inf)
-        return one, one * -(-requests // stages), one * requests, cost.last_s.at(size) * slowed
+        workers = np.maximum(np.minimum(devices, parts), 1)
+        each, waiting, together = self.merging(name, asker, at, stages)
+        one = np.where(devices > 0, cost.seconds.at(together * each) * ratio, np.inf)
+        full, rest = np.divmod(waiting, together)
+        stage = full * one + np.where(rest > 0, cost.seconds.at(rest * each) * ratio, 0.0)
+        requests = np.where(together == 1, -(-parts // workers), stages)
+        first = np.where(together == 1, one * -(-requests // stages), stage)
+        whole = np.where(together == 1, one, stage) * requests
+        return one, first, whole, cost.last_s.at(together * each) * slowed
+
+    def merging(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array]:
+        """Of a component that answers: items of a question, questions of a stage that wait for a worker, and how many
+        of these it answers in a call. The question of a stage of an asker goes to one worker, as a whole."""
+        (zone, devices), (home, home_devices) = at[name], at[asker]
+        asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
+        each = self.workflow[name].items / (asking * stages)
+        waiting = 1 if zone is home else -(-asking // np.clip(devices, 1, asking))
+        return each, waiting, np.clip(self.workflow[name].merges // each, 1, waiting)
 
     def delay(self, node: tuple[str, ...], asker: str, at: Mapping, stages: int) -> Array:
         """Handing a stage's data around the cycle, where it leaves the process."""
@@ -359,10 +359,7 @@ class Pricer:
         """Of a component that answers in a cycle."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = self.table(asker, home.device_class, stages).workers[home_devices]
-        if zone is home:
-            return asking
-        most = max(self.workflow[name].items // stages, 1) if self.workflow[name].merges else asking * stages
-        return np.minimum(devices, most)
+        return asking if zone is home else np.minimum(devices, asking * stages)
 
     def count(self, name: str, at: Mapping, stages: int) -> Array:
         """How many workers a component has."""

@@ -7,7 +7,7 @@ straight, beyond the last it goes on as steeply as before, and below the first i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -51,6 +51,11 @@ class Curve:
         """The same curve of something that takes `factor` times as long."""
         points = tuple((size, value * factor) for size, value in self.measured)
         return Curve(self.sizes, tuple(v * factor for v in self.values), self.error, self.spread, points)
+
+    def plus(self, amount: float) -> Curve:
+        """The same at every size, plus so much."""
+        points = tuple((size, value + amount) for size, value in self.measured)
+        return replace(self, values=tuple(value + amount for value in self.values), measured=points)
 
     def to_json(self) -> Any:
         if self == constant(self.values[0]):

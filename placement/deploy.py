@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from embodied.placement.costs import Pricer
-from embodied.placement.grammar import PlacementError
+from embodied.placement.grammar import PlacementError, text_of
 from embodied.placement.layout import DeviceClass, Layout, Zone
+from embodied.placement.modes import with_drawing
 from embodied.placement.topology import Topology
 from embodied.placement.workflow import Workflow
 
 
-def as_placement(pricer: Pricer, layout: Layout, topology: Topology | None = None) -> dict[str, str]:
+def as_placement(
+    pricer: Pricer, layout: Layout, topology: Topology | None = None, draws: bool = False
+) -> dict[str, Any]:
     """The map of a layout; without `topology` on the machine we are on. Every worker has one device; roles of a zone
-    that can share a process do, but for learners, which never share one with a simulator."""
-    placement: dict[str, str] = {}
+    that can share a process do, but for learners, which never share one with a simulator. Of several machines the one
+    we are on has a learner, which writes checkpoints there. `draws`: sims on cores draw on GPUs."""
+    placement: dict[str, Any] = {}
+    several = topology is not None and len(topology.nodes) > 1
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
         taken: dict[str, int] = {}
-        for zone in layer:
+        for zone in sorted(layer, key=lambda zone: several and "learner" not in zone.components):
             first = taken.get(zone.device_class, 0)
             devices = devices_of(pricer.classes[zone.device_class], topology)[first : first + zone.devices]
             counts = {name: int(pricer.count(name, at, layout.stages)) for name in zone.components}
             for roles in hosts_of(zone, counts):
                 placement[",".join(roles)] = text_of(devices[: counts[roles[0]]])
             taken[zone.device_class] = first + zone.devices
-    return placement
+    on_cores = pricer.classes[layout.zone_of("sim").device_class].kind == "cpu" if draws else False
+    return with_drawing(placement, topology) if on_cores and topology else placement
 
 
 def granularity(layout: Layout, workflow: Workflow) -> int | None:
@@ -49,22 +55,6 @@ def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, st
             numbers = range(node.cores if on.kind == "cpu" else node.fakes)
         found += [(name, on.kind, number) for number in numbers]
     return found
-
-
-def text_of(devices: Sequence[tuple[str, str, int]]) -> str:
-    """As the grammar has it: node0/gpu:0-7,node1/gpu:0 for nine neighbours."""
-    runs: list[list[tuple[str, str, int]]] = []
-    for node, kind, number in devices:
-        if runs and runs[-1][-1] == (node, kind, number - 1):
-            runs[-1].append((node, kind, number))
-        else:
-            runs.append([(node, kind, number)])
-    parts = []
-    for run in runs:
-        node, kind, first = run[0]
-        several = f"-{run[-1][2]}{f'*{len(run)}' if kind == 'cpu' else ''}" if len(run) > 1 else ""
-        parts.append(f"{node}{'/' if node else ''}{kind}:{first}{several}")
-    return ",".join(parts)
 
 
 def hosts_of(zone: Zone, counts: dict[str, int]) -> list[tuple[str, ...]]:

@@ -73,6 +73,11 @@ def why_not(planner: Planner, mode: str) -> str:
     apart = APART.get(mode, ())
     if devices < len(apart):
         return f"{', '.join(apart)} need {len(apart)} devices of their own, and there are {devices}"
+    runs_on = planner.pricer.runs_on()
+    for c in planner.classes:
+        bound = [part for part in apart if all(runs_on[name] == {c.name} for name in part.split(" and "))]
+        if c.count < len(bound):
+            return f"{', '.join(bound)} need {len(bound)} of {c} of their own, and there is {c.count}"
     roomy = [replace(c, memory_bytes=float("inf")) for c in planner.classes]
     free = Planner(planner.workflow, planner.pricer.profile, roomy, planner.stages).modes().get(mode)
     if free is None:

@@ -12,7 +12,7 @@ Numbers count the devices this run may use: `cpu:0` is the first core of the pro
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,8 +131,10 @@ def drawing(key: str, roles: tuple[str, ...], place: Mapping[str, Any]) -> list[
             f"{key!r} on {place['devices']} draws on {place['render']}: render is a GPU of the same machine, for a "
             f"simulator on CPU cores; write {example}"
         )
-    shared = [cards[i * len(cards) // len(slots)] for i in range(len(slots))]
-    return [replace(slot, render=f"gpu:{card.devices[0]}") for slot, card in zip(slots, shared)]
+    beside = {slot.node: [other for other in slots if other.node == slot.node] for slot in slots}
+    shared = [cards[at * len(cards) // len(own)] for own in beside.values() for at in range(len(own))]
+    ordered = [slot for own in beside.values() for slot in own]
+    return [replace(slot, render=f"gpu:{card.devices[0]}") for slot, card in zip(ordered, shared)]
 
 
 def number(count: int, noun: str) -> str:
@@ -148,3 +150,19 @@ def span(numbers: tuple[int, ...]) -> str:
         else:
             parts.append([number])
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def text_of(devices: Sequence[tuple[str, str, int]]) -> str:
+    """As the grammar has it: node0/gpu:0-7,node1/gpu:0 for nine neighbours."""
+    runs: list[list[tuple[str, str, int]]] = []
+    for node, kind, number in devices:
+        if runs and runs[-1][-1] == (node, kind, number - 1):
+            runs[-1].append((node, kind, number))
+        else:
+            runs.append([(node, kind, number)])
+    parts = []
+    for run in runs:
+        node, kind, first = run[0]
+        several = f"-{run[-1][2]}{f'*{len(run)}' if kind == 'cpu' else ''}" if len(run) > 1 else ""
+        parts.append(f"{node}{'/' if node else ''}{kind}:{first}{several}")
+    return ",".join(parts)

@@ -26,7 +26,15 @@ class DeviceClass:
     count: int
     memory_bytes: float
     num_nodes: int = 1
-    num_cores: int = 0  # of the nodes that these devices are in
+    model: str = ""  # of GPUs
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """By which a profile names costs on these devices, most particular first: gpu-H100, gpu."""
+        return tuple(dict.fromkeys([self.name, *([f"{self.kind}-{self.model}"] if self.model else []), self.kind]))
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.model}" if self.model not in ("", "GPU") else self.name
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,25 @@ class Layout:
         if not {"sim", "policy", "learner"} <= placed:
             return "custom"
         sims = self.apart("sim", "policy")
+        if self._simulates_beside():
+            return self._mode_beside()
         learns, mixes = self.apart("policy", "learner"), self.apart("sim", "learner")
         if not sims and not learns and not mixes:
             return "collocated"
         if sims and learns and mixes:
             return "disaggregated"
         return "hybrid" if sims and not learns else "custom"
+
+    def _simulates_beside(self) -> bool:
+        """Whether simulators have the cores beside the devices that networks compute on: they share none anyway."""
+        homes = {name: self.zone_of(name).device_class for name in ("sim", "policy", "learner")}
+        return homes["sim"] == "cpu" and "cpu" not in (homes["policy"], homes["learner"])
+
+    def _mode_beside(self) -> str:
+        """By what policies and learners do: take turns, share processes, or have devices of their own."""
+        if self.apart("policy", "learner"):
+            return "disaggregated"
+        return "hybrid" if self.zone_of("policy") is self.zone_of("learner") else "collocated"
 
     def __str__(self) -> str:
         return " ".join(f"[{' | '.join(map(zone_text, layer))}]" for layer in self.layers)

@@ -38,15 +38,12 @@ def zone_bytes(pricer: Pricer, zone: Zone, at: Mapping, stages: int, swapped: fr
 
 def bytes_of(pricer: Pricer, name: str, at: Mapping, stages: int) -> Array:
     zone, devices = at[name]
-    component, cost = pricer.workflow[name], pricer.cost(name, zone.device_class)
+    cost = pricer.cost(name, zone.device_class)
     asker = pricer.asker_for(name)
     if asker in (None, name):
         return pricer.table(name, zone.device_class, stages).bytes[devices]
-    if zone is at[asker][0] or not component.merges:
-        workers = pricer.table(asker, at[asker][0].device_class, stages).workers[at[asker][1]]
-    else:
-        workers = pricer.cycle_workers(name, asker, at, stages)
-    return cost.bytes.at(-(-component.items // (np.maximum(workers, 1) * stages)))
+    each, _, together = pricer.merging(name, asker, at, stages)
+    return cost.bytes.at(np.ceil(together * each))
 
 
 def used_bytes(layers: Sequence[LayerPrice], device_class: str) -> float:

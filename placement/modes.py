@@ -1,122 +1,165 @@
-"""What the modes mean on a machine when nothing has been measured yet: on its cores, or on its GPUs where the networks
-compute there. Simulators that are not simulated on a GPU stay on the cores.
+"""What the modes mean on given machines when nothing has been measured yet, as a map from roles to devices.
 
-collocated     one {sim + policy} per core or GPU, one {learner} per core or GPU; rollout and update take turns on all
-disaggregated  sims, policies and learners on cores or GPUs of their own
-hybrid         sims on cores or GPUs of their own; {policy + learner} on the rest
-auto           collocated: on a CPU the simulator is the work, and idle cores are the loss; and with one GPU there is no
-               other
+Networks compute on cores or on GPUs; simulators on cores, or on GPUs where they are simulated there (`gpu_sims`).
+Devices are taken from all machines in turn, so that every mode uses all of them.
+
+all on one kind    collocated     {sim + policy} and {learner} on every device; rollout and update take turns
+                   disaggregated  sims, policies and learners on devices of their own
+                   hybrid         sims on devices of their own; {policy + learner} on the rest
+                   auto           collocated: on cores the simulator is the work, and idle cores are the loss
+sims on cores      as many sim workers as there are cores to feed them, in processes of their own: one that shared its
+beside GPUs        policy's would play all rows of a GPU on one core
+                   collocated     {policy} and {learner} on every GPU, taking turns
+                   disaggregated  policies on half of the GPUs, learners on the others
+                   hybrid         {policy + learner} on every GPU
+                   auto           hybrid: policy and learner of a GPU share one copy of the weights
 """
 
 from __future__ import annotations
 
-from embodied.placement.grammar import PlacementError
+from itertools import zip_longest
+from typing import Any
 
-Shares = list[tuple[int, ...]]
-Groups = list[tuple[tuple[str, ...], Shares]]
+from embodied.placement.grammar import PlacementError, text_of
+from embodied.placement.topology import Topology
+
+Device = tuple[str, str, int]  # node, kind, number
+Groups = list[tuple[str, list[Device]]]
 
 ENVS_PER_SIM = 4  # fewer rows in a batched simulator cost almost as much as these
 MOST_LEARNERS = 8  # more ranks of a small network exchange gradients longer than they compute them
 
 
-def choose(mode: str, cores: tuple[int, ...], num_envs: int, stages: int) -> tuple[Groups, str]:
-    """Roles and the cores of each host, and the reason where there was a choice."""
-    if mode == "auto":
-        return collocated(cores, num_envs, stages), "collocated: sims and learners take turns on all cores"
-    return {"collocated": collocated, "disaggregated": disaggregated, "hybrid": hybrid}[mode](
-        cores, num_envs, stages
-    ), ""
+def choose(
+    mode: str,
+    machines: Topology,
+    num_envs: int,
+    stages: int,
+    networks: str = "cpu",
+    gpu_sims: bool = False,
+    rows: int = ENVS_PER_SIM,
+    most_sims: int | None = None,
+    draws: bool = False,
+) -> tuple[dict[str, Any], str]:
+    """The map, and the reason where there was a choice. `networks` compute on "cpu" or "gpu"; `rows` is the least
+    that a sim worker beside GPUs plays, `most_sims` how many of these the machines' memory holds; where it `draws`, on
+    the GPUs of its machine."""
+    cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu")
+    reason = ""
+    if networks == "gpu" and not gpu_sims:
+        if mode == "auto":
+            mode, reason = "hybrid", "hybrid: sims on all cores; policy and learner of a GPU share its weights"
+        sims = num_sims(num_envs, stages, min(len(cores), most_sims or len(cores)), rows)
+        groups = beside_gpus(mode, cores[:sims], gpus, num_envs, stages)
+    elif networks == "gpu":
+        if mode == "auto":
+            mode, reason = "collocated", "collocated: all take turns on all GPUs"
+        groups = on_gpus(mode, gpus, num_envs, stages)
+    else:
+        if mode == "auto":
+            mode, reason = "collocated", "collocated: sims and learners take turns on all cores"
+        groups = on_cores(mode, cores, num_envs, stages)
+    if len(machines.nodes) > 1:
+        groups = learner_at_home(groups, machines.nodes[0].name)
+    order = {node.name: place for place, node in enumerate(machines.nodes)}
+    in_order = {roles: sorted(held, key=lambda device: (order.get(device[0], 0), device[2])) for roles, held in groups}
+    found: dict[str, Any] = {roles: text_of(held) for roles, held in in_order.items()}
+    return with_drawing(found, machines) if draws and not gpu_sims else found, reason
 
 
-def collocated(cores: tuple[int, ...], num_envs: int, stages: int) -> Groups:
-    return [
-        (("sim", "policy"), one_each(cores, num_sims(num_envs, stages, len(cores)))),
-        (("learner",), one_each(cores, min(len(cores), num_envs, MOST_LEARNERS))),
+def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any]:
+    """The map with sims on cores that draw on the GPUs of their machine, if each has some."""
+    most = min(len(node.gpus) for node in machines.nodes)
+    if not most:
+        return placement
+    roles = next(roles for roles in placement if "sim" in roles.split(","))
+    return {**placement, roles: {"devices": placement[roles], "render": text_of([("", "gpu", i) for i in range(most)])}}
+
+
+def learner_at_home(groups: Groups, home: str) -> Groups:
+    """With a learner on the machine that the run is started on, whose first one writes the checkpoints there."""
+    learning = next(held for roles, held in groups if "learner" in roles)
+    theirs = [device for _, held in groups for device in held if device[0] == home and device[1] == learning[0][1]]
+    if not theirs or any(device[0] == home for device in learning):
+        return groups
+    other = {learning[0]: theirs[0], theirs[0]: learning[0]}
+    return [(roles, [other.get(device, device) for device in held]) for roles, held in groups]
+
+
+def devices_of(machines: Topology, kind: str) -> list[Device]:
+    """Of all machines, in turn; the only one has no name."""
+    several = len(machines.nodes) > 1
+    numbers = [
+        [(node.name if several else "", kind, i) for i in range(node.cores if kind == "cpu" else len(node.gpus))]
+        for node in machines.nodes
     ]
+    return [device for turn in zip_longest(*numbers) for device in turn if device is not None]
 
 
-def disaggregated(cores: tuple[int, ...], num_envs: int, stages: int) -> Groups:
-    """A quarter of the cores learns, an eighth acts, the rest simulates; at least one core each."""
-    need("disaggregated", "sims, policies and learners", 3, cores, "collocated" if len(cores) < 2 else "hybrid")
-    learners, policies = max(1, len(cores) // 4), max(1, len(cores) // 8)
-    rest = len(cores) - learners - policies
-    sims = num_sims(num_envs, stages, rest)
-    return [
-        (("sim",), one_each(cores[:rest], sims)),
-        (("policy",), one_each(cores[rest : rest + policies], min(policies, sims * stages))),
-        (("learner",), one_each(cores[rest + policies :], min(learners, num_envs, MOST_LEARNERS))),
-    ]
-
-
-def hybrid(cores: tuple[int, ...], num_envs: int, stages: int) -> Groups:
-    """A quarter of the cores, at least one, acts and learns; the rest simulates."""
-    need("hybrid", "sims and {policy + learner}", 2, cores, "collocated")
+def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int) -> Groups:
+    if mode == "collocated":
+        sims, learners = num_sims(num_envs, stages, len(cores)), min(len(cores), num_envs, MOST_LEARNERS)
+        return [("sim,policy", cores[:sims]), ("learner", cores[:learners])]
+    if mode == "disaggregated":  # a quarter of the cores learns, an eighth acts, the rest simulates
+        need(mode, "sims, policies and learners", 3, len(cores), "collocated" if len(cores) < 2 else "hybrid")
+        learners, policies = max(1, len(cores) // 4), max(1, len(cores) // 8)
+        rest = len(cores) - learners - policies
+        sims = num_sims(num_envs, stages, rest)
+        acting, learning = cores[rest : rest + policies], cores[rest + policies :]
+        return [
+            ("sim", cores[:sims]),
+            ("policy", acting[: sims * stages]),
+            ("learner", learning[: min(num_envs, MOST_LEARNERS)]),
+        ]
+    need(mode, "sims and {policy + learner}", 2, len(cores), "collocated")
     rest = len(cores) - max(1, len(cores) // 4)
     sims = num_sims(num_envs, stages, rest)
-    learning = min(len(cores) - rest, num_envs, MOST_LEARNERS, sims * stages)
-    return [(("sim",), one_each(cores[:rest], sims)), (("policy", "learner"), one_each(cores[rest:], learning))]
+    return [("sim", cores[:sims]), ("policy,learner", cores[rest:][: min(num_envs, MOST_LEARNERS, sims * stages)])]
 
 
-def need(mode: str, what: str, least: int, devices: tuple[int, ...], instead: str, kind: str = "cores") -> None:
-    if len(devices) < least:
+def beside_gpus(mode: str, sims: list[Device], gpus: list[Device], num_envs: int, stages: int) -> Groups:
+    parts = len(sims) * stages
+    if mode == "hybrid":
+        return [("sim", sims), ("policy,learner", gpus[: min(num_envs, parts)])]
+    if mode == "collocated":
+        return [("sim", sims), ("policy", gpus[:parts]), ("learner", gpus[:num_envs])]
+    need(mode, "policies and learners", 2, len(gpus), "hybrid", "GPUs")
+    policies = min(len(gpus) // 2, parts)
+    return [("sim", sims), ("policy", gpus[:policies]), ("learner", gpus[policies:][:num_envs])]
+
+
+def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int) -> Groups:
+    """Simulators that are simulated there, too. One keeps `stages` policies busy."""
+    if mode == "collocated":
+        return [("sim,policy", gpus[: even_workers(num_envs, stages, len(gpus))]), ("learner", gpus[:num_envs])]
+    if mode == "hybrid":
+        need(mode, "sims and {policy + learner}", 2, len(gpus), "collocated", "GPUs")
+        sims = even_workers(num_envs, stages, -(-len(gpus) // (1 + stages)))
+        return [("sim", gpus[:sims]), ("policy,learner", gpus[sims:][: min(num_envs, sims * stages)])]
+    instead = "hybrid" if len(gpus) > 1 else "collocated"
+    need(mode, "sims, policies and learners", 3, len(gpus), instead, "GPUs")
+    sims = even_workers(num_envs, stages, max(1, len(gpus) // 4))
+    policies = min((len(gpus) - sims) // 2, sims * stages)
+    return [
+        ("sim", gpus[:sims]),
+        ("policy", gpus[sims : sims + policies]),
+        ("learner", gpus[sims + policies :][:num_envs]),
+    ]
+
+
+def need(mode: str, what: str, least: int, have: int, instead: str, kind: str = "cores") -> None:
+    if have < least:
         raise PlacementError(
             f"placement={mode} gives {what} {kind} of their own: that needs {least} {kind}, "
-            f"this run may use {len(devices)}; try placement={instead}"
+            f"this run may use {have}; try placement={instead}"
         )
 
 
-def num_sims(num_envs: int, stages: int, most: int) -> int:
-    """At most one per core and per ENVS_PER_SIM rows, and a number that gives all the same share."""
-    return even_workers(num_envs, stages, max(1, min(most, num_envs // (stages * ENVS_PER_SIM))))
+def num_sims(num_envs: int, stages: int, most: int, rows: int = ENVS_PER_SIM) -> int:
+    """At most one per core and per `rows` rows, and a number that gives all the same share."""
+    return even_workers(num_envs, stages, max(1, min(most, num_envs // (stages * rows))))
 
 
 def even_workers(num_envs: int, stages: int, most: int) -> int:
     """The largest number of sim workers up to `most` for which every stage of every worker has as many envs."""
     return next((n for n in range(most, 0, -1) if num_envs % (n * stages) == 0), 1)
-
-
-def one_each(cores: tuple[int, ...], hosts: int) -> Shares:
-    return [(core,) for core in cores[:hosts]]
-
-
-# On GPUs: a map from roles to devices, as the grammar has it
-
-
-def on_gpus(mode: str, gpus: int, cores: int, num_envs: int, stages: int, gpu_sims: bool) -> tuple[dict[str, str], str]:
-    """-> also the reason where there was a choice."""
-    if mode == "auto":
-        return on_gpus("collocated", gpus, cores, num_envs, stages, gpu_sims)[
-            0
-        ], "collocated: all take turns on all GPUs"
-    if mode == "collocated":
-        acting = cards(0, even_workers(num_envs, stages, gpus))
-        return {"sim,policy": acting, "learner": cards(0, min(gpus, num_envs))}, ""
-    sims, first = gpu_sim_workers(mode, gpus, num_envs, stages) if gpu_sims else (num_sims(num_envs, stages, cores), 0)
-    home = cards(0, sims) if gpu_sims else workers_on_cores(sims)
-    rest = gpus - first
-    if mode == "hybrid":
-        return {"sim": home, "policy,learner": cards(first, min(rest, num_envs, sims * stages))}, ""
-    if rest < 2:
-        need("disaggregated", "policies and learners", 2, tuple(range(rest)), "hybrid", "GPUs")
-    policies = min(rest // 2, sims * stages)
-    return {"sim": home, "policy": cards(first, policies), "learner": cards(first + policies, rest - policies)}, ""
-
-
-def gpu_sim_workers(mode: str, gpus: int, num_envs: int, stages: int) -> tuple[int, int]:
-    """How many simulators, and the first GPU that is not theirs. A sim worker keeps `stages` policies busy."""
-    if mode == "hybrid":
-        need(mode, "sims and {policy + learner}", 2, tuple(range(gpus)), "collocated", "GPUs")
-        most = -(-gpus // (1 + stages))
-    else:
-        need(mode, "sims, policies and learners", 3, tuple(range(gpus)), "hybrid" if gpus > 1 else "collocated", "GPUs")
-        most = max(1, gpus // 4)
-    sims = even_workers(num_envs, stages, most)
-    return sims, sims
-
-
-def cards(first: int, count: int) -> str:
-    return f"gpu:{first}" if count == 1 else f"gpu:{first}-{first + count - 1}"
-
-
-def workers_on_cores(count: int) -> str:
-    return "cpu:0" if count == 1 else f"cpu:0-{count - 1}*{count}"

@@ -5,13 +5,16 @@ The same placement, cores and numbers always give the same plan; nothing is star
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from embodied.placement import modes
 from embodied.placement.grammar import PlacementError, Slot, number, parse_map, span
+from embodied.placement.modes import ENVS_PER_SIM
+from embodied.placement.topology import Gpu, Node, Topology, one_machine
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Host:
     node: str = ""  # of a cluster; "" is the machine the run is started on
     device: str = ""  # gpu:3, fake:0, arm:0: what it holds besides cores
     render: str = ""  # gpu:0: where its simulator draws
+    gpu: Gpu | None = None  # what it holds or draws on, as its machine describes it
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -34,23 +38,13 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What a machine has for this run: the numbers of its cores, and other devices by name."""
-
-    cores: tuple[int, ...]
-    devices: tuple[str, ...] = ()
-
-    def of_kind(self, kind: str) -> list[str]:
-        return [name for name in self.devices if name.startswith(f"{kind}:")]
-
-
-@dataclass(frozen=True)
 class PlacementPlan:
     mode: str  # as asked for: a mode's name, or "explicit"
     hosts: tuple[Host, ...]  # the workers of a role are numbered in this order
     num_envs: int
     reason: str = ""  # why this and not another, where the planner chose
     idle: tuple[int, ...] = ()  # cores that no host uses
+    memory: tuple[str, ...] = ()  # in words: what is known to be held where
 
     def count(self, role: str) -> int:
         """How many workers a role has."""
@@ -86,138 +80,146 @@ class PlacementPlan:
 def places(hosts: list[Host]) -> str:
     """Where hosts that are alike are, in words."""
     if hosts[0].device:
-        return ", ".join(dict.fromkeys(host.device for host in hosts))
+        return in_words(host.device for host in hosts)
     cores = span(tuple({core for host in hosts for core in host.cores}))
     each = f", {len(hosts[0].cores)} each" if len(hosts) > 1 else ""
     return f"{'core' if cores.isdigit() else 'cores'} {cores}{each}"
 
 
 def drawn_on(hosts: list[Host]) -> str:
-    cards = list(dict.fromkeys(host.render for host in hosts if host.render))
-    return f", drawing on {', '.join(cards)}" if cards else ""
+    cards = in_words(host.render for host in hosts if host.render)
+    return f", drawing on {cards}" if cards else ""
+
+
+def in_words(devices: Iterable[str]) -> str:
+    """gpu:0-7 for eight."""
+    by_kind: dict[str, set[int]] = {}
+    for device in devices:
+        kind, _, place = device.partition(":")
+        by_kind.setdefault(kind, set()).add(int(place))
+    return ", ".join(f"{kind}:{span(tuple(places))}" for kind, places in by_kind.items())
 
 
 def make_plan(
     placement: str | dict[str, Any],
-    cores: tuple[int, ...],
+    machines: Topology | tuple[int, ...],
     num_envs: int,
     stages: int = 1,
-    nodes: Mapping[str, Offer] | None = None,
-    devices: tuple[str, ...] = (),
+    networks: str = "cpu",
     gpu_sims: bool = False,
+    rows: int = ENVS_PER_SIM,
+    most_sims: int | None = None,
+    draws: bool = False,
 ) -> PlacementPlan:
-    """Who runs where. `cores` are the numbers of the cores this run may use here, `devices` what else there is; `nodes`
-    are the machines that a placement can name. A mode uses the GPUs there are, simulators only with `gpu_sims`. Raises
-    PlacementError."""
-    here = Offer(cores, devices)
-    if isinstance(placement, dict):
-        try:
-            hosts = explicit_hosts(placement, {"": here, **(nodes or {})})
-            plan = PlacementPlan("explicit", hosts, num_envs)
-            check_shares(plan, stages)
-        except PlacementError as err:
-            raise PlacementError(f"{err}; try placement='{working_map(cores, num_envs, stages)}'") from None
-    elif gpus := len(here.of_kind("gpu")):
-        placed, reason = modes.on_gpus(placement, gpus, len(cores), num_envs, stages, gpu_sims)
-        plan = PlacementPlan(placement, explicit_hosts(placed, {"": here}), num_envs, reason)
+    """Who runs where. `machines` are those that the run may use; cores alone stand for one machine with nothing else.
+    The rest is what a mode depends on: see `modes.choose`. Raises PlacementError."""
+    if not isinstance(machines, Topology):
+        machines = one_machine(machines)
+    reason, mode = "", "explicit"
+    if isinstance(placement, str):
+        mode = placement
+        placement, reason = modes.choose(
+            placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws
+        )
+        plan = PlacementPlan(mode, explicit_hosts(placement, machines), num_envs, reason)
         check_shares(plan, stages)
     else:
-        groups, reason = modes.choose(placement, cores, num_envs, stages)
-        hosts = [host for roles, shares in groups for host in make_hosts(roles, shares)]
-        plan = PlacementPlan(placement, tuple(hosts), num_envs, reason)
-        check_shares(plan, stages)
+        try:
+            plan = PlacementPlan(mode, explicit_hosts(placement, machines), num_envs)
+            check_shares(plan, stages)
+        except PlacementError as err:
+            raise PlacementError(f"{err}; try placement='{working_map(machines, num_envs, stages)}'") from None
     if any(host.node or host.device for host in plan.hosts):
         return plan
     used = {core for host in plan.hosts for core in host.cores}
-    return replace(plan, idle=tuple(core for core in cores if core not in used))
+    return replace(plan, idle=tuple(core for core in machines.nodes[0].core_numbers if core not in used))
 
 
-def working_map(cores: tuple[int, ...], num_envs: int, stages: int) -> str:
-    """A map that holds on these cores."""
-
-    def place(shares: list[tuple[int, ...]]) -> str:
-        return "cpu:0" if len(shares) == 1 else f"cpu:0-{len(shares) - 1}*{len(shares)}"
-
-    (_, sims), (_, learners) = modes.collocated(cores, num_envs, stages)
-    return f'{{"sim,policy": "{place(sims)}", learner: "{place(learners)}"}}'
+def working_map(machines: Topology, num_envs: int, stages: int) -> str:
+    """A map that holds on the cores of the machine that the run is started on."""
+    here = Topology(machines.nodes[:1])
+    return json.dumps(modes.choose("collocated", here, num_envs, stages)[0])
 
 
 def named_nodes(placement: str | dict[str, Any]) -> set[str]:
-    return {slot.node for slot in slots_of(placement)} - {""}
+    slots = [slot for slots in parse_map(placement).values() for slot in slots] if isinstance(placement, dict) else []
+    return {slot.node for slot in slots} - {""}
 
 
-def named_kinds(placement: str | dict[str, Any]) -> set[str]:
-    """Of devices: cpu, gpu, ..."""
-    slots = slots_of(placement)
-    return {slot.kind for slot in slots} | {"gpu" for slot in slots if slot.render}
-
-
-def slots_of(placement: str | dict[str, Any]) -> list[Slot]:
-    return [slot for slots in parse_map(placement).values() for slot in slots] if isinstance(placement, dict) else []
-
-
-def make_hosts(roles: tuple[str, ...], shares: list[tuple[int, ...]]) -> list[Host]:
-    return [Host(f"{'+'.join(roles)}-{i}", roles, share, len(share)) for i, share in enumerate(shares)]
-
-
-def explicit_hosts(placement: dict[str, Any], nodes: Mapping[str, Offer]) -> tuple[Host, ...]:
+def explicit_hosts(placement: dict[str, Any], machines: Topology) -> tuple[Host, ...]:
     hosts: list[Host] = []
     for roles, slots in parse_map(placement).items():
         check_alike(roles, slots)
-        for i, slot in enumerate(slots):
-            offer = offer_of(slot.node, nodes)
-            name, there = f"{'+'.join(roles)}-{i}", {"node": slot.node, "render": slot.render}
-            if slot.render and slot.render not in offer.devices:
-                raise PlacementError(f"{not_there(slot.render, offer)}, so nothing can be drawn on it")
-            if slot.kind == "cpu":
-                cores = cores_of(slot, offer)
-                hosts.append(Host(name, roles, cores, len(cores), **there))
-            else:
-                device = f"{slot.kind}:{slot.devices[0]}"
-                cores = cores_beside(device, offer)
-                threads = len(cores) if slot.kind == "gpu" else 1
-                hosts.append(Host(name, roles, cores, threads, device=device, **there))
+        hosts += hosts_on(roles, slots, machines)
     check_hardware(hosts)
     return tuple(hosts)
 
 
-def offer_of(node: str, nodes: Mapping[str, Offer]) -> Offer:
-    if node in nodes:
-        return nodes[node]
-    known = ", ".join(f"{name} ({number(len(offer.cores), 'core')})" for name, offer in nodes.items() if name)
-    alone = f"this run uses one machine; leave out {node}/, or join a Ray cluster: cluster.address=host:port"
-    has = f"the cluster has {known}" if known else alone
-    raise PlacementError(f"placement names the node {node!r}, but {has}")
+def hosts_on(roles: tuple[str, ...], slots: Sequence[Slot], machines: Topology) -> list[Host]:
+    """A host for each slot, if its machine has that."""
+    hosts = []
+    for i, slot in enumerate(slots):
+        node = node_of(slot.node, machines)
+        name, where = f"{'+'.join(roles)}-{i}", {"node": slot.node, "render": slot.render}
+        if slot.render and slot.render not in node.named:
+            raise PlacementError(f"{not_there(slot.render, node)}, so nothing can be drawn on it")
+        if slot.kind == "cpu":
+            cores = cores_of(slot, node)
+            hosts.append(Host(name, roles, cores, len(cores), **where, gpu=gpu_of(slot.render, node)))
+        else:
+            device = f"{slot.kind}:{slot.devices[0]}"
+            cores = cores_beside(device, node)
+            threads = len(cores) if slot.kind == "gpu" else 1
+            hosts.append(Host(name, roles, cores, threads, **where, device=device, gpu=gpu_of(device, node)))
+    return hosts
 
 
-def cores_of(slot: Slot, offer: Offer) -> tuple[int, ...]:
+def node_of(name: str, machines: Topology) -> Node:
+    """The machine of that name; without one that which the run is started on."""
+    if not name:
+        return machines.nodes[0]
+    if found := next((node for node in machines.nodes if node.name == name), None):
+        return found
+    known = ", ".join(f"{node.name} ({number(node.cores, 'core')})" for node in machines.nodes if node.name)
+    alone = f"this run uses one machine; leave out {name}/, or join a Ray cluster: cluster.address=host:port"
+    raise PlacementError(f"placement names the node {name!r}, but {f'the cluster has {known}' if known else alone}")
+
+
+def cores_of(slot: Slot, node: Node) -> tuple[int, ...]:
     """The core numbers behind a slot, if its machine has them."""
-    cores = offer.cores
+    cores = node.core_numbers
     if slot.devices[-1] >= len(cores):
         have = f"{len(cores)} cores, cpu:0-{len(cores) - 1}" if len(cores) > 1 else "one core, cpu:0"
         raise PlacementError(f"cpu:{span(slot.devices)} is not there: this run may use {have}")
     return tuple(cores[device] for device in slot.devices)
 
 
-def cores_beside(device: str, offer: Offer) -> tuple[int, ...]:
-    """Those that go with a device: GPUs share them out in order, others may use all."""
+def cores_beside(device: str, node: Node) -> tuple[int, ...]:
+    """Those that go with a device: GPUs share out the cores of their NUMA node in order, others may use all."""
     kind = device.partition(":")[0]
-    if kind != "fake" and device not in offer.devices:
-        raise PlacementError(not_there(device, offer))
-    if kind != "gpu":
-        return offer.cores
-    cards = offer.of_kind("gpu")
-    each, place = len(offer.cores) // len(cards), cards.index(device)
-    return offer.cores[place * each : (place + 1) * each] if each else offer.cores
+    if kind != "fake" and device not in node.named:
+        raise PlacementError(not_there(device, node))
+    gpu = gpu_of(device, node)
+    if gpu is None:
+        return node.core_numbers
+    near, cores = node.gpus, node.core_numbers
+    if gpu.numa is not None and gpu.numa < len(node.numa) and node.numa[gpu.numa]:
+        near, cores = tuple(other for other in node.gpus if other.numa == gpu.numa), node.numa[gpu.numa]
+    each, place = len(cores) // len(near), near.index(gpu)
+    return cores[place * each : (place + 1) * each] if each else cores
 
 
-def not_there(device: str, offer: Offer) -> str:
+def gpu_of(device: str, node: Node) -> Gpu | None:
+    return next((gpu for gpu in node.gpus if device == f"gpu:{gpu.index}"), None)
+
+
+def not_there(device: str, node: Node) -> str:
     kind = device.partition(":")[0]
-    if mine := offer.of_kind(kind):
+    if mine := [name for name in node.named if name.startswith(f"{kind}:")]:
         return f"{device} is not there: this run may use {', '.join(mine)}"
     if kind == "gpu":
         return f"{device} is not there: no NVIDIA GPU is seen here"
-    known = sorted({"cpu", "gpu", "fake", *(name.partition(":")[0] for name in offer.devices)})
+    known = sorted({"cpu", "gpu", "fake", *(name.partition(":")[0] for name in node.devices)})
     return (
         f"{device} is not there: devices are {', '.join(known)}, and hardware that the recipe declares: "
         f"cluster.devices=[{device}]"

@@ -14,6 +14,7 @@ from typing import Any
 
 from embodied.placement.curves import Curve, constant, curve_from_json
 from embodied.placement.grammar import PlacementError
+from embodied.placement.layout import DeviceClass
 from embodied.placement.workflow import Workflow, workflow_from_json
 
 FORMAT = "embodied-profile/1"
@@ -32,10 +33,10 @@ class Cost:
     exchange_s: Curve = NOTHING  # per call, by number of workers: what they tell each other (gradients)
     alone: float = 1.0  # how long work takes where no other device of the class does any, next to where all do
     ahead_s: float = 0.0  # per item that is looked at ahead of the calls
-    core_s: float = 0.0  # of CPU cores beside the device, per item and call; shared by all workers of a node
     onload_s: float = 0.0  # to take its memory, once per turn
     offload_s: float | None = None  # to give it back; None: it cannot
     weight_bytes: float = 0.0  # of `bytes`, weights that it need not have in the process of who trains them
+    split_bytes: float = 0.0  # of `bytes`, what its workers divide among them (shards); in `bytes` as if there were one
     kept_bytes: float = 0.0  # stays on the device when the rest was given back
 
 
@@ -60,7 +61,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Profile:
-    """`costs[component][kind]`; a kind is cpu (one core), gpu, fake, or a class of a topology such as gpu-H100."""
+    """`costs[component][kind]`; a kind is cpu (one core), gpu-H100 (of this model), gpu (of any), or fake."""
 
     workflow: Workflow
     costs: Mapping[str, Mapping[str, Cost]]
@@ -74,10 +75,13 @@ class Profile:
         if missing:
             raise PlacementError(f"the profile has no costs for {', '.join(missing)}; measure again")
 
-    def cost(self, component: str, device_class: str, kind: str) -> Cost | None:
+    def cost(self, component: str, on: DeviceClass) -> Cost | None:
         """On devices of this class; None where it does not run."""
         known = self.costs[component]
-        return known.get(device_class, known.get(kind))
+        return next((known[key] for key in on.keys if key in known), None)
+
+    def knows(self, on: DeviceClass) -> bool:
+        return any(self.cost(name, on) for name in self.costs)
 
 
 def read_profile(path: Path) -> Profile:
@@ -140,7 +144,7 @@ def cost_to_json(cost: Cost) -> dict[str, Any]:
     for key in CURVES:
         if getattr(cost, key) != NOTHING:
             content[key] = getattr(cost, key).to_json()
-    for key in ("fixed_s", "alone", "ahead_s", "core_s", "onload_s", "offload_s", "weight_bytes", "kept_bytes"):
+    for key in ("fixed_s", "alone", "ahead_s", "onload_s", "offload_s", "weight_bytes", "split_bytes", "kept_bytes"):
         if getattr(cost, key) != Cost.__dataclass_fields__[key].default:
             content[key] = getattr(cost, key)
     return content

@@ -66,8 +66,7 @@ class LayerSearch:
         self.components = components_of(pricer.workflow, nodes)
         self.groups: dict[tuple, list[Layer]] = {}  # by what decides the mode
         for layer in arrangements(self.components, classes, pricer.runs_on()):
-            if pricer.allowed(layer):
-                self.groups.setdefault(label_of(layer), []).append(layer)
+            self.groups.setdefault(label_of(layer), []).append(layer)
         self._fastest: dict[tuple, Points] = {}
         self._slower: dict[tuple, float] = {}  # labels none of whose splits takes less than this
         self.bound = pricer.least_of(sorted(nodes), stages, chunks)

@@ -173,14 +173,21 @@ class Cycle:
         asked = {name: pricer.station(name, self.asker, at, self.stages, slowed[name]) for name in node}
         self.station = {name: [float(seconds) for seconds in found] for name, found in asked.items()}
         self.workers = {name: int(pricer.count(name, at, self.stages)) for name in self.others}
+        merging = {name: pricer.merging(name, self.asker, at, self.stages) for name in self.others}
+        self.together = {name: int(together) for name, (_, _, together) in merging.items()}
         self.delay = float(pricer.delay(node, self.asker, at, self.stages))
-        self.fixed = max(pricer.cost(name, at[name][0].device_class).fixed_s for name in node)
+        fixed: dict[Zone, float] = defaultdict(float)  # of components that take turns one after the other
+        for name in node:
+            fixed[at[name][0]] += pricer.cost(name, at[name][0].device_class).fixed_s
+        self.fixed = max(fixed.values())
         self.free: dict[str, float] = defaultdict(lambda: start)
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.ticket = count()
         self.turn = [0] * self.num  # stages that each asker has simulated, over all decisions
         self.answered: list[set[int]] = [set() for _ in range(self.num)]  # stages whose answer waits
-        self.waiting: dict[tuple[str, int, int], list[Request]] = defaultdict(list)  # to be answered in one call
+        self.waiting: dict[tuple[str, int, int, int, int], list[Request]] = defaultdict(
+            list
+        )  # to be answered in one call
         self.end = start
 
     def run(self) -> float:
@@ -212,16 +219,17 @@ class Cycle:
         seconds = self.station[name][3 if request.number == self.calls else 0]
         if zone == self.zone:
             self.pass_on([request], hop, self.work(self.device(zone, request.asker), name, now, seconds))
-        elif not self.replay.workflow[name].merges:
-            part = request.asker * self.stages + request.stage
-            worker = part * self.workers[name] // (self.num * self.stages)
-            self.pass_on([request], hop, self.work(self.device(zone, worker), name, now, seconds))
-        else:
-            group = self.waiting[name, request.stage, request.number]
-            group.append(request)
-            if len(group) == self.num:
-                ends = [self.work(self.device(zone, w), name, now, seconds) for w in range(self.workers[name])]
-                self.pass_on(group, hop, max(ends))
+            return
+        worker = self.worker_of(name, request.asker, request.stage)
+        mine = [asker for asker in range(self.num) if self.worker_of(name, asker, request.stage) == worker]
+        call, most = mine.index(request.asker) // self.together[name], self.together[name]
+        group = self.waiting[name, worker, request.stage, request.number, call]
+        group.append(request)
+        if len(group) == min(most, len(mine) - call * most):
+            self.pass_on(group, hop, self.work(self.device(zone, worker), name, now, seconds))
+
+    def worker_of(self, name: str, asker: int, stage: int) -> int:
+        return (asker * self.stages + stage) * self.workers[name] // (self.num * self.stages)
 
     def pass_on(self, requests: list[Request], hop: int, when: float) -> None:
         for request in requests:

@@ -38,12 +38,9 @@ def make_table(component: Component, cost: Cost, on: DeviceClass, stages: int) -
     workers = np.minimum(np.maximum(count, 1), component.items)
     size = -(-component.items // workers)
     seconds = cost.seconds.at(size / stages)
-    if cost.core_s:
-        cores = on.num_cores * np.minimum(1.0, workers / on.num_nodes)
-        seconds = np.maximum(seconds, cost.core_s * (component.items / stages) / np.maximum(cores, 1e-9))
     if not component.splits:
         seconds = component.calls * (seconds + cost.exchange_s.at(workers)) + cost.fixed_s
-    used = cost.bytes.at(size)
+    used = cost.bytes.at(size) - cost.split_bytes * (1 - 1 / workers)
     allowed = (count > 0) & (used <= on.memory_bytes)
     if component.even or component.splits:
         allowed &= component.items % (workers * stages) == 0

@@ -1,8 +1,8 @@
 """What machines there are to plan for: nodes with GPUs, cores and other devices. Nothing is probed here.
 
-    8xGPU        one node with eight GPUs of 80 GB and sixteen cores each
+    8xGPU        one node with eight GPUs of 80 GB, sixteen cores to each, and 8 GB of memory to each core
     64x8xGPU     64 such nodes; H100, A100, L4 ... may stand for GPU (memory from the table below)
-    16xCPU       one node with sixteen cores
+    16xCPU       one node with sixteen cores and as much to each
     file.yaml    nodes one by one:
                    nodes:
                      - {name: big, count: 2, gpus: 8, gpu: H100, gpu_memory_gb: 80, cores: 128, memory_gb: 1024}
@@ -19,12 +19,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodied.placement.grammar import PlacementError, number, span
+from embodied.placement.grammar import PlacementError, number
 from embodied.placement.layout import DeviceClass
 
 GB = 1e9
 GPU_GB = {"GPU": 80.0, "H200": 141.0, "H100": 80.0, "A100": 80.0, "L40S": 48.0, "A10": 24.0, "L4": 24.0, "T4": 16.0}
 CORES_PER_GPU = 16
+CORE_GB = 8.0  # of the machine's memory, for each of its cores
 TEXT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w-]*)")
 EXAMPLES = "examples: 8xGPU, 64x8xGPU, 8xH100, 16xCPU, 4xFAKE, or a file.yaml"
 NODE_KEYS = ("name", "count", "gpus", "gpu", "gpu_memory_gb", "cores", "memory_gb", "devices")
@@ -32,11 +33,13 @@ NODE_KEYS = ("name", "count", "gpus", "gpu", "gpu_memory_gb", "cores", "memory_g
 
 @dataclass(frozen=True)
 class Gpu:
-    index: int
+    index: int  # among those of its node that a run may use: gpu:0 is the first of these
     model: str = "GPU"
     memory_bytes: float = GPU_GB["GPU"] * GB
     numa: int | None = None
     render: str = ""  # the file through which EGL and Vulkan reach it, such as renderD128
+    card: int | None = None  # among all of its machine by PCI address, as nvidia-smi counts; None: where none was seen
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,15 +48,31 @@ class Node:
     cores: int
     gpus: tuple[Gpu, ...] = ()
     memory_bytes: float = float("inf")
-    numa: tuple[tuple[int, ...], ...] = ()  # cores of every NUMA node
+    numa: tuple[tuple[int, ...], ...] = ()  # cores of every NUMA node, by its number
     devices: tuple[str, ...] = ()  # named hardware: arm:0
     fakes: int = 0
+    core_ids: tuple[int, ...] = ()  # the system's numbers of the cores; (): 0, 1, 2, ...
+
+    @property
+    def core_numbers(self) -> tuple[int, ...]:
+        return self.core_ids or tuple(range(self.cores))
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """What there is besides cores, as placements name it."""
+        return (*(f"gpu:{gpu.index}" for gpu in self.gpus), *self.devices)
 
 
 @dataclass(frozen=True)
 class Topology:
+    """Machines that a run may use. The first is the one it is started on."""
+
     nodes: tuple[Node, ...]
     name: str = ""  # as it was asked for
+
+    @property
+    def gpus(self) -> int:
+        return sum(len(node.gpus) for node in self.nodes)
 
     def classes(self) -> list[DeviceClass]:
         """GPUs by model, then fake devices, then cores."""
@@ -61,9 +80,9 @@ class Topology:
         classes = [self._gpus(model, "gpu" if len(models) == 1 else f"gpu-{model}") for model in models]
         fakes = sum(node.fakes for node in self.nodes)
         if fakes:
-            classes.append(DeviceClass("fake", "fake", fakes, GPU_GB["GPU"] * GB, len(self.nodes), self.cores))
+            classes.append(DeviceClass("fake", "fake", fakes, GPU_GB["GPU"] * GB, len(self.nodes)))
         memory = min((node.memory_bytes / node.cores for node in self.nodes if node.cores), default=0.0)
-        return [*classes, DeviceClass("cpu", "cpu", self.cores, memory, len(self.nodes), self.cores)]
+        return [*classes, DeviceClass("cpu", "cpu", self.cores, memory, len(self.nodes))]
 
     @property
     def cores(self) -> int:
@@ -73,13 +92,14 @@ class Topology:
         nodes = [node for node in self.nodes if any(gpu.model == model for gpu in node.gpus)]
         gpus = [gpu for node in nodes for gpu in node.gpus if gpu.model == model]
         memory = min(gpu.memory_bytes for gpu in gpus)
-        return DeviceClass(name, "gpu", len(gpus), memory, len(nodes), sum(node.cores for node in nodes))
+        return DeviceClass(name, "gpu", len(gpus), memory, len(nodes), model)
 
     def describe(self) -> list[str]:
         """A line for every kind of node."""
         kinds: dict[Node, list[str]] = {}
         for node in self.nodes:
-            plain = replace(node, name="", numa=(), gpus=tuple(replace(g, numa=None, render="") for g in node.gpus))
+            gpus = tuple(Gpu(gpu.index, gpu.model, gpu.memory_bytes) for gpu in node.gpus)
+            plain = replace(node, name="", numa=(), core_ids=(), gpus=gpus)
             kinds.setdefault(plain, []).append(node.name)
         return [f"{number(len(names), 'node')}: {describe_node(node)}" for node, names in kinds.items()]
 
@@ -91,9 +111,12 @@ def describe_node(node: Node) -> str:
         parts.append(f"{len(gpus)} x {model}, {gpus[0].memory_bytes / GB:.0f} GB each")
     parts += [number(node.fakes, "fake device")] if node.fakes else []
     parts.append(number(node.cores, "core"))
-    if len(node.numa) > 1:
-        parts.append("NUMA " + " / ".join(span(cores) for cores in node.numa))
     return ", ".join([*parts, *node.devices])
+
+
+def one_machine(cores: tuple[int, ...]) -> Topology:
+    """A machine with these cores, and nothing else."""
+    return Topology((Node("", len(cores), core_ids=cores),))
 
 
 def read_topology(text: str) -> Topology:
@@ -114,6 +137,7 @@ def read_topology(text: str) -> Topology:
     else:
         gpus = tuple(Gpu(i, model, GPU_GB[model] * GB) for i in range(count))
         one = Node("", cores=count * CORES_PER_GPU, gpus=gpus)
+    one = replace(one, memory_bytes=one.cores * CORE_GB * GB)
     return Topology(tuple(replace(one, name=f"node{i}") for i in range(nodes)), text)
 
 

@@ -26,7 +26,7 @@ class Component:
     items: int
     even: bool = False  # every worker gets the same number of items (envs), so their number divides `items`
     splits: bool = False  # in a cycle: its workers split their items into stages, and each stage asks on its own
-    merges: bool = False  # in a cycle: a worker answers all that wait for it in one call, else one after the other
+    merges: int = 1  # in a cycle: a worker answers questions that wait for it in one call, up to so many items
     streams: bool = False  # begins before its input is whole, with what has arrived
     ahead: int = 0  # items that it looks at in an iteration as they come, before its calls, which need all of them
 
@@ -135,13 +135,20 @@ def workflow_from_json(content: Mapping[str, Any]) -> Workflow:
 
 
 def embodied_workflow(
-    num_envs: int, decisions: int, learner_calls: int, learner_items: int, env_steps: int, ahead: int = 0, **more: Any
+    num_envs: int,
+    decisions: int,
+    learner_calls: int,
+    learner_items: int,
+    env_steps: int,
+    ahead: int = 0,
+    merges: int = 1,
+    **more: Any,
 ) -> Workflow:
     """Sims and policies in a cycle, trajectories to the learner, weights to the next iteration."""
     return Workflow(
         components=(
             Component("sim", decisions, num_envs, even=True, splits=True),
-            Component("policy", decisions, num_envs),
+            Component("policy", decisions, num_envs, merges=merges),
             Component("learner", learner_calls, learner_items, ahead=ahead),
         ),
         edges=(

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from embodied.arrays import as_asked, host, tensor_of
 from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
@@ -151,9 +150,20 @@ class ActorCritic(Policy):
         return logprobs, (log_std + (0.5 + HALF_LOG_2PI)).expand_as(head)
 
 
+class EmptyLinear(nn.Linear):
+    """Without weights of its own: they are drawn by the run's seed, or loaded. (`torch.nn.utils.skip_init` would import
+    half a second of symbolic mathematics into every process.)"""
+
+    def reset_parameters(self) -> None: ...
+
+
+class EmptyConv2d(nn.Conv2d):
+    def reset_parameters(self) -> None: ...
+
+
 def mlp(inputs: int, hidden: tuple[int, ...], outputs: int, activation: str, dtype: torch.dtype) -> nn.Sequential:
     layers: list[nn.Module] = []
     for width in hidden:
-        layers += [skip_init(nn.Linear, inputs, width, dtype=dtype), ACTIVATIONS[activation]()]
+        layers += [EmptyLinear(inputs, width, dtype=dtype), ACTIVATIONS[activation]()]
         inputs = width
-    return nn.Sequential(*layers, skip_init(nn.Linear, inputs, outputs, dtype=dtype))
+    return nn.Sequential(*layers, EmptyLinear(inputs, outputs, dtype=dtype))

@@ -95,8 +95,8 @@ class Policy(nn.Module):
         return None
 
     def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
-        """How badly it predicts demonstrated actions [B, horizon, A]: a loss for each number [B, horizon, A]. `inputs`
-        holds "obs" and "actions"."""
+        """How badly it predicts demonstrated actions [B, horizon, A]: a loss for each number [B, horizon, A], or one
+        for each item [B]. `inputs` holds "obs", "actions", and which of these there are, "mask" [B, horizon]."""
         return -self.forward(inputs).logprobs
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
-from torch.nn.utils import skip_init
 
 from embodied.arrays import as_asked, tensor_of
 from embodied.data import EnvSpec, Observation, PolicyOutput
 from embodied.errors import ConfigError
-from embodied.policies.actor_critic import ActorCritic, mlp
+from embodied.policies.actor_critic import ActorCritic, EmptyConv2d, EmptyLinear, mlp
 from embodied.policies.base import Scores
 from embodied.policies.config import CNNConfig
 
@@ -98,7 +97,7 @@ def trunk(camera: str, size: tuple[int, int, int], config: CNNConfig, dtype: tor
                 f"policy.kernels={list(config.kernels)} with policy.strides={list(config.strides)} need larger images "
                 f"than camera {camera!r} has ({size[0]}x{size[1]}): a layer would get {height}x{width}"
             )
-        layers += [skip_init(nn.Conv2d, inputs, outputs, kernel, stride, dtype=dtype), nn.ReLU()]
+        layers += [EmptyConv2d(inputs, outputs, kernel, stride, dtype=dtype), nn.ReLU()]
         height, width, inputs = (height - kernel) // stride + 1, (width - kernel) // stride + 1, outputs
-    flat = skip_init(nn.Linear, inputs * height * width, config.features, dtype=dtype)
+    flat = EmptyLinear(inputs * height * width, config.features, dtype=dtype)
     return nn.Sequential(*layers, nn.Flatten(), flat, nn.ReLU())

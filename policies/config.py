@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
@@ -60,8 +60,13 @@ class CNNConfig(ActorCriticConfig):
         return self
 
 
+MERGED_ROWS = 64  # of a large network, most of whose time goes into reading its weights
+
+
 class VLAConfig(Strict):
     """What vision-language-action families have in common."""
+
+    merged_rows: ClassVar = MERGED_ROWS
 
     pretrained: str | None = Field(
         None, description="Folder of a published model, or of a policy of ours; its weights are the initial ones."
@@ -79,6 +84,20 @@ class VLAConfig(Strict):
         None, gt=0, description="Train adapters of this rank beside frozen weights (LoRA); null: train all weights."
     )
     lora_scale: float = Field(1.0, gt=0, description="What an adapter's effect is multiplied by: its alpha / rank.")
+    lora_targets: Literal["linear", "reference"] | tuple[str, ...] = Field(
+        "linear",
+        description="Which layers get one. linear: linear layers that are used, without lm_head; reference: all that "
+        "the published recipes adapt (peft 0.11's all-linear), lm_head, patches and SigLIP's pooling too; or their "
+        "names, or how these end.",
+    )
+    lora_init: Literal["kaiming", "gaussian"] = Field(
+        "kaiming",
+        description="How an adapter's first matrix begins: as peft's default, or with deviation 1 / rank, as OpenVLA's "
+        "recipe asks for.",
+    )
+    lora_path: str | None = Field(
+        None, description="Folder of adapters that peft saved, to begin with; rank, scale and targets are theirs."
+    )
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
     compile: bool = Field(
         False,
@@ -100,6 +119,16 @@ class PrismaticConfig(VLAConfig):
     )
     crop_area: float = Field(
         1.0, gt=0, le=1, description="Part of the image it looks at; 0.9 for models tuned on randomly cropped images."
+    )
+    sft_loss: Literal["actions", "vocabulary"] = Field(
+        "actions",
+        description="What imitation of tokens teaches: which action token; or, as upstream, which of all words, and "
+        "the stop token behind them.",
+    )
+    rlds_images: bool = Field(
+        False,
+        description="Frames first pass through JPEG and TensorFlow's Lanczos filter, as in the data sets that "
+        "published LIBERO models were tuned on and in their evaluations.",
     )
 
 
@@ -139,6 +168,8 @@ class OpenVLAOFTConfig(PrismaticConfig):
 
 
 class Pi0Config(Strict):
+    merged_rows: ClassVar = MERGED_ROWS
+
     name: Literal["pi0", "pi05"] = Field(
         description="Images, state and an instruction in, a chunk of actions out of noise: Pi0 and Pi0.5."
     )
@@ -185,6 +216,10 @@ class Pi0Config(Strict):
         "all", description="expert: what sees and reads is frozen, only what acts is trained."
     )
     detach_value: bool = Field(False, description="The value's error trains nothing but the value's own weights.")
+    augment: bool = Field(
+        False,
+        description="Imitation sees pictures cropped, turned and coloured at random, as in openpi's training.",
+    )
     lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
     lora_scale: float = Field(1.0, gt=0, description="As for openvla.")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")

@@ -6,6 +6,7 @@ has no weights yet (or lost them) is stale and refuses to act.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -17,22 +18,29 @@ from embodied.arrays import finite_rows
 from embodied.data import ActReply, ActRequest, Array, AskAgain, EnvSpec, Observation, PolicyOutput
 from embodied.errors import Unusable, WrongShape
 from embodied.policies import make_policy
+from embodied.policies.merging import Merging, Questions, cut, cut_output, num_rows, side_by_side
 from embodied.runtime import Channel, Needs, Worker
 from embodied.runtime.blobs import Blob, blob_of, tensor_of
+from embodied.runtime.gpu_memory import Computing, give_back_unused
 from embodied.runtime.residence import Belongings, num_bytes
 from embodied.runtime.weights import Publication, WeightReader
 
+ONE_BY_ONE = Merging()
 COMPILING_S = 900.0  # at most, on a busy machine
 
 
 class PolicyWorker(Worker):
-    def __init__(self, config, seed: int, precision: str = "full", device: str = "cpu") -> None:
+    def __init__(
+        self, config, seed: int, precision: str = "full", device: str = "cpu", merging: Merging = ONE_BY_ONE
+    ) -> None:
         """`precision` is the learner's: log-probs must agree."""
         self.config = config
         self.seed = seed
         self.device = device
         self.bf16 = precision == "bf16"
+        self.merging = merging
         self.weights = WeightReader()
+        self.computing = Computing()
         self.shares = False  # its weights are a learner's
         self.cache_bytes = 0  # the most that it acted in so far
         self.valued: dict[str, tuple[tuple[str, int], Observation]] = {}  # stage -> its last question of values only
@@ -49,11 +57,11 @@ class PolicyWorker(Worker):
         return {name: blob_of(tensor) for name, tensor in weights.items()}
 
     def needs(self, shared: bool = False) -> Needs:
-        """Its weights, unless it acts with those of a learner, and the memory it acts in."""
+        """Its weights, unless it acts with those of a learner, and the memory it acts in: as much as it took so far."""
         self.shares = shared
         weights = [] if shared else self._weights()
         self.cache_bytes = max(self.cache_bytes, num_bytes(self.policy.cache_tensors()))
-        return Needs(num_bytes(weights) + self.cache_bytes)
+        return Needs(num_bytes(weights) + self.cache_bytes + self.computing.num_bytes)
 
     def onload(self) -> None:
         self.belongings.onload()
@@ -62,6 +70,7 @@ class PolicyWorker(Worker):
         if not self.belongings.away:
             weights = {} if self.shares else {"weights": self._weights()}
             self.belongings.offload(weights | {"cache": self.policy.cache_tensors()}, emptied=("cache",))
+            give_back_unused()
 
     def _weights(self) -> list[torch.Tensor]:
         return [*self.policy.parameters(), *self.policy.buffers()]
@@ -87,20 +96,44 @@ class PolicyWorker(Worker):
         stream: str = "train",
     ) -> int:
         """Answer these sources with this version until one says that nobody asks any more; others are of an earlier
-        round. Returns the number of decisions."""
-        decisions = 0
-        while not (request := self._next(requests)).done:
-            if request.source not in replies:
-                continue
-            whole = self.completed(request)
-            if whole is None:
+        round. Returns the number of decisions. What waits is answered together, as far as `merging` says."""
+        decisions, questions = 0, Questions(requests, replies, self.merging)
+        while taken := self._take(questions):
+            whole = [(request, self.completed(request)) for request in taken]
+            for request in (request for request, known in whole if known is None):
                 replies[request.source].put(AskAgain(request.source))
-                continue
-            with self.timers.measure("act"), self.weights.acting(version), self._patience():
-                reply = self._answer(whole, temperature, stream)
-            decisions += 0 if reply.output is None else len(reply.values)
-            replies[request.source].put(reply)
+            for reply in self._answers([known for _, known in whole if known], version, temperature, stream):
+                decisions += 0 if reply.output is None else len(reply.values)
+                replies[reply.source].put(reply)
         return decisions
+
+    def _answers(self, requests: list[ActRequest], version: int, temperature: float, stream: str) -> Iterator[ActReply]:
+        """Together; where that fails each by itself, so that one bad question leaves no other without an answer."""
+        if not requests:
+            return
+        try:
+            with (
+                self.timers.measure("act"),
+                self.computing.counted(),
+                self.weights.acting(version),
+                self._patience(),
+            ):
+                replies = self._answer(requests, temperature, stream)
+        except Exception as err:
+            if len(requests) == 1:
+                raise
+            print(f"{len(requests)} questions are answered one by one: {type(err).__name__}: {err}", flush=True)
+        else:
+            yield from replies
+            return
+        failure: Exception | None = None
+        for request in requests:
+            try:
+                yield from self._answers([request], version, temperature, stream)
+            except Exception as err:
+                failure = failure or err
+        if failure:
+            raise failure
 
     def _patience(self) -> AbstractContextManager[None]:
         """Networks that are compiled when they are first asked take their time."""
@@ -116,37 +149,56 @@ class PolicyWorker(Worker):
         question, obs = self.valued.pop(stage, (None, None))
         return replace(request, obs=obs) if question == request.same_as else None
 
-    def _next(self, requests: Channel) -> ActRequest:
+    def _take(self, questions: Questions) -> list[ActRequest]:
         with self.timers.measure("wait"):
-            return requests.get()
+            return questions.take()
 
-    def _answer(self, request: ActRequest, temperature: float, stream: str) -> ActReply:
-        output, final_values = None, None
+    def _answer(self, requests: list[ActRequest], temperature: float, stream: str) -> list[ActReply]:
+        """One call of the policy for all decisions, one for values alone, one for those of final observations."""
+        numbered = dict(enumerate(requests))
         with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
-            if request.final_obs is not None:
-                final_values = self.policy.value(request.final_obs)
-            if request.value_only:
-                values = self.policy.value(request.obs)
-            else:
-                output = self.policy.act(request.obs, self._noise(request, stream), temperature)
-                check_output(output, len(request.episodes), self.action_dim)
-                values = output.values
-                self._check_finite("actions", output.actions)
-                self._check_finite("log-probs", output.logprobs)
-        for each in (values, final_values):
-            if each is not None and each.ndim != 1:
-                raise WrongShape(f"the policy's values are of shape {list(each.shape)}, it must be one per env row")
+            final_values = self._values({i: r.final_obs for i, r in numbered.items() if r.final_obs is not None})
+            values = self._values({i: r.obs for i, r in numbered.items() if r.value_only})
+            outputs = self._act({i: r for i, r in numbered.items() if not r.value_only}, temperature, stream)
+        values |= {i: output.values for i, output in outputs.items()}
+        version = self.weights.version
+        return [
+            ActReply(r.source, r.number, outputs.get(i), values[i], final_values.get(i), version)
+            for i, r in numbered.items()
+        ]
+
+    def _act(self, requests: dict[int, ActRequest], temperature: float, stream: str) -> dict[int, PolicyOutput]:
+        if not requests:
+            return {}
+        asked = list(requests.values())
+        noise = self._noise(asked, stream)
+        output = self.policy.act(side_by_side([request.obs for request in asked]), noise, temperature)
+        check_output(output, len(noise), self.action_dim)
+        for what in ("actions", "logprobs", "values"):
+            self._check_finite(what.replace("logprobs", "log-probs"), getattr(output, what))
+        return dict(zip(requests, cut_output(output, [len(request.episodes) for request in asked]), strict=True))
+
+    def _values(self, observations: dict[int, Observation]) -> dict[int, Array]:
+        if not observations:
+            return {}
+        counts = [num_rows(obs) for obs in observations.values()]
+        values = self.policy.value(side_by_side(list(observations.values())))
+        if list(values.shape) != [sum(counts)]:
+            raise WrongShape(f"the policy's values are of shape {list(values.shape)}, it must be one per env row")
         self._check_finite("values", values)
-        return ActReply(request.source, request.number, output, values, final_values, self.weights.version)
+        return dict(zip(observations, cut(values, counts), strict=True))
 
     def _check_finite(self, what: str, numbers: Array) -> None:
         if not (finite := finite_rows(numbers)).all():
             rows = np.flatnonzero(~finite)
             raise Unusable(f"the policy's {what} are NaN or infinite for rows {rows[:8].tolist()}")
 
-    def _noise(self, request: ActRequest, stream: str) -> np.ndarray:
+    def _noise(self, requests: list[ActRequest], stream: str) -> np.ndarray:
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
-        return draw(self.seed, f"act/{stream}", request.episodes, request.decisions, self.noise.width)
+        episodes, decisions = (
+            np.concatenate(part) for part in zip(*((r.episodes, r.decisions) for r in requests), strict=True)
+        )
+        return draw(self.seed, f"act/{stream}", episodes, decisions, self.noise.width)
 
 
 def check_output(output: PolicyOutput, num: int, dim: int) -> None:

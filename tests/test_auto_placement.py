@@ -7,12 +7,13 @@ import pytest
 from embodied import commands
 from embodied.auto import plan_from_profile
 from embodied.config import load
-from embodied.placement import PlacementError
+from embodied.placement import PlacementError, Topology
 from embodied.placement.curves import Curve, constant
-from embodied.placement.profile import Cost, Profile, Sync, write_profile
-from embodied.placement.topology import read_topology
+from embodied.placement.explain import why_not
+from embodied.placement.profile import Cost, Profile, Sync, read_profile, write_profile
+from embodied.placement.topology import GB, Gpu, Node, one_machine, read_topology
 from embodied.plan import plan
-from embodied.profiles import cost_key, profile_path, workflow_of
+from embodied.profiles import cost_key, device_counts, profile_for, profile_path, workflow_of
 
 ENVS = ("recipe=pointmass_ppo", "env.num_envs=8", "algo.rollout_decisions=8", "algo.minibatch_size=32")
 
@@ -21,16 +22,30 @@ def recipe(tmp_path, *more):
     return load([*ENVS, f"run.dir={tmp_path}", *more]).config
 
 
-def store(config, sim, copy_s=0.0, cores=2):
-    costs = {"sim": sim, "policy": constant(0.001), "learner": constant(0.001)}
-    made = {"key": cost_key(config), "cores": cores, "date": "2026-01-02T03:04:05+00:00", "stages": [1, 2]}
-    sync = Sync(0, constant(copy_s))
-    profile = Profile(workflow_of(config), {name: {"cpu": Cost(c)} for name, c in costs.items()}, sync, made=made)
-    write_profile(profile, profile_path(config))
+TWO = one_machine((0, 1))
+H200 = Topology((Node("", 16, (Gpu(0, "H200", 141 * GB),)),))
+CLUSTER = Topology((Node("one", 2), Node("two", 2)))
+
+
+def store(config, sim, copy_s=0.0, machines=TWO, networks="cpu", **made):
+    costs = {"sim": {"cpu": Cost(sim)}, "policy": {networks: Cost(constant(0.001))}}
+    costs["learner"] = costs["policy"]
+    made = {"key": cost_key(config), "date": "2026-01-02T03:04:05+00:00", "stages": [1, 2], **made}
+    made |= {"devices": device_counts(machines), "nodes": len(machines.nodes)} if machines else {}
+    profile = Profile(workflow_of(config), costs, Sync(0, constant(copy_s)), made=made)
+    path = profile_path(config, made)
+    write_profile(profile, path)
+    return path
+
+
+def auto(config, machines=TWO):
+    path, why_none = profile_for(config, machines)
+    assert path, why_none
+    return plan_from_profile(config, machines, path)
 
 
 def test_without_a_profile_auto_follows_its_rule(tmp_path):
-    assert plan_from_profile(recipe(tmp_path), (0, 1)) is None
+    assert profile_for(recipe(tmp_path), TWO) == (None, "")
     _, plan = commands.planned(recipe(tmp_path))
     assert plan.reason.startswith("collocated: sims and learners take turns")
 
@@ -38,7 +53,7 @@ def test_without_a_profile_auto_follows_its_rule(tmp_path):
 def test_sims_that_divide_are_collocated(tmp_path):
     config = recipe(tmp_path)
     store(config, Curve((1, 8), (0.01, 0.08)))
-    _, plan = plan_from_profile(config, (0, 1))
+    _, plan = auto(config)
     assert [host.roles for host in plan.hosts][:2] == [("sim", "policy")] * 2
     assert plan.mode == "auto"
     assert "collocated: the fastest by the profile measured here (02 Jan 2026" in plan.reason
@@ -48,15 +63,67 @@ def test_sims_that_divide_are_collocated(tmp_path):
 def test_weights_that_are_dear_to_hand_over_stay_in_one_process(tmp_path):
     config = recipe(tmp_path)
     store(config, constant(0.01), copy_s=5.0)
-    _, plan = plan_from_profile(config, (0, 1))
+    _, plan = auto(config)
     assert [host.roles for host in plan.hosts] == [("sim",), ("policy", "learner")]
     assert "hybrid" in plan.reason
 
 
-def test_a_profile_of_another_number_of_cores_is_not_used(tmp_path):
+@pytest.mark.parametrize(
+    ("measured", "there", "why"),
+    [
+        (one_machine(tuple(range(64))), TWO, "measured on 64 cores, this machine has 2 cores"),
+        (TWO, H200, "measured on 2 cores, this machine has 1 GPU (H200) and 16 cores"),
+        (read_topology("1xH100"), H200, "measured on 1 GPU (H100) and 16 cores, this machine has 1 GPU (H200)"),
+        (TWO, CLUSTER, "measured on 2 cores, this run has 4 cores of 2 nodes"),
+        (read_topology("4xCPU"), CLUSTER, "measured on 4 cores, this run has 4 cores of 2 nodes"),
+    ],
+)
+def test_a_profile_of_other_machines_is_not_used_and_it_is_said_why(tmp_path, monkeypatch, measured, there, why):
     config = recipe(tmp_path)
-    store(config, constant(0.1), cores=64)
-    assert plan_from_profile(config, (0, 1)) is None
+    path = store(config, constant(0.1), machines=measured)
+    assert profile_for(config, there)[0] is None
+    monkeypatch.setattr(commands, "machines", lambda config: there)
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": "ray"})})
+    _, plan = commands.planned(config)
+    assert f"{path} does not count: {why}" in plan.reason
+
+
+def test_a_profile_from_before_devices_were_named_holds_for_its_cores(tmp_path):
+    config = recipe(tmp_path)
+    store(config, constant(0.1), machines=None, cores=2)
+    assert profile_for(config, TWO)[0]
+
+
+def test_of_profiles_of_several_machines_that_of_these_is_used(tmp_path):
+    config = recipe(tmp_path)
+    mine = store(config, constant(0.1))
+    assert store(config, constant(0.1), machines=H200, networks="gpu-H200") != mine
+    assert profile_for(config, TWO)[0] == mine
+
+
+def test_beside_a_gpu_the_plan_of_the_profile_puts_networks_there_and_sims_on_cores(tmp_path):
+    config = recipe(tmp_path)
+    store(config, Curve((1, 8), (0.01, 0.08)), machines=H200, networks="gpu-H200")
+    _, plan = auto(config, H200)
+    assert {(host.roles, host.device) for host in plan.hosts} == {(("sim",), ""), (("policy", "learner"), "gpu:0")}
+    assert plan.count("sim") == 8  # a row each; the other eight cores have none
+    assert "hybrid: the fastest by the profile measured here" in plan.reason
+
+
+def test_with_one_gpu_it_is_said_that_policies_and_learners_cannot_have_one_each(tmp_path):
+    config = recipe(tmp_path)
+    profile = read_profile(store(config, Curve((1, 8), (0.01, 0.08)), machines=H200, networks="gpu-H200"))
+    assert why_not(plan(profile, H200).planner, "disaggregated") == (
+        "policy, learner need 2 of gpu-H200 of their own, and there is 1"
+    )
+
+
+def test_on_a_cluster_the_plan_of_the_profile_uses_the_cores_of_all_nodes(tmp_path):
+    config = recipe(tmp_path)
+    store(config, Curve((1, 8), (0.01, 0.08)), machines=CLUSTER)
+    _, plan = auto(config, CLUSTER)
+    assert {host.node for host in plan.hosts if "sim" in host.roles} == {"one", "two"}
+    assert plan.count("sim") == 4
 
 
 def heavy(config):
@@ -78,11 +145,12 @@ def test_a_limit_of_memory_is_planned_for_as_a_run_keeps_to_it(tmp_path, memory_
 def test_memory_that_holds_no_mode_is_refused_with_the_arithmetic(tmp_path):
     config = recipe(tmp_path, "cluster.memory_gb=0.00009")
     profile = heavy(config)
-    write_profile(replace(profile, made={**profile.made, "key": cost_key(config), "cores": 2}), profile_path(config))
+    made = {**profile.made, "key": cost_key(config), "cores": 2}
+    write_profile(replace(profile, made=made), profile_path(config))
     with pytest.raises(
         PlacementError, match=r"collocated: the fastest, .*, needs 0.00013 GB on each cpu, which has 9e-05"
     ):
-        plan_from_profile(config, (0, 1))
+        auto(config)
 
 
 @pytest.mark.parametrize("placement", ["collocated", "hybrid"])

@@ -5,16 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from embodied import benchmark, profiling
+from embodied import benchmark, calibration, profiling
 from embodied.algorithms.schedules import learning_rates
 from embodied.config import load
 from embodied.errors import ConfigError
+from embodied.learners.memory import size_of
 from embodied.placement import make_plan
 from embodied.placement.costs import Pricer
 from embodied.placement.curves import Curve, constant
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile
 from embodied.placement.workflow import traced_edges
+from embodied.probe_channels import copied
 from embodied.probing import ProbeWorker, num_decisions, real
 from embodied.profiles import cost_key, newest_profile, repeated, workflow_of
 from embodied.reporting.benchmark import describe, paired_ratio, timeline
@@ -31,7 +33,7 @@ def rounds(*seconds, steps=100):
 
 def result(**measured):
     expected = {mode: {"seconds": 1.0 + i, "env_steps_per_s": 100, "layout": mode} for i, mode in enumerate(measured)}
-    found = benchmark.Result("reach", 4, 2, expected, {"disaggregated": "needs 3 devices"})
+    found = benchmark.Result("reach", 4, {"cpu": 2}, 1, expected, {"disaggregated": "needs 3 devices"})
     found.rounds = {mode: rounds(*seconds) for mode, seconds in measured.items()}
     found.idle = dict.fromkeys(measured, 0.25)
     found.peak_bytes = dict.fromkeys(measured, 10**8)
@@ -91,6 +93,10 @@ def test_amounts_of_work_do_not_change_the_costs_but_the_policy_does():
     changes = ("env.num_envs=4", "env.num_envs=8", "policy.hidden=[8]")
     one, two, other = (load([*same, change]).config for change in changes)
     assert cost_key(one) == cost_key(two) != cost_key(other)
+    plain, decayed, compared = (
+        load(["recipe=pointmass_ppo", *more]).config for more in ([], ["algo.weight_decay=0.1"], ["algo.kl_coef=0.1"])
+    )
+    assert cost_key(plain) == cost_key(decayed) != cost_key(compared)
     assert workflow_of(one)["learner"].calls == 4 * 2  # 4 epochs of 8 x 4 items in minibatches of 16
     assert workflow_of(two)["sim"].items == 8
 
@@ -107,8 +113,8 @@ def test_what_a_real_run_takes_besides_goes_where_it_belongs():
     pricer = Pricer(workflow, profile, [DeviceClass("cpu", "cpu", 2, 1e12)])
     layout = Layout(((Zone(("sim", "policy"), "cpu", 2),), (Zone(("learner",), "cpu", 2),)))
     update_s = 8 * 0.15 + 0.03  # of it 8 times 0.05 s between learners, and 0.03 s once
-    seen = profiling.Seen(8 * 0.25, update_s, sync_s=0.4, publish_s=0.02, rest_s=0.01, edges=workflow.edges)
-    taken = profiling.take_over(profile, pricer, layout, seen, 2)
+    seen = calibration.Seen(8 * 0.25, update_s, sync_s=0.4, publish_s=0.02, rest_s=0.01, edges=workflow.edges)
+    taken = calibration.with_turns(profile, pricer, layout, seen)
     assert taken.costs["sim"]["cpu"].seconds.at(1) == pytest.approx(0.15)
     learner = taken.costs["learner"]["cpu"]
     assert (learner.exchange_s.at(2), learner.fixed_s) == pytest.approx((0.05, 0.03))
@@ -142,6 +148,52 @@ def test_parts_are_measured_again_and_again_with_the_same_envs(arguments):
     probes.forget(2)
 
 
+@pytest.mark.parametrize("arguments", [SMALL, GROUPED])
+def test_sims_are_measured_without_a_policy_and_networks_with_few_rows_many_times_over(arguments):
+    config = load([*arguments]).config
+    sims = real(ProbeWorker, config, parts=("sim",), tick=lambda: None)
+    assert {*sims.rollout(4, 4, 1).seconds} == {"sim"}
+    assert sims.parts[4].policy is None
+    networks = real(ProbeWorker, config, parts=("policy", "learner"), tick=lambda: None)
+    asked = []
+    act = networks._part(4).policy.policy.act
+    networks._part(4).policy.policy.act = lambda obs, *more: asked.append(len(obs["state"])) or act(obs, *more)
+    samples = networks.rollout(12, 4, 1)
+    assert "sim" not in samples.seconds and samples.seconds["policy"] and not samples.reset_s
+    assert {*networks.parts} == {4} and {*asked} == {12}  # a sim of four rows, asking like three
+    assert num_decisions(networks.parts[4].kept.get()) == 12 * 4
+    assert min(networks.update(12, 24, 1)["step"]) > 0
+
+
+def test_what_a_policy_and_a_learner_with_shards_need_is_what_a_run_counts():
+    config = load([*SMALL]).config
+    probes = real(ProbeWorker, config, tick=lambda: None)
+    probes.rollout(2, 4, 1)
+    policy = probes.parts[2].policy
+    policy.cache_bytes = 1000  # it acts in
+    moves = probes.moves(2)
+    assert moves["policy"].bytes == moves["policy"].weight_bytes + 1000 == policy.needs().num_bytes
+    sharing = config.model_copy(update={"learner": config.learner.model_copy(update={"shard": True})})
+    probes.config = sharing
+    split = probes.moves(2)["learner"]
+    parameters = list(policy.policy.parameters())  # all of them trained, in float32
+    weights, blocks = size_of(parameters), [size_of(block.parameters()) for block in policy.policy.blocks()]
+    for ranks in (2, 4):
+        # Its rows of the weights, of two moments and twice of the gradient; the whole gradient; a block and the rest.
+        needed = split.bytes - split.split_bytes * (1 - 1 / ranks)
+        assert needed == pytest.approx(5 * weights / ranks + weights + weights - sum(blocks) + max(blocks), abs=10)
+
+
+def test_what_is_played_many_times_over_is_in_rows_of_its_own():
+    networks = real(ProbeWorker, load([*SMALL]).config, parts=("policy", "learner"), tick=lambda: None)
+    networks.rollout(2, 4, 1)
+    played = networks.parts[2].kept.get()
+    twice = copied(played, 2)
+    assert twice.env_ids.tolist() == [0, 1, 2, 3]
+    assert twice.values.shape == (5, 4) and twice.obs["state"].shape[:2] == (4, 4)
+    assert (twice.rewards[:, 2:] == played.rewards).all()
+
+
 def test_an_iteration_of_whole_episodes_is_one_round_of_all_groups():
     config = load([*GROUPED, "algo.filter=resample", "algo.minibatch_size=16", "algo.epochs=3"]).config
     assert repeated(config).algo.filter == "none"
@@ -159,10 +211,10 @@ def test_every_iteration_that_is_timed_does_the_same_work():
 
 
 def test_whole_episodes_that_would_take_too_long_become_fewer_and_then_shorter():
-    config = profiling.with_algo(load([*GROUPED]).config, groups=8)
-    short, length = profiling.fewer_episodes(config, 0.25, 8)
+    config = calibration.with_algo(load([*GROUPED]).config, groups=8)
+    short, length = calibration.fewer_episodes(config, 0.25, 8)
     assert (short.algo.groups, length) == (2, 8)
-    short, length = profiling.fewer_episodes(config, 0.0625, 8)  # half a group: four episodes of half the length
+    short, length = calibration.fewer_episodes(config, 0.0625, 8)  # half a group: four episodes of half the length
     assert (short.algo.groups, short.env.max_episode_steps, length) == (1, 4, 4)
 
 
@@ -172,12 +224,12 @@ def test_resets_that_only_shorter_episodes_need_are_no_cost_of_whole_ones():
     costs = {name: {"cpu": cost} for name in ("sim", "policy", "learner")}
     profile = Profile(workflow_of(config), costs, made={"episode_decisions": 8})
     short = config.model_copy(update={"env": config.env.model_copy(update={"max_episode_steps": 2})})
-    extra = profiling.more_resets(short, profile, reset_s=0.8)
+    extra = calibration.more_resets(short, profile, reset_s=0.8)
     assert extra == pytest.approx(0.8 / 2 - 0.8 / 8)  # a reset every two decisions instead of every eight
-    assert profiling.more_resets(config, profile, 0.8) == 0
-    raised = profiling.with_sim(profile, extra)
+    assert calibration.more_resets(config, profile, 0.8) == 0
+    raised = calibration.with_sim(profile, extra)
     assert raised.costs["sim"]["cpu"].seconds.at(4) == pytest.approx(0.4)
-    assert profiling.with_sim(raised, -extra).costs["sim"]["cpu"].seconds.at(4) == pytest.approx(0.1)
+    assert calibration.with_sim(raised, -extra).costs["sim"]["cpu"].seconds.at(4) == pytest.approx(0.1)
 
 
 class SlowProbes:
@@ -185,7 +237,7 @@ class SlowProbes:
 
     def __init__(self, decision_s):
         seconds = {"sim": [decision_s / 2], "policy": [decision_s / 2], "value": [0.0]}
-        self.samples = SimpleNamespace(seconds=seconds, horizon=8)
+        self.samples = SimpleNamespace(seconds=seconds, horizon=8, decision_s=decision_s)
 
     def rollout(self, num_envs, decisions, repeats):
         return SimpleNamespace(wait=lambda: [self.samples])
@@ -193,8 +245,8 @@ class SlowProbes:
 
 @pytest.mark.parametrize(("decision_s", "decisions"), [(1e-4, 8), (0.25, 6), (30.0, 4)])
 def test_rollouts_are_as_long_as_there_is_time_for(decision_s, decisions):
-    clock = profiling.Clock(100.0)
-    assert profiling.affordable([4, 4], SlowProbes(decision_s), clock) == (decisions, 8)
+    clock = calibration.Clock(100.0)
+    assert profiling.affordable([4, 4], SlowProbes(decision_s), clock, 0.4) == (decisions, 8)
 
 
 def test_real_runs_that_would_take_too_long_are_cut_short():
@@ -203,11 +255,11 @@ def test_real_runs_that_would_take_too_long_are_cut_short():
     profile = Profile(workflow_of(config), {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
     pricer = Pricer(profile.workflow, profile, [DeviceClass("cpu", "cpu", 1, 1e12)])
     layout = Layout(((Zone(("sim", "policy", "learner"), "cpu", 1),),))
-    short, fitted = profiling.shortened(config, profile, pricer, layout, profiling.Clock(80.0))
+    short, fitted = calibration.shortened(config, profile, pricer, layout, calibration.Clock(80.0))
     assert short.algo.rollout_decisions == 7  # 64 s are left for 8 iterations of 64 s
     assert short.algo.minibatch_size == 7 and short.algo.epochs == 1
     assert fitted.workflow == workflow_of(short)
-    assert profiling.shortened(config, profile, pricer, layout, profiling.Clock(1e4))[0] is config
+    assert calibration.shortened(config, profile, pricer, layout, calibration.Clock(1e4))[0] is config
 
 
 @pytest.mark.slow

@@ -39,5 +39,5 @@ def test_a_named_evaluation_plays_tasks_that_are_there():
 def test_the_recipe_of_pi0_takes_the_task_that_its_page_names(capsys):
     page = (Path(__file__).parents[1] / "docs" / "pi0.md").read_text()
     keys = re.search(r"`(env\.task=PutOnPlate[^`]*)`", page).group(1).split()
-    asked = ["recipe=maniskill_ppo_pi0", *keys, "learner.device=cpu", "--dry-run"]
+    asked = ["recipe=maniskill_ppo_pi0", *keys, "cluster.machines=8xGPU", "--dry-run"]
     assert train.main(asked) == 0, capsys.readouterr().err

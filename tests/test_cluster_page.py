@@ -88,7 +88,7 @@ class Machines:
         while "Ray runtime started" not in output.read_text():
             assert node.poll() is None and time.monotonic() < until, output.read_text()
             time.sleep(0.1)
-        return re.search(asked, output.read_text())[1]
+        return re.search(asked, re.sub(r"\x1b\[[0-9;]*m", "", output.read_text()))[1]  # Ray paints in files, too
 
     def begin(self, folder: Path, *arguments: str, **options) -> subprocess.Popen:
         words = shlex.split(TRAIN.replace("10.0.0.1:6379", f"{self.address}:{self.port}"))
@@ -151,18 +151,64 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     return read_weights(run / "checkpoints" / "v000002" / "policy")
 
 
-def test_the_documented_run_over_two_machines_gives_the_weights_of_one_process(machines, tmp_path):
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    done = machines.train(tmp_path / "two", *SAME)
+def test_the_documented_run_over_two_machines_gives_the_weights_of_one_process(machines, of_one_process, tmp_path):
+    done = machines.train(tmp_path, *SAME)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "of node2" in done.stdout and "of node1" in done.stdout
-    logs = next((tmp_path / "two" / "runs").glob("*/logs"))
+    logs = next((tmp_path / "runs").glob("*/logs"))
     assert {"learner-0.log", "sim+policy-0.log", "sim+policy-1.log"} <= {path.name for path in logs.iterdir()}
-    one = [sys.executable, "-m", "embodied.train", "recipe=pointmass_ppo", *SAME, "cluster.backend=inline"]
-    subprocess.run(one, cwd=tmp_path / "one", check=True, capture_output=True, timeout=300)
-    ours, reference = weights(tmp_path / "two"), weights(tmp_path / "one")
+    ours, reference = weights(tmp_path), of_one_process
     assert max(float(np.abs(ours[name] - reference[name]).max()) for name in reference) < 1e-9
+
+
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    one = [sys.executable, "-m", "embodied.train", "recipe=pointmass_ppo", *SAME, "cluster.backend=inline"]
+    subprocess.run(one, cwd=folder, check=True, capture_output=True, timeout=300)
+    return weights(folder)
+
+
+@pytest.mark.parametrize("mode", ["auto", "collocated", "hybrid", "disaggregated"])
+def test_every_mode_trains_over_all_machines_of_the_cluster(machines, of_one_process, mode, tmp_path):
+    done = machines.train(tmp_path, *SAME, f"placement={mode}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    hosts = json.loads((run / "run.json").read_text())["placement"]["hosts"]
+    assert {host["node"] for host in hosts} == {"node1", "node2"}
+    logs = {path.stem for path in (run / "logs").iterdir()}
+    assert {host["name"] for host in hosts} <= logs
+    found = weights(tmp_path)
+    assert max(float(np.abs(found[name] - of_one_process[name]).max()) for name in found) < 1e-9
+
+
+def test_profile_plan_auto_and_benchmark_use_all_machines_of_the_cluster(machines, tmp_path):
+    at = f"cluster.address={machines.address}:{machines.port}"
+    small = ["env.num_envs=8", "algo.rollout_decisions=16", "algo.minibatch_size=32", "eval.episodes=2"]
+
+    def run(command: str, *arguments: str) -> str:
+        here = {**machines.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        words = [sys.executable, "-m", f"embodied.{command}", "recipe=pointmass_ppo", at, *small, *arguments]
+        done = subprocess.run(words, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    told = run("profiling", "seconds=20")
+    assert "measuring on 4 cores of 2 nodes" in told and "a short real run: [sim, policy: 4 cpu]" in told
+    (profile,) = (tmp_path / "runs/profiles").glob("pointmass_ppo-4cpu-2nodes-*.json")
+    assert json.loads(profile.read_text())["made"]["nodes"] == 2
+    assert "2 nodes: 2 cores" in run("plan")
+    told = run("train", "--dry-run")
+    assert "the fastest by the profile measured here" in told
+    told = run("benchmark", "rounds=1", "modes=[collocated]", "profile=stored", "out=bench")
+    assert "8 envs, 4 cores of 2 nodes" in told
+    (found,) = json.loads((tmp_path / "bench/bench.json").read_text())["results"]
+    assert (found["devices"], found["nodes"]) == ({"cpu": 4}, 2)
+    assert "node1/cpu" in json.dumps(found["expected"]["collocated"]["placement"])
+    alone = [argument for argument in small if "address" not in argument]
+    words = [sys.executable, "-m", "embodied.train", "recipe=pointmass_ppo", *alone, "--dry-run"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    assert "does not count: measured on 4 cores of 2 nodes, this run has 2 cores" in done.stdout
 
 
 MY_ENV = """

@@ -132,6 +132,8 @@ def test_mistakes_are_told_before_anything_starts(demos, tmp_path, capsys):
     told = capsys.readouterr().err
     assert "checkpoint=random plays, not collect.expert=planner" in told and "does not play env.name=pointmass" in told
     assert "out=demos/NAME" in told and "which demonstrations?" in told and "run.iterations has no effect" in told
+    assert sft([*LEARN, f"run.dir={tmp_path}", f"sft.data={demos}", "sft.epochs=1", "sft.warmup_steps=5000"]) == 2
+    assert "sft.warmup_steps=5000 is not less than the" in capsys.readouterr().err
     other = ["recipe=pointmass_ppo", "env.state=proprio", "cluster.backend=inline", f"run.dir={tmp_path}"]
     assert sft([*other, f"sft.data={demos}"]) == 2
     assert "observation.state is [4] here, [6] there" in capsys.readouterr().err

@@ -85,7 +85,11 @@ def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_ru
     assert not (run / "eval/v000002/partial.json").exists()
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+    ids=["SIGTERM", "SIGKILL"],
+)
 def test_the_same_command_goes_on_with_an_evaluation_that_was_asked_for_by_hand(whole, tmp_path, sent, code):
     run = shutil.copytree(whole, tmp_path / whole.name)
     command = [tmp_path, f"checkpoint={run}", "eval.videos=0", "eval.num_envs=2"]
@@ -100,6 +104,7 @@ def test_the_same_command_goes_on_with_an_evaluation_that_was_asked_for_by_hand(
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_the_middle_is_finished_first_when_the_run_goes_on(tmp_path, capsys):
     """It belongs to the version whose checkpoint was saved before it."""
     process = start(tmp_path, "recipe=pointmass_grpo", *MANY, "run.eval_every=1")
@@ -126,7 +131,7 @@ def test_an_evaluation_that_had_not_begun_when_the_run_was_stopped_is_made_up(tm
             os.kill(os.getpid(), signal.SIGTERM)
         return iterate(loop, number, total)
 
-    few = ["recipe=pointmass_ppo", f"run.dir={tmp_path}", *TWICE, "eval.episodes=4"]
+    few = ["recipe=pointmass_ppo", "cluster.backend=inline", f"run.dir={tmp_path}", *TWICE, "eval.episodes=4"]
     with monkeypatch.context() as patched:
         patched.setattr(EmbodiedLoop, "iterate", stopped_in_the_last)
         assert main(few) == 143

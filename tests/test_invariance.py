@@ -111,6 +111,12 @@ def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stage
     check_same(trained(tmp_path, placement, stages=stages)[0], reference)
 
 
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_questions_that_are_answered_together_give_the_same_weights(reference, tmp_path, stages):
+    together = ["pipeline.merge_rows=8", "pipeline.merge_wait_s=0.05"]
+    check_same(trained(tmp_path, ALL_APART, stages=stages, options=together)[0], reference)
+
+
 ON_PROCESSES = {"one_of_each": ONE_OF_EACH, "all_apart": ALL_APART, "two_learners": TWO_LEARNERS, "four": FOUR_RANKS}
 
 

@@ -12,6 +12,7 @@ from embodied import collect, evaluate, report, train
 from embodied.reporting.results import read_results
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
+INLINE = ["cluster.backend=inline"]  # where it is no matter that hosts find the class
 SHORT = ["run.iterations=2", "eval.episodes=4", "eval.videos=0"]
 NORMALISED = '''
 """README's policy with an observation normaliser, a count that is no float, and a mask."""
@@ -85,16 +86,17 @@ def test_an_own_policy_is_evaluated_like_in_its_run_and_begins_others(policy, ca
 
 
 def test_an_own_class_without_a_checkpoint_plays_with_the_weights_a_run_would_begin_with(capsys):
-    run(evaluate, "checkpoint=[my_nets:Linear,random]", "recipe=my_lift.yaml", "eval.episodes=4", "eval.videos=0")
+    few = ["recipe=my_lift.yaml", *INLINE, "eval.episodes=4", "eval.videos=0"]
+    run(evaluate, "checkpoint=[my_nets:Linear,random]", *few)
     found, episodes = read_results(Path("runs/compare/Linear"))
     assert found["policy_version"] == 0 and not any(episode.error for episode in episodes)
-    run(train, "recipe=my_lift.yaml", "run.iterations=1", "algo.lr=1e-30", "eval.episodes=4", "eval.videos=0")
+    run(train, *few, "run.iterations=1", "algo.lr=1e-30")
     (same,) = Path("runs").glob("my_lift-*/eval/v000001")
     assert np.allclose([one.total_reward for one in read_results(same)[1]], [one.total_reward for one in episodes])
 
 
 def test_its_options_are_those_of_the_recipe_or_of_the_command_line(capsys):
-    sampled = ["recipe=my_lift.yaml", "eval.temperature=1", "eval.episodes=4", "eval.videos=0"]
+    sampled = ["recipe=my_lift.yaml", *INLINE, "eval.temperature=1", "eval.episodes=4", "eval.videos=0"]
     rewards = []
     for options in ([], ["policy.kwargs={std: 0.3}"], ["policy.kwargs={std: 0.9}"]):
         run(evaluate, "checkpoint=my_nets:Linear", *sampled, *options, f"run.dir=runs/{len(rewards)}")
@@ -109,7 +111,7 @@ def test_its_options_are_those_of_the_recipe_or_of_the_command_line(capsys):
 def test_its_episodes_become_demonstrations():
     pytest.importorskip("pyarrow")
     what = ["checkpoint=my_nets:Linear", "recipe=my_lift.yaml", "collect.episodes=2", "collect.keep=all"]
-    run(collect, *what, "out=demos")
+    run(collect, *what, *INLINE, "out=demos")
     assert json.loads(Path("demos/meta/source.json").read_text())["policy"]["family"] == "my_nets:Linear"
 
 

@@ -42,12 +42,22 @@ def test_profile_plan_and_benchmark_follow_each_other(tmp_path, monkeypatch, cap
 @pytest.mark.slow
 def test_roles_that_do_not_fit_together_swap_as_the_page_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (arguments,) = [shlex.split(arguments) for command, arguments in COMMANDS if command == "train"]
+    (arguments,) = [shlex.split(told) for command, told in COMMANDS if command == "train" and "--dry-run" not in told]
     small = ["run.env_steps=2048", "eval.episodes=2", "eval.videos=0", "eval.failure_videos=0"]
     assert train.main([*arguments, *small]) == 0
     (trace,) = tmp_path.glob("runs/*/trace.json")
     spans = {(span.worker, span.name) for span in read_trace(trace)}
     assert {("learner-0", "offload"), ("learner-0", "onload"), ("driver", "switch")} <= spans
+
+
+@pytest.mark.slow
+def test_a_recipe_is_planned_for_machines_that_are_not_there(capsys):
+    (arguments,) = [shlex.split(told) for command, told in COMMANDS if command == "train" and "--dry-run" in told]
+    assert train.main(arguments) == 0
+    row = re.search(r"`libero_grpo_openvla_oft` \| (.*) on cores \| (.*) GPUs \| (.*) \| (.*) \|", PAGE)
+    told = capsys.readouterr().out
+    assert f"{row[1]} x sim on cores" in told and f"{row[2]} x policy + learner on gpu:0-7" in told
+    assert all(part in told for part in row[3].split(", ")) and f"= {row[4]} of" in told
 
 
 def test_recipes_of_small_vlas_limit_memory_so_that_policy_and_learner_swap():
@@ -72,5 +82,5 @@ def test_the_map_can_be_planned_and_the_modes_are_all_there_are():
 
     placement = yaml.safe_load(re.search(r"`placement='(.*?)'`", PAGE)[1])
     assert make_plan(placement, (0, 1), 8).count("sim") == 2
-    named = re.findall(r"^\| `(\w+)` \|", PAGE, re.M)
+    named = re.findall(r"^\| `(\w+)` \|", PAGE[: PAGE.index("\n## ")], re.M)
     assert set(named) == {*MODES, "auto"}

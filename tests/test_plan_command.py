@@ -6,11 +6,15 @@ import sys
 
 import pytest
 
-from embodied import plan
+from embodied import devices, plan
 from embodied.config import load
+from embodied.discovery import discover
 from embodied.envs import env_class
-from embodied.placement.curves import constant
+from embodied.placement import make_plan
+from embodied.placement.curves import Curve, constant
+from embodied.placement.deploy import as_placement
 from embodied.placement.profile import Cost, Profile, write_profile
+from embodied.placement.topology import Node
 from embodied.profiles import cost_key, profile_path, workflow_of
 
 
@@ -23,23 +27,38 @@ def run(capsys, *argv):
 @pytest.mark.parametrize(
     ("profile", "order"),
     [
-        ("published_maniskill_openvla", ["hybrid", "collocated", "disaggregated"]),
-        ("published_libero_openvla_oft", ["collocated", "hybrid", "disaggregated"]),
+        ("published_maniskill_openvla", ["collocated", "hybrid", "disaggregated"]),
+        ("published_libero_openvla_oft", ["hybrid", "collocated", "disaggregated"]),
     ],
 )
 @pytest.mark.parametrize("cluster", ["8xH100", "2x8xH100", "4x8xH100"])
-def test_published_workloads_have_their_published_winner_and_order(profile, order, cluster):
+def test_published_workloads_have_a_winner_and_an_order(profile, order, cluster):
     planned = plan.plan(plan.read_profile(plan.packaged(profile)), plan.read_topology(cluster))
     assert [mode for mode in plan.ranked(planned) if mode != "custom"] == order
+
+
+@pytest.mark.parametrize(("cluster", "rows"), [("8xH100", 4), ("2x8xH100", 2), ("4x8xH100", 1)])
+def test_simulators_on_cores_beside_gpus_are_a_worker_per_core_that_steps_its_rows_one_by_one(cluster, rows):
+    topology = plan.read_topology(cluster)
+    planned = plan.plan(plan.read_profile(plan.packaged("published_libero_openvla_oft")), topology)
+    _, winner = planned.winner
+    pricer = planned.planner.pricer
+    at = {name: (zone, zone.devices) for zone in winner.layout.zones for name in zone.components}
+    assert int(pricer.count("sim", at, 1)) == topology.cores == 512 // rows
+    one_round, *_ = pricer.station("sim", "sim", at, 1, 1.0)
+    assert float(one_round) == pytest.approx(rows * 1.31)
+    run = make_plan(as_placement(pricer, winner.layout, topology), topology, 512)
+    assert run.count("sim") == topology.cores
+    assert {len(host.cores) for host in run.hosts if host.roles == ("sim",)} == {1}
 
 
 def test_a_plan_is_printed_written_and_drawn(capsys, tmp_path):
     code, out, _ = run(capsys, "profile=published_maniskill_openvla", "cluster=8xGPU", f"out={tmp_path}")
     assert code == 0
-    assert "hybrid wins" in out
-    assert "faster than collocated: rollout" in out
+    assert "collocated wins" in out
+    assert "faster than hybrid: rollout" in out
     written = json.loads((tmp_path / "plan.json").read_text())
-    assert written["winner"] == "hybrid"
+    assert written["winner"] == "collocated"
     assert set(written["modes"]) == {"collocated", "hybrid", "disaggregated", "custom"}
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
     assert "data:image/png;base64" in (tmp_path / "plan.html").read_text()
@@ -53,7 +72,7 @@ def test_the_profile_of_an_env_that_chose_its_backend_is_found(tmp_path):
     costs = {name: {"cpu": Cost(constant(1))} for name in ("sim", "policy", "learner")}
     profile = Profile(workflow_of(measured), costs, made={"key": cost_key(measured)})
     write_profile(profile, profile_path(measured))
-    assert plan.find_profile(None, arguments)[0].costs == profile.costs
+    assert plan.find_profile(None, plan.recipe_of(None, arguments), discover())[0].costs == profile.costs
 
 
 def test_a_plan_lists_declared_hardware_and_goes_where_the_recipes_runs_go(capsys, tmp_path, monkeypatch):
@@ -82,7 +101,10 @@ def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
     [
         ((), "name a recipe (recipe=maniskill_ppo), or a profile"),
         (("profile=nowhere.json",), "nowhere.json cannot be read"),
-        (("profile=published_maniskill_openvla", "cluster=8xCPU"), "costs on gpu, this cluster has cpu"),
+        (
+            ("profile=published_maniskill_openvla", "cluster=8xCPU"),
+            "costs on gpu for sim, policy, learner, this cluster has cpu",
+        ),
         (("profile=published_maniskill_openvla", "cluster=many"), "does not describe machines"),
         (("recipe=pointmass_ppo", "profile=published_maniskill_openvla"), "costs something else; leave out recipe="),
         (("recipe=pointmass_ppo", "run.dir=/nonexistent"), "python -m embodied.profiling recipe=pointmass_ppo"),
@@ -101,3 +123,29 @@ def test_planning_imports_neither_torch_nor_a_simulator():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_without_a_cluster_to_plan_for_it_plans_for_all_nodes_of_the_one_the_recipe_runs_on(
+    capsys, tmp_path, monkeypatch
+):
+    config = load(["recipe=pointmass_ppo", f"run.dir={tmp_path}"]).config
+    costs = {name: {"cpu": Cost(Curve((1, 32), (1, 32)))} for name in ("sim", "policy", "learner")}
+    write_profile(Profile(workflow_of(config), costs, made={"key": cost_key(config)}), profile_path(config))
+    nodes = {name: Node(name, 2) for name in ("one", "two")}
+    monkeypatch.setattr(devices, "nodes_of", lambda address, describe: nodes)
+    code, out, err = run(capsys, "recipe=pointmass_ppo", f"run.dir={tmp_path}", "cluster.address=10.0.0.1:6379")
+    assert code == 0, err
+    assert "2 nodes: 2 cores" in out
+    assert "one/cpu:0-1*2,two/cpu:0-1*2" in out
+
+
+def test_a_recipe_says_how_many_rows_its_policy_workers_answer_in_a_call():
+    merged = {
+        recipe: workflow_of(load([f"recipe={recipe}", *more]).config)["policy"].merges
+        for recipe, *more in (
+            ("pointmass_ppo",),
+            ("maniskill_ppo_openvla_tiny",),
+            ("libero_ppo_openvla_tiny", "pipeline.merge_rows=1"),
+        )
+    }
+    assert merged == {"pointmass_ppo": 1, "maniskill_ppo_openvla_tiny": 64, "libero_ppo_openvla_tiny": 1}

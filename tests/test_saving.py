@@ -45,7 +45,8 @@ def test_a_recipe_that_says_nothing_is_saved_every_five_minutes_of_training(reci
             written.append(self.version)
             super().save_learners(draft)
 
-    given = load([*recipe, f"run.dir={tmp_path}", "run.iterations=10", "run.env_steps=null"])
+    inline = ["cluster.backend=inline", f"run.dir={tmp_path}", "run.iterations=10", "run.env_steps=null"]
+    given = load([*recipe, *inline])
     assert follow(given, Watched, clock=lambda: next(ticks)) == 0
     (run,) = tmp_path.iterdir()
     assert written == [3, 6, 9, 10]
@@ -124,7 +125,8 @@ def test_a_learner_that_dies_before_the_first_save_is_told_how_to_begin_again_an
     assert process.returncode == 1 and "SIGKILL" in output
     assert f"nothing was saved yet; begin it again: python -m embodied.train resume={run}" in output
     assert main([f"resume={run}", "run.iterations=3"]) == 0
-    assert main([*ours[:1], f"run.dir={tmp_path / 'theirs'}", *ours[2:], "run.iterations=3"]) == 0
+    theirs = [*ours[:1], "cluster.backend=inline", f"run.dir={tmp_path / 'theirs'}", *ours[2:], "run.iterations=3"]
+    assert main(theirs) == 0
     (other,) = (tmp_path / "theirs").iterdir()
     assert same(weights(run, 3), weights(other, 3))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -281,6 +281,8 @@ def test_resume_auto_keeps_what_the_run_was_started_with(tmp_path, call):
     rows = [json.loads(line) for line in (only_run(tmp_path) / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3]
     assert {row["train/lr"] for row in rows} == {1e-4}  # the recipe has 3e-4
+    told, before = ((only_run(tmp_path) / name).read_text() for name in ("config.yaml", "config-1.yaml"))
+    assert "iterations: 3" in told and told == before.replace("iterations: 2", "iterations: 3")
 
 
 @pytest.mark.parametrize(

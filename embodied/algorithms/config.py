@@ -8,6 +8,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from embodied.config_base import LocalPath, Strict
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class PolicyGradientConfig(Strict):
     """What all algorithms have in common: gradient steps on the clipped policy loss."""
@@ -21,6 +23,12 @@ class PolicyGradientConfig(Strict):
         "constant", description="linear: learning rates fall in a straight line to 0 at the end of the run."
     )
     adam_eps: float = Field(1e-5, gt=0, description="Adam's epsilon.")
+    adam_betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.999), description="How long Adam remembers gradients and their squares; openpi takes [0.9, 0.95]."
+    )
+    weight_decay: float = Field(
+        0.0, ge=0, description="Weights shrink by this times the learning rate every step (AdamW); 0: never."
+    )
     max_grad_norm: float | None = Field(
         0.5, gt=0, description="Gradients with a larger global norm are scaled down to it; null: never."
     )
@@ -39,6 +47,21 @@ class PolicyGradientConfig(Strict):
         None,
         gt=0,
         description="Skip further epochs once an epoch's mean KL, in nats per decision, is above this; null: never.",
+    )
+
+    kl_coef: float = Field(
+        0.0, ge=0, description="Weight of the divergence from the reference, a frozen copy of the first weights."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="How that divergence is estimated in the loss, from the actions taken, at logprob_level; in the "
+        "reward it is k1.",
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description="Where the divergence counts: in the loss, or every decision's off the rewards: with ppo off its"
+        " own, before advantages are estimated; with groups off those up to the episode's end, before returns are "
+        "compared.",
     )
 
     @model_validator(mode="after")
@@ -83,6 +106,14 @@ class PPOConfig(PolicyGradientConfig):
     huber_delta: float | None = Field(
         None, gt=0, description="Value errors above this, in units of return, count linearly; null: all are squared."
     )
+
+    @model_validator(mode="after")
+    def _reference_is_asked(self) -> PPOConfig:
+        if not self.kl_coef and (self.kl_in, self.kl_estimator) != ("loss", "k3"):
+            raise ValueError("algo.kl_in and algo.kl_estimator do nothing with algo.kl_coef=0; try algo.kl_coef=0.01")
+        if self.kl_in == "reward" and self.kl_estimator != "k3":
+            raise ValueError("algo.kl_in=reward takes the divergence as it is (k1); leave out algo.kl_estimator")
+        return self
 
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ValueError when `num_envs` envs in total collect too few items for this algorithm."""
@@ -135,27 +166,16 @@ class GRPOConfig(PolicyGradientConfig):
         "drop",
         description="Groups with equal returns teach nothing: keep them, drop them, or drop them and play others.",
     )
-    filter_low: float | None = Field(None, description="The filter also drops groups whose mean return is below this.")
-    filter_high: float | None = Field(None, description="The filter also drops groups whose mean return is above this.")
+    filter_metric: Literal["return", "success"] = Field(
+        "return", description="What filter_low and filter_high bound: a group's mean return, or its rate of success."
+    )
+    filter_low: float | None = Field(None, description="The filter also drops groups whose mean is below this.")
+    filter_high: float | None = Field(None, description="The filter also drops groups whose mean is above this.")
     max_rounds: int = Field(
         4, gt=0, description="Rounds of episodes per iteration, at most, for filter=resample and after faults."
     )
     max_empty: int = Field(
         5, gt=0, description="Iterations in a row with nothing to learn from after which the run stops, saying why."
-    )
-
-    kl_coef: float = Field(
-        0.0, ge=0, description="Weight of the divergence from the reference, a frozen copy of the first weights."
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3",
-        description="How that divergence is estimated in the loss, from the actions taken, at logprob_level; in the "
-        "reward it is k1.",
-    )
-    kl_in: Literal["loss", "reward"] = Field(
-        "loss",
-        description="Where the divergence counts: in the loss, or every decision's off the rewards from there to the "
-        "episode's end, before returns are compared.",
     )
 
     @model_validator(mode="before")
@@ -189,6 +209,16 @@ class GRPOConfig(PolicyGradientConfig):
             raise ValueError(
                 "algo.filter_low and algo.filter_high do nothing with algo.filter=none; try algo.filter=drop"
             )
+        if self.filter_metric == "success" and bounds == (None, None):
+            raise ValueError(
+                "algo.filter_metric=success bounds the rate of success, but no bound is given; "
+                "try algo.filter_low=0.1 algo.filter_high=0.9"
+            )
+        if self.filter_metric == "success" and not all(bound is None or 0 <= bound <= 1 for bound in bounds):
+            raise ValueError(
+                f"algo.filter_low={self.filter_low} and algo.filter_high={self.filter_high} bound a rate of success "
+                "(algo.filter_metric), which is from 0 to 1; try 0.1 and 0.9"
+            )
         if None not in bounds and self.filter_low > self.filter_high:
             raise ValueError(
                 f"algo.filter_low={self.filter_low:g} is above algo.filter_high={self.filter_high:g}: "
@@ -207,15 +237,32 @@ class GRPOConfig(PolicyGradientConfig):
 
 
 class SFTConfig(Strict):
-    data: LocalPath | None = Field(None, description="The demonstrations: a folder in LeRobot's layout 3.0.")
+    data: LocalPath | None = Field(
+        None, description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0."
+    )
     episodes: int | None = Field(None, gt=0, description="Use only so many of them, from the first; null: all.")
+    cache: LocalPath | None = Field(
+        None,
+        description="Folder on whose disk their decoded pictures lie while the run goes on (in a file without a name); "
+        "null: the system's temporary folder, which on some machines is in memory.",
+    )
     epochs: int = Field(50, gt=0, description="Passes over the demonstrations; each is an iteration of the run.")
     minibatch_size: int = Field(256, gt=0, description="Demonstrated env steps per gradient step, over all learners.")
     lr: float = Field(1e-3, ge=0, description="Adam's learning rate.")
-    lr_schedule: Literal["constant", "linear"] = Field(
-        "linear", description="linear: the learning rate falls in a straight line to 0 at the end of the run."
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "linear",
+        description="linear: the learning rate falls in a straight line to 0 at the end of the run; cosine: step by "
+        "step to final_lr.",
     )
+    final_lr: float = Field(0.0, ge=0, description="Where lr_schedule=cosine ends.")
+    warmup_steps: int = Field(0, ge=0, description="Gradient steps in which the learning rate climbs to lr.")
     adam_eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    adam_betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.999), description="How long Adam remembers gradients and their squares; openpi takes [0.9, 0.95]."
+    )
+    weight_decay: float = Field(
+        0.0, ge=0, description="Weights shrink by this times the learning rate every step (AdamW); 0: never."
+    )
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="Gradients with a larger global norm are scaled down to it; null: never."
     )
@@ -224,6 +271,16 @@ class SFTConfig(Strict):
         description="Fit how random continuous actions are as well (maximum likelihood); false: it stays at "
         "policy.initial_log_std, and the mean is fitted by least squares.",
     )
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> SFTConfig:
+        if self.final_lr and self.lr_schedule != "cosine":
+            raise ValueError(
+                f"sft.final_lr={self.final_lr:g} is where sft.lr_schedule=cosine ends, but it is {self.lr_schedule}"
+            )
+        if self.final_lr > self.lr:
+            raise ValueError(f"sft.final_lr={self.final_lr:g} is above sft.lr={self.lr:g}; swap them")
+        return self
 
 
 def algorithm(value: Any) -> str:

@@ -8,7 +8,7 @@ plays them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ class GroupPool:
         self.open: dict[int, dict[int, float]] = {}  # group -> scores of its finished episodes
         self.ready: dict[int, Group] = {}
         self.counts: Counter[str] = Counter()
+        self.solved: dict[int, bool] = {}  # of the episodes that are held, where the filter asks
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -64,8 +65,10 @@ class GroupPool:
         self.dealt += count
         return range(self.dealt - count, self.dealt)
 
-    def add(self, scores: dict[int, float]) -> None:
-        """Of episodes that were dealt and are finished; groups that become complete are kept or dropped."""
+    def add(self, scores: dict[int, float], solved: dict[int, bool] | None = None) -> None:
+        """Of episodes that were dealt and are finished; groups that become complete are kept or dropped. `solved` says
+        which were a success, for algo.filter_metric=success."""
+        self.solved |= solved or {}
         for episode in sorted(scores):
             number, size = episode // self.config.group_size, self.config.group_size
             found = self.open.setdefault(number, {})
@@ -73,10 +76,12 @@ class GroupPool:
             if len(found) == size:
                 del self.open[number]
                 group = Group(tuple(sorted(found)), tuple(found[e] for e in sorted(found)))
-                verdict = judge(group.scores, self.config)
+                verdict = judge(group.scores, self.config, [self.solved.get(e, False) for e in group.episodes])
                 self.counts[verdict] += 1
                 if verdict == "kept":
                     self.ready[number] = group
+        held = set(self.held)
+        self.solved = {episode: success for episode, success in self.solved.items() if episode in held}
 
     def lose(self, episodes: Iterable[int]) -> None:
         """Drop the groups of episodes that nobody can bring any more. Call it when all that were dealt and can be
@@ -102,22 +107,26 @@ class GroupPool:
             "dealt": np.array(self.dealt),
             "episodes": np.array(episodes, np.int64),
             "scores": np.array([scores[episode] for episode in episodes], np.float64),
+            "solved": np.array([self.solved.get(episode, False) for episode in episodes], bool),
         }
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         self.dealt = int(state["dealt"])
         self.open, self.ready = {}, {}
-        self.add(dict(zip(state["episodes"].tolist(), state["scores"].tolist(), strict=True)))
+        episodes = state["episodes"].tolist()
+        solved = state.get("solved", np.zeros(len(episodes), bool))  # older checkpoints know no such filter
+        self.add(*(dict(zip(episodes, each.tolist(), strict=True)) for each in (state["scores"], solved)))
         self.counts.clear()
 
 
-def judge(scores: tuple[float, ...], config: GRPOConfig) -> str:
-    """kept, equal or out_of_bounds."""
+def judge(scores: tuple[float, ...], config: GRPOConfig, solved: Sequence[bool] = ()) -> str:
+    """kept, equal or out_of_bounds: scores, or by algo.filter_metric the episodes that were solved."""
     if config.filter == "none":
         return "kept"
     if max(scores) - min(scores) <= EQUAL:
         return "equal"
-    mean = sum(scores) / len(scores)
+    bounded = solved if config.filter_metric == "success" else scores
+    mean = sum(bounded) / len(scores)
     low, high = config.filter_low, config.filter_high
     return "out_of_bounds" if (low is not None and mean < low) or (high is not None and mean > high) else "kept"
 

@@ -27,6 +27,7 @@ class PPOItems:
     returns: Tensor  # [B]
     mask: Tensor  # bool [B, C]
     weights: Tensor  # [B], 0 for padding
+    reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, where it counts in the loss
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ def ppo_loss_sum(
     )
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * bonus
     parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": bonus}
+    if items.reference is not None:
+        parts["reference_kl"] = _divergence(logprobs, items, config)
+        loss = loss + config.kl_coef * parts["reference_kl"]
     return loss, {name: part.detach() for name, part in parts.items()} | stats | value_stats
 
 
@@ -67,18 +71,15 @@ def grpo_loss_sum(logprobs: Tensor, entropy: Tensor, items: GRPOItems, config: G
     loss = policy_loss - config.entropy_coef * bonus
     divergence = torch.zeros_like(policy_loss)
     if items.reference is not None:
-        divergence = reference_kl_sum(
-            logprobs,
-            items.logprobs,
-            items.reference,
-            items.mask,
-            items.weights,
-            config.kl_estimator,
-            config.logprob_level,
-        )
+        divergence = _divergence(logprobs, items, config)
         loss = loss + config.kl_coef * divergence
     parts = {"policy_loss": policy_loss, "entropy": bonus, "reference_kl": divergence}
     return loss, {name: part.detach() for name, part in parts.items()} | stats
+
+
+def _divergence(logprobs: Tensor, items: PPOItems | GRPOItems, config: PPOConfig | GRPOConfig) -> Tensor:
+    known = (items.logprobs, items.reference, items.mask, items.weights)
+    return reference_kl_sum(logprobs, *known, config.kl_estimator, config.logprob_level)
 
 
 def _surrogate(

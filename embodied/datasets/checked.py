@@ -17,7 +17,8 @@ from embodied.errors import ConfigError
 
 AGAIN = "download it, or collect it, again"
 PLACEHOLDER = re.compile(r"\{(\w+)(?::0(\d)d)?\}")  # {chunk_index:03d}
-FIELDS = {"data_path": {"chunk_index", "file_index"}, "video_path": {"chunk_index", "file_index", "video_key"}}
+PLACES = {"v3.": ("chunk_index", "file_index"), "v2.": ("episode_chunk", "episode_index")}  # what file of what chunk
+OLDER = ("v2.0", "v2.1")
 NUMBERS = (
     "bool",
     "int8",
@@ -38,11 +39,11 @@ LARGEST = 2**40  # of counts and indices; nobody has a trillion frames
 def check_info(path: Path, info: dict[str, Any]) -> None:
     """Refuse an info.json that cannot be one. `path` is the dataset's folder."""
     file = path / INFO
-    version = info.get("codebase_version")
-    if not str(version or "").startswith("v3."):
+    version = str(info.get("codebase_version") or "")
+    if not version.startswith("v3.") and version not in OLDER:
         raise ConfigError(
-            f"{path} has LeRobot's layout {version}, this reads {VERSION}; "
-            "LeRobot converts: python -m lerobot.datasets.v30.convert_dataset_v21_to_v30"
+            f"{path} has LeRobot's layout {version or None}, this reads {VERSION}, v2.1 and v2.0; LeRobot converts "
+            "older ones: python -m lerobot.datasets.v21.convert_dataset_v20_to_v21"
         )
     fps, features = info.get("fps"), info.get("features")
     if type(fps) not in (int, float) or not 0 < fps < 1e6:
@@ -54,9 +55,24 @@ def check_info(path: Path, info: dict[str, Any]) -> None:
     for name in (ACTION, STATE):
         if name in features and features[name]["dtype"] not in NUMBERS:
             raise ConfigError(f"{file}: {name} is of {features[name]['dtype']!r}; a policy learns from numbers")
-    needed = ["data_path", *(["video_path"] if any(one["dtype"] == "video" for one in features.values()) else [])]
-    for key in needed:
-        fill(path, key, info.get(key), dict.fromkeys(FIELDS[key], 0))
+    if is_older(info) and not (is_count(info.get("chunks_size")) and info["chunks_size"]):
+        raise ConfigError(f"{file}: chunks_size is {info.get('chunks_size')!r}, not a number of episodes; {AGAIN}")
+    for key in ("data_path", *(["video_path"] if films_of(info) else [])):
+        fill(path, key, info.get(key), place_fields(info, 0, 0) | ({"video_key": "0"} if key == "video_path" else {}))
+
+
+def is_older(info: dict[str, Any]) -> bool:
+    """Whether every episode has files of its own."""
+    return info["codebase_version"] in OLDER
+
+
+def place_fields(info: dict[str, Any], chunk: int, file: int) -> dict[str, int]:
+    """What the templates of paths may ask for."""
+    return dict(zip(PLACES[info["codebase_version"][:3]], (chunk, file), strict=True))
+
+
+def films_of(info: dict[str, Any]) -> list[str]:
+    return [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
 
 
 def is_feature(feature: Any) -> bool:
@@ -99,12 +115,11 @@ def inside(root: Path, relative: str | Path) -> Path:
 
 def check_entries(path: Path, entries: list[dict[str, Any]], info: dict[str, Any]) -> None:
     """Refuse entries of meta/episodes that cannot be true together. `path` is the dataset's folder."""
-    folder = path / "meta" / "episodes"
+    folder = path / "meta" / ("episodes.jsonl" if is_older(info) else "episodes")
     if not entries:
         raise ConfigError(f"{folder} has no episodes; {AGAIN}")
-    films = [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
     for entry in entries:
-        check_entry(folder, entry, films)
+        check_entry(folder, entry, films_of(info))
     numbers = [entry["episode_index"] for entry in entries]  # in order
     if twice := [number for number, following in pairwise(numbers) if number == following]:
         raise ConfigError(f"{folder} describes episode {twice[0]} twice; {AGAIN}")

@@ -1,4 +1,4 @@
-"""Reads a dataset in LeRobot's layout 3.0, ours or another's, episode by episode.
+"""Reads a dataset in LeRobot's layout 3.0, 2.1 or 2.0, ours or another's, episode by episode.
 
     for episode in read_dataset("push"):
         episode.obs["state"], episode.obs["images"]["front"], episode.actions    # [T, ...]
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from embodied.data import Observation
-from embodied.datasets import layout
-from embodied.datasets.checked import AGAIN, check_entries, check_info, fill, inside
+from embodied.datasets import layout, older
+from embodied.datasets.checked import AGAIN, PLACES, check_entries, check_info, fill, inside, is_older, place_fields
 from embodied.datasets.draft import as_arrays
 from embodied.datasets.joined import read_frames
 from embodied.datasets.layout import ACTION, CAMERA, DONE, REWARD, STATE, SUCCESS
@@ -60,9 +60,14 @@ class Dataset:
         self.features: layout.Features = {
             name: {**feature, "shape": tuple(feature["shape"])} for name, feature in info["features"].items()
         }
-        self.stats = read_stats(inside(path, layout.STATS))
-        self.tasks = read_tasks(inside(path, layout.TASKS))
-        self.entries = read_entries(path)
+        if is_older(info):
+            self.stats = read_stats(inside(path, layout.STATS)) if (path / layout.STATS).exists() else {}
+            self.tasks_file = path / older.TASKS
+            self.tasks, self.entries = older.read_older_tasks(path), older.read_older_entries(path, info)
+        else:
+            self.stats = read_stats(inside(path, layout.STATS))
+            self.tasks_file = path / layout.TASKS
+            self.tasks, self.entries = read_tasks(inside(path, layout.TASKS)), read_entries(path)
         check_entries(path, self.entries, info)
         self._begins: dict[tuple[int, int], int] = {}  # the first frame of every data file
         for entry in self.entries:
@@ -80,7 +85,7 @@ class Dataset:
         columns = self._columns(entry)
         number = int(columns["task_index"][0])
         if number not in self.tasks:
-            raise EmbodiedError(f"{self.path / layout.TASKS} has no task {number}, of which episodes are; {AGAIN}")
+            raise EmbodiedError(f"{self.tasks_file} has no task {number}, of which episodes are; {AGAIN}")
         task = self.tasks[number]
         obs: Observation = {"instruction": [task] * entry["length"]}
         if STATE in columns:
@@ -98,8 +103,7 @@ class Dataset:
         import pyarrow.parquet as pq
 
         file = data_file(entry)
-        chunk, number = file
-        where = fill(self.path, "data_path", self.info["data_path"], {"chunk_index": chunk, "file_index": number})
+        where = fill(self.path, "data_path", self.info["data_path"], place_fields(self.info, *file))
         path = inside(self.path, where)
         first = entry["dataset_from_index"] - self._begins[file]
         with reading(path, advice=AGAIN):
@@ -133,7 +137,7 @@ class Dataset:
                 with reading(self.path / layout.INFO, advice=f"the pictures of {name} are others; {AGAIN}"):
                     images[camera_of(name)] = pictures(columns[name], feature["shape"])
             if feature["dtype"] == "video":
-                place = {key: entry[f"videos/{name}/{key}"] for key in ("chunk_index", "file_index")}
+                place = place_fields(self.info, *(entry[f"videos/{name}/{key}"] for key in PLACES["v3."]))
                 where = fill(self.path, "video_path", self.info["video_path"], {"video_key": name, **place})
                 path, begins_s = inside(self.path, where), entry[f"videos/{name}/from_timestamp"]
                 images[camera_of(name)] = read_frames(path, begins_s, entry["length"], self.fps, feature["shape"])

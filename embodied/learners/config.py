@@ -18,7 +18,8 @@ class LearnerConfig(Strict):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Where learners learn and policies act; auto: cuda where the simulator runs there, else cpu.",
+        description="Where learners learn and policies act; auto: on GPUs where there are any, but for small MLPs "
+        "beside simulators on cores. A map in placement says it itself.",
     )
     precision: Literal["full", "bf16"] = Field(
         "full", description="bf16: matrix products in bfloat16 (autocast), in acting too; weights keep policy.dtype."
@@ -31,12 +32,6 @@ class LearnerConfig(Strict):
         False,
         description="Split weights, gradients and optimizer state over the learners (FSDP2) instead of repeating them.",
     )
-
-    def device_beside(self, simulator: str) -> str:
-        """`device` with "auto" decided; `simulator` is the env's backend."""
-        if self.device != "auto":
-            return self.device
-        return "cuda" if simulator == "cuda" else "cpu"
 
     def check_ranks(self, ranks: int, backend: str) -> None:
         """Raise ValueError when the plan's learners cannot do this."""

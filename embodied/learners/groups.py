@@ -18,6 +18,7 @@ from embodied.data import GroupBatch, Observation, PlayedEpisodes
 from embodied.learners.batch import Batch, flatten_episodes, take
 from embodied.learners.collective import Collective
 from embodied.learners.model import Model
+from embodied.learners.update import divergences, logprobs_of
 from embodied.policies.base import Scores
 
 
@@ -96,7 +97,7 @@ def penalised(
 ) -> tuple[np.ndarray, float]:
     """Advantages of decisions that pay for leaving the reference, compared with all decisions of the iteration, and the
     mean divergence of a decision; of the episodes here the first `mine` count."""
-    away = torch.where(items.mask[:, :, None], items.logprobs - reference, 0.0).sum((1, 2)).double().cpu().numpy()
+    away = divergences(items, reference)
     returns = returns_to_go(scores, away, lengths, kl_coef)
     cuts = np.cumsum(lengths)[:-1]
     rows = [
@@ -105,14 +106,6 @@ def penalised(
     ]
     everywhere = np.concatenate(collective.gather(np.array(rows)[:mine]))  # episode order, however many ranks
     return normalize(returns, merge_moments(everywhere[:, :3])), merge_moments(everywhere[:, 3:]).mean
-
-
-def logprobs_of(model: Model, items: Batch, size: int) -> Tensor:
-    """Of all items under another policy, without gradient."""
-    size = model.config.micro_batch_size or size
-    with torch.no_grad():
-        parts = [model.score(items.inputs(part)).logprobs for part in torch.arange(len(items)).split(size)]
-    return torch.cat(parts)
 
 
 def moments_of(played: PlayedEpisodes, count: int, moments: Callable[[Observation], np.ndarray | None]):

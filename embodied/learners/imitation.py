@@ -6,7 +6,6 @@ reach past the end does not count). Ranks own blocks of whole episodes and take 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,32 +14,21 @@ from torch import Tensor
 
 from embodied import rng
 from embodied.algorithms.items import minibatches, owned, permutation
-from embodied.algorithms.schedules import lr_factor
-from embodied.arrays import join_rows, map_obs
+from embodied.algorithms.schedules import sft_factor
+from embodied.arrays import map_obs
 from embodied.data import EnvSpec, Observation
-from embodied.datasets import RecordedEpisode, read_dataset
+from embodied.datasets import read_dataset
 from embodied.episodes import env_blocks
-from embodied.learners.batch import take_items
+from embodied.errors import ConfigError
+from embodied.learners.demonstrations import Demonstrations
 from embodied.learners.update import check_finite, check_weights
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.base import Policy
 
 
-@dataclass(frozen=True)
-class Demonstrations:
-    """This rank's items; `first` is the number of its first one among all `total`."""
-
-    obs: Observation  # tensors [items, ...]
-    actions: Tensor  # [items, C, A]
-    mask: Tensor  # bool [items, C]
-    first: int
-    total: int
-
-    def __len__(self) -> int:
-        return len(self.actions)
-
-
 class ImitationLearner(LearnerWorker):
+    demos: Demonstrations | None = None
+
     def new_policy(self, spec: EnvSpec, start: Path | None) -> Policy:
         policy = super().new_policy(spec, start)
         if not self.algo.learn_deviation:
@@ -55,29 +43,29 @@ class ImitationLearner(LearnerWorker):
         dataset = read_dataset(self.algo.data, images=bool(policy.spec.images))
         count = min(self.algo.episodes or len(dataset), len(dataset))
         lengths = [entry["length"] for entry in dataset.entries[:count]]
+        steps = -(-sum(lengths) // self.algo.minibatch_size) * self.algo.epochs
+        if self.algo.warmup_steps >= steps:
+            raise ConfigError(
+                f"sft.warmup_steps={self.algo.warmup_steps} is not less than the {steps} gradient steps of "
+                f"sft.epochs={self.algo.epochs} over {sum(lengths):,} env steps; try sft.warmup_steps={steps // 10}"
+            )
         mine = env_blocks(count, self.world_size)[self.rank]
-        episodes = [dataset[number] for number in mine]
-        moments = [policy.observation_moments(with_axis(shown(episode, policy.spec))) for episode in episodes]
+        self.demos = Demonstrations(policy.spec, policy.horizon, sum(lengths[: mine.start]), sum(lengths))
+        own = sum(lengths[mine.start : mine.stop])
+        seen = self.demos.read((dataset[number] for number in mine), own, self.algo.cache)
+        moments = [policy.observation_moments(with_axis(obs)) for obs in seen]
         if moments[0] is not None:
             policy.merge_observation_moments(np.concatenate(self.collective.gather(np.concatenate(moments))))
-        parts = [chunks(episode.actions, policy.horizon) for episode in episodes]
-        obs = join_rows([shown(episode, policy.spec) for episode in episodes])
-        self.demos = Demonstrations(
-            obs=map_obs(obs, torch.from_numpy, lambda texts: texts),
-            actions=torch.from_numpy(np.concatenate([actions for actions, _ in parts])),
-            mask=torch.from_numpy(np.concatenate([mask for _, mask in parts])),
-            first=sum(lengths[: mine.start]),
-            total=sum(lengths),
-        )
         return self.demos.total
 
     def imitate(self, iteration: int, total: int) -> dict[str, float]:
         """One pass over all demonstrations."""
         demos, config, rows = self.demos, self.algo, []
-        factor = lr_factor(config.lr_schedule, iteration / total)
         blocks = self._blocks()
-        with self.store.updating():
-            for minibatch in minibatches(permutation(self.seed, iteration, 0, demos.total), config.minibatch_size):
+        parts = list(minibatches(permutation(self.seed, iteration, 0, demos.total), config.minibatch_size))
+        with self.store.updating(), self.computing.counted():
+            for number, minibatch in enumerate(parts, iteration * len(parts)):
+                factor = sft_factor(config, number, len(parts), total * len(parts))
                 mine = torch.from_numpy(owned(minibatch, demos.first, len(demos)))
                 passes = max((self.model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
                 totals, norm = self.optimizer.exchange(self._gradient(mine, len(minibatch), passes, iteration))
@@ -93,9 +81,10 @@ class ImitationLearner(LearnerWorker):
         demos, sums = self.demos, torch.zeros(1, dtype=self.model.dtype, device=self.device)
         micro_batches = self.model.micro_batches(mine, passes)
         for number, (part, counts) in enumerate(micro_batches, 1):
-            inputs = {"obs": take_items(demos.obs, part), "actions": demos.actions[part].to(self.device)}
+            inputs = demos.batch(part)
+            inputs |= {name: inputs[name].to(self.device) for name in ("actions", "mask")}
             losses = self.model.imitate(inputs, self._noise(part.numpy() + demos.first, iteration))
-            loss = mean_of_items(losses, demos.mask[part].to(self.device)) * float(counts)
+            loss = mean_of_items(losses, inputs["mask"]) * float(counts)
             self.model.backward(loss / count, last=number == len(micro_batches))
             sums += loss.detach()
         return sums
@@ -108,6 +97,11 @@ class ImitationLearner(LearnerWorker):
         draw = rng.normal if wanted.kind == "normal" else rng.uniform
         return draw(self.seed, "imitate", items, np.full(len(items), iteration), wanted.width)
 
+    def close(self) -> None:
+        if self.demos is not None:
+            self.demos.close()
+        super().close()
+
     def _blocks(self) -> list[tuple[int, int]]:
         """(first item, number of items) of every rank where all must run the network equally often: it is sharded."""
         if not self.optimizer.sharded:
@@ -117,25 +111,12 @@ class ImitationLearner(LearnerWorker):
 
 
 def mean_of_items(losses: Tensor, mask: Tensor) -> Tensor:
-    """losses [B, C, A], mask [B, C] -> the sum over items of the mean over an item's demonstrated numbers."""
+    """losses [B, C, A], mask [B, C] -> the sum over items of the mean over an item's demonstrated numbers. Losses
+    [B] are these means."""
+    if losses.ndim == 1:
+        return losses.sum()
     shown = mask[:, :, None].expand_as(losses)
     return (torch.where(shown, losses, 0.0).sum((1, 2)) / shown.sum((1, 2))).sum()
-
-
-def chunks(actions: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """[T, A] -> the `size` actions from each step on [T, size, A], and which of them there are [T, size]."""
-    steps = np.arange(len(actions))[:, None] + np.arange(size)
-    return actions[np.minimum(steps, len(actions) - 1)], steps < len(actions)
-
-
-def shown(episode: RecordedEpisode, spec: EnvSpec) -> Observation:
-    """What a policy of this env looks at."""
-    obs: Observation = {"state": episode.obs["state"]} if spec.state_dim else {}
-    if spec.images:
-        obs["images"] = {camera: episode.obs["images"][camera] for camera in spec.images}
-    if spec.instruction:
-        obs["instruction"] = episode.obs["instruction"]
-    return obs
 
 
 def with_axis(obs: Observation) -> Observation:

@@ -1,12 +1,14 @@
 """How much memory a large policy needs, counted on torch's meta device: nothing is allocated and nothing computed.
 
 Activations are what a backward pass would keep, counted as the network saves them, so they follow from the code that
-runs and not from a formula. What surprises: weights of half precision cost 18 bytes more each when they are trained (a
-float32 copy, its gradient, Adam's two moments, and the vector in which gradients travel).
+runs and not from a formula. What surprises: weights of half precision cost 20 bytes more each when they are trained (a
+float32 copy, its gradient, Adam's two moments, and the vector in which gradients travel), and a learner that holds
+shards of them still adds up the whole float32 gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 EXACT = 4  # bytes of a float32
 NUMBERS, FELT = 7, 8  # of an arm: what it takes and what it feels
+PROMPT = 64  # tokens that are read or written besides those of images; an instruction has about half as many
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,19 @@ class Memory:
     training: int  # gradients, Adam's moments, and copies in float32
     activations: int  # of one micro-batch
     reference: int = 0  # a copy of the weights that are trained, to compare with
+    trained: int = 0  # of `weights`, those that are trained
+    gathered: int = 0  # whole weights that a learner with shards holds at once: the largest block and what is in none
+    acting: int = 0  # keys and values of one env row
 
     @property
     def total(self) -> int:
         return self.weights + self.training + self.activations + self.reference
+
+    def sharded(self, ranks: int) -> int:
+        """Of each of so many learners that hold shards: weights (the trained ones in float32), two moments and the
+        gradient twice of its rows, and the whole gradient in float32."""
+        rows = self.weights - self.trained + 5 * EXACT * self.num_trained
+        return rows // ranks + EXACT * self.num_trained + self.gathered + self.activations + self.reference
 
     def __str__(self) -> str:
         parts = [f"weights {self.weights / 1e9:.3g}", f"training {self.training / 1e9:.3g}"]
@@ -62,7 +74,7 @@ def estimate(config: RunConfig) -> Memory | None:
     if policy is None:
         return None
     rows = config.learner.micro_batch_size or config.algo.minibatch_size
-    copied = sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
+    copied = size_of(p for p in policy.parameters() if p.requires_grad)
     found = count(policy, config.learner, made_up(policy, rows))
     return replace(found, reference=copied) if getattr(config.algo, "kl_coef", 0) else found
 
@@ -71,13 +83,30 @@ def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memo
     """Of a policy, which loses its weights by it, and a micro-batch of inputs as the learner gives them to it."""
     parameters = list(policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
+    weights, blocks = size_of(parameters), [size_of(block.parameters()) for block in policy.blocks()]
     return Memory(
         num_weights=sum(p.numel() for p in parameters),
         num_trained=sum(p.numel() for p in trained),
-        weights=sum(p.numel() * p.element_size() for p in parameters),
+        weights=weights,
         training=sum(p.numel() * training_bytes(p) for p in trained),
+        trained=size_of(trained),
+        gathered=weights - sum(blocks) + max(blocks, default=0),
+        acting=acting_bytes(policy, parameters),
         activations=saved_bytes(policy, config, inputs),
     )
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def acting_bytes(policy: Policy, parameters: list[Tensor]) -> int:
+    """Keys and values of one env row, of policies that keep them and read images and prompt with a Llama."""
+    llama = getattr(getattr(policy, "settings", None), "llama", None)
+    if llama is None or type(policy).cache_tensors is Policy.cache_tensors:
+        return 0
+    tokens = policy.settings.patches * len(policy.cameras) + PROMPT
+    return 2 * llama.depth * llama.dim * llama.kv_heads // llama.heads * tokens * parameters[0].element_size()
 
 
 def training_bytes(p: Tensor) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from embodied.algorithms.schedules import learning_rates
 from embodied.errors import CheckpointError
+from embodied.learners.adam import Adam
 from embodied.learners.collective import Collective
 from embodied.learners.sharding import HALVES, is_sharded, local, part_of
 from embodied.runtime.blobs import (
@@ -47,11 +48,8 @@ class Optimizer:
         self.sharded = any(map(is_sharded, self.params))
         self.base_lrs = [rates[name] for name in groups]
         of = {id(p): master for p, master in zip(self.params, self.masters, strict=True)}
-        self.adam = torch.optim.Adam(
-            [{"params": [of[id(p)] for p in group], "lr": rates[name]} for name, group in groups.items()],
-            eps=algo.adam_eps,
-            fused=True,
-        )
+        masters = [[of[id(p)] for p in group] for group in groups.values()]
+        self.adam = Adam(masters, algo.adam_eps, algo.adam_betas, algo.weight_decay)
         self.max_grad_norm = algo.max_grad_norm
 
     def exchange(self, stats: Tensor) -> tuple[Tensor, float]:
@@ -75,10 +73,8 @@ class Optimizer:
             part = self.flat[at : at + master.numel()].view_as(master)
             master.grad = part if scale == 1.0 else part * scale
             at += master.numel()
-        for group, lr in zip(self.adam.param_groups, self.base_lrs, strict=True):
-            group["lr"] = lr * lr_factor
-        self.adam.step()
-        self.adam.zero_grad(set_to_none=True)
+        self.adam.step([lr * lr_factor for lr in self.base_lrs])
+        self.adam.forget_gradients()
         with torch.no_grad():
             for p, master in zip(self.params, self.masters, strict=True):
                 if p.dtype in HALVES:
@@ -95,7 +91,7 @@ class Optimizer:
     def forget_gradients(self) -> None:
         """Between updates nobody needs them."""
         self.flat = None
-        self.adam.zero_grad(set_to_none=True)
+        self.adam.forget_gradients()
         for p in self.params:
             p.grad = None
 

@@ -8,13 +8,13 @@ the learner (checkpoints, published weights) is put together tensor by tensor, i
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from embodied.learners.meeting import MeetingAddress, MeetingFile
 
@@ -60,9 +60,7 @@ def shard(policy: nn.Module, meeting: MeetingFile | MeetingAddress, rank: int, w
 
 def sum_gradients_now(policy: nn.Module, now: bool) -> None:
     """Whether the next backward pass ends with gradients summed over ranks, or only adds to this rank's own."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(policy, FSDPModule):
+    if hasattr(policy, "set_requires_gradient_sync"):
         policy.set_requires_gradient_sync(now)
 
 
@@ -74,17 +72,19 @@ def leave() -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor)
+    """Who has not imported DTensor, which takes most of a second, has none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's rows; for a tensor that is not sharded the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """The rows of a whole tensor that this rank holds of `like`."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return whole
     rank, size = like.device_mesh.get_local_rank(), like.device_mesh.size()
     rows = torch.chunk(whole, size)
@@ -98,7 +98,7 @@ def whole_tensors(
     part."""
     for name, tensor in policy.state_dict().items():
         if names is None or name in names:
-            yield name, tensor.to(dtypes[name]).full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, tensor.to(dtypes[name]).full_tensor() if is_sharded(tensor) else tensor
 
 
 def load_whole(policy, tensors: dict[str, Tensor]) -> None:

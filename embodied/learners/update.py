@@ -6,8 +6,7 @@ The gradient and the step's statistics travel between ranks as one vector.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from embodied.algorithms.config import AlgoConfig, PPOConfig
 from embodied.algorithms.items import minibatches, owned, permutation
 from embodied.algorithms.losses import PPOItems, Stats, ppo_loss_sum
 from embodied.algorithms.schedules import lr_factor, skip_remaining_epochs
+from embodied.arrays import host
 from embodied.data import Trajectory
 from embodied.errors import Diverged, WrongShape
 from embodied.learners.batch import Batch, flatten, items_of, take, take_items
@@ -26,6 +26,15 @@ from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.policies.base import Scores
 
+SUMS = (
+    "policy_loss",
+    "value_loss",
+    "entropy",
+    "approx_kl",
+    "clip_fraction",
+    "dual_clip_fraction",
+    "value_clip_fraction",
+)
 KEPT_BYTES = 4 * 2**30  # of the host's memory, at most, for what frozen parts make of an iteration's observations
 
 
@@ -38,16 +47,13 @@ class Share:
     values: Tensor  # [items], at act time
     advantages: Tensor  # [items]
     returns: Tensor  # [items]
+    reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
+    about: dict[str, float] = field(default_factory=dict)  # more that there is to say of the data
 
-    sums: ClassVar = (
-        "policy_loss",
-        "value_loss",
-        "entropy",
-        "approx_kl",
-        "clip_fraction",
-        "dual_clip_fraction",
-        "value_clip_fraction",
-    )
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The parts of the loss that the log shows."""
+        return SUMS if self.reference is None else (*SUMS, "reference_kl")
 
     def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: PPOConfig) -> tuple[Tensor, Stats]:
         """Of some items that all weigh the same (0: padding), and the parts of the loss that `sums` names."""
@@ -58,6 +64,7 @@ class Share:
             returns=take(self.returns, part),
             mask=take(self.batch.mask, part),
             weights=self.advantages.new_full((len(part),), weight),
+            reference=None if self.reference is None else take(self.reference, part),
         )
         return ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
 
@@ -67,7 +74,7 @@ class Share:
 
     def summary(self) -> dict[str, float]:
         """What there is to say of the data."""
-        return {"train/explained_variance": explained_variance(self)}
+        return {"train/explained_variance": explained_variance(self)} | self.about
 
 
 def prepare(
@@ -77,9 +84,20 @@ def prepare(
     env_ids: np.ndarray,
     dtype: torch.dtype,
     device: str = "cpu",
+    reference: Model | None = None,
 ) -> Share:
     """Advantages of this rank's rows, normalised over all ranks, which together have the rows `env_ids` (sorted)."""
-    fields = (trajectory.rewards, trajectory.terminated, trajectory.truncated, trajectory.mask)
+    horizon = len(trajectory.rewards)
+    first = int(np.searchsorted(env_ids, trajectory.env_ids[0])) * horizon
+    batch, rewards, about = flatten(trajectory, first, device), trajectory.rewards, {}
+    compared = None if reference is None else logprobs_of(reference, batch, config.minibatch_size)
+    if compared is not None and config.kl_in == "reward":
+        away = divergences(batch, compared).reshape(-1, horizon).T
+        rewards = penalised_rewards(rewards, away, config.kl_coef)
+        per_env = [moments(column, np.ones_like(column)) for column in away.T]
+        mean = merge_moments(np.concatenate(collective.gather(np.array(per_env)))).mean
+        about, compared = {"train/reference_kl": mean}, None
+    fields = (rewards, trajectory.terminated, trajectory.truncated, trajectory.mask)
     advantages, returns = gae(
         *fields, trajectory.values, trajectory.final_values, config.gamma, config.gae_lambda, config.advantage_level
     )
@@ -88,10 +106,32 @@ def prepare(
         rows = np.concatenate(collective.gather(np.array(per_env)))  # env order, however many ranks
         advantages = normalize(advantages, merge_moments(rows))
     items = [items_of(array).to(device, dtype) for array in (advantages, returns)]
-    horizon = len(trajectory.rewards)
-    first = int(np.searchsorted(env_ids, trajectory.env_ids[0])) * horizon
     values = items_of(trajectory.values[:-1]).to(device)
-    return Share(flatten(trajectory, first, device), len(env_ids) * horizon, values, *items)
+    return Share(batch, len(env_ids) * horizon, values, *items, compared, about)
+
+
+def penalised_rewards(rewards: np.ndarray, divergences: np.ndarray, kl_coef: float) -> np.ndarray:
+    """Rewards [T, N, C], where each decision pays for its divergence [T, N] as it begins.
+
+    One decision of two steps with rewards 1 and 2, divergence 0.5, kl_coef 2: 0 and 2.
+    """
+    paid = np.array(host(rewards), np.float64)
+    paid[:, :, 0] -= kl_coef * divergences
+    return paid
+
+
+def divergences(batch: Batch, reference: Tensor) -> np.ndarray:
+    """[items], by how much an item was likelier when it was taken than under the reference, in nats."""
+    differences = torch.where(batch.mask[:, :, None], batch.logprobs - reference, 0.0)
+    return differences.sum((1, 2)).double().cpu().numpy()
+
+
+def logprobs_of(model: Model, batch: Batch, size: int) -> Tensor:
+    """Of all items under another policy, without gradient."""
+    size = model.config.micro_batch_size or size
+    with torch.no_grad():
+        parts = [model.score(batch.inputs(part)).logprobs for part in torch.arange(len(batch)).split(size)]
+    return torch.cat(parts)
 
 
 def update_policy(

@@ -33,6 +33,7 @@ from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.blobs import ITEM_BYTES, blob_of, spec_of, tensor_of
+from embodied.runtime.gpu_memory import Computing, give_back_unused
 from embodied.runtime.residence import Belongings, num_bytes
 from embodied.runtime.weights import Publication, WeightStore
 
@@ -52,6 +53,7 @@ class LearnerWorker(Worker):
         self.device = device
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
+        self.computing = Computing()
         self.intake: Intake | None = None  # what has come of a rollout that goes on
         self.shares = False  # its weights are acted with in this process
 
@@ -105,7 +107,8 @@ class LearnerWorker(Worker):
             while not intake.has(sources):
                 intake.add(trajectories.get())
         whole = merge(intake.trajectories(sources))
-        share = prepare(whole, self.algo, self.collective, env_ids, self.model.dtype, self.device)
+        about = (self.collective, env_ids, self.model.dtype, self.device, self.reference)
+        share = prepare(whole, self.algo, *about)
         if self._looks_once():
             with self.timers.measure("look"):
                 intake.frozen = intake.frozen or Frozen(self.model.features, whole.env_ids, len(whole.rewards))
@@ -159,7 +162,7 @@ class LearnerWorker(Worker):
         return perf_counter()
 
     def _learn(self, share, moments: np.ndarray | None, iteration: int, total: int, started: float) -> dict[str, float]:
-        with self.store.updating():
+        with self.store.updating(), self.computing.counted():
             numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, iteration, total)
             if moments is not None:
                 self.policy.merge_observation_moments(np.concatenate(self.collective.gather(moments)))
@@ -169,12 +172,12 @@ class LearnerWorker(Worker):
         return numbers | {"time/first_backward_s": self.model.first_backward - started}
 
     def needs(self, shared: bool = False) -> Needs:
-        """Weights, gradients, the optimizer's two averages of them, and the reference; weights that others act with
-        stay."""
+        """Weights, gradients, the optimizer's two averages of them, the reference, and what updates took besides;
+        weights that others act with stay."""
         self.shares = shared
         weights, trained = num_bytes(self._weights()), num_bytes(self.optimizer.masters)
         aside = num_bytes(self.optimizer.masters_aside()) + num_bytes(self._reference())
-        return Needs(weights + 3 * trained + aside, weights if shared else 0)
+        return Needs(weights + 3 * trained + aside + self.computing.num_bytes, weights if shared else 0)
 
     def onload(self) -> None:
         self.belongings.onload()
@@ -185,6 +188,7 @@ class LearnerWorker(Worker):
             weights = {} if self.shares else {"weights": self._weights()}
             more = {"reference": self._reference(), "optimizer": self.optimizer.tensors()}
             self.belongings.offload(weights | more)
+            give_back_unused()
 
     def _weights(self) -> list[Tensor]:
         return [local(tensor) for tensor in (*self.policy.parameters(), *self.policy.buffers())]

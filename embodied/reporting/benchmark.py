@@ -17,7 +17,7 @@ from embodied.reporting.html import Html, page, section, table, tag
 from embodied.reporting.report_machine import MOST_TRACE_BYTES, is_move, worker_rows
 from embodied.reporting.timeline import innermost, read_trace
 
-HEAD = ("mode", "steps/s", "per core", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
+HEAD = ("mode", "steps/s", "per {device}", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
 PREDICTED = ("predicted", "measured", "error", "spread")
 
 
@@ -29,7 +29,7 @@ def row_of(result: Any, mode: str) -> dict[str, float | None]:
     low, high = np.percentile(seconds, [25, 75])
     return {
         "env_steps_per_s": steps,
-        "env_steps_per_s_and_core": steps / result.cores,
+        f"env_steps_per_s_and_{unit(result)[0].lower()}": steps / unit(result)[1],
         "rollout_s": median(r.rollout_s for r in rounds),
         "update_s": median(r.update_s for r in rounds),
         "publish_s": median(r.publish_s for r in rounds),
@@ -41,6 +41,16 @@ def row_of(result: Any, mode: str) -> dict[str, float | None]:
         "error": expected["seconds"] / median(seconds) - 1,
         "spread": float((high - low) / median(seconds)),
     }
+
+
+def unit(result: Any) -> tuple[str, int]:
+    """What throughput is divided by, and how many of these there are: GPUs where they were used, else cores."""
+    gpus = sum(count for kind, count in result.devices.items() if kind.startswith("gpu"))
+    return ("GPU", gpus) if gpus else ("core", result.devices["cpu"])
+
+
+def head_of(result: Any) -> list[str]:
+    return [name.format(device=unit(result)[0]) for name in (*HEAD, *PREDICTED)]
 
 
 def middle(values: Iterable[float | None]) -> float | None:
@@ -56,10 +66,11 @@ def rows_of(result: Any) -> dict[str, dict[str, float | None]]:
 
 def describe(result: Any) -> list[str]:
     """The one table, and what it shows."""
-    lines = ["", f"{result.task}, {result.num_envs} envs, {result.cores} cores; medians of {num_rounds(result)} rounds"]
-    lines.append("".join(f"{name:>{14 if i == 0 else 13}}" for i, name in enumerate((*HEAD, *PREDICTED))))
+    lines = ["", f"{result.task}, {result.num_envs} envs, {result.where}; medians of {num_rounds(result)} rounds"]
+    lines.append("".join(f"{name:>{14 if i == 0 else 13}}" for i, name in enumerate(head_of(result))))
     for mode, row in rows_of(result).items():
         lines.append("".join(f"{cell:>{14 if i == 0 else 13}}" for i, cell in enumerate(cells(mode, row))))
+    lines += [f"{mode:>14}  {result.expected[mode]['layout']}" for mode in rows_of(result)]
     lines += [f"{mode:>14}  not run: {reason}" for mode, reason in result.refused.items()]
     return [*lines, *verdict(result)]
 
@@ -68,7 +79,7 @@ def cells(mode: str, row: dict[str, float]) -> list[str]:
     return [
         mode,
         f"{row['env_steps_per_s']:.0f}",
-        f"{row['env_steps_per_s_and_core']:.0f}",
+        f"{row.get('env_steps_per_s_and_gpu', row.get('env_steps_per_s_and_core')):.0f}",
         f"{row['rollout_s']:.3f}",
         f"{row['update_s']:.3f}",
         f"{row['publish_s']:.3f}",
@@ -119,13 +130,13 @@ def write_report(results: Sequence[Any], about: dict[str, Any], folder: Path) ->
 def html(results: Sequence[Any], about: dict[str, Any], png: bytes) -> str:
     parts = []
     for result in results:
-        shown = table([*HEAD, *PREDICTED], [cells(mode, row) for mode, row in rows_of(result).items()])
+        shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
         refused = [tag("li", f"{mode} was not run: {reason}") for mode, reason in result.refused.items()]
         plans = [tag("li", f"{mode}: {told['layout']}") for mode, told in result.expected.items()]
         lines = [tag("p", line) for line in verdict(result)]
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
         told = [shown, *lines, tag("ul", *plans, *refused), *traced]
-        parts.append(section(f"{result.task}, {result.num_envs} envs", *told))
+        parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *told))
     title = f"Placements of {about['recipe']}"
     return page(title, tag("h1", title), image(png, "predicted and measured throughput"), *parts)
 
@@ -165,8 +176,8 @@ def picture(results: Sequence[Any]) -> bytes:
         low, high = (np.array([np.percentile(s, q) for s in speeds]) for q in (25, 75))
         expected = [result.expected[mode]["env_steps_per_s"] for mode in modes]
         axis.barh(place - 0.2, expected, 0.38, color="#bbbbbb", label="predicted")
-        spread = np.maximum([middle - low, high - middle], 0)
-        axis.barh(place + 0.2, middle, 0.38, xerr=spread, color="#4477aa", label="measured")
+        axis.barh(place + 0.2, middle, 0.38, color="#4477aa", label="measured")
+        axis.hlines(place + 0.2, low, high, color="black")
         axis.set_yticks(place, modes)
         axis.invert_yaxis()
         axis.set_xlabel("env steps/s")

@@ -81,13 +81,14 @@ def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
 START_S = 120.0  # of a private Ray cluster
 
 
-def nodes_of(address: str) -> dict[str, tuple[tuple[int, ...], int]]:
-    """The nodes of a running Ray cluster: the cores each may use, and how many GPUs it has."""
+def nodes_of(address: str, describe: Callable[[int], Any]) -> dict[str, Any]:
+    """The nodes of a running Ray cluster, the one we are on first: what `describe` says there, which is told how many
+    GPUs Ray counts."""
     from embodied.runtime.ray_nodes import Connection
 
     connection = Connection(address)
     try:
-        return connection.machines()
+        return connection.ask(describe)
     finally:
         connection.close()
 

@@ -41,16 +41,20 @@ Choose = Callable[[Sequence[Waiting]], int]
 class Channel:
     """The handle that programs use; passing it to a worker costs a few bytes. Made by `cluster.channel`."""
 
-    def __init__(self, run: str, name: str, home: str, capacity: int | None, choose: Choose | None) -> None:
+    def __init__(
+        self, run: str, name: str, home: str, capacity: int | None, choose: Choose | None, gpu: str = ""
+    ) -> None:
+        """`gpu` is the one that the home holds, if it does."""
         self.run = run
         self.name = name
         self.home = home
         self.capacity = capacity
         self.choose = choose
+        self.gpu = gpu
         self._end: Queue | Remote | None = None
 
     def __reduce__(self) -> tuple:
-        return Channel, (self.run, self.name, self.home, self.capacity, self.choose)
+        return Channel, (self.run, self.name, self.home, self.capacity, self.choose, self.gpu)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r}, home={self.home!r})"

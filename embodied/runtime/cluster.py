@@ -129,7 +129,8 @@ class Cluster:
         if capacity is not None and capacity < 1:
             raise ValueError(f"channel {name!r}: capacity={capacity} must be at least 1")
         host = home.hosts[0] if home is not None else DRIVER
-        channel = self._channels[name] = Channel(self._run, name, host, capacity, choose)
+        gpu = next((plan.gpu for plan in self.hosts if plan.name == host), "")
+        channel = self._channels[name] = Channel(self._run, name, host, capacity, choose, gpu)
         return channel
 
     def call(self, group: WorkerGroup, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle:

@@ -26,6 +26,11 @@ class ClusterConfig(Strict):
     start_s: float = Field(
         120.0, gt=0, description="Seconds in which Ray has to start on this machine, where it is not joined by address."
     )
+    machines: str | None = Field(
+        None,
+        description="Machines to plan for in a --dry-run instead of those that are there: 8xGPU, 4x8xH100, 16xCPU, or "
+        "a YAML file (docs/placement.md).",
+    )
     devices: tuple[str, ...] = Field(
         (), description="Hardware that placements can name besides cores and GPUs: arm:0, or node1/arm:0 of a cluster."
     )

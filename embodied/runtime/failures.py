@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from embodied.errors import WorkerFailed
+
+FRAME = re.compile(r'^ *File "(.+", line \d+)', re.MULTILINE)
 
 
 class RemoteTraceback(Exception):
@@ -24,6 +27,12 @@ class Failure:
     mendable: bool = False  # its host is to be started again
     exit_code: int = WorkerFailed.exit_code  # a mistake of the user's side keeps its own
     told: bool = False
+
+    @property
+    def raised_at(self) -> str | None:
+        """The line that raised it; None of a process that died without a word."""
+        frames = FRAME.findall(self.traceback)
+        return frames[-1] if frames else None
 
     def error(self) -> WorkerFailed:
         self.told = True

@@ -47,6 +47,12 @@ class HostPlan:
     env: dict[str, str] = field(default_factory=dict)
     node: str = ""  # of a Ray cluster; "" is the machine the driver is on
     devices: tuple[str, ...] = ()  # that its workers hold, each by itself, while they are at work
+    device_bytes: float = float("inf")  # of memory on each, where that is limited
+
+    @property
+    def gpu(self) -> str:
+        """The one it holds, by the plan's name."""
+        return next((name for name in self.devices if name.startswith("gpu:")), "")
 
     def environment(self) -> dict[str, str]:
         return {**dict.fromkeys(THREAD_VARIABLES, str(self.threads)), **self.env}
@@ -74,7 +80,7 @@ class Links:
     """What a backend provides to a host: `pack` and `unpack` move an object across, `post` reaches another host's
     `serve_channel`, `report` the driver."""
 
-    pack: Callable[[Any], Any]
+    pack: Callable[..., Any]  # (item, reader's GPU="")
     unpack: Callable[[Any], Any]
     post: Callable[..., None]  # (host name, message, payload=None)
     report: Callable[..., None]  # (message, packed result=None)

@@ -29,7 +29,7 @@ class InlineBackend:
     def call(self, host: str, message: tuple, packed: Any = None) -> None:
         self.host.control(message, packed)
 
-    def pack(self, item: Any) -> Any:
+    def pack(self, item: Any, reader: str = "") -> Any:
         return item
 
     def unpack(self, packed: Any) -> Any:

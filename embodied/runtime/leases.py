@@ -111,19 +111,6 @@ class Coordinator:
         self.claims |= new
         self._check()
 
-    def died(self, worker: str) -> list[Action]:
-        """A worker's process is gone: its memory is free, and its gang's devices are if it was at work."""
-        self.resident.pop(worker, None)
-        mine = {gang for gang, claims in self.gangs.items() if any(claim.worker == worker for claim in claims)}
-        self.holders = {device: holder for device, holder in self.holders.items() if holder not in mine}
-        self.waiting = [gang for gang in self.waiting if gang not in mine]
-        for gang in mine:
-            self.switching.pop(gang, None)
-        found = []
-        for gang in list(self.switching):
-            found += self._after(gang, ("offload", worker))
-        return found + self._go_on()
-
     # Memory
 
     def used_bytes(self, device: str) -> float:

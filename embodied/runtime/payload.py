@@ -3,6 +3,10 @@
 The writer copies every buffer of 64 KiB or more once into a memory file without a name (segments.py); its descriptor
 travels with the message and the reader maps it. Arrays arrive read-only. Torch CPU tensors arrive writable, on pages
 that are private to the reader, because torch knows no read-only tensors.
+
+A tensor on a GPU stays there, and a handle of its memory travels, where the one reader holds the same GPU. A process
+sees its own GPU alone, as `cuda:0` like all others see theirs, and cannot open handles of another: so to everybody else
+the bytes go by way of the host's memory, and arrive on the reader's own GPU, or on the CPU where it holds none.
 """
 
 from __future__ import annotations
@@ -49,8 +53,9 @@ class Payload:
             self.fd = -1
 
 
-def encode(item: Any) -> Payload:
-    body, buffers, tensors = split(item, one_machine=True)
+def encode(item: Any, reader: str = "") -> Payload:
+    """`reader` is the GPU that the one reader on this machine holds, by the plan's name."""
+    body, buffers, tensors = split(item, bool(reader) and reader == own_gpu())
     if not buffers and len(body) < OUT_OF_BAND_BYTES:
         return Payload(body)
     return _write(buffers, tensors, body)
@@ -71,12 +76,9 @@ def decode(payload: Payload) -> Any:
     return join(body, views)
 
 
-def split(item: Any, one_machine: bool = False) -> tuple[memoryview, list[memoryview], frozenset[int]]:
-    """-> a short body, the large buffers beside it, and which of those belong to torch tensors.
-
-    Tensors on a GPU travel on one machine as handles of their memory, which the sender keeps until the reader has let
-    go, so such an item is for one reader; elsewhere their bytes go by way of the CPU.
-    """
+def split(item: Any, gpu_handles: bool = False) -> tuple[memoryview, list[memoryview], frozenset[int]]:
+    """-> a short body, the large buffers beside it, and which of those belong to torch tensors. Memory whose handle
+    travels is kept by the sender until the reader has let go, so such an item is for one reader."""
     buffers: list[pickle.PickleBuffer] = []
 
     def keep_inline(buffer: pickle.PickleBuffer) -> bool:
@@ -88,7 +90,7 @@ def split(item: Any, one_machine: bool = False) -> tuple[memoryview, list[memory
     writable: list[pickle.PickleBuffer] = []
     if hasattr(sys.modules.get("torch"), "Tensor"):  # not while another thread still imports it
         stream = io.BytesIO()
-        _TorchPickler(stream, keep_inline, writable, one_machine).dump(item)
+        _TorchPickler(stream, keep_inline, writable, gpu_handles).dump(item)
         body = stream.getbuffer()
     else:
         body = memoryview(pickle.dumps(item, protocol=5, buffer_callback=keep_inline))
@@ -127,8 +129,8 @@ class _TorchPickler(pickle.Pickler):
     def reducer_override(self, item: Any) -> Any:
         if type(item) is not self.tensor_type or item.requires_grad:
             return NotImplemented
-        if item.device.type == "cuda":
-            return self._gpu_tensor(item)
+        if is_on_gpu(item):
+            return handle_of(item) if self.gpu_handles else (on_own_device, (to_host(item),))
         if item.device.type != "cpu":
             return NotImplemented
         if item.is_sparse or item.is_quantized:
@@ -139,16 +141,36 @@ class _TorchPickler(pickle.Pickler):
         self.writable.append(buffer)
         return _tensor, (buffer, str(item.dtype).removeprefix("torch."), tuple(item.shape))
 
-    def _gpu_tensor(self, item: Any) -> tuple:
-        if not self.gpu_handles:
-            return _on_device, (item.cpu(), str(item.device))
-        from torch.multiprocessing.reductions import reduce_tensor
 
-        return reduce_tensor(item)
+def is_on_gpu(tensor: Any) -> bool:
+    return tensor.device.type == "cuda"
 
 
-def _on_device(copy: Any, device: str) -> Any:
-    return copy.to(device)
+def to_host(tensor: Any) -> Any:
+    return tensor.cpu()
+
+
+def handle_of(tensor: Any) -> tuple:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(tensor)
+
+
+def own_gpu() -> str:
+    """The GPU that this process holds, by the plan's name: gpu:3. Empty where it holds none."""
+    held = os.environ.get("EMBODIED_DEVICE", "")
+    return held if held.startswith("gpu:") else ""
+
+
+def own_device() -> str:
+    """Where tensors from other GPUs go here. Without a word of the plan, whoever computes on a GPU wants them there."""
+    if "EMBODIED_DEVICE" in os.environ:
+        return "cuda" if own_gpu() else "cpu"
+    return "cuda" if sys.modules["torch"].cuda.is_initialized() else "cpu"
+
+
+def on_own_device(copy: Any) -> Any:
+    return copy.to(own_device())
 
 
 def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:

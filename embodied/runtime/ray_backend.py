@@ -195,11 +195,9 @@ class RayBackend(Processes):
             process.stopped.set()
 
     def _exit_code(self, process: _Process) -> int | None:
-        """From the guard; None if the process never came to be, or nobody can say any more."""
-        if process.pid is None:
-            return None
+        """From the guard, also of a process that ended before it told its number. None if nobody can say."""
         if not process.here:
-            return self._last_words(process)
+            return self._last_words(process) if process.pid is not None else None
         until = time.monotonic() + KILL_S
         while time.monotonic() < until:
             told = os.pread(process.memory_fd, _EXIT_BYTES, PROGRESS_BYTES).rstrip(b"\0")

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from embodied.runtime.hosts import HostPlan
 from embodied.runtime.ray_private import ENVIRONMENT, TOKEN, PrivateCluster
 from embodied.runtime.ray_ship import pack_modules
 
-OF_DEVICES = ("CUDA_VISIBLE_DEVICES",)  # what the environment of a host that has devices sets
+OF_CARDS = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")
 _REACH_S = 5.0  # to reach an address
 _LOOK_S = 60.0  # to start a process on every node that looks around there
 _END_S = 5.0  # how long the parent of a host that ended may take to say how
@@ -83,9 +83,10 @@ class Connection:
         """The nodes that are still there."""
         return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
 
-    def machines(self) -> dict[str, tuple[tuple[int, ...], int]]:
-        """Cores and number of GPUs of every node that has a name of its own."""
-        return {name: (node.cores, node.num_gpus) for name, node in self._nodes.items()}
+    def ask(self, function: Callable[[int], Any]) -> dict[str, Any]:
+        """What it says on every node, ours first, given how many GPUs Ray counts there."""
+        nodes = sorted(self._nodes.values(), key=lambda node: (node.id != self.own.id, node.name))
+        return dict(zip([n.name for n in nodes], answers([(node.id, (node.num_gpus,)) for node in nodes], function)))
 
     def close(self) -> None:
         if self._ours:
@@ -97,11 +98,7 @@ class Connection:
         own = ray.get_runtime_context().get_node_id()
         alive = [node for node in ray.nodes() if node["Alive"]]
         with _secret() as secret:
-            found = [run_on(node["NodeID"], look, *secret) for node in alive]
-            try:
-                seen = ray.get(found, timeout=_LOOK_S)
-            except RayError as err:
-                raise EmbodiedError(f"a node of the Ray cluster cannot run our code: {_last_line(err)}") from None
+            seen = answers([(node["NodeID"], secret) for node in alive], look)
         for node, (cores, python, here, folder) in zip(alive, seen):
             gpus = int(node["Resources"].get("GPU", 0))
             one = Node(node["NodeName"], node["NodeID"], cores, python, here, folder, gpus)
@@ -116,11 +113,20 @@ class Connection:
 
 def move(plan: HostPlan, nodes: Sequence[Node], busy: Mapping[tuple[str, int], int]) -> HostPlan:
     """The same host on the least busy of these nodes, with as many cores, those that the fewest hosts have."""
-    if any(name in plan.env for name in OF_DEVICES):
+    if any("gpu:" in device for device in plan.devices):
         raise EmbodiedError(f"node {plan.node} is lost, and {plan.name} needs a GPU of it")
     node = min(nodes, key=lambda node: sum(busy.get((node.name, core), 0) for core in node.cores) / len(node.cores))
     free_first = sorted(node.cores, key=lambda core: busy.get((node.name, core), 0))
-    return replace(plan, node=node.name, cores=tuple(sorted(free_first[: len(plan.cores)])))
+    env = {key: value for key, value in plan.env.items() if key not in OF_CARDS}  # one that only drew draws on cores
+    return replace(plan, node=node.name, cores=tuple(sorted(free_first[: len(plan.cores)])), env=env)
+
+
+def answers(nodes: Sequence[tuple[str, tuple]], function: Callable) -> list[Any]:
+    """Of a function on these nodes, with the arguments of each."""
+    try:
+        return ray.get([run_on(node_id, function, *arguments) for node_id, arguments in nodes], timeout=_LOOK_S)
+    except RayError as err:
+        raise EmbodiedError(f"a node of the Ray cluster cannot run our code: {_last_line(err)}") from None
 
 
 def run_on(node_id: str, function: Any, *arguments: Any) -> Any:

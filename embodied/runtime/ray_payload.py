@@ -2,7 +2,8 @@
 
 The writer copies every buffer of 64 KiB or more once into the store; a reader on the same machine uses it in place, on
 another machine Ray fetches it while the message is on its way. Arrays arrive read-only. Torch CPU tensors arrive as a
-writable copy, because torch knows no read-only tensors and the store's pages are shared.
+writable copy, because torch knows no read-only tensors and the store's pages are shared. What was on a GPU arrives on
+the reader's own, or on the CPU where it has none.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Stored(Payload):
         return (self.body, self.tensors) if self.ref is None else (self.body, self.tensors, self.ref)
 
 
-def encode(item: Any) -> Stored:
+def encode(item: Any, reader: str = "") -> Stored:
+    """Tensors on GPUs go by way of the host's memory, whatever GPU the `reader` holds."""
     body, buffers, tensors = split(item)
     if len(body) >= OUT_OF_BAND_BYTES:
         return Stored(None, tensors, ref=_put([*buffers, body]))

@@ -47,7 +47,7 @@ class Remote:
 
     def put(self, item: Any, key: Any, weight: float, timeout_s: float | None) -> None:
         producer = self.host.tick()
-        payload = item if isinstance(item, Payload) else self.host.pack(item)
+        payload = item if isinstance(item, Payload) else self.host.pack(item, self.channel.gpu)
         with self._lock:
             if self.capacity is not None:
                 wait_for_room(self, producer, self._room, self._unread, lambda: self._closed or self._dead, timeout_s)

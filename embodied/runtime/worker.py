@@ -109,6 +109,12 @@ class Worker:
         """The machine and the process it runs in."""
         return machine(), os.getpid()
 
+    @served_while_busy
+    def peak_bytes(self) -> int:
+        """Of the host's memory that its process had at its fullest."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
 
 def machine() -> str:
     """Names this boot of this machine."""

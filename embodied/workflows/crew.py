@@ -13,6 +13,7 @@ Who notices and who decides is the runtime's business (`Cluster.settle`, `superv
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -23,6 +24,8 @@ from embodied.runtime import Budget, Channel, Cluster, Handle, WorkerGroup
 from embodied.runtime.failures import Failure
 from embodied.workflows.delivery import Delivery
 from embodied.workflows.ledger import Ledger
+
+SAME_ERROR = 3  # times that a worker fails at one line before it ends a round: no accident, its next life would as well
 
 
 class Crew:
@@ -45,6 +48,7 @@ class Crew:
         self.rounds = 0
         self.restarts = 0
         self.abandoned_episodes = 0
+        self.errors: Counter[tuple[str, str]] = Counter()  # (worker, line that raised) since it last came to an end
         self.has_memory: Callable[[str], bool] = lambda worker: True  # on its device, as far as turns are taken there
 
     def start(self, spec: EnvSpec, episodes: EpisodeList | None, delivery: Delivery, budget: Budget) -> None:
@@ -83,6 +87,8 @@ class Crew:
         serve = partial(self._serve, routes, temperature=temperature, stream=stream)
         serving = {policy: serve(policy) for policy in range(len(self.policies) if asked else 0)}
         while losses := self.cluster.settle(*calls.values()):
+            if stream != "eval":  # there an episode that fails costs itself alone
+                self._refuse_repeated(losses.values())
             for policy in serving.keys() & self._replace(losses):
                 serving[policy] = serve(policy)
                 for source, replies in self._served(policy, routes).items():
@@ -90,6 +96,8 @@ class Crew:
         for policy in serving:
             self.requests[policy].put(ActRequest("the driver", done=True))
         self.settle(*serving.values())
+        failed = {self.sims.workers[sim] for sim, call in calls.items() if not call.succeeded()}
+        self.errors = Counter({error: count for error, count in self.errors.items() if error[0] in failed})
         return calls, routes
 
     def settle(self, *handles: Handle) -> None:
@@ -106,6 +114,15 @@ class Crew:
                 return handle.wait()
 
     # Replacing
+
+    def _refuse_repeated(self, losses: Iterable[Failure]) -> None:
+        for failure in losses:
+            if failure.raised_at:
+                self.errors[failure.worker, failure.raised_at] += 1
+                if self.errors[failure.worker, failure.raised_at] == SAME_ERROR:
+                    raise failure.final(
+                        "this line has now failed three times in a row, so it is not tried again"
+                    ).error()
 
     def _replace(self, losses: dict[str, Failure]) -> list[int]:
         """New lives for dead hosts, building while others work; -> the policy workers among them."""

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embodied import devices
 from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, Recording, Route
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.episodes import EpisodeList
+from embodied.policies.merging import Merging
 from embodied.runtime import Budget, Cluster, Handle, Timers, WorkerGroup
 from embodied.runtime.weights import new_name
 from embodied.workflows.crew import Crew
@@ -56,7 +58,7 @@ class EmbodiedLoop:
         """`tell` hears of every restart of a worker. `eval_tasks` are all tasks of an evaluation of which this env
         plays some. `start_folder` is that of a policy whose weights are the first ones."""
         self.config = config
-        self.start_folder = start_folder
+        self.start_folder = start_folder and start_folder.absolute()
         self.cluster = cluster
         self.timers = Timers()
         kind = env_class(config.env)
@@ -73,7 +75,8 @@ class EmbodiedLoop:
         rows = eval_rows(len(self.eval_episodes), config.eval.num_envs or config.env.num_envs, num_sims)
         self.sims = cluster.launch(SIM, "sim", config.env, stages, journal, self.eval_env, rows)
         options = (config.policy, config.seed, config.learner.precision, self.torch_device("policy"))
-        self.policies = cluster.launch(POLICY, "policy", *options)
+        merging = Merging(config.merged_rows, config.pipeline.merge_wait_s)
+        self.policies = cluster.launch(POLICY, "policy", *options, merging)
         self.crew = Crew(cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell)
         self.learners = None
         if learn:
@@ -85,12 +88,9 @@ class EmbodiedLoop:
         return (Slices if config.algo.name == "ppo" else Groups)(config, tasks)
 
     def torch_device(self, role: str) -> str:
-        """Where a role's networks compute: on its hosts' GPUs; on cores where only others have GPUs; else as the recipe
-        says."""
+        """Where a role's networks compute: on its hosts' GPUs, else on cores."""
         on_gpus = {r for host in self.cluster.hosts if any("gpu:" in d for d in host.devices) for r in host.roles}
-        if on_gpus:
-            return "cuda" if role in on_gpus else "cpu"
-        return self.config.learner.device_beside(getattr(self.config.env, "backend", ""))
+        return devices.torch_device("gpu" if role in on_gpus else "cpu")
 
     @property
     def algorithm(self):
@@ -224,9 +224,9 @@ class EmbodiedLoop:
             return play_fixed(self.crew, episodes, begin, self.notes, *options)
 
     def save_learners(self, draft: Path) -> None:
-        """Policy and optimizer, into a checkpoint that is being written."""
+        """Policy and optimizer, into a checkpoint that is being written, under the same path wherever a learner is."""
         with self.turns.phase(UPDATE):
-            self.learners.save(draft).wait()
+            self.learners.save(draft.absolute()).wait()
 
     def save_sims(self) -> dict[str, np.ndarray]:
         """What has been begun and not yet learned from, as arrays."""
@@ -235,7 +235,7 @@ class EmbodiedLoop:
     def restore(self, checkpoint: Path, sims: dict[str, np.ndarray], version: int) -> int:
         """Continue from a checkpoint; returns the number of open episodes that had to be abandoned."""
         with self.turns.phase(UPDATE):
-            self.learners.load(checkpoint).wait()
+            self.learners.load(checkpoint.absolute()).wait()
         self.publish(version)
         return self.collection.restore(sims) if sims else 0
 

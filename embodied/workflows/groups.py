@@ -15,6 +15,7 @@ import numpy as np
 from embodied.algorithms.groups import Group, GroupPool, group_advantages
 from embodied.data import EpisodeResult, EpisodeSpec, GroupBatch, RolloutStats, Route
 from embodied.episodes import EpisodeList, env_blocks
+from embodied.errors import ConfigError
 from embodied.runtime import Channel, Handle, WorkerGroup
 from embodied.workflows.crew import Crew
 
@@ -55,6 +56,11 @@ class Groups:
 
     def start(self, crew: Crew, learners: WorkerGroup, trajectories: list[Channel]) -> None:
         self.crew, self.learners, self.trajectories = crew, learners, trajectories
+        if self.algo.filter_metric == "success" and not crew.spec.has_success:
+            raise ConfigError(
+                "algo.filter_metric=success bounds the rate of success, but this env has none; try "
+                "algo.filter_metric=return"
+            )
 
     @property
     def exhausted(self) -> str:
@@ -142,8 +148,10 @@ class Groups:
         batch.stats += stats
         batch.seconds += max((call.seconds() for call in played), default=0.0)
         batch.rounds += 1
-        self.pool.add({result.index: result.total_reward for part in stats for result in part.finished})
-        finished = {result.index for part in stats for result in part.finished}
+        results = {result.index: result for part in stats for result in part.finished}
+        scores = {index: result.total_reward for index, result in results.items()}
+        self.pool.add(scores, {index: bool(result.success_once) for index, result in results.items()})
+        finished = set(results)
         self._lose([spec.index for spec in specs if spec.index not in finished], batch)
         self._lose_what_is_gone(batch)
 

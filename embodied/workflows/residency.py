@@ -7,10 +7,10 @@ only where a limit is known and both do not fit: a GPU's own, or `cluster.memory
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
-from embodied.devices import capacities
 from embodied.runtime import Cluster, Timers, WorkerGroup
-from embodied.runtime.leases import Claim, Coordinator
+from embodied.runtime.leases import GB, Claim, Coordinator
 from embodied.runtime.turns import Turns
 
 ROLLOUT, UPDATE = "rollout", "update"
@@ -28,20 +28,33 @@ def take_turns(
     devices = {host.name: host.devices or (host.name,) for host in cluster.hosts}
     acting, learning = (group.process().wait() if group else [] for group in (policies, learners))
     shared = [where in learning for where in acting]
-    gangs = {ROLLOUT: claims_of(sims, devices, [False] * len(sims)) + claims_of(policies, devices, shared)}
+    gangs_of: dict[str, list[Part]] = {ROLLOUT: [(sims, [False] * len(sims)), (policies, shared)]}
     if learners:
-        gangs[UPDATE] = claims_of(learners, devices, [where in acting for where in learning])
-    limits = capacities({device for held in devices.values() for device in held}, memory_gb)
+        gangs_of[UPDATE] = [(learners, [where in acting for where in learning])]
+    gangs = {name: [claim for part in parts for claim in claims_of(*part, devices)] for name, parts in gangs_of.items()}
+    limits = {
+        device: host.device_bytes if memory_gb is None else memory_gb * GB
+        for host in cluster.hosts
+        for device in devices[host.name]
+    }
     everyone = [claim.worker for gang in gangs.values() for claim in gang]
     groups = {group.role: group for group in (sims, policies, learners) if group}
-    # How much memory policies act in is known when they have acted; where nothing is limited nobody asks.
+    # How much memory work takes is known when it was done; where nothing is limited nobody asks.
     limited = min(limits.values()) < float("inf")
-    growing = {ROLLOUT: lambda: claims_of(policies, devices, shared, some=True)} if limited else {}
+    growing = {name: partial(claims_now, parts, devices) for name, parts in gangs_of.items()} if limited else {}
     return Turns(Coordinator(limits, gangs, resident=everyone), groups, timers, growing)
 
 
+Part = tuple[WorkerGroup, list[bool]]  # a gang's workers of a role, and which of them share weights with another's
+
+
+def claims_now(parts: list[Part], devices: Mapping[str, tuple[str, ...]]) -> list[Claim]:
+    """Of those that have not died."""
+    return [claim for group, shared in parts for claim in claims_of(group, shared, devices, some=True)]
+
+
 def claims_of(
-    group: WorkerGroup, devices: Mapping[str, tuple[str, ...]], shared: list[bool], some: bool = False
+    group: WorkerGroup, shared: list[bool], devices: Mapping[str, tuple[str, ...]], some: bool = False
 ) -> list[Claim]:
     """What a group's workers say they need, spread over the devices of each; `some`: without those that have died."""
     asked = group.needs.each([(one,) for one in shared])

@@ -23,12 +23,13 @@ from embodied.policies.openvla.folder import COMPANIONS, read_published, read_st
 from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.ranges import OWN, RANGES, Ranges, stated_ranges
 from embodied.policies.openvla.settings import PRESETS, settings_of
-from embodied.policies.openvla.text import Tokenizer, WordTokenizer, prompt, tokenizer_of
+from embodied.policies.openvla.text import STOP, Tokenizer, WordTokenizer, prompt, template_of, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
+from embodied.policies.vla.adapters import as_adapted, read_adapters
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.images import processor_of
-from embodied.policies.vla.layers import smooth_filters
-from embodied.policies.vla.lora import UP, AdaptedPolicy, add_lora, is_adapter, misfit, published_name
+from embodied.policies.vla.layers import smooth_filters, with_adapter
+from embodied.policies.vla.lora import AdaptedPolicy, add_lora, initial_adapter, is_adapter, misfit, published_name
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
 from embodied.policies.vla.text import align
 from embodied.runtime.blobs import Blob, blob_of
@@ -46,6 +47,8 @@ class PrismaticPolicy(AdaptedPolicy):
     extras: tuple[str, ...] = (VALUE, RANGES)  # how the names of weights begin that published folders may lack
 
     def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
+        self.adapters = config.lora_path and Path(config.lora_path)
+        config = config if self.adapters is None else as_adapted(config, self.adapters)
         super().__init__(config, spec)
         self.published = read_published(config.pretrained) if config.pretrained else None
         self.source = self.origin = self.published and self.published.path
@@ -57,7 +60,9 @@ class PrismaticPolicy(AdaptedPolicy):
         check_env(config, spec, len(self.statistics.low))
         settings, numbers = self.settings, published.preprocessor if published else {}
         kinds = [tower.kind for tower in settings.towers]
-        self.images = processor_of(numbers, kinds, settings.image_size, settings.resize, config.crop_area)
+        size, area, rlds = settings.image_size, config.crop_area, config.rlds_images
+        self.images = processor_of(numbers, kinds, size, settings.resize, area, rlds)
+        self.template = template_of(settings, self.where)
         self.tokenizer = self.choose_tokenizer()
         self.codes = ActionTokens(settings.bins)
         self.dtype = getattr(torch, config.dtype)
@@ -85,7 +90,8 @@ class PrismaticPolicy(AdaptedPolicy):
     @classmethod
     def counted(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
         words = {"choose_tokenizer": lambda self: WordTokenizer(self.settings)}
-        without = config.model_copy(update={"pretrained": None, "statistics": None})
+        config = as_adapted(config, Path(config.lora_path)) if config.lora_path else config
+        without = config.model_copy(update={"pretrained": None, "statistics": None, "rlds_images": False})
         return type(cls.__name__, (cls,), words)(without, spec)
 
     def choose_tokenizer(self) -> Tokenizer:
@@ -106,20 +112,20 @@ class PrismaticPolicy(AdaptedPolicy):
 
     def adapt(self, whole: tuple[nn.Module, ...] = ()) -> None:
         """Put LoRA into the published networks, but for these parts of them, which are trained whole."""
-        if self.config.train == "language":
+        config = self.config
+        if config.train == "language":
             self.vision_backbone.requires_grad_(False)
             for layer in whole:
                 layer.requires_grad_(True)
-        if self.config.lora_rank:
-            parts = [self.vision_backbone, self.projector, self.language_model.model]
-            add_lora(parts, self.config.lora_rank, self.config.lora_scale, whole)
-            self.language_model.lm_head.requires_grad_(False)
+        if config.lora_rank:
+            parts = {name: getattr(self, name) for name in ("vision_backbone", "projector", "language_model")}
+            add_lora(parts, config.lora_rank, config.lora_scale, whole, config.lora_targets)
 
     @torch.no_grad()
     def initialise(self, rng: np.random.Generator) -> None:
         """Published weights where the recipe names some, drawn ones for what is left."""
         draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
-        stored = read_stored(self.published, self.components()) if self.published else {}
+        stored = self.read_stored() if self.published else {}
         own = self.state_dict(keep_vars=True)
         where = {name: self.name_in(stored, name) for name in own}
         fresh = {name for name in own if not stored or (where[name] not in stored and self.is_extra(name))}
@@ -136,16 +142,26 @@ class PrismaticPolicy(AdaptedPolicy):
         begins without effect. Places in an image are as loud as what is seen there."""
         if name.startswith(RANGES):
             return
-        if name.endswith("patch_embed.proj.weight"):
+        if is_adapter(name):
+            parameter.copy_(initial_adapter(name, parameter.shape, draw, self.config.lora_init))
+        elif name.endswith(("patch_embed.proj.weight", "patch_embed.proj.base_layer.weight")):
             parameter.copy_(smooth_filters(parameter.shape, draw))
         elif name.endswith("pos_embed"):
             parameter.copy_(torch.empty(parameter.shape).normal_(generator=draw))
-        elif name.endswith(("bias", UP)):
+        elif name.endswith("bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
             parameter.fill_(1.0)
         else:
             parameter.copy_(torch.empty(parameter.shape).normal_(generator=draw) * spread(name, parameter))
+
+    def read_stored(self) -> dict[str, Blob]:
+        """The folder's weights, and the adapters that were made elsewhere."""
+        stored = read_stored(self.published, self.components())
+        if self.adapters is None:
+            return stored
+        own = {name for name in self.state_dict() if is_adapter(name)}
+        return {n: blob for n, blob in stored.items() if not is_adapter(n)} | read_adapters(self.adapters, own, stored)
 
     def name_in(self, stored: dict[str, Blob], name: str) -> str:
         """That of a weight in a folder, where parts may or may not have adapters and FiLM."""
@@ -160,7 +176,7 @@ class PrismaticPolicy(AdaptedPolicy):
 
     def stored_weights(self) -> dict[str, Blob]:
         """Of the published folder, for acting only: what it lacks is zero."""
-        stored, found = read_stored(self.published, self.components()), {}
+        stored, found = self.read_stored(), {}
         for name, tensor in self.state_dict().items():
             blob = stored.get(self.name_in(stored, name))
             found[name] = blob_of(torch.zeros_like(tensor)) if blob is None else blob
@@ -203,7 +219,7 @@ class PrismaticPolicy(AdaptedPolicy):
     def _words(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of the prompts [N, L], and which of them are there."""
         texts = obs["instruction"] if self.spec.instruction else [self.config.instruction] * count
-        return align([self.tokenizer.encode(prompt(text)) for text in texts], self.settings.pad_id)
+        return align([self.tokenizer.encode(prompt(text, self.template)) for text in texts], self.settings.pad_id)
 
     def _pixels(self, obs: Observation) -> list[Tensor]:
         """Of each camera [N, 3 * towers, size, size]."""
@@ -221,9 +237,18 @@ class PrismaticPolicy(AdaptedPolicy):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Of the action tokens, tempered as the recipe says."""
-        first = self.settings.first_action_id
-        weight = self.language_model.lm_head.weight[first : first + self.settings.bins]
-        return nn.functional.linear(hidden, weight).to(self.exact) / self.config.temperature
+        first, words = self.settings.first_action_id, self.language_model.lm_head
+        rows = slice(first, first + self.settings.bins)
+        logits = with_adapter(nn.functional.linear(hidden, words.weight[rows]), words, hidden, rows)
+        return logits.to(self.exact) / self.config.temperature
+
+    def _word_losses(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """How badly it writes these tokens [B, K] among all words, [B, K] of hidden states [B, K, D]; where there is
+        one more of those, the stop token behind them too."""
+        ids = tokens + self.settings.first_action_id
+        ids = nn.functional.pad(ids, (0, hidden.shape[1] - ids.shape[1]), value=STOP)
+        logits = self.language_model.lm_head(hidden).to(self.exact)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
 
     def _value(self, hidden: Tensor) -> Tensor:
         return self.value_head(hidden).squeeze(-1).to(self.exact)

@@ -18,6 +18,7 @@ from embodied.policies.openvla.components import component_weights, find_compone
 from embodied.policies.openvla.ranges import RANGES
 from embodied.policies.openvla.settings import Settings, settings_of
 from embodied.policies.openvla.text import TOKENIZER
+from embodied.policies.vla.adapters import CONFIG as ADAPTER_CONFIG
 from embodied.policies.vla.shards import write_shards, write_tensors
 from embodied.runtime.blobs import Blob, blob_of
 
@@ -52,8 +53,13 @@ class Published:
 def read_published(path: Path | str) -> Published:
     path = Path(path)
     if not (path / CONFIG).is_file():
-        raise CheckpointError(f"{path} is not an OpenVLA folder: {CONFIG} is missing")
+        more = ""
+        if (path / ADAPTER_CONFIG).is_file():
+            more = f"; it holds adapters: policy.lora_path={path}, with the model they are for as policy.pretrained"
+        raise CheckpointError(f"{path} is not an OpenVLA folder: {CONFIG} is missing{more}")
     config = {key: value for key, value in read_json(path / CONFIG).items() if key not in OURS}
+    if "llm_backbone_id" not in config and "v01" in path.resolve().name:  # by which upstream tells
+        config["llm_backbone_id"] = "vicuna-v15-7b"
     settings = settings_of(config, str(path / CONFIG))
     stats = config.get("norm_stats") or {}
     if not isinstance(stats, dict):

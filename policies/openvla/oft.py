@@ -22,11 +22,11 @@ from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.heads import FiLM, L1Head, ProprioProjector, laplace, laplace_noise
 from embodied.policies.openvla.llama import LlamaStack
 from embodied.policies.openvla.sampling import action_scores, pick
+from embodied.policies.openvla.text import STOP
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.statistics import Statistics, statistics_of
 
 SLACK = 1e-8  # by which upstream widens every range
-STOP = 2
 LOG_SCALE = "log_scale"
 CENTER = "action_head.model.fc2.weight"
 FILM = (".scale.weight", ".scale.bias", ".shift.weight", ".shift.bias")
@@ -62,6 +62,8 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         self.film = first(config.film, says.get("film"), "vision_backbone" in has)
         super().build()
         if self.head == "l1":
+            if config.sft_loss != "actions":
+                raise ConfigError("policy.sft_loss is of tokens, but policy.head=l1 writes none; leave it out")
             if config.temperature != 1.0:
                 raise ConfigError("policy.temperature is of tokens, but policy.head=l1 writes none; leave it at 1")
             self.language_model.lm_head.requires_grad_(False)  # it writes words, and nobody reads them
@@ -137,12 +139,22 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
     def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
         """With an l1 head the plain difference, and how well the scale fits it. As a likelihood, numbers that a
         demonstrator never moves would leave the others no gradient."""
+        if self.config.sft_loss == "vocabulary":
+            return self._word_losses_of_items(inputs)
         if self.head != "l1":
             return super().imitate(inputs, noise)
         center = self._center(self._hidden(inputs["obs"], inputs.get(PATCHES)))
         units = tensor_of(self.units_of(inputs["actions"]), self.device).to(self.exact)
         logprobs, _ = laplace(center.detach(), self._log_scale(), units)
         return (units - center).abs() - logprobs
+
+    def _word_losses_of_items(self, inputs: dict[str, Any]) -> Tensor:
+        """[B]: the mean over the demonstrated numbers, and the stop token where one follows."""
+        tokens, more = self.tokens_of(inputs), int(self.config.stop_token)
+        losses = self._word_losses(self._states(inputs["obs"], inputs.get(PATCHES), more), tokens.flatten(1))
+        there = inputs["mask"].to(losses.device)[:, :, None].expand_as(tokens).flatten(1)
+        there = nn.functional.pad(there, (0, more), value=True)
+        return torch.where(there, losses, 0.0).sum(1) / there.sum(1)
 
     def deviations(self) -> list[nn.Parameter]:
         return [self.log_scale] if self.head == "l1" else []
@@ -152,6 +164,11 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
     def _hidden(self, obs: Observation, patches: Tensor | None = None) -> Tensor:
         """Hidden states [N, C, A, D] from which the numbers of the chunk are read; `patches` [N, cameras, P, D] are
         what frozen towers saw."""
+        hidden = self._states(obs, patches)
+        return hidden.view(len(hidden), self.config.chunk, self.spec.action.dim, -1)
+
+    def _states(self, obs: Observation, patches: Tensor | None = None, more: int = 0) -> Tensor:
+        """The same one after the other, and `more` behind them."""
         count, numbers = len(obs["images"][self.cameras[0]]), self.config.chunk * self.spec.action.dim
         ids, there = self._words(obs, count)
         if self.config.stop_token:
@@ -170,10 +187,9 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         parts = (present[:, :1], known.expand(-1, seen.shape[1]), present[:, 1:text], known.expand(-1, numbers))
         mask = torch.cat([*parts, present[:, text:]], dim=1)
         begin, both = seen.shape[1] + text - 1, self.config.bidirectional
-        read = slice(begin, begin + numbers)
+        read = slice(begin, begin + numbers + more)
         stack = for_acting(self.config, LlamaStack.forward, self.device)
-        hidden = stack(self.language_model.model, x, mask, bidirectional=both, padded=not there.all(), read=read)
-        return hidden.view(count, self.config.chunk, self.spec.action.dim, -1)
+        return stack(self.language_model.model, x, mask, bidirectional=both, padded=not there.all(), read=read)
 
     def _seen(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:
         """What the towers see in all images, one after the other [N, cameras * P, D]."""

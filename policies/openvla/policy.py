@@ -87,6 +87,17 @@ class OpenVLAPolicy(PrismaticPolicy):
         logprobs, entropy = action_scores(self._logits(hidden), tokens)
         return Scores(logprobs[:, None], entropy[:, None], self._value(hidden[:, 0]))
 
+    def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
+        if self.config.sft_loss == "actions":
+            return super().imitate(inputs, noise)
+        tokens = self.tokens_of(inputs)[:, 0]
+        x, present, padded = self._prefix(inputs["obs"], inputs.get(PATCHES))
+        x = torch.cat([x, self._embed(tokens)], dim=1)
+        present = nn.functional.pad(present, (0, tokens.shape[1]), value=True)
+        written = slice(-tokens.shape[1] - 1, None)
+        hidden = self.language_model.model(x, present, padded=padded, read=written)
+        return self._word_losses(hidden, tokens)[:, None]
+
     def _prefix(self, obs: Observation, patches: Tensor | None = None) -> tuple[Tensor, Tensor, bool]:
         """Embeddings [N, L, D] of begin, image and text; which of them are there [N, L]; whether any is not. `patches`
         [N, 1, P, D] are what frozen towers saw."""

@@ -62,6 +62,11 @@ def plain(spec: EnvSpec) -> Figures:
 def demonstrated(folder: Path, spec: EnvSpec) -> Figures:
     """Those of a dataset's actions and states."""
     if not (folder / DATA_SET).is_file():
+        if (folder / "meta" / "info.json").is_file():
+            raise ConfigError(
+                f"policy.statistics={folder} has no {DATA_SET} (LeRobot 2.1 stores no quantiles); "
+                f"python -m embodied.datasets.figures {folder} writes it"
+            )
         raise ConfigError(
             f"policy.statistics={folder} is neither a data set that the model knows (give policy.pretrained=FOLDER, a "
             f"model trained on it) nor the folder of one in LeRobot's layout, with {DATA_SET} (python -m "

@@ -10,7 +10,7 @@ from embodied.policies.openvla.settings import Settings
 from embodied.policies.vla.text import fast_tokenizer, hashed_words
 
 TOKENIZER = "tokenizer.json"
-BOS = 1
+BOS, STOP = 1, 2
 SPACE = 29871  # Llama's "▁", which every published model has seen in front of the first action token
 
 
@@ -18,8 +18,28 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
 
-def prompt(instruction: str) -> str:
-    return f"In: What action should the robot take to {instruction.lower()}?\nOut:"
+PURE = "In: What action should the robot take to {}?\nOut:"
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions. USER: What action should the robot take to {}? ASSISTANT:"
+)
+
+
+def template_of(settings: Settings, where: str) -> str:
+    """The sentence that a model was trained with, by the language model it grew from: OpenVLA v0.1's was a chat."""
+    backbone = str(settings.published.get("llm_backbone_id", "llama2-7b-pure"))
+    if backbone.startswith("vicuna"):
+        return VICUNA
+    if backbone.endswith(("-pure", "-words")):
+        return PURE
+    raise CheckpointError(
+        f"{where}: llm_backbone_id={backbone!r} is told what to do in a way that is not known here; known are "
+        "llama2-7b-pure (OpenVLA) and vicuna-v15-7b (OpenVLA v0.1)"
+    )
+
+
+def prompt(instruction: str, template: str = PURE) -> str:
+    return template.format(instruction.lower())
 
 
 class FolderTokenizer:

@@ -21,7 +21,7 @@ from embodied.policies.pi0.normalize import NORM_STATS, Figures, read_figures
 from embodied.policies.pi0.settings import Settings, settings_of
 from embodied.policies.pi0.text import TOKENIZER
 from embodied.policies.vla.layers import smooth_filters
-from embodied.policies.vla.lora import UP, is_adapter
+from embodied.policies.vla.lora import initial_adapter, is_adapter
 from embodied.runtime.blobs import Blob, read_safetensors, tensor_of, write_safetensors
 
 MODEL = "model."  # what our names, and lerobot's, begin with
@@ -124,11 +124,7 @@ def drawn(name: str, tensor: Tensor, draw: torch.Generator) -> Tensor:
     numbers that keep the size of what goes through. Places in an image are as loud as what is seen there. An adapter
     begins without effect."""
     if is_adapter(name):
-        return (
-            torch.zeros(tensor.shape)
-            if name.endswith(UP)
-            else torch.empty(tensor.shape).normal_(0, 0.02, generator=draw)
-        )
+        return initial_adapter(name, tensor.shape, draw)
     if name.endswith("patch_embedding.weight"):
         return smooth_filters(tensor.shape, draw)
     if name.endswith("position_embedding.weight"):

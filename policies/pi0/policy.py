@@ -22,6 +22,7 @@ from embodied.errors import CheckpointError, ConfigError
 from embodied.policies.base import Scores
 from embodied.policies.config import Pi0Config
 from embodied.policies.pi0 import flow
+from embodied.policies.pi0.augment import DRAWS, augmented
 from embodied.policies.pi0.checks import check_env, views_of
 from embodied.policies.pi0.folder import MODEL, SCALED, drawn, layout_of, read_published, save_beside, write_back
 from embodied.policies.pi0.images import pixels_of, resize_with_pad
@@ -68,7 +69,8 @@ class Pi0Policy(AdaptedPolicy):
             if config.train == "expert":
                 self.model.paligemma_with_expert.paligemma.requires_grad_(False)
             if config.lora_rank:
-                add_lora([self.model.paligemma_with_expert], config.lora_rank, config.lora_scale)
+                parts = {"paligemma_with_expert": self.model.paligemma_with_expert}
+                add_lora(parts, config.lora_rank, config.lora_scale)
                 self.model.to(self.exact)
         if config.dtype == "bfloat16":
             in_half(self.model, torch.bfloat16)
@@ -122,7 +124,10 @@ class Pi0Policy(AdaptedPolicy):
         if name and name not in found and Path(name).is_dir():
             found, where, name = read_figures(Path(name)), name, None
             if not found:
-                raise CheckpointError(f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json")
+                raise CheckpointError(
+                    f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json; of LeRobot 2.1's "
+                    f"datasets python -m embodied.datasets.figures {where} writes the former"
+                )
         if not found:
             if name:
                 raise ConfigError(f"policy.statistics={name}: there is no such folder")
@@ -218,15 +223,19 @@ class Pi0Policy(AdaptedPolicy):
         return {SEEN: prefix.stacked(), PRESENT: prefix.present} | hidden
 
     def imitation_noise(self) -> NoiseSpec:
-        return NoiseSpec("normal", self.horizon * self.settings.action_dim + 1)
+        more = DRAWS * len(self.views) if self.config.augment else 0
+        return NoiseSpec("normal", self.horizon * self.settings.action_dim + 1 + more)
 
     def imitate(self, inputs: dict[str, Any], noise: np.ndarray) -> Tensor:
         """The squared error of the velocity at a random time [B, H, action_dim]."""
-        numbers = tensor_of(noise, self.device)
+        numbers, draws = tensor_of(noise, self.device), None
+        if self.config.augment:
+            numbers, draws = numbers.tensor_split([numbers.shape[1] - DRAWS * len(self.views)], dim=1)
+            draws = flow.uniform_of(draws).view(len(draws), -1, DRAWS)
         time = flow.training_time(flow.uniform_of(numbers[:, -1]))
         start = numbers[:, :-1].view(len(numbers), self.horizon, -1).to(self.exact)
         actions = self._unit_actions(tensor_of(inputs["actions"], self.device), inputs["obs"])
-        prefix, state = self._read(inputs["obs"])
+        prefix, state = self._read(inputs["obs"], draws=draws)
         t = flow.column(time, start)
         hidden = self.model.suffix(prefix, state, t * start + (1 - t) * actions, time)
         return (start - actions - self.model.velocity(hidden).to(self.exact)) ** 2
@@ -276,24 +285,27 @@ class Pi0Policy(AdaptedPolicy):
         first = (flow.uniform_of(noise[:, -1]) * steps).long().clamp(max=steps - 1)
         return points[:, 0], points[:, 1:], first * 0 if self._joint else first
 
-    def _read(self, obs: Observation, known: dict[str, Any] | None = None) -> tuple[Prefix, Tensor]:
-        """Images and words, unless they are `known`, and the state in the model's units."""
+    def _read(
+        self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None
+    ) -> tuple[Prefix, Tensor]:
+        """Images and words, unless they are `known`, and the state in the model's units; `draws` change the images."""
         state = self._unit_state(obs)
         if known and SEEN in known:
             parts = [tensor_of(known[name], self.device) for name in (SEEN, PRESENT, HIDDEN) if name in known]
             prefix = Prefix.unstacked(*parts)
         else:
-            prefix = self._prefix(obs, state)
+            prefix = self._prefix(obs, state, draws=draws)
         return prefix, F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
 
-    def _prefix(self, obs: Observation, state: Tensor, width: int = 0) -> Prefix:
+    def _prefix(self, obs: Observation, state: Tensor, width: int = 0, draws: Tensor | None = None) -> Prefix:
         """Of prompts of at least `width` tokens, padding included."""
         texts = obs["instruction"] if self.spec.instruction else [self.config.instruction] * len(state)
         told = self._told(state) if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)
         sentences = [self.tokenizer.encode(prompt(text, row)) for text, row in zip(texts, told)]
         words = [tensor_of(part, self.device) for part in padded(sentences, self.settings.max_tokens, width)]
+        pixels = self._pixels(obs) if draws is None else augmented(self._pixels(obs), draws)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.train == "all"):
-            return for_acting(self.config, Pi0Network.prefix, self.device)(self.model, self._pixels(obs), *words)
+            return for_acting(self.config, Pi0Network.prefix, self.device)(self.model, pixels, *words)
 
     def _pixels(self, obs: Observation) -> Tensor:
         """Of all cameras [N, cameras, 3, S, S]."""

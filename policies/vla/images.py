@@ -1,8 +1,4 @@
-"""From camera frames to what the towers eat, in one batch on the policy's device, as the published processor does it.
-
-Resizing rounds to whole grey levels between its two passes as image libraries do, and so stays within one level of
-them.
-"""
+"""From camera frames to what the towers eat, in one batch on the policy's device, as published processors do it."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embodied.errors import CheckpointError, ConfigError
+from embodied.policies.vla.resampling import as_in_rlds, as_pillow
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -24,12 +21,14 @@ Moments = tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """`normalize` holds mean and deviation of each tower's pixels, from 0 to 1."""
+    """`normalize` holds mean and deviation of each tower's pixels, from 0 to 1; `bars` is the colour of a letterbox."""
 
     size: int
     strategy: str
     normalize: tuple[Moments, ...]
     crop_area: float = 1.0  # the part of the frame that is looked at, around its middle
+    bars: tuple[int, ...] = (127, 127, 127)
+    rlds: bool = False  # whether frames are first made what they are in data sets of RLDS's layout
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -37,9 +36,10 @@ class ImageProcessor:
 
     def __call__(self, frames: Tensor) -> Tensor:
         """uint8 [N, H, W, 3] -> float32 [N, 3 * towers, size, size]."""
+        frames = as_in_rlds(frames, self.size) if self.rlds else frames
         pixels = frames.permute(0, 3, 1, 2).float()
         if self.strategy == "letterbox":
-            pixels = letterbox(pixels, self.normalize[0][0])
+            pixels = letterbox(pixels, self.bars)
         pixels = resize(pixels, self._shape(*pixels.shape[2:]))
         pixels = middle(pixels, self.size)
         if self.crop_area < 1.0:
@@ -49,16 +49,18 @@ class ImageProcessor:
 
     def _shape(self, height: int, width: int) -> tuple[int, int]:
         """What a frame is resized to."""
-        if self.strategy != "resize-crop":
+        if self.strategy == "resize-naive":
             return self.size, self.size
-        short = min(height, width)  # the short side fits; the long one is cut
+        short = min(height, width)  # the short side fits; the long one is cut (of a letterbox by a pixel or two)
         return int(self.size * height / short), int(self.size * width / short)
 
     def _moments(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [tuple(torch.tensor(part, device=like.device) for part in moments) for moments in self.normalize]
 
 
-def processor_of(published: dict, kinds: list[str], size: int, strategy: str, crop_area: float) -> ImageProcessor:
+def processor_of(
+    published: dict, kinds: list[str], size: int, strategy: str, crop_area: float, rlds: bool = False
+) -> ImageProcessor:
     """`published` is preprocessor_config.json (or empty): the numbers it normalises with come before the usual ones."""
     usual = {"dinov2": IMAGENET, "siglip": HALVES}
     stored = published.get("tvf_normalize_params")
@@ -69,7 +71,19 @@ def processor_of(published: dict, kinds: list[str], size: int, strategy: str, cr
     if len(moments) != len(kinds):
         raise CheckpointError(f"preprocessor_config.json normalises {len(moments)} images for {len(kinds)} towers")
     strategy = published.get("image_resize_strategy", strategy)
-    return ImageProcessor(size, strategy, moments, crop_area)
+    return ImageProcessor(size, strategy, moments, crop_area, bars_of(published, moments), rlds)
+
+
+def bars_of(published: dict, moments: tuple[Moments, ...]) -> tuple[int, ...]:
+    """The colour of a letterbox: the file's, else the mean of the last tower's pixels."""
+    fill = published.get("tvf_letterbox_fill")
+    if fill is None:
+        return tuple(int(255 * part) for part in moments[-1][0])
+    if not isinstance(fill, list) or len(fill) != 3 or any(type(n) is not int or not 0 <= n <= 255 for n in fill):
+        raise CheckpointError(
+            f"preprocessor_config.json is damaged: tvf_letterbox_fill should be a colour of three numbers, not {fill}"
+        )
+    return tuple(fill)
 
 
 def read_moments(stored: list[dict]) -> tuple[Moments, ...]:
@@ -90,20 +104,16 @@ def column(numbers: Tensor) -> Tensor:
 
 
 def resize(pixels: Tensor, shape: tuple[int, int], mode: str = "bicubic") -> Tensor:
-    """With antialiasing, first across, then down, each time to whole grey levels."""
-    for part in ((pixels.shape[2], shape[1]), shape):
-        if tuple(pixels.shape[2:]) != part:
-            pixels = F.interpolate(pixels, size=part, mode=mode, antialias=True, align_corners=False)
-            pixels = pixels.round().clamp(0, 255)
-    return pixels
+    return pixels if tuple(pixels.shape[2:]) == shape else as_pillow(pixels, shape, mode)
 
 
-def letterbox(pixels: Tensor, mean: tuple[float, ...]) -> Tensor:
-    """Make frames square with bars of the mean colour."""
+def letterbox(pixels: Tensor, colour: tuple[int, ...]) -> Tensor:
+    """Make frames square with bars, a row or column short of it where an odd number is missing, as the published
+    processor does."""
     height, width = pixels.shape[2:]
     side = max(height, width)
     bars = [(side - width) // 2, (side - height) // 2]
-    canvas = column(torch.tensor([float(int(255 * part)) for part in mean], device=pixels.device))
+    canvas = column(torch.tensor([float(part) for part in colour], device=pixels.device))
     canvas = canvas.expand(len(pixels), 3, height + 2 * bars[1], width + 2 * bars[0]).clone()
     canvas[:, :, bars[1] : bars[1] + height, bars[0] : bars[0] + width] = pixels
     return canvas

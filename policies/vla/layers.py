@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+ADAPTER = "default"  # what peft calls the adapters that we let it put in
 Turn = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
 
 
@@ -40,11 +41,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-right, left], dim=-1) * sin
 
 
-def patch_tokens(pixels: Tensor, convolution: nn.Conv2d) -> Tensor:
+def patch_tokens(pixels: Tensor, convolution: nn.Module) -> Tensor:
     """[N, 3, H, W] -> [N, patches, dim]: the convolution as one matrix product, since patches do not overlap."""
-    (rows, colours, height, width), size = pixels.shape, convolution.stride[0]
+    (rows, colours, height, width), size = pixels.shape, convolution.weight.shape[-1]
     patches = pixels.view(rows, colours, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
-    return F.linear(patches.reshape(rows, -1, colours * size**2), convolution.weight.flatten(1), convolution.bias)
+    patches = patches.reshape(rows, -1, colours * size**2)
+    tokens = F.linear(patches, convolution.weight.flatten(1), convolution.bias)
+    return with_adapter(tokens, convolution, patches)
+
+
+def with_adapter(y: Tensor, layer: nn.Module, x: Tensor, rows: slice = slice(None)) -> Tensor:
+    """What a layer makes of `x` [..., numbers in the order of its weights], given what it makes without its adapter, if
+    it has one; `rows` says which of its outputs y are."""
+    if not hasattr(layer, "lora_A"):
+        return y
+    down, up = (getattr(layer, part)[ADAPTER].weight.flatten(1) for part in ("lora_A", "lora_B"))
+    return y + F.linear(F.linear(x.to(down.dtype), down), up[rows]) * layer.scaling[ADAPTER]
 
 
 def smooth_filters(shape: torch.Size, draw: torch.Generator) -> Tensor:

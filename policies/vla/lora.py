@@ -1,14 +1,15 @@
-"""LoRA: beside every linear layer a trainable product of two thin matrices, while the layer itself stays as it is.
+"""LoRA: beside a layer a trainable product of two thin matrices, while the layer itself stays as it is.
 
 peft puts the layers in. What surprises: it renames a layer's own weights, `x.weight` becomes `x.base_layer.weight`;
-`published_name` undoes that. What is not trained is shared by everyone who copies the policy, the reference of a KL
-term for one.
+`published_name` undoes that. Layers that we compute ourselves (a convolution of patches, some rows of the words'
+weights) call `layers.with_adapter`. What is not trained is shared by everyone who copies the policy, the reference of a
+KL term for one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,23 @@ from torch import Tensor, nn
 
 from embodied.errors import CheckpointError, ConfigError
 from embodied.policies.base import Policy
+from embodied.policies.vla.layers import ADAPTER
 from embodied.policies.vla.shards import write_tensors
 
-ADAPTER = "default"
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 LAYER = ".base_layer.weight"  # of a layer that has an adapter
+WORDS = "lm_head"
 
 
-def add_lora(parts: Iterable[nn.Module], rank: int, scale: float, whole: Iterable[nn.Module] = ()) -> None:
-    """Freeze these networks, and give the linear layers that were to be trained an adapter each, whose effect is
-    multiplied by `scale`. The layers `whole` are trained themselves."""
+def add_lora(
+    parts: Mapping[str, nn.Module],
+    rank: int,
+    scale: float,
+    whole: Iterable[nn.Module] = (),
+    targets: str | Collection[str] = "linear",
+) -> None:
+    """Freeze these networks, by name, and give the layers that `targets` chooses an adapter each, whose effect is
+    multiplied by `scale`. The layers `whole` are trained themselves. What was frozen altogether gets no adapters."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError:
@@ -35,19 +43,50 @@ def add_lora(parts: Iterable[nn.Module], rank: int, scale: float, whole: Iterabl
             "python -m pip install 'embodied-loop[vla]'"
         ) from None
     untouched = {id(layer) for layer in whole}
-    for part in parts:
-        layers = [name for name, layer in part.named_modules() if adaptable(layer) and id(layer) not in untouched]
-        kept = [p for layer in part.modules() if id(layer) in untouched for p in layer.parameters() if p.requires_grad]
+    kept = {id(p) for layer in whole for p in layer.parameters() if p.requires_grad}
+    found = 0
+    for prefix, part in parts.items():
+        layers = {name: layer for name, layer in part.named_modules() if id(layer) not in untouched}
+        frozen = not any(p.requires_grad and id(p) not in kept for p in part.parameters())
+        chosen = [] if frozen else chosen_layers(layers, targets, prefix)
         part.requires_grad_(False)
-        if layers:  # none where the whole part stays as it is
-            config = LoraConfig(r=rank, lora_alpha=scale * rank, target_modules=layers, init_lora_weights=False)
+        if chosen:
+            config = LoraConfig(r=rank, lora_alpha=scale * rank, target_modules=chosen, init_lora_weights=False)
             inject_adapter_in_model(config, part, adapter_name=ADAPTER)
-        for parameter in kept:
+        for parameter in (p for p in part.parameters() if id(p) in kept):
             parameter.requires_grad_(True)
+        found += len(chosen)
+    if not found:
+        raise ConfigError(f"policy.lora_targets={targets} names no layer of what is trained; try reference or linear")
 
 
-def adaptable(layer: nn.Module) -> bool:
-    return type(layer) is nn.Linear and layer.weight.requires_grad
+def chosen_layers(layers: Mapping[str, nn.Module], targets: str | Collection[str], prefix: str) -> list[str]:
+    """Which of them get adapters. "linear": linear layers that are trained, but for the words' weights. "reference":
+    what peft's all-linear meant when the published recipes were written: whatever is called as a linear layer is, used
+    or not."""
+    kinds = {name: layer for name, layer in layers.items() if type(layer) in (nn.Linear, nn.Conv2d)}
+    if targets == "linear":
+        linear = [name for name, layer in kinds.items() if type(layer) is nn.Linear and layer.weight.requires_grad]
+        return [name for name in linear if name != WORDS]
+    if targets == "reference":
+        ends = {last_name(name) for name, layer in kinds.items() if type(layer) is nn.Linear}
+        return [name for name in kinds if last_name(name) in ends]
+    return [name for name in kinds if any(f".{prefix}.{name}".endswith(f".{end}") for end in targets)]
+
+
+def last_name(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def initial_adapter(name: str, shape: torch.Size, draw: torch.Generator, way: str = "kaiming") -> Tensor:
+    """Without effect: the second matrix is zero. The first is uniform as peft's default (kaiming_uniform with
+    a = sqrt(5)), or normal as the published recipes ask it for ("gaussian")."""
+    if name.endswith(UP):
+        return torch.zeros(shape)
+    if way == "gaussian":
+        return torch.empty(shape).normal_(0.0, 1 / shape[0], generator=draw)
+    bound = shape[1:].numel() ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=draw)
 
 
 def is_adapter(name: str) -> bool:

@@ -201,6 +201,43 @@ def test_every_dealt_episode_is_used_once_or_dropped_and_counted(data):
     assert len(used) + len(pool.held) + totals * size == pool.dealt  # nothing is lost silently
 
 
+def test_bounds_hold_for_the_rate_of_success_where_the_filter_says_so():
+    bounds = {"filter_low": 0.25, "filter_high": 0.75, "group_size": 4, "filter": "drop"}
+    returns, success = config(**bounds), config(**bounds, filter_metric="success")
+    shaped = (3.0, 5.0, 4.0, 6.0)  # returns of a shaped reward: their mean says nothing about success
+    assert judge(shaped, returns) == "out_of_bounds"
+    assert judge(shaped, success, [False, True, False, True]) == "kept"
+    assert judge(shaped, success, [False, False, False, True]) == "kept"  # 0.25: bounds are kept
+    assert judge(shaped, success, [False] * 4) == judge(shaped, success, [True] * 4) == "out_of_bounds"
+    assert judge((1.0,) * 4, success, [False, True, False, True]) == "equal"  # nothing to learn from, as ever
+
+
+def test_successes_of_carried_episodes_are_kept_and_saved():
+    options = {"groups": 1, "group_size": 2, "filter": "resample", "filter_low": 0.5, "filter_metric": "success"}
+    pool, again = GroupPool(config(**options)), GroupPool(config(**options))
+    dealt = pool.deal(5)
+    pool.add(dict(zip(dealt, [1, 2, 3, 4, 5])), dict(zip(dealt, [False, False, True, False, True])))
+    assert pool.counts == {"out_of_bounds": 1, "kept": 1} and pool.held == (2, 3, 4)
+    again.restore(pool.state())
+    assert again.held == pool.held and again.solved == pool.solved == {2: True, 3: False, 4: True}
+    for each in (pool, again):
+        each.add({5: 1.0}, {5: False})
+        assert [group.episodes for group in (*each.take(), *each.take())] == [(2, 3), (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "no bound is given"),
+        ({"filter_low": 0.1, "filter_high": 9.0}, "a rate of success .* from 0 to 1"),
+        ({"filter": "none", "filter_low": 0.1}, r"do nothing with algo\.filter=none"),
+    ],
+)
+def test_bounds_of_success_that_cannot_hold_are_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        config(filter_metric="success", **options)
+
+
 def test_a_restored_pool_goes_on_as_if_nothing_had_happened():
     pool, again = (GroupPool(config(groups=1, group_size=3, filter="resample")) for _ in range(2))
     finished(pool, [1, 0, 1, 0, 0, 1, 1])

@@ -85,7 +85,7 @@ def our_update(policy, optimizer, batch, config, permutations, ranks=((0, 3), (3
             for first, obs, actions, items in shares:
                 ids = torch.from_numpy(owned(minibatch, first, len(items.weights)))
                 if len(ids):
-                    mine = PPOItems(**{name: value[ids] for name, value in vars(items).items()})
+                    mine = PPOItems(**{name: part[ids] for name, part in vars(items).items() if part is not None})
                     loss, stats = ppo_loss_sum(*policy.score(obs[ids], actions[ids]), mine, config)
                     (loss / len(minibatch)).backward()
                     kl += stats["approx_kl"].item()

@@ -180,6 +180,6 @@ def test_another_folder_or_layout_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no LeRobot dataset"):
         read_dataset(tmp_path)
     (tmp_path / "meta").mkdir()
-    (tmp_path / "meta/info.json").write_text('{"codebase_version": "v2.1"}')
-    with pytest.raises(ConfigError, match=r"layout v2\.1.*convert"):
+    (tmp_path / "meta/info.json").write_text('{"codebase_version": "v1.6"}')
+    with pytest.raises(ConfigError, match=r"layout v1\.6.*convert"):
         read_dataset(tmp_path)

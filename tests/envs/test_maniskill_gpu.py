@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
+from embodied import commands
 from embodied.arrays import host, map_obs
 from embodied.config import load
 from embodied.data import EpisodeSpec
-from embodied.envs import env_class, make_env
+from embodied.envs import make_env
 from embodied.envs.check import check_vector_env
 from embodied.envs.config import ManiSkillConfig
 from embodied.errors import ConfigError
+from embodied.placement.topology import Gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 pytest.importorskip("mani_skill")
@@ -59,8 +61,17 @@ def test_the_gpu_recipe_trains(tmp_path):
 
 
 def test_without_a_gpu_its_physics_is_refused_with_what_to_do(monkeypatch):
-    monkeypatch.setattr("embodied.envs.maniskill.has_gpu", lambda: False)
-    config = load(["recipe=maniskill_ppo_gpu"]).config
-    assert config.learner.device_beside(config.env.backend) == "cuda"
+    monkeypatch.setattr("embodied.discovery.gpus", lambda *sys: [])
     with pytest.raises(ConfigError, match=r"env\.backend=cuda needs an NVIDIA GPU.*try env\.backend=auto"):
-        env_class(config.env).check(config.env)
+        commands.planned(load(["recipe=maniskill_ppo_gpu"]).config)
+
+
+def test_the_same_recipe_takes_the_same_path_beside_a_gpu_and_the_gpus_recipe_holds_the_gpu(monkeypatch):
+    without = commands.planned(load(["recipe=maniskill_ppo"]).config)
+    monkeypatch.setattr("embodied.discovery.gpus", lambda *sys: [Gpu(0, "H100", card=0)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config, plan = commands.planned(load(["recipe=maniskill_ppo"]).config)
+    assert (config, plan) == without and config.env.backend == "cpu_batched"
+    config, plan = commands.planned(load(["recipe=maniskill_ppo_gpu"]).config)
+    assert config.env.backend == "cuda"
+    assert [(host.roles, host.device) for host in plan.hosts] == [(("sim", "policy"), "gpu:0"), (("learner",), "gpu:0")]

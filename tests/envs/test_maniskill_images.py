@@ -48,8 +48,11 @@ def test_batched_rows_look_like_single_envs(batched):
     assert np.abs(difference).mean() < 0.5 and (np.abs(difference) > 40).mean() < 0.01
     from embodied.envs.maniskill_images import paint, paint_all
 
-    together = paint_all(single.envs[0], ("base_camera",))["base_camera"].numpy()
-    np.testing.assert_array_equal(together[0], paint(single.envs[0], 0, ("base_camera",))["base_camera"])
+    both = ("base_camera", "render_camera")
+    together, alone = paint_all(single.envs[0], both), paint(single.envs[0], 0, both)
+    for camera in both:
+        np.testing.assert_array_equal(together[camera].numpy()[0], alone[camera])
+    assert not np.array_equal(alone["base_camera"], alone["render_camera"])
     single.close()
 
 

@@ -42,7 +42,6 @@ class ByCompany{n}(PushCubeEnv):
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("embodied.envs.maniskill.has_gpu", lambda: False)
     return tmp_path
 
 
@@ -56,6 +55,7 @@ def dry(capsys, *arguments: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow  # docs/own_task.md is tested to do the same
 def test_a_task_found_equal_is_simulated_in_a_batch_from_then_on(folder, capsys):
     module = write(folder, 1)
     task = f"env.task={module}:Plain1-v1"

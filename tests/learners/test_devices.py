@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.data import GroupBatch, PlayedEpisodes
+from embodied.data import ActionSpec, EnvSpec, GroupBatch, PlayedEpisodes
+from embodied.datasets import RecordedEpisode
 from embodied.learners.collective import Alone
+from embodied.learners.demonstrations import Demonstrations
 from embodied.learners.groups import prepare_groups
-from embodied.learners.imitation import Demonstrations, ImitationLearner
+from embodied.learners.imitation import ImitationLearner
 
 PLAYED = PlayedEpisodes(
     episodes=np.array([3, 5]),
@@ -42,7 +44,9 @@ def test_losses_of_imitation_are_summed_where_the_gradients_are():
     weight = torch.zeros(2, device="meta", requires_grad=True)
     learner = object.__new__(ImitationLearner)
     learner.device, learner._noise = "meta", lambda items, iteration: None
-    learner.demos = Demonstrations({}, torch.zeros(3, 1, 2), torch.ones(3, 1, dtype=torch.bool), 0, 3)
+    learner.demos = Demonstrations(EnvSpec(ActionSpec(2)), 1, 0, 3)
+    episode = RecordedEpisode(0, "go", None, {"instruction": ["go"] * 3}, np.zeros((3, 2), np.float32), {})
+    assert list(learner.demos.read([episode], 3, None)) == [{}]
     learner.model = SimpleNamespace(
         dtype=torch.float32,
         micro_batches=lambda items, passes: [(items, True)],

@@ -46,7 +46,7 @@ def layers(workflow, nodes, classes, pricer):
             for sizes in product(*(range(1, c.count + 1) for c in homes)):
                 zones = tuple(Zone(tuple(p), c.name, size) for p, c, size in zip(parts, homes, sizes))
                 used = {c.name: sum(z.devices for z in zones if z.device_class == c.name) for c in classes}
-                if all(used[c.name] <= c.count for c in classes) and pricer.allowed(zones):
+                if all(used[c.name] <= c.count for c in classes):
                     yield zones
 
 
@@ -83,7 +83,6 @@ def random_cost(rng, memory):
         fixed_s=rng.choice([0, 0.5]),
         last_s=constant(rng.choice([0, 0.3])),
         exchange_s=rng.choice([constant(0), Curve((1.0, 4.0), (0.0, rng.uniform(0, 1)))]),
-        core_s=rng.choice([0, 0, 0.1]),
         onload_s=rng.choice([0, 0.4]),
         offload_s=rng.choice([None, 0, 0.3]),
         kept_bytes=rng.choice([0, 0, 1]),
@@ -93,7 +92,7 @@ def random_cost(rng, memory):
 def random_case(rng, num_classes, num_devices, more=0):
     """A workflow of sim, policy, learner and `more`, its profile, and classes of devices."""
     envs = rng.choice([4, 6, 8, 12])
-    merges, streams = rng.random() < 0.5, rng.random() < 0.5
+    merges, streams = rng.choice([1, 1, 3, 100]), rng.random() < 0.5
     components = [
         Component("sim", rng.randint(1, 5), envs, even=True, splits=True),
         Component("policy", rng.randint(1, 5), envs, merges=merges),
@@ -111,10 +110,7 @@ def random_case(rng, num_classes, num_devices, more=0):
     workflow = Workflow(tuple(components), tuple(edges), passes=rng.choice([1, 2, 4]), fixed_s=rng.choice([0, 0.1]))
     kinds = [("gpu", "gpu"), ("cpu", "cpu"), ("gpu-old", "gpu")][:num_classes]
     limit = rng.choice([4, 8, 1000])
-    classes = [
-        DeviceClass(name, kind, rng.randint(1, num_devices), limit, rng.randint(1, 2), rng.randint(2, 8))
-        for name, kind in kinds
-    ]
+    classes = [DeviceClass(name, kind, rng.randint(1, num_devices), limit, rng.randint(1, 2)) for name, kind in kinds]
     costs = {}
     for c in components:
         chosen = [name for name, _ in kinds if rng.random() < 0.8] or ["gpu"]
@@ -133,4 +129,5 @@ def looking_ahead(component):
 
 def with_more(cost, rng):
     more = {"alone": [1, 1, 0.7], "ahead_s": [0, 0.05], "weight_bytes": [0, 0, 1]}
+    more["split_bytes"] = [0, 0, cost.bytes.values[0]]
     return replace(cost, **{name: rng.choice(values) for name, values in more.items()})

@@ -46,9 +46,8 @@ BAD = {
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    monkeypatch.setattr("embodied.commands.os.sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr("embodied.devices.gpus_here", lambda: [])
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("embodied.discovery.os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("embodied.discovery.gpus", lambda *sys: [])
 
 
 def planned(*arguments):

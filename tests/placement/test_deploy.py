@@ -2,7 +2,7 @@
 
 import pytest
 
-from embodied.placement import Offer, PlacementError, make_plan
+from embodied.placement import PlacementError, make_plan
 from embodied.placement.costs import Pricer
 from embodied.placement.curves import Curve
 from embodied.placement.deploy import as_placement, granularity
@@ -82,12 +82,22 @@ def test_on_several_nodes_devices_carry_their_names():
     layer = (zone(2, "sim", on="gpu"), zone(12, "policy", "learner", on="gpu"))
     placement = as_placement(pricer, Layout((layer,)), topology)
     assert placement == {
-        "sim": "node0/gpu:0-1",
-        "policy": "node0/gpu:2-3",
-        "learner": "node0/gpu:2-7,node1/gpu:0-1",  # eight items for eight learners
+        "policy": "node0/gpu:0-1",
+        "learner": "node0/gpu:0-7",  # eight items for eight learners, on the machine that we are on if it has room
+        "sim": "node1/gpu:4-5",
     }
-    nodes = {
-        node.name: Offer(tuple(range(node.cores)), tuple(f"gpu:{g.index}" for g in node.gpus))
-        for node in topology.nodes
+    assert make_plan(placement, topology, 8).count("learner") == 8
+
+
+def test_simulators_on_cores_draw_on_the_gpus_beside_them_where_their_env_does():
+    topology = read_topology("2xH100")
+    pricer = Pricer(WORKFLOW, PROFILE, topology.classes())
+    layout = Layout(((zone(8, "sim"), zone(2, "policy", "learner", on="gpu")),))
+    placement = as_placement(pricer, layout, topology, draws=True)
+    assert placement["sim"] == {"devices": "cpu:0-7*8", "render": "gpu:0-1"}
+    assert {host.render for host in make_plan(placement, topology, 8).hosts if host.roles == ("sim",)} == {
+        "gpu:0",
+        "gpu:1",
     }
-    assert make_plan(placement, (), 8, nodes=nodes).count("learner") == 8
+    on_gpus = Layout(((zone(2, "sim", "policy", "learner", on="gpu"),),))
+    assert as_placement(pricer, on_gpus, topology, draws=True)["sim,policy"] == "gpu:0-1"

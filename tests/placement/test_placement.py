@@ -4,10 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied.placement import Host, Offer, PlacementError, make_plan
+from embodied.placement import Host, PlacementError, make_plan
 from embodied.placement.grammar import Slot, parse_devices, parse_map, span
+from embodied.placement.topology import Gpu, Node, Topology
 
 TWO = (0, 1)
+
+
+def machine(cores, gpus=0, *devices, name=""):
+    return Node(name, len(cores), tuple(Gpu(i) for i in range(gpus)), devices=devices, core_ids=cores)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +153,7 @@ def test_numbers_count_the_cores_the_run_may_use():
 )
 def test_explicit_plans_that_cannot_hold_show_the_arithmetic(placement, num_envs, stages, answer):
     with pytest.raises(PlacementError) as caught:
-        make_plan(placement, TWO, num_envs, stages, devices=("gpu:0", "arm:0"))
+        make_plan(placement, Topology((machine(TWO, 1, "arm:0"),)), num_envs, stages)
     assert answer in str(caught.value)
 
 
@@ -158,8 +163,8 @@ def test_any_role_can_be_on_any_device_of_any_node():
         "policy": "big/gpu:1*2",
         "learner": "fake:0, fake:7, big/fake:0",
     }
-    nodes = {"big": Offer((8, 9, 10, 11), ("gpu:0", "gpu:1"))}
-    plan = make_plan(placement, (4, 5, 6, 7), 8, nodes=nodes, devices=("gpu:0", "gpu:1"))
+    machines = Topology((machine((4, 5, 6, 7), 2), machine((8, 9, 10, 11), 2, name="big")))
+    plan = make_plan(placement, machines, 8)
     assert [(h.name, h.cores, h.threads, h.held, h.render) for h in plan.hosts] == [
         ("sim-0", (4, 5), 2, ("cpu:4", "cpu:5"), "gpu:0"),
         ("sim-1", (6, 7), 2, ("cpu:6", "cpu:7"), "gpu:1"),
@@ -170,13 +175,14 @@ def test_any_role_can_be_on_any_device_of_any_node():
         ("learner-2", (8, 9, 10, 11), 1, ("big/fake:0",), ""),
     ]
     assert plan.describe()[1:3] == [
-        "2 x sim on cores 4-7, 2 each, drawing on gpu:0, gpu:1",
+        "2 x sim on cores 4-7, 2 each, drawing on gpu:0-1",
         "2 x policy on gpu:1 of big",
     ]
 
 
 def test_named_hardware_has_as_many_workers_as_there_is_of_it():
-    plan = make_plan({"sim": "arm:0-1", "policy,learner": "cpu:0"}, TWO, 8, devices=("arm:0", "arm:1"))
+    here = Topology((machine(TWO, 0, "arm:0", "arm:1"),))
+    plan = make_plan({"sim": "arm:0-1", "policy,learner": "cpu:0"}, here, 8)
     assert [(host.device, host.cores) for host in plan.hosts] == [("arm:0", TWO), ("arm:1", TWO), ("", (0,))]
 
 

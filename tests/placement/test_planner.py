@@ -96,7 +96,7 @@ def test_no_device_is_given_twice_and_no_memory_exceeded():
 SIMPLE = Workflow(
     (
         Component("sim", 10, 8, even=True, splits=True),
-        Component("policy", 10, 8, merges=True),
+        Component("policy", 10, 8, merges=100),
         Component("learner", 4, 8),
     ),
     (
@@ -140,6 +140,15 @@ def test_weights_that_policy_and_learner_share_are_counted_once():
     assert float(pricer.price(Layout(apart, swapped=frozenset(["learner"]))).layers[0].idle["gpu"]) == 4
     together = ((Zone(("sim", "policy", "learner"), "gpu", 1),),)
     assert pricer.price(Layout(together)).used_bytes["gpu"] == 16  # a learner is never in a simulator's process
+
+
+def test_what_workers_divide_among_them_is_counted_once_for_all():
+    profile = simple_profile(constant(0.1), constant(0.1), constant(1), bytes=constant(12), split_bytes=8)
+    alone = ((Zone(("sim", "policy"), "gpu", 2),), (Zone(("learner",), "gpu", 1),))
+    assert price(profile, alone).used_bytes["gpu"] == 12
+    faster = simple_profile(constant(0.1), constant(0.1), Curve((1, 8), (1, 8)), bytes=constant(12), split_bytes=8)
+    both = ((Zone(("sim", "policy"), "gpu", 2),), (Zone(("learner",), "gpu", 2),))
+    assert price(faster, both).used_bytes["gpu"] == 12 - 4
 
 
 def test_taking_turns_adds_up():

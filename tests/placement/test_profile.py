@@ -1,11 +1,13 @@
 """Profiles and workflows are data: they survive JSON, and what cannot be is refused in a sentence."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from embodied.placement import PlacementError
 from embodied.placement.curves import Curve, constant
+from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import (
     Cost,
     Link,
@@ -16,6 +18,7 @@ from embodied.placement.profile import (
     read_profile,
     write_profile,
 )
+from embodied.placement.topology import read_topology
 from embodied.placement.workflow import Component, Edge, Workflow, embodied_workflow, traced_edges
 
 WORKFLOW = embodied_workflow(num_envs=64, decisions=25, learner_calls=64, learner_items=200, env_steps=1600)
@@ -40,9 +43,9 @@ def test_a_profile_survives_a_file(tmp_path):
 
 
 def test_a_class_of_devices_has_its_own_cost_or_that_of_its_kind():
-    assert PROFILE.cost("policy", "gpu-H100", "gpu").seconds == constant(0.001)
-    assert PROFILE.cost("policy", "cpu", "cpu").seconds == constant(0.01)
-    assert PROFILE.cost("sim", "gpu-H100", "gpu") is None
+    assert PROFILE.cost("policy", DeviceClass("gpu-H100", "gpu", 1, 1e12)).seconds == constant(0.001)
+    assert PROFILE.cost("policy", DeviceClass("cpu", "cpu", 1, 1e12)).seconds == constant(0.01)
+    assert PROFILE.cost("sim", DeviceClass("gpu-H100", "gpu", 1, 1e12)) is None
 
 
 @pytest.mark.parametrize(
@@ -115,3 +118,12 @@ def test_graphs_that_cannot_be_are_refused():
         Workflow((one, Component("policy", 1, 1)), (Edge("sim", "policy"), Edge("policy", "sim")))
     with pytest.raises(ValueError, match="calls=0"):
         Component("sim", 0, 1)
+
+
+def test_costs_on_a_model_of_gpu_hold_for_it_alone_and_those_on_gpus_for_all():
+    one, other = (read_topology(f"8x{model}").classes()[0] for model in ("H200", "H100"))
+    cost = {name: {"gpu-H200": Cost(constant(1))} for name in ("sim", "policy", "learner")}
+    profile = Profile(WORKFLOW, cost)
+    assert (one.name, other.name) == ("gpu", "gpu")
+    assert profile.knows(one) and not profile.knows(other)
+    assert replace(profile, costs={**cost, "sim": {"gpu": Cost(constant(1))}}).knows(other)

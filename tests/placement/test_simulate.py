@@ -18,7 +18,7 @@ from .brute_force import random_case
 EDGES = (Edge("sim", "policy"), Edge("policy", "sim"), Edge("sim", "learner"))
 
 
-def replay(layers, sim, policy, learner, stages=1, chunks=1, streams=False, passes=1, merges=True, ahead_s=0.0):
+def replay(layers, sim, policy, learner, stages=1, chunks=1, streams=False, passes=1, merges=100, ahead_s=0.0):
     workflow = Workflow(
         (
             Component("sim", 10, 8, even=True, splits=True),
@@ -114,3 +114,31 @@ def test_the_closed_form_is_near_the_replay_wherever_the_planner_ends():
     assert len(ratios) > 60
     assert sum(abs(r - 1) < 0.03 for r in ratios) > 0.85 * len(ratios)
     assert all(0.85 < r < 1.3 for r in ratios), sorted(ratios)
+
+
+FOUR_ASK_TWO = ((Zone(("sim",), "gpu", 4), Zone(("policy",), "gpu", 2)), (Zone(("learner",), "gpu", 1),))
+
+
+@pytest.mark.parametrize(
+    ("merges", "seconds"),
+    [
+        # Two sims of two rows ask each policy worker; an answer takes 1 s and 1 s a row. One after the other: the
+        # worker is never idle after the first 3 s, and answers twenty questions of 3 s.
+        (1, 3 + 20 * 3),
+        (3, 3 + 20 * 3),  # two questions are four rows
+        (4, 10 * (3 + 5)),
+        (100, 10 * (3 + 5)),
+    ],
+)
+def test_questions_that_wait_are_answered_in_one_call_up_to_so_many_rows(merges, seconds):
+    costs = constant(3), Curve((0, 8), (1.0, 9.0)), constant(0)
+    schedule, price = replay(FOUR_ASK_TWO, *costs, merges=merges)
+    assert schedule.seconds == pytest.approx(seconds)
+    assert price.seconds == pytest.approx(seconds)
+
+
+def test_a_question_goes_to_one_policy_worker_as_a_whole():
+    layers = ((Zone(("sim",), "gpu", 1), Zone(("policy",), "gpu", 4)), (Zone(("learner",), "gpu", 1),))
+    schedule, price = replay(layers, constant(3), Curve((0, 8), (1.0, 9.0)), constant(0))
+    assert price.seconds == schedule.seconds == 10 * (3 + 9)  # one sim of eight rows asks one of the four
+    assert schedule.busy_s["gpu:1"] == 90 and not schedule.busy_s["gpu:2"]

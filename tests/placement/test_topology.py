@@ -1,5 +1,9 @@
 """Machines one has and machines one does not have are described alike."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from embodied import discovery
@@ -11,8 +15,8 @@ from embodied.placement.topology import GB, Gpu, read_topology
 def test_64x8xgpu_are_512_gpus_and_their_cores():
     classes = read_topology("64x8xGPU").classes()
     assert classes == [
-        DeviceClass("gpu", "gpu", 512, 80 * GB, 64, 8192),
-        DeviceClass("cpu", "cpu", 8192, float("inf"), 64, 8192),
+        DeviceClass("gpu", "gpu", 512, 80 * GB, 64, "GPU"),
+        DeviceClass("cpu", "cpu", 8192, 8 * GB, 64),
     ]
     assert read_topology("8xL4").describe() == ["1 node: 8 x L4, 24 GB each, 128 cores"]
     assert [c.name for c in read_topology("2xCPU").classes()] == ["cpu"]
@@ -30,9 +34,9 @@ def test_a_file_names_nodes_one_by_one(tmp_path):
     topology = read_topology(str(path))
     assert [node.name for node in topology.nodes] == ["big-0", "big-1", "old", "desk"]
     assert topology.classes() == [
-        DeviceClass("gpu-H100", "gpu", 16, 80 * GB, 2, 256),
-        DeviceClass("gpu-GTX1080", "gpu", 4, 8 * GB, 1, 32),
-        DeviceClass("cpu", "cpu", 304, 2 * GB, 4, 304),
+        DeviceClass("gpu-H100", "gpu", 16, 80 * GB, 2, "H100"),
+        DeviceClass("gpu-GTX1080", "gpu", 4, 8 * GB, 1, "GTX1080"),
+        DeviceClass("cpu", "cpu", 304, 2 * GB, 4),
     ]
     assert topology.describe()[-1] == "1 node: 16 cores, arm:0"
 
@@ -79,11 +83,41 @@ def test_this_machine_is_discovered(tmp_path):
     assert topology.cores >= 1
 
 
+def test_a_container_has_the_memory_that_it_may_take(tmp_path):
+    whole = discovery.memory_bytes(tmp_path)
+    (tmp_path / "fs/cgroup").mkdir(parents=True)
+    limit = tmp_path / "fs/cgroup/memory.max"
+    for text, found in {"max\n": whole, "2000000000\n": 2e9}.items():
+        limit.write_text(text)
+        assert discovery.memory_bytes(tmp_path) == found
+
+
 def test_a_gpu_is_read_from_the_drivers_answer(tmp_path):
     device = tmp_path / "bus/pci/devices/0000:3b:00.0"
     (device / "drm/renderD129").mkdir(parents=True)
     (device / "numa_node").write_text("1\n")
-    row = ["3", "NVIDIA H100 80GB HBM3", "81559", "00000000:3B:00.0"]
-    assert discovery.read_gpu(row, tmp_path) == Gpu(3, "H100", 81559 * 2**20, 1, "renderD129")
+    row = ["3", "NVIDIA H100 80GB HBM3", "81559", "00000000:3B:00.0", "GPU-8932f937"]
+    assert discovery.read_gpu(row, tmp_path) == Gpu(3, "H100", 81559 * 2**20, 1, "renderD129", 3, "GPU-8932f937")
     assert discovery.model_of("NVIDIA A100-SXM4-80GB") == "A100"
     assert discovery.model_of("NVIDIA GeForce RTX 4090") == "4090"
+
+
+SMI = """#!/bin/sh
+echo "0, NVIDIA L4, 23034, 00000000:3B:00.0, GPU-0000aaaa"
+echo "1, NVIDIA H100 80GB HBM3, 81559, 00000000:5E:00.0, GPU-1111bbbb"
+"""
+ON_A_NODE = """
+import os, subprocess, sys
+look = "from embodied.discovery import on_ray_node; print(on_ray_node(1).gpus)"
+subprocess.run([sys.executable, "-c", look], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
+"""
+
+
+def test_a_ray_node_has_the_gpus_that_it_was_started_with_though_a_task_sees_none(tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    started = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "GPU-1111,0"}
+    done = subprocess.run([sys.executable, "-c", ON_A_NODE], env=started, capture_output=True, text=True, timeout=120)
+    h100 = Gpu(0, "H100", 81559.0 * 2**20, None, "", 1, "GPU-1111bbbb")
+    assert done.stdout.strip() == str((h100,)), done.stderr

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from embodied.errors import CheckpointError, ConfigError
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import OpenVLAConfig
 from embodied.policies.openvla.actions import ActionTokens
+from embodied.policies.openvla.folder import read_published
 from embodied.policies.openvla.sampling import pick
 from embodied.policies.openvla.settings import TINY
-from embodied.policies.openvla.text import FolderTokenizer, prompt
+from embodied.policies.openvla.text import FolderTokenizer, prompt, template_of
 from embodied.policies.vla.statistics import Statistics, statistics_of
 from embodied.policies.vla.text import align
 
@@ -133,6 +135,34 @@ def test_prompts_are_aligned_behind_the_first_token():
     ids, there = align([[1, 5, 6], [1, 7]], 0)
     assert ids.tolist() == [[1, 5, 6], [1, 0, 7]] and there.tolist() == [[True] * 3, [True, False, True]]
     assert prompt("Lift the CUP") == "In: What action should the robot take to lift the cup?\nOut:"
+
+
+@pytest.mark.parametrize(
+    ("folder", "backbone", "begins"),
+    [
+        ("openvla-7b", "llama2-7b-pure", "In: What"),
+        ("openvla-v01-7b", "vicuna-v15-7b", "A chat between a curious user"),
+        ("mine", "vicuna-v15-7b", "A chat between a curious user"),
+        ("openvla-v01-7b", None, "A chat between a curious user"),
+        ("mine", None, "In: What"),
+    ],
+)
+def test_a_model_that_grew_from_a_chat_is_told_in_one(published, tmp_path, folder, backbone, begins):
+    config = json.loads((published / "config.json").read_text()) | {"llm_backbone_id": backbone}
+    place = shutil.copytree(published, tmp_path / folder)
+    (place / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    settings = read_published(place).settings
+    said = prompt("Lift the CUP", template_of(settings, str(place)))
+    assert said.startswith(begins) and "robot take to lift the cup?" in said
+    assert said.endswith("ASSISTANT:" if begins.startswith("A chat") else "\nOut:")
+
+
+def test_a_model_that_is_told_in_another_way_is_refused(published, tmp_path):
+    place = shutil.copytree(published, tmp_path / "chat")
+    config = json.loads((published / "config.json").read_text()) | {"llm_backbone_id": "llama2-7b-chat"}
+    (place / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="llm_backbone_id='llama2-7b-chat' is told what to do in a way"):
+        build(pretrained=str(place))
 
 
 def test_a_published_tokeniser_begins_with_1_and_ends_with_the_space(tmp_path):

@@ -55,6 +55,7 @@ def test_the_protocol_of_a_benchmark_is_chosen_and_told(folders, capsys):
     keys = told(capsys.readouterr().out)
     assert keys["policy.statistics"] == "libero_spatial_no_noops" and keys["policy.gripper"] == "libero"
     assert keys["policy.crop_area"] == "0.9" and keys["policy.cameras"] == "[agentview, wrist]"
+    assert keys["policy.rlds_images"] == "true"
     assert keys["env.mirrored"] == "true" and keys["env.cameras"] == "[agentview, wrist]"
     asked = ["env.name=libero", "env.task=libero_goal", "policy.crop_area=1.0", "--dry-run"]
     assert main([f"checkpoint={folders['openvla']}", *asked]) == 0

@@ -96,7 +96,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("first", range(10))
+FIRST = [pytest.param(first, marks=[] if first in (3, 8) else pytest.mark.slow) for first in range(10)]
+
+
+@pytest.mark.parametrize("first", FIRST)
 def test_a_report_of_odd_rows_is_a_page_or_a_line(copy, made, capfd, first):
     wrong = []
     for kind in sorted(DAMAGES)[first::10]:

@@ -1,8 +1,13 @@
-"""Tensors on a GPU on their way to another process."""
+"""Tensors on a GPU on their way to another process: shared where both hold the same GPU, copied elsewhere.
+
+Without a GPU a tensor of 1000 numbers stands for one there, `meta` for the reader's own GPU, and a list of the numbers
+plus one for a handle of the memory.
+"""
 
 import pytest
 
-from embodied.runtime import Cluster, HostPlan, Worker
+from embodied.runtime import Cluster, HostPlan, Worker, payload
+from embodied.runtime.payload import decode, encode, own_device
 
 
 class Holder(Worker):
@@ -27,10 +32,112 @@ class Holder(Worker):
 
 @pytest.mark.gpu
 def test_a_tensor_on_a_gpu_is_handed_over_without_a_copy(tmp_path):
-    hosts = (HostPlan("left", ("a",)), HostPlan("right", ("b",)))
+    held = {"env": {"EMBODIED_DEVICE": "gpu:0"}, "devices": ("gpu:0",)}
+    hosts = (HostPlan("left", ("a",), **held), HostPlan("right", ("b",), **held))
     with Cluster("local", hosts, tmp_path, 60) as cluster:
         left, right = cluster.launch(Holder, "a"), cluster.launch(Holder, "b")
         channel = cluster.channel("tensors", home=right[0])
         left.make(channel).wait()
         right.double(channel).wait()
         assert left.total().wait() == [2 * sum(range(1000))]
+
+
+def opened(numbers):
+    import torch
+
+    return torch.tensor(numbers) + 1
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    pretend(monkeypatch.setattr)
+    return monkeypatch
+
+
+def pretend(replace):
+    replace(payload, "is_on_gpu", lambda tensor: tensor.numel() == 1000 and not getattr(tensor, "fetched", False))
+    replace(payload, "to_host", fetched)
+    replace(payload, "handle_of", lambda tensor: (opened, (tensor.tolist(),)))
+
+
+def fetched(tensor):
+    copy = tensor.clone()
+    copy.fetched = True
+    return copy
+
+
+def test_a_handle_goes_to_nobody_but_who_holds_the_same_gpu(pretended):
+    import torch
+
+    item = {"numbers": torch.zeros(1000), "few": torch.zeros(3)}
+    pretended.setenv("EMBODIED_DEVICE", "gpu:3")
+    assert decode(encode(item, "gpu:3"))["numbers"][0] == 1
+    pretended.setattr(payload, "own_device", lambda: "meta")
+    for reader in ("gpu:0", "gpu:30", ""):
+        got = decode(encode(item, reader))
+        assert got["numbers"].device.type == "meta" and got["few"].device.type == "cpu"
+    pretended.delenv("EMBODIED_DEVICE")
+    assert decode(encode(item, ""))["numbers"].device.type == "meta", "nobody holds nothing"
+
+
+def test_what_was_on_a_gpu_arrives_on_the_cpu_where_the_reader_holds_none(pretended):
+    import torch
+
+    pretended.setenv("EMBODIED_DEVICE", "gpu:3")
+    packed = encode({"numbers": torch.arange(1000)}, "arm:0")
+    for here, device in (("arm:0", "cpu"), ("gpu:0", "cuda"), (None, "cpu")):
+        pretended.delenv("EMBODIED_DEVICE") if here is None else pretended.setenv("EMBODIED_DEVICE", here)
+        assert own_device() == device
+        if device == "cpu":
+            got = decode(packed)["numbers"]
+            assert got.device.type == "cpu" and torch.equal(got, torch.arange(1000))
+
+
+def test_so_it_is_on_ray(pretended):
+    ray_payload = pytest.importorskip("embodied.runtime.ray_payload")
+    import torch
+
+    pretended.setenv("EMBODIED_DEVICE", "gpu:0")
+    packed = ray_payload.encode({"numbers": torch.arange(1000)}, "gpu:0")
+    pretended.delenv("EMBODIED_DEVICE")
+    got = ray_payload.decode(packed)["numbers"]
+    assert got.device.type == "cpu" and torch.equal(got, torch.arange(1000))
+
+
+class Pretender(Worker):
+    """`gpu:0` is a GPU to it."""
+
+    def __init__(self):
+        pretend(setattr)
+        if payload.own_gpu():
+            payload.own_device = lambda: "meta"
+
+    def give(self, channels):
+        import torch
+
+        for channel in channels:
+            channel.put(torch.zeros(1000))
+
+    def found(self, channel):
+        tensor = channel.get()
+        return tensor.device.type, None if tensor.is_meta else float(tensor[0])
+
+    def itself(self):
+        import torch
+
+        return torch.zeros(1000)
+
+
+def test_in_a_cluster_tensors_go_where_their_reader_computes(tmp_path):
+    held = {"giver": "gpu:0", "same": "gpu:0", "other": "gpu:1", "none": "cpu:0"}
+    hosts = [
+        HostPlan(role, (role,), env={"EMBODIED_DEVICE": gpu} if "gpu" in gpu else {}, devices=(gpu,))
+        for role, gpu in held.items()
+    ]
+    with Cluster("local", hosts, tmp_path, 60) as cluster:
+        giver, *readers = (cluster.launch(Pretender, role) for role in held)
+        channels = [cluster.channel(f"to {reader.role}", home=reader[0]) for reader in readers]
+        giver.give(channels).wait()
+        found = [reader.found(channel).wait()[0] for reader, channel in zip(readers, channels, strict=True)]
+        assert found == [("cpu", 1.0), ("meta", None), ("cpu", 0.0)]
+        assert giver.itself().wait()[0][0] == 0, "results go to the driver, which holds no GPU"

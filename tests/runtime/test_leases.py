@@ -109,15 +109,6 @@ def test_gangs_on_devices_of_their_own_never_wait():
         assert coordinator.granted(name)
 
 
-def test_the_devices_and_the_memory_of_the_dead_are_free():
-    coordinator = hybrid(10)
-    finish(coordinator, coordinator.acquire("rollout"))
-    assert coordinator.acquire("update") == []
-    moves = finish(coordinator, coordinator.died("policy-0"))
-    assert moves == [("onload", "learner-0")]
-    assert coordinator.granted("update")
-
-
 def test_asking_twice_and_giving_back_twice_are_mistakes():
     coordinator = hybrid(14)
     finish(coordinator, coordinator.acquire("rollout"))

@@ -26,6 +26,12 @@ def test_a_node_with_fewer_cores_gives_what_it_has():
 
 
 def test_a_host_that_needs_a_gpu_stays_lost():
-    plan = HostPlan("sim-0", ("sim",), node="gone", env={"CUDA_VISIBLE_DEVICES": "0"})
+    plan = HostPlan("sim-0", ("sim",), node="gone", devices=("gone/gpu:0",))
     with pytest.raises(EmbodiedError, match="node gone is lost, and sim-0 needs a GPU of it"):
         move(plan, [ONE], Counter())
+
+
+def test_a_host_that_only_drew_on_a_gpu_goes_on_drawing_on_cores():
+    cards = {"CUDA_VISIBLE_DEVICES": "3", "MUJOCO_EGL_DEVICE_ID": "3", "EMBODIED_RENDER": "gpu:3"}
+    plan = HostPlan("sim-0", ("sim",), (0,), node="gone", env={**cards, "MINE": "1"}, devices=("gone/cpu:0",))
+    assert move(plan, [ONE], Counter()).env == {"MINE": "1"}

@@ -68,7 +68,7 @@ def run(command: str, arguments: dict[str, object], folder: Path) -> subprocess.
 @pytest.mark.parametrize("place", ["first_step", "rollout", "reset", "evaluation"])
 @pytest.mark.parametrize("fault", ["exception", "sigsegv", "hang"])
 def test_a_fault_that_always_comes_back_ends_the_run_within_its_budget(fault, place, backend, tmp_path):
-    done = run("train", faulty(tmp_path, backend, fault, place), tmp_path)
+    done = run("train", faulty(tmp_path, backend, fault, place) | {"run.iterations": 12}, tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
     (info,) = tmp_path.glob("runs/*/run.json")
     assert json.loads(info.read_text())["restarts"] == 2

@@ -103,8 +103,12 @@ def faulty(fault, place, folder, worker="sim-0", once=True, **more):
     return ["env.name=faulty_env:FaultyEnv", "env.task=reach", f"env.kwargs={{{text}}}"]
 
 
+# A sim that dies while it simulates one half of its envs leaves the question of the other half behind.
+MERGED = ("pipeline.stages=2", "pipeline.merge_rows=8", "pipeline.merge_wait_s=0.2")
+
+
 @pytest.mark.chaos
-@pytest.mark.parametrize("options", [(), ("pipeline.granularity=3",)], ids=["whole", "in_pieces"])
+@pytest.mark.parametrize("options", [(), ("pipeline.granularity=3",), MERGED], ids=["whole", "in_pieces", "merged"])
 def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_path, options):
     with Run(tmp_path, TWO_SIMS, *options, *faulty("sigkill", "rollout", tmp_path, worker="sim-1")) as run:
         finished, numbers = run.iterate(0)
@@ -126,6 +130,15 @@ def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_
         assert set(played) | lost | open_now == listed, "and none is skipped silently"
 
 
+def test_a_line_that_fails_in_every_life_is_not_tried_as_often_as_a_dying_process(tmp_path):
+    with Run(tmp_path, TWO_SIMS, *faulty("exception", "first_step", tmp_path, once=False)) as run:
+        with pytest.raises(
+            WorkerFailed, match=r"the gripper fell off \(faulty_env.py:59 .* failed three times in a row"
+        ):
+            run.iterate(0)
+        assert len(run.told) == 2, "the budget is five"
+
+
 @pytest.mark.chaos
 def test_a_smaller_slice_is_left_out_and_the_counts_follow(tmp_path):
     with Run(tmp_path, FOUR_SIMS, *faulty("exception", "rollout", tmp_path, worker="sim-2")) as run:
@@ -138,11 +151,12 @@ def test_a_smaller_slice_is_left_out_and_the_counts_follow(tmp_path):
         assert numbers["faults/lost_decisions"] == 0
 
 
-def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path):
+@pytest.mark.parametrize("options", [(), pytest.param(MERGED[1:], marks=pytest.mark.slow)], ids=["alone", "merged"])
+def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path, options):
     """Sims ask its successor again, and it has the same weights."""
     with Run(tmp_path / "whole", TWO_SIMS, backend="inline") as run:
         whole = [run.iterate(number) for number in range(2)], run.weights()
-    with Run(tmp_path / "broken", TWO_SIMS) as run:
+    with Run(tmp_path / "broken", TWO_SIMS, *options) as run:
         killed = []
 
         def kill_once(sim, route, collect=run.loop.collection._collect):
@@ -179,12 +193,17 @@ UPDATES = {"four hosts": "placement={'sim,policy': 'fake:0-3', learner: 'fake:4'
 UPDATES |= {"policy apart": "placement={sim: 'fake:0-1', policy: 'fake:2', learner: 'fake:3'}"}
 
 
-AT_WORK = [  # the default in full; of the others one each that is quick, the rest where there is time
+# PPO in the default placement in full, one of GRPO and one of another placement; the rest where there is time.
+AT_WORK = [
     pytest.param(recipe, placement, moment, marks=[] if quick else pytest.mark.slow)
     for recipe in ("pointmass_ppo", "pointmass_grpo")
     for placement in UPDATES
     for moment in ("update", "publish", "load")
-    for quick in [placement == "default" or (recipe, moment) == ("pointmass_ppo", "update")]
+    for quick in [
+        (recipe, placement) == ("pointmass_ppo", "default")
+        or (recipe, placement, moment)
+        in [("pointmass_grpo", "default", "publish"), ("pointmass_ppo", "policy apart", "update")]
+    ]
 ]
 
 
@@ -311,7 +330,7 @@ def test_inline_has_no_second_life(tmp_path):
 
 def test_a_run_that_was_paused_with_its_driver_calls_nobody_hung(tmp_path):
     """As a container is paused: nobody runs, then all do. Who looks at the clock finds everybody silent for as long."""
-    command = [sys.executable, "-m", "embodied.train", "recipe=pointmass_ppo", "run.iterations=60", "eval.episodes=2"]
+    command = [sys.executable, "-m", "embodied.train", "recipe=pointmass_ppo", "run.iterations=12", "eval.episodes=2"]
     options = ["faults.hang_s=6", "faults.max_restarts=0", "eval.videos=0", f"run.dir={tmp_path}"]
     run = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

@@ -10,6 +10,7 @@ from embodied.learners.meeting import meeting_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.reporting.timeline import Timeline, read_trace
+from embodied.runtime import gpu_memory
 from embodied.workflows.embodied import EmbodiedLoop
 
 ARGUMENTS = [
@@ -96,3 +97,37 @@ def test_a_policy_and_a_learner_in_one_process_swap_cache_and_optimizer(tmp_path
 def test_what_never_fits_is_refused_with_the_sum(tmp_path):
     with pytest.raises(EmbodiedError, match=r"update does not fit on fake:2: learner-0 .* more than its"):
         Trained(tmp_path, SHARED, LEARNING * WEIGHTS - 1)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU as its driver and torch tell of it: every simulator takes 4 kB, and all computing 5 kB on top of that."""
+    free = iter(range(10**9, 0, -4000))
+    monkeypatch.setattr(gpu_memory, "free_bytes", lambda: next(free))
+    monkeypatch.setattr(gpu_memory, "begin_peak", lambda: 100)
+    monkeypatch.setattr(gpu_memory, "allocated_bytes", lambda: (300, 5300))
+
+
+ON_ONE = {"sim": "fake:0", "policy": "fake:0", "learner": "fake:0"}
+LEARNER = LEARNING * WEIGHTS
+
+
+def test_simulators_are_counted_and_stay_and_so_is_what_computing_takes(card, roomy, tmp_path):
+    tight = Trained(tmp_path, ON_ONE, 4000 + LEARNER + 5000 + 100)
+    # The policy acts with the learner's weights, in one process.
+    assert tight.bytes == {"sim-0": 4000, "policy-0": 5000, "learner-0": LEARNER + 5000}
+    assert {worker for _, worker in tight.moves} == {"policy-0", "learner-0"}
+    assert all(np.allclose(tight.weights[name], roomy.weights[name], rtol=0, atol=1e-12) for name in roomy.weights)
+
+
+def test_a_learner_that_does_not_fit_beside_simulators_is_refused_with_the_sum(card, tmp_path):
+    with pytest.raises(EmbodiedError, match=r"update does not fit on fake:0: learner-0 .* \+ sim-0 4e-06 GB are more"):
+        Trained(tmp_path, ON_ONE, LEARNER + 3000)
+
+
+def test_on_cores_nothing_is_asked_of_a_gpu(monkeypatch):
+    monkeypatch.delenv("EMBODIED_DEVICE", raising=False)
+    taken, computing = gpu_memory.Taken(), gpu_memory.Computing()
+    with taken.counted(), computing.counted():
+        gpu_memory.give_back_unused()
+    assert (taken.num_bytes, computing.num_bytes) == (0, 0)

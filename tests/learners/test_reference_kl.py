@@ -1,0 +1,123 @@
+"""PPO that is kept near a reference, the policy that the run began with: in the loss, or off the rewards."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.algorithms.advantages import gae
+from embodied.algorithms.config import PPOConfig
+from embodied.config import load
+from embodied.errors import ConfigError
+from embodied.learners.collective import Alone
+from embodied.learners.config import LearnerConfig
+from embodied.learners.model import Model
+from embodied.learners.optimizer import Optimizer
+from embodied.learners.update import prepare, update_policy
+from embodied.train import main
+
+_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "toy.py")
+toy = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(toy)
+PLAIN = PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=9, lr=1e-2, normalize_advantages=False)
+
+
+def config(**options):
+    return PPOConfig(**PLAIN.model_dump() | options)
+
+
+def model(policy):
+    return Model(policy, LearnerConfig())
+
+
+def share_of(actor, algo, reference, seed=0, rows=None, collective=None):
+    data = toy.rollout(actor, seed)
+    data = data if rows is None else toy.columns(data, rows)
+    return data, prepare(data, algo, collective or Alone(), np.arange(toy.N), torch.float64, reference=reference)
+
+
+def test_rewards_pay_for_leaving_the_reference_by_hand():
+    actor, other = toy.make(), toy.make(seed=1)
+    data, share = share_of(actor, config(kl_coef=0.5, kl_in="reward"), model(other))
+    rewards, away = np.array(data.rewards), np.zeros((toy.T, toy.N))
+    for t in range(toy.T):
+        obs, mask = {"state": torch.from_numpy(data.obs["state"][t])}, data.mask[t][:, :, None]
+        there = other({"obs": obs, "actions": torch.from_numpy(data.actions[t])}).logprobs.detach().numpy()
+        away[t] = ((data.logprobs[t] - there) * mask).sum((1, 2))
+    rewards[:, :, 0] -= 0.5 * away
+    fields = (rewards, data.terminated, data.truncated, data.mask, data.values, data.final_values)
+    wanted, returns = gae(*fields, PLAIN.gamma, PLAIN.gae_lambda)
+    np.testing.assert_allclose(share.advantages, wanted.T.ravel(), atol=1e-12)
+    np.testing.assert_allclose(share.returns, returns.T.ravel(), atol=1e-12)
+    assert share.summary()["train/reference_kl"] == pytest.approx(away.mean())
+    assert abs(away).min() > 0 and data.rewards is not rewards
+
+
+def test_a_run_begins_at_its_reference_and_the_coefficient_keeps_it_there():
+    apart = {}
+    for coef in (0.0, 0.1, 10.0):
+        actor, policy = toy.make(), toy.make()
+        algo, reference = config(kl_coef=coef), model(policy.reference()) if coef else None
+        ours = model(policy)
+        optimizer = Optimizer(policy, algo, Alone())
+        first = None
+        for iteration in range(4):
+            _, share = share_of(actor, algo, reference, iteration)
+            numbers = update_policy(ours, optimizer, algo, share, 0, iteration, 4)
+            first = first or numbers
+        assert ("train/reference_kl" in first) == bool(coef)
+        with torch.no_grad():
+            inputs = share.batch.inputs(torch.arange(share.num_items))
+            apart[coef] = float((policy(inputs).logprobs - toy.make()(inputs).logprobs).abs().mean())
+    assert apart[10.0] < 0.8 * apart[0.0] and apart[0.1] < apart[0.0]
+
+
+def test_without_a_coefficient_nothing_changes():
+    actor = toy.make()
+    _, plain = share_of(actor, PLAIN, None)
+    _, compared = share_of(actor, config(kl_coef=1e-9), model(toy.make(seed=1)))
+    assert torch.equal(plain.advantages, compared.advantages) and plain.sums == compared.sums[:-1]
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_a_command_says_how_far_it_is_from_the_reference(tmp_path, kl_in):
+    more = ["run.iterations=2", "run.env_steps=null", "env.num_envs=4", "algo.rollout_decisions=8", "eval.episodes=1"]
+    more += ["algo.minibatch_size=16", "cluster.backend=inline", f"run.dir={tmp_path}", "placement=collocated"]
+    assert main(["recipe=pointmass_ppo", "algo.kl_coef=0.1", f"algo.kl_in={kl_in}", *more]) == 0
+    (path,) = tmp_path.glob("*/metrics.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    kl = [row["train/reference_kl"] for row in rows if "train/reference_kl" in row]
+    assert len(kl) == 2 and kl[1] != 0
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_two_learners_take_the_steps_of_one(tmp_path, kl_in):
+    told = ["run.iterations=2", "run.env_steps=null", "env.num_envs=4", "algo.rollout_decisions=8", "eval.episodes=1"]
+    told += ["algo.minibatch_size=16", "cluster.backend=inline", "policy.dtype=float64", "policy.hidden=[8]"]
+    found = []
+    for learners in (1, 2):
+        place = f'placement={{"sim,policy": "cpu:0", learner: "cpu:0-{learners - 1}*{learners}"}}'
+        more = ["algo.kl_coef=0.1", f"algo.kl_in={kl_in}", place, f"run.dir={tmp_path / str(learners)}"]
+        assert main(["recipe=pointmass_ppo", *told, *more]) == 0
+        (path,) = (tmp_path / str(learners)).glob("*/metrics.jsonl")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        names = "train/reference_kl", "train/grad_norm"
+        found.append([[row[name] for name in names] for row in rows if names[0] in row])
+    assert found[0] and np.allclose(found[0], found[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["algo.kl_in=reward"], r"do nothing with algo\.kl_coef=0"),
+        (["algo.kl_estimator=k1"], r"do nothing with algo\.kl_coef=0"),
+        (["algo.kl_coef=0.1", "algo.kl_in=reward", "algo.kl_estimator=k2"], r"leave out algo\.kl_estimator"),
+        (["algo.kl_coef=0.1", "learner.shard=true"], "needs a whole frozen copy"),
+    ],
+)
+def test_what_cannot_hold_is_refused(options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        load(["recipe=pointmass_ppo", *options])

@@ -1,0 +1,142 @@
+"""Shipped recipes planned for machines that are declared: where each role computes, with how much memory, and what
+cannot be held is refused. Nothing of it has run on a GPU."""
+
+import re
+
+import pytest
+
+from embodied import commands, evaluate, train
+from embodied.config import load
+from embodied.envs import env_class
+from embodied.errors import ConfigError, EmbodiedError
+
+FULL = ["libero_grpo_openvla_oft", "libero_ppo_pi0", "maniskill_ppo_openvla", "maniskill_ppo_pi0"]
+
+
+def planned(recipe, cluster, *more, learn=True):
+    config = load([f"recipe={recipe}", f"cluster.machines={cluster}", *more], "train" if learn else "evaluate").config
+    try:
+        env_class(config.env).check(config.env)
+    except EmbodiedError as err:
+        pytest.skip(str(err))
+    return commands.planned(config, learn, dry=True)
+
+
+def places(plan):
+    """Role -> on how many cores or GPUs of how many nodes it is."""
+    found = {}
+    for host in plan.hosts:
+        for role in host.roles:
+            kind = "gpu" if host.device else "cpu"
+            found.setdefault(role, []).append((kind, host.node, host.device or host.cores))
+    return {
+        role: ({kind for kind, *_ in held}, len(held), len({node for _, node, _ in held}))
+        for role, held in found.items()
+    }
+
+
+@pytest.mark.parametrize("cluster", ["2xCPU", "1xGPU", "8xGPU"])
+def test_the_first_recipe_takes_cores_wherever_it_runs(cluster):
+    config, plan = planned("maniskill_ppo", cluster)
+    assert config.env.backend == "cpu_batched"
+    assert all(kinds == {"cpu"} for kinds, *_ in places(plan).values()) and not plan.memory
+
+
+@pytest.mark.parametrize(("cluster", "gpus", "nodes"), [("1xGPU", 1, 1), ("8xGPU", 8, 1), ("4x8xGPU", 32, 4)])
+def test_the_gpu_recipe_takes_gpus(cluster, gpus, nodes):
+    config, plan = planned("maniskill_ppo_gpu", cluster)
+    assert config.env.backend == "cuda"
+    assert places(plan) == {role: ({"gpu"}, gpus, nodes) for role in ("sim", "policy", "learner")}
+    with pytest.raises(ConfigError, match=r"env\.backend=cuda needs an NVIDIA GPU"):
+        planned("maniskill_ppo_gpu", "2xCPU")
+
+
+@pytest.mark.slow
+def test_seven_billion_weights_learn_in_shards_on_eight_gpus_and_are_refused_where_they_cannot_be_held():
+    _, plan = planned("libero_grpo_openvla_oft", "8xGPU")
+    assert places(plan) == {"sim": ({"cpu"}, 64, 1), "policy": ({"gpu"}, 8, 1), "learner": ({"gpu"}, 8, 1)}
+    assert {host.render for host in plan.hosts if "sim" in host.roles} == {f"gpu:{i}" for i in range(8)}
+    # trained are 7.5e9: 20 bytes of an eighth of them, 4 of all for the gradient; frozen, and what passes through
+    told = plan.memory[0]
+    learner, policy = (float(re.search(rf"{role} ([\d.]+)", told)[1]) for role in ("learner", "policy"))
+    assert 7.5 * (20 / 8 + 4) < learner < 7.5 * (20 / 8 + 4) + 8
+    assert policy == pytest.approx(15.1, rel=0.01)
+    assert told.startswith("gpu:0 and 7 more alike: ") and "of 80 GB" in told
+    _, plan = planned("libero_grpo_openvla_oft", "4x8xGPU")
+    assert places(plan) == {"sim": ({"cpu"}, 64, 4), "policy": ({"gpu"}, 32, 4), "learner": ({"gpu"}, 32, 4)}
+    for cluster, memory in {"1xGPU": "gpu:0: .* of 80 GB", "2xCPU": ""}.items():
+        with pytest.raises(
+            ConfigError, match=f"{memory}.*\nthat is more than there is; try .*8xGPU with learner.shard=true"
+        ) as caught:
+            planned("libero_grpo_openvla_oft", cluster, "learner.shard=false", "cluster.devices=[]")
+        assert "learner" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", FULL[1:])
+def test_other_models_of_full_size_are_planned_for_eight_gpus(recipe):
+    _, plan = planned(recipe, "8xGPU")
+    found = places(plan)
+    assert found["policy"] == found["learner"] == ({"gpu"}, 8, 1)
+    assert found["sim"][0] == {"cpu"} and found["sim"][1] >= 16
+    assert "of 80 GB" in plan.memory[0]
+
+
+def test_published_models_act_on_gpus_where_there_are_any(tmp_path):
+    for recipe in ("libero_published_openvla", "libero_published_openvla_oft", "libero_published_pi0"):
+        for cluster, kind in {"8xGPU": "gpu", "4xCPU": "cpu"}.items():
+            _, plan = planned(recipe, cluster, "checkpoint=random", learn=False)
+            assert places(plan)["policy"][0] == {kind} and "learner" not in places(plan)
+            assert places(plan)["sim"][:2] == ({"cpu"}, 8 if kind == "gpu" else 2)  # eight rows, sixteen cores a GPU
+
+
+@pytest.mark.slow
+def test_a_published_model_of_full_size_is_refused_where_it_cannot_act():
+    config = load(["recipe=libero_published_openvla", "checkpoint=random"], "evaluate").config
+
+    def acting(cluster):
+        policy, there = (config.policy, {"preset": "full"}), (config.cluster, {"machines": cluster})
+        changed = {key: old.model_copy(update=new) for key, (old, new) in {"policy": policy, "cluster": there}.items()}
+        return commands.planned(config.model_copy(update=changed), learn=False, dry=True)[1]
+
+    # seven billion weights of two bytes; eight rows of 320 tokens with 32 layers x 2 x 4096 numbers of two bytes
+    assert "policy 16.4" in acting("1xGPU").memory[0]
+    assert "policy 15.3" in acting("8xGPU").memory[0]  # a row each
+    assert "of 24 GB" in acting("1xL4").memory[0]
+    with pytest.raises(ConfigError, match=r"2 x simulators 8\.7 \+ 2 x policy .* of 32 GB\nthat is more than there is"):
+        acting("4xCPU")
+
+
+def test_what_a_host_holds_is_refused_too(tmp_path):
+    (tmp_path / "small.yaml").write_text("nodes: [{gpus: 8, cores: 128, memory_gb: 64}]")
+    recipe = ["libero_grpo", f"{tmp_path}/small.yaml", "env.task=libero_10", "env.num_envs=64"]
+    _, plan = planned(*recipe, "policy.hidden=[2048,2048]")
+    assert plan.count("sim") == 8  # of 3.7 GB each: two thirds of the memory
+    (tmp_path / "small.yaml").write_text("nodes: [{cores: 64, memory_gb: 20}]")
+    with pytest.raises(ConfigError, match=r"16 sim workers .* 3\.7 GB each, 59\.2 GB in all, and this machine has 20"):
+        planned(*recipe)
+
+
+def test_it_is_the_policy_that_is_evaluated_that_decides_where_it_acts(tmp_path, capsys):
+    """And not the recipe's, which an evaluation takes its env from."""
+    run = ["env.num_envs=4", "run.iterations=1", "run.env_steps=null", "eval.episodes=1", "eval.videos=0"]
+    less = ["algo.rollout_decisions=2", "algo.minibatch_size=8", "cluster.backend=inline", f"run.dir={tmp_path}"]
+    assert train.main(["recipe=pointmass_ppo_openvla_tiny", *run, *less, "eval.failure_videos=0"]) == 0
+    (checkpoint,) = tmp_path.glob("*/checkpoints/v000001")
+    capsys.readouterr()
+    for asked, where in {f"[random,{checkpoint}]": "gpu:0", "random": "core"}.items():
+        recipe = ["recipe=pointmass_ppo", "env.cameras=[top]", "env.image_size=64", "env.instruction=true"]
+        more = ["env.state=proprio", "cluster.machines=1xGPU", "--dry-run"]
+        assert evaluate.main([f"checkpoint={asked}", *recipe, *more]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "policy on" in line]
+        assert where in line
+
+
+def test_declared_machines_are_shown_and_nothing_is_started(capsys):
+    asked = ["recipe=pointmass_ppo_openvla_tiny", "cluster.machines=2x4xGPU"]
+    assert train.main([*asked, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "1 x policy + learner on gpu:0 of node1" in told and "ray: one Ray actor per host" in told
+    assert train.main(asked) == 2
+    assert "cluster.machines=2x4xGPU is for planning: add --dry-run" in capsys.readouterr().err
+    assert evaluate.main(["checkpoint=random", "env.name=pointmass", "cluster.machines=8xGPU", "--dry-run"]) == 0

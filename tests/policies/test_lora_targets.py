@@ -1,0 +1,221 @@
+"""Which layers get adapters, as the published recipes choose them, and adapters that peft made."""
+
+import json
+import shutil
+import warnings
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from embodied.config import load
+from embodied.data import ActionSpec, EnvSpec
+from embodied.errors import CheckpointError, ConfigError
+from embodied.evaluate import main as evaluate
+from embodied.policies import load_policy, make_policy, policy_class
+from embodied.policies.config import OpenVLAConfig
+
+peft = pytest.importorskip("peft")
+
+SPEC = EnvSpec(ActionSpec(2), images={"top": (16, 16, 3)}, instruction=True)
+OBS = {
+    "images": {"top": np.arange(2 * 16 * 16 * 3, dtype=np.uint8).reshape(2, 16, 16, 3)},
+    "instruction": ["go", "a b"],
+}
+NOISE = np.random.default_rng(1).random((2, 2))
+
+
+def build(**options):
+    return make_policy(OpenVLAConfig(name="openvla", **options), SPEC, 0)
+
+
+def logprobs(policy):
+    return policy({"obs": OBS, "tokens": torch.full((2, 1, 2), 100)}).logprobs.detach()
+
+
+def counts(policy):
+    """Adapted layers, and the adapters' weights."""
+    found = [(name, p) for name, p in policy.named_parameters() if "lora_" in name]
+    assert all(p.requires_grad for _, p in found)
+    return len(found) // 2, sum(p.numel() for _, p in found)
+
+
+def test_the_reference_adapts_71_layers_of_a_tiny_model_and_linear_55():
+    assert counts(build(lora_rank=4, lora_targets="reference"))[0] == 71
+    assert counts(build(lora_rank=4))[0] == 55
+
+
+@pytest.mark.parametrize(("targets", "expected"), [("reference", 110_828_288), ("linear", 107_862_016)])
+def test_a_model_of_7b_gets_as_many_weights_as_the_reference(targets, expected):
+    config = OpenVLAConfig(name="openvla", preset="full", dtype="bfloat16", lora_rank=32, lora_targets=targets)
+    shapes = policy_class("openvla").counted(config, replace(SPEC, action=ActionSpec(7)))  # no weight is touched
+    assert counts(shapes)[1] == expected
+
+
+def test_recipes_with_published_settings_adapt_what_these_adapt():
+    for recipe in ("maniskill_ppo_openvla", "maniskill_grpo_openvla_oft"):
+        policy = load([f"recipe={recipe}"]).config.policy
+        assert (policy.lora_targets, policy.lora_init) == ("reference", "gaussian")
+
+
+@pytest.mark.parametrize("way", ["kaiming", "gaussian"])
+def test_adapters_begin_as_peft_begins_them(way):
+    made = build(lora_rank=8, lora_targets="reference", lora_init=way)
+    chosen = {"language_model.lm_head", "vision_backbone.featurizer.patch_embed.proj"}
+    own, model = dict(made.named_parameters()), build()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=8, target_modules=list(chosen), init_lora_weights=way == "kaiming" or way)
+        wrapped = dict(peft.get_peft_model(model, config).named_parameters())
+    for layer in chosen:
+        name = f"{layer}.lora_A.default.weight"
+        ours, theirs = own[name].detach(), wrapped[f"base_model.model.{name}"].detach()
+        assert ours.shape == theirs.shape
+        assert float(ours.std()) == pytest.approx(float(theirs.std()), rel=0.1)
+        assert float(ours.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=0.02 if way == "kaiming" else 1)
+        assert not own[f"{layer}.lora_B.default.weight"].any()
+
+
+def test_every_adapter_that_is_used_gets_a_gradient():
+    made = build(lora_rank=4, lora_targets="reference")
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if "lora_B" in name:
+                p.fill_(0.01)
+    (made({"obs": OBS, "tokens": torch.full((2, 1, 2), 100)}).logprobs.sum()).backward()
+    idle = {n for n, p in made.named_parameters() if "lora_" in n and (p.grad is None or not p.grad.any())}
+    unused = ("featurizer.blocks.3.", "attn_pool.")  # the towers' last blocks and SigLIP's pooling
+    assert idle and all(any(part in name for part in unused) for name in idle)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    build().save_published(folder)
+    return folder
+
+
+class Whole(nn.Module):
+    """The networks under the names of the published class, and nothing else."""
+
+    def __init__(self, policy):
+        super().__init__()
+        for name in ("vision_backbone", "projector", "language_model"):
+            setattr(self, name, getattr(policy, name))
+
+    def get_input_embeddings(self):
+        return self.language_model.model.embed_tokens
+
+    def get_output_embeddings(self):
+        return self.language_model.lm_head
+
+
+@pytest.fixture(scope="module")
+def official(base, tmp_path_factory):
+    """What OpenVLA's finetune.py leaves, and its merged model: adapters of rank r with alpha min(r, 16), gaussian, on
+    all that is called as a linear layer is (peft 0.11.1's all-linear), after some training."""
+    folder, merged = tmp_path_factory.mktemp("adapters"), tmp_path_factory.mktemp("merged")
+    policy = build(pretrained=str(base))
+    whole = Whole(policy)
+    ends = {name.rpartition(".")[2] for name, layer in whole.named_modules() if isinstance(layer, nn.Linear)}
+    config = peft.LoraConfig(r=32, lora_alpha=16, target_modules=sorted(ends), init_lora_weights="gaussian")
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = peft.get_peft_model(whole, config)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    p.normal_(0, 0.02)
+    with warnings.catch_warnings():  # peft saves lm_head's own weights beside its adapter, and says so
+        warnings.simplefilter("ignore", UserWarning)
+        model.save_pretrained(folder)
+    model.merge_and_unload()
+    policy.save_published(merged)
+    return folder, merged
+
+
+def test_adapters_that_peft_made_load_act_as_there_and_go_back(official, base, tmp_path):
+    folder, merged = official
+    made = build(pretrained=str(base), lora_path=str(folder))
+    assert counts(made)[0] == 71 and (made.config.lora_rank, made.config.lora_scale) == (32, 0.5)
+    theirs = build(pretrained=str(merged))
+    torch.testing.assert_close(logprobs(made), logprobs(theirs), atol=1e-4, rtol=0)
+    assert not torch.allclose(logprobs(made), logprobs(build(pretrained=str(base))), atol=1e-2)
+    assert np.array_equal(made.act(OBS, NOISE, 0.0).actions, theirs.act(OBS, NOISE, 0.0).actions)
+    made.save_adapters(tmp_path / "back")
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (folder, tmp_path / "back"))
+    assert {n for n in before if "lora_" in n} == after.keys() and len(before) > len(after)
+    assert all(torch.equal(before[n], after[n]) for n in after)
+    model = peft.PeftModel.from_pretrained(Whole(build(pretrained=str(base))), tmp_path / "back")
+    whole = model.merge_and_unload()
+    published = load_file(merged / "model.safetensors")
+    for name, tensor in whole.state_dict().items():
+        torch.testing.assert_close(tensor, published[name], atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_of_such_a_policy_is_loaded_as_it_was(official, base, tmp_path):
+    made = build(pretrained=str(base), lora_path=str(official[0]))
+    made.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logprobs(load_policy(tmp_path / "saved")), logprobs(made))
+    acting = make_policy(made.config.model_copy(update={"lora_path": str(official[0])}), SPEC)
+    assert acting.stored_weights().keys() == made.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        ({"use_dora": True}, {}, "use_dora=True, which is not supported"),
+        ({"r": 0}, {}, "its rank r is 0"),
+        ({"target_modules": "all"}, {}, "target_modules is 'all'"),
+        ({"target_modules": ["q_proj"]}, {}, "the policy has no such adapter"),
+        ({}, {"lora_rank": 4}, "policy.lora_rank=4, but the adapters in .* have 32"),
+        ({}, {"lora_targets": "reference", "train": "language"}, "the policy has no such adapter"),
+        (None, {}, "adapter_config.json is missing"),
+    ],
+)
+def test_adapters_that_cannot_be_taken_are_refused(official, base, tmp_path, change, options, reason):
+    if change is not None:
+        config = json.loads((official[0] / "adapter_config.json").read_text()) | change
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        (tmp_path / "adapter_model.safetensors").symlink_to(official[0] / "adapter_model.safetensors")
+    with pytest.raises((CheckpointError, ConfigError), match=reason):
+        build(pretrained=str(base), lora_path=str(tmp_path), **options)
+
+
+def test_a_folder_of_adapters_alone_says_what_it_is(official):
+    with pytest.raises(CheckpointError, match=r"holds adapters: policy\.lora_path="):
+        build(pretrained=str(official[0]))
+
+
+def test_adapters_are_counted_and_evaluated_with_their_model(official, base, tmp_path, capsys):
+    config = OpenVLAConfig(name="openvla", pretrained=str(base), lora_path=str(official[0]))
+    assert counts(policy_class("openvla").counted(config, SPEC))[0] == 71
+    if find_spec("libero"):
+        place = shutil.copytree(base, tmp_path / "base")
+        figures = {"q01": [-1.0] * 7, "q99": [1.0] * 7}
+        content = json.loads((place / "config.json").read_text()) | {"norm_stats": {"libero_goal": {"action": figures}}}
+        (place / "config.json").write_text(json.dumps(content))
+        told = [f"checkpoint={place}", f"policy.lora_path={official[0]}", "env.name=libero", "env.task=libero_goal"]
+        assert evaluate([*told, "--dry-run"]) == 0
+        assert f"policy.lora_path={official[0]}" in capsys.readouterr().out
+
+
+def test_adapters_beside_changed_weights_are_refused(official, base, tmp_path):
+    tensors = load_file(official[0] / "adapter_model.safetensors")
+    name = "base_model.model.language_model.lm_head.base_layer.weight"
+    save_file(tensors | {name: tensors[name] + 1}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text((official[0] / "adapter_config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"changes language_model\.lm_head\.weight"):
+        build(pretrained=str(base), lora_path=str(tmp_path))
+
+
+def test_targets_can_be_named_and_must_exist():
+    assert counts(build(lora_rank=4, lora_targets=("q_proj", "v_proj")))[0] == 8
+    with pytest.raises(ConfigError, match="names no layer"):
+        build(lora_rank=4, lora_targets=("qq_proj",))
+    with pytest.raises(ConfigError, match=r"policy\.pretrained=FOLDER too"):
+        build(lora_path="somewhere")

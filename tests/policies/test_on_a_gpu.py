@@ -1,0 +1,195 @@
+"""What acts, values, scores, imitates and updates on a GPU leaves nothing on the CPU (`fake_cuda.py`)."""
+
+import sys
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda import WHERE, Card
+
+from embodied import arrays
+from embodied.algorithms.config import PPOConfig
+from embodied.arrays import map_obs
+from embodied.data import ActionSpec, EnvSpec, Trajectory
+from embodied.datasets.reader import RecordedEpisode
+from embodied.learners.collective import Alone
+from embodied.learners.config import LearnerConfig
+from embodied.learners.demonstrations import Demonstrations
+from embodied.learners.imitation import ImitationLearner
+from embodied.learners.model import Model
+from embodied.learners.optimizer import Optimizer
+from embodied.learners.update import looked_at, prepare, update_policy
+from embodied.policies import make_policy
+from embodied.policies.config import CNNConfig, MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+
+ROWS, DECISIONS, SIDE = 2, 2, 64
+SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (SIDE, SIDE, 3)}, instruction=True)
+STATE = EnvSpec(ActionSpec(3), state_dim=4)
+FAMILIES = {
+    "mlp": (MLPConfig(hidden=(8,), normalize_observations=True), STATE),
+    "choice": (MLPConfig(hidden=(8,)), EnvSpec(ActionSpec(1, 4), state_dim=4)),
+    "cnn": (CNNConfig(name="cnn", hidden=(8,)), EnvSpec(ActionSpec(3), state_dim=4, images=SPEC.images)),
+    "openvla": (OpenVLAConfig(name="openvla", temperature=1.6), SPEC),
+    "lora": (OpenVLAConfig(name="openvla", lora_rank=2), SPEC),
+    "oft": (OpenVLAOFTConfig(name="openvla_oft", chunk=2, train="language"), SPEC),
+    "oft_l1_film": (OpenVLAOFTConfig(name="openvla_oft", chunk=2, head="l1", film=True, proprio=True), SPEC),
+    "words": (OpenVLAConfig(name="openvla", sft_loss="vocabulary", lora_rank=2, lora_targets="reference"), SPEC),
+    "chunks_of_words": (OpenVLAOFTConfig(name="openvla_oft", chunk=2, sft_loss="vocabulary"), SPEC),
+    "augmented": (Pi0Config(name="pi0", train="expert", chunk=2, steps=2, augment=True), SPEC),
+    "pi0": (Pi0Config(name="pi0", train="expert", chunk=2, steps=2), SPEC),
+    "flow_noise": (Pi0Config(name="pi0", exploration="flow_noise", chunk=2, steps=2), SPEC),
+    "pi05": (Pi0Config(name="pi05", chunk=2, steps=2), SPEC),
+}
+IMITATED = {name: FAMILIES[name] for name in ("mlp", "cnn", "oft_l1_film", "pi05")} | {
+    "words": (OpenVLAConfig(name="openvla", sft_loss="vocabulary"), SPEC),
+    "chunks_of_words": (OpenVLAOFTConfig(name="openvla_oft", chunk=2, sft_loss="vocabulary"), SPEC),
+    "augmented": (Pi0Config(name="pi0", augment=True), SPEC),
+    "openvla": FAMILIES["openvla"],
+}
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def on_the_card(family, truth=True):
+    card = Card(truth)
+    return card, card.take(shallow(make_policy(*(FAMILIES | IMITATED)[family]).eval()))
+
+
+def shallow(policy):
+    """With one block of each kind, two where the last is not looked at: the others do nothing else."""
+    for part in [*policy.modules()]:
+        for name, blocks in part.named_children():
+            if isinstance(blocks, torch.nn.ModuleList):
+                setattr(part, name, blocks[: 2 if name == "blocks" else 1])
+    return policy
+
+
+def seen(spec, rows=ROWS):
+    draw = np.random.default_rng(0)
+    obs = {"state": draw.normal(size=(rows, spec.state_dim)).astype(np.float32)}
+    if spec.images:
+        obs["images"] = {"top": draw.integers(0, 256, (rows, SIDE, SIDE, 3), np.uint8)}
+    return obs | ({"instruction": ["push the red cube", "go"][:rows]} if spec.instruction else {})
+
+
+def numbers(wanted, rows=ROWS):
+    return np.random.default_rng(1).random((rows, wanted.width))
+
+
+def on_card(obs):
+    """The observation of a simulator on the same GPU."""
+    return map_obs(obs, lambda array: torch.as_tensor(array).to(WHERE), list)
+
+
+def rollout(policy):
+    """DECISIONS decisions, as a learner gets them."""
+    output = policy.act(seen(policy.spec), numbers(policy.noise_spec()))
+    many = lambda array: np.stack([np.asarray(array)] * DECISIONS)  # noqa: E731
+    chunk = output.actions.shape[1]
+    flags = np.zeros((DECISIONS, ROWS, chunk), bool)
+    return Trajectory(
+        env_ids=np.arange(ROWS),
+        obs=map_obs(seen(policy.spec), many, lambda texts: [texts] * DECISIONS),
+        actions=many(output.actions),
+        logprobs=many(output.logprobs),
+        values=np.zeros((DECISIONS + 1, ROWS), np.float32),
+        final_values=np.zeros((DECISIONS, ROWS), np.float32),
+        rewards=np.ones((DECISIONS, ROWS, chunk), np.float32),
+        terminated=flags,
+        truncated=flags,
+        mask=~flags,
+        versions=np.zeros((DECISIONS, ROWS), np.int64),
+        episodes=np.zeros((DECISIONS, ROWS), np.int64),
+        replay={name: many(array) for name, array in output.replay.items()},
+    )
+
+
+def model_of(policy):
+    model = Model(policy, LearnerConfig())
+    model.device = "cpu"  # of autocast, which is off and does not know `meta`
+    return model
+
+
+def step_there(params, grads, averages, squares, *_, **options):
+    """torch's own fused Adam has no kernel for `meta`."""
+    assert params and all(t.device.type == WHERE for part in (params, grads, averages, squares) for t in part)
+
+
+def learn(policy, played):
+    """One PPO update, with frozen parts looked at once."""
+    config = PPOConfig(rollout_decisions=DECISIONS, epochs=1, minibatch_size=ROWS * DECISIONS, max_grad_norm=0.5)
+    model = model_of(policy)
+    optimizer = Optimizer(policy, config, Alone())
+    share = prepare(played, config, Alone(), np.arange(ROWS), model.dtype, WHERE)
+    share = share.with_replay(looked_at(model, share.batch, ROWS).replay)
+    with patch("embodied.learners.adam.adam", step_there):
+        return update_policy(model, optimizer, config, share, 0, 0, 10)
+
+
+def imitate(policy):
+    learner = ImitationLearner.__new__(ImitationLearner)
+    learner.policy, learner.model = policy, model_of(policy)
+    learner.device, learner.seed = WHERE, 0
+    learner.demos = Demonstrations(policy.spec, policy.horizon, 0, ROWS)
+    actions = np.zeros((ROWS, policy.spec.action.dim), np.float32)
+    obs = {"instruction": ["push the red cube"] * ROWS} | seen(policy.spec)
+    episode = RecordedEpisode(0, "push the red cube", None, obs, actions, {})
+    list(learner.demos.read([episode], ROWS, None))
+    try:
+        return learner._gradient(torch.arange(ROWS), ROWS, ROWS, 0)
+    finally:
+        learner.demos.close()
+
+
+WAYS = {
+    "act": lambda policy, _: policy.act(seen(policy.spec), numbers(policy.noise_spec())),
+    "value": lambda policy, _: policy.value(seen(policy.spec)),
+    "update": learn,
+    "imitate": lambda policy, _: imitate(policy),
+}
+
+
+@each_family
+def test_acting_and_valuing(family):
+    card, policy = on_the_card(family, truth=False)  # the normaliser has counted something
+    with card:
+        obs = on_card(seen(policy.spec))  # others come in the update
+        output, values = policy.act(obs, numbers(policy.noise_spec())), policy.value(obs)
+    assert len(output.actions) == len(output.logprobs) == len(values) == ROWS
+    assert isinstance(values, np.ndarray)
+
+
+@each_family
+def test_scoring_and_an_update(family):
+    card, policy = on_the_card(family)
+    with card:
+        assert learn(policy, rollout(policy))["train/epochs"] == 1
+
+
+@pytest.mark.parametrize("family", IMITATED)
+def test_imitating(family):
+    card, policy = on_the_card(family)
+    with card:
+        imitate(policy)
+    assert {p.grad.device.type for p in policy.parameters() if p.grad is not None} == {WHERE}
+
+
+def stays(array, device):
+    """What `tensor_of` would be, had somebody forgotten the device."""
+    return torch.as_tensor(array)
+
+
+@pytest.mark.parametrize("family", ["mlp", "cnn", "openvla", "oft_l1_film", "pi05"])
+def test_what_is_left_on_the_cpu_is_found(family, monkeypatch):
+    """So that the tests above can fail."""
+    card, policy = on_the_card(family)
+    with card:
+        played = rollout(policy)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("embodied.policies") and getattr(module, "tensor_of", None) is arrays.tensor_of:
+            monkeypatch.setattr(module, "tensor_of", stays)
+    for way in WAYS.values():
+        with card, pytest.raises((RuntimeError, TypeError), match="device"):
+            way(policy, played)
