@@ -3,7 +3,8 @@
 # make lint            formatting and lint
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = .venv/bin/python
-PYTEST = $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadscope
+# One thread a process: there are two workers and what they start, and threads that wait for each other eat cores.
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadscope
 ARGS ?=
 
 .PHONY: train test test-all lint format setup

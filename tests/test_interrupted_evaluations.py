@@ -15,7 +15,7 @@ from embodied.train import main
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TWICE = ["run.iterations=2", "eval.videos=0", "eval.num_envs=2"]
-MANY = [*TWICE, "eval.episodes=400"]
+MANY = [*TWICE, "eval.episodes=240"]
 
 
 def start(folder, *args, module="train"):
@@ -73,11 +73,11 @@ def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_ru
     process.send_signal(sent)
     finish(process, code)
     left = json.loads((run / "eval/v000002/partial.json").read_text())
-    assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == 400
+    assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == 240
     lines = (run / "eval/v000002/episodes.csv").read_text().splitlines()
     assert len(lines) - 1 >= left["over"] and not (run / "eval/v000002/results.json").exists()
     output = finish(start(tmp_path, f"resume={run}"))
-    assert f"evaluating v000002 on 400 episodes, of which {len(lines) - 1} were played before" in output
+    assert f"evaluating v000002 on 240 episodes, of which {len(lines) - 1} were played before" in output
     assert but_provenance(results(run)) == but_provenance(results(whole))
     assert (run / "eval/v000002/episodes.csv").read_bytes() == (whole / "eval/v000002/episodes.csv").read_bytes()
     assert len(results(run)["provenance"]["earlier"]) == 1

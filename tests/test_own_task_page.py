@@ -59,7 +59,7 @@ def test_the_task_has_about_sixty_lines():
 
 
 @pytest.mark.timeout(900)
-def test_the_task_is_checked_trained_filmed_and_evaluated(folder):
+def test_the_task_is_checked_trained_and_filmed(folder):
     told = run(CHECK, folder)
     assert "contract kept" in told and "batched equals single envs" in told and "40 an episode" in told
     assert "cameras base_camera (128x128), render_camera (512x512)" in told
@@ -67,6 +67,12 @@ def test_the_task_is_checked_trained_filmed_and_evaluated(folder):
     (video,) = (folder / "runs").glob("ring-*/eval/v*/videos/*.mp4")
     first, *_, last = frames(video)
     assert first.std() > 20 and (first != last).any()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_trained_task_is_evaluated(folder):
+    run(TRAIN, folder, *SHORT)
     assert "success_once" in run(EVALUATE, folder, "eval.episodes=3", "eval.videos=0")
     (results,) = (folder / "runs").glob("ring-*/eval/*-evaluate/results.json")
     assert list(json.loads(results.read_text())["per_task"]) == ["my_tasks:SphereToRing-v1"]
