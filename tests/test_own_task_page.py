@@ -19,6 +19,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
 CHECK, TRAIN, EVALUATE, BENCHMARK, PLAN, CHECK_OWN, TRAIN_OWN = COMMANDS
 SHORT = ["run.iterations=1", "env.num_envs=8", "algo.rollout_decisions=5", "algo.minibatch_size=20"]
+SHORT += ['placement={"sim,policy": "cpu:0", learner: "cpu:1"}']
 SHORT += ["env.max_episode_steps=6", "eval.episodes=3", "eval.videos=1", "eval.failure_videos=0"]
 SMALL = ["env.num_envs=8", "algo.rollout_decisions=5", "algo.minibatch_size=20", "env.max_episode_steps=10"]
 

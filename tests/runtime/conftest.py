@@ -57,6 +57,13 @@ def traces() -> dict[str, list[str]]:
     }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def seldom_looked_through():
+    """Collecting garbage before every test takes half a second where it goes through all that others have made."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     gc.collect()  # what earlier tests left to it
