@@ -142,7 +142,6 @@ def test_an_evaluation_of_nothing_but_errors_fails_with_their_cause_and_keeps_wh
     assert found["overall"]["errors"] == 1 and len(episodes) == 1 and Path("runs/evaluate-NaN/report.html").is_file()
 
 
-@pytest.mark.slow
 def test_some_errors_are_said_loudly(tmp_path, capsys):
     (tmp_path / "broken.py").write_text(BROKEN)
     asked = ["checkpoint=broken:NaN", "env.name=my_sims:Lift", "eval.episodes=2", "eval.videos=0"]

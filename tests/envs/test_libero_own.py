@@ -102,7 +102,6 @@ def test_own_initial_states_are_played_in_their_order(mine):
         make_env(config(states_file="narrow.npy"), 2)
 
 
-@pytest.mark.slow
 def test_training_evaluation_and_another_folder(mine, monkeypatch, capsys):
     short = ["run.env_steps=null", "run.iterations=1", "env.num_envs=2", "env.max_episode_steps=16", *INLINE]
     small = ["algo.rollout_decisions=2", "algo.minibatch_size=4"]

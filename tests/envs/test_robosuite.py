@@ -201,7 +201,6 @@ def test_a_class_is_found_by_what_it_is(mine):
     assert whole.name == "robosuite"
 
 
-@pytest.mark.slow
 def test_training_and_evaluation(mine):
     assert train.main(["recipe=robosuite_ppo", "env.task=my_nudge:Nudge", *SHORT, *INLINE]) == 0
     (run,) = (mine / "runs").glob("robosuite_ppo-*")

@@ -325,7 +325,6 @@ def test_inline_has_no_second_life(tmp_path):
             run.iterate(0)
 
 
-@pytest.mark.slow
 def test_a_run_that_was_paused_with_its_driver_calls_nobody_hung(tmp_path):
     """As a container is paused: nobody runs, then all do. Who looks at the clock finds everybody silent for as long."""
     command = [sys.executable, "-m", "embodied.train", "recipe=pointmass_ppo", "run.iterations=12", "eval.episodes=2"]
