@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 pa = pytest.importorskip("pyarrow")
-import pyarrow.parquet as pq  # noqa: E402
+from damaged import INFO, LEARN, cell, cut, every, first_rows, gone, info, refused, rows, text, without  # noqa: E402
 
 from embodied.data import ActionSpec, EnvSpec  # noqa: E402
 from embodied.datasets import DatasetWriter, features_of, frame_of, read_dataset  # noqa: E402
@@ -17,17 +17,7 @@ from embodied.sft import main as sft  # noqa: E402
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=6, has_success=True)  # that of the toy env
 SEEN = EnvSpec(ActionSpec(2), state_dim=6, images={"front": (32, 48, 3)})
-# One learner, because of two that fail either may be the first to say so.
-ONE_LEARNER = 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}'
-LEARN = [
-    "recipe=pointmass_ppo",
-    "cluster.backend=inline",
-    ONE_LEARNER,
-    "env.num_envs=2",
-    "policy.hidden=[4]",
-    "sft.epochs=1",
-]
-INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
+STATS, TASKS = "meta/stats.json", "meta/tasks.parquet"
 EPISODES, DATA = "meta/episodes/chunk-000/file-000.parquet", "data/chunk-000/file-000.parquet"
 VIDEO = "videos/observation.images.front/chunk-000/file-000.mp4"
 FROM = "videos/observation.images.front/from_timestamp"
@@ -61,16 +51,6 @@ def filmed(tmp_path_factory):
     return write(tmp_path_factory.mktemp("filmed") / "toy", SEEN)
 
 
-def info(**changes):
-    """info.json with these keys."""
-
-    def damage(path):
-        content = json.loads((path / INFO).read_text()) | changes
-        (path / INFO).write_text(json.dumps({key: value for key, value in content.items() if value != "gone"}))
-
-    return damage
-
-
 def feature(name, **changes):
     def damage(path):
         content = json.loads((path / INFO).read_text())
@@ -78,53 +58,6 @@ def feature(name, **changes):
         (path / INFO).write_text(json.dumps(content))
 
     return damage
-
-
-def text(file, content):
-    return lambda path: (path / file).write_text(content)
-
-
-def cut(file, share=0.5):
-    def damage(path):
-        content = (path / file).read_bytes()
-        (path / file).write_bytes(content[: int(share * len(content))])
-
-    return damage
-
-
-def gone(file):
-    return lambda path: (path / file).unlink()
-
-
-def rows(file, change):
-    """A parquet file with other columns."""
-
-    def damage(path):
-        table = pq.read_table(path / file).to_pydict()
-        pq.write_table(pa.table(change(table)), path / file)
-
-    return damage
-
-
-def cell(name, value, row=0):
-    """A column with another value in one row."""
-
-    def change(table):
-        return table | {name: [value if number == row else old for number, old in enumerate(table[name])]}
-
-    return change
-
-
-def without(name):
-    return lambda table: {key: column for key, column in table.items() if key != name}
-
-
-def every(name, value):
-    return lambda table: table | {name: [value] * len(table[name])}
-
-
-def first_rows(count):
-    return lambda table: {key: column[:count] for key, column in table.items()}
 
 
 def twice(table):
@@ -273,12 +206,6 @@ FILMS = {
     "video path wide": (info(video_path="{video_key:>999999999}"), "only {chunk_index}, {file_index}, {video_key}"),
     "video path gone": (info(video_path=None), "info.json: video_path is 'None', not a path"),
 }
-
-
-def refused(said, reason, path):
-    assert reason in said and "Traceback" not in said and str(path) in said, said
-    assert len(said.strip().splitlines()) == 1, said
-    return True
 
 
 @pytest.mark.parametrize("kind", DAMAGES)

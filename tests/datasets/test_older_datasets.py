@@ -9,6 +9,7 @@ import pytest
 
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
+from damaged import INFO, LEARN, cut, gone, info, refused, rows, text  # noqa: E402
 from imageio_ffmpeg import get_ffmpeg_exe  # noqa: E402
 
 from embodied.data import ActionSpec, EnvSpec  # noqa: E402
@@ -22,17 +23,9 @@ from embodied.sft import main as sft  # noqa: E402
 SPEC = EnvSpec(ActionSpec(2), state_dim=6, has_success=True)  # that of the toy env
 SEEN = EnvSpec(ActionSpec(2), state_dim=6, images={"front": (64, 96, 3)})
 CAMERA = "observation.images.front"
-LEARN = [
-    "recipe=pointmass_ppo",
-    "cluster.backend=inline",
-    'placement={"sim,policy": "cpu:0", learner: "cpu:0"}',
-    "env.num_envs=2",
-    "policy.hidden=[4]",
-    "sft.epochs=1",
-]
 DATA = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
 VIDEO = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
-EPISODES, TASKS, INFO = "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/info.json"
+EPISODES, TASKS = "meta/episodes.jsonl", "meta/tasks.jsonl"
 
 
 def write_new(path, spec):
@@ -139,39 +132,11 @@ def test_its_figures_are_counted_for_models_that_want_quantiles(sound, tmp_path,
     assert read_dataset(path).stats["action"]["count"] == [22]
 
 
-def text(file, content):
-    return lambda path: (path / file).write_text(content)
-
-
-def gone(file):
-    return lambda path: (path / file).unlink()
-
-
-def info(**changes):
-    def damage(path):
-        (path / INFO).write_text(json.dumps(json.loads((path / INFO).read_text()) | changes))
-
-    return damage
-
-
 def line(file, number, **changes):
     def damage(path):
         found = [json.loads(each) for each in (path / file).read_text().splitlines()]
         found[number] |= changes
         (path / file).write_text("".join(json.dumps(each) + "\n" for each in found))
-
-    return damage
-
-
-def cut(file, share=0.5):
-    return lambda path: (path / file).write_bytes(
-        (path / file).read_bytes()[: int(share * (path / file).stat().st_size)]
-    )
-
-
-def rows(file, change):
-    def damage(path):
-        pq.write_table(pa.table(change(pq.read_table(path / file).to_pydict())), path / file)
 
     return damage
 
@@ -243,26 +208,10 @@ def keep(path, count):
     (path / EPISODES).write_text("".join(text[:count]))
 
 
-def refused(said, reason, path):
-    assert reason in said and "Traceback" not in said and str(path) in said, said
-    assert len(said.strip().splitlines()) == 1, said
-    return True
-
-
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_one_is_refused_in_a_line(sound, tmp_path, kind):
-    damage, reason = DAMAGES[kind]
-    path = shutil.copytree(sound, tmp_path / "toy")
-    damage(path)
-    with pytest.raises(EmbodiedError) as caught:
-        list(read_dataset(path))
-    assert refused(str(caught.value), reason, path)
-
-
-@pytest.mark.parametrize("kind", FILMS)
-def test_damaged_films_are_refused_in_a_line(filmed, tmp_path, kind):
-    damage, reason = FILMS[kind]
-    path = shutil.copytree(filmed, tmp_path / "toy")
+@pytest.mark.parametrize("kind", [*DAMAGES, *FILMS])
+def test_a_damaged_one_is_refused_in_a_line(sound, filmed, tmp_path, kind):
+    damage, reason = {**DAMAGES, **FILMS}[kind]
+    path = shutil.copytree(filmed if kind in FILMS else sound, tmp_path / "toy")
     damage(path)
     with pytest.raises(EmbodiedError) as caught:
         list(read_dataset(path))
