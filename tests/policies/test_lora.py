@@ -1,27 +1,14 @@
 """Adapters beside frozen weights: what is trained, saved, merged and compared with."""
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_vla import NOISE, OBS, build
 
-from embodied.data import ActionSpec, EnvSpec
 from embodied.errors import CheckpointError
-from embodied.policies import load_policy, make_policy
-from embodied.policies.config import OpenVLAConfig
+from embodied.policies import load_policy
 
 peft = pytest.importorskip("peft")
-
-SPEC = EnvSpec(ActionSpec(2), images={"top": (16, 16, 3)}, instruction=True)
-OBS = {
-    "images": {"top": np.arange(2 * 16 * 16 * 3, dtype=np.uint8).reshape(2, 16, 16, 3)},
-    "instruction": ["go", "a b"],
-}
-NOISE = np.random.default_rng(1).random((2, 2))
-
-
-def build(**options):
-    return make_policy(OpenVLAConfig(name="openvla", **options), SPEC, 0)
 
 
 def test_frozen_towers_have_no_adapters():

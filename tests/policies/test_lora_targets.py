@@ -10,27 +10,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_vla import NOISE, OBS, SPEC, build
 from torch import nn
 
 from embodied.config import load
-from embodied.data import ActionSpec, EnvSpec
+from embodied.data import ActionSpec
 from embodied.errors import CheckpointError, ConfigError
 from embodied.evaluate import main as evaluate
 from embodied.policies import load_policy, make_policy, policy_class
 from embodied.policies.config import OpenVLAConfig
 
 peft = pytest.importorskip("peft")
-
-SPEC = EnvSpec(ActionSpec(2), images={"top": (16, 16, 3)}, instruction=True)
-OBS = {
-    "images": {"top": np.arange(2 * 16 * 16 * 3, dtype=np.uint8).reshape(2, 16, 16, 3)},
-    "instruction": ["go", "a b"],
-}
-NOISE = np.random.default_rng(1).random((2, 2))
-
-
-def build(**options):
-    return make_policy(OpenVLAConfig(name="openvla", **options), SPEC, 0)
 
 
 def logprobs(policy):
