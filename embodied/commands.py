@@ -248,7 +248,8 @@ def describe_learner(config: RunConfig) -> str:
         return ""
     from embodied.learners.memory import estimate
 
-    return f"learner     {estimate(config)}\n"
+    shared = ", shared out among the learners" if config.learner.shard else " in each learner"
+    return f"learner     {estimate(config)}{shared}\n"
 
 
 def cluster(

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag, model_validator
 
 from embodied.config_base import Strict
+
+SETS = ("linear", "reference")  # of layers
+
+
+def a_set_or_names(value: Any) -> Any:
+    if not isinstance(value, str | list | tuple):
+        raise ValueError("should be linear, reference, or names of layers such as [q_proj, v_proj]")
+    return (value,) if isinstance(value, str) and value not in SETS else value
+
+
+LoraTargets = Annotated[Literal[SETS] | tuple[str, ...], BeforeValidator(a_set_or_names)]
 
 
 class ActorCriticConfig(Strict):
@@ -84,7 +95,7 @@ class VLAConfig(Strict):
         None, gt=0, description="Train adapters of this rank beside frozen weights (LoRA); null: train all weights."
     )
     lora_scale: float = Field(1.0, gt=0, description="What an adapter's effect is multiplied by: its alpha / rank.")
-    lora_targets: Literal["linear", "reference"] | tuple[str, ...] = Field(
+    lora_targets: LoraTargets = Field(
         "linear",
         description="Which layers get one. linear: linear layers that are used, without lm_head; reference: all that "
         "the published recipes adapt (peft 0.11's all-linear), lm_head, patches and SigLIP's pooling too; or their "

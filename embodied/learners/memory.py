@@ -59,7 +59,7 @@ class Memory:
         parts.append(f"activations {self.activations / 1e9:.3g}")
         parts += [f"reference {self.reference / 1e9:.3g}"] if self.reference else []
         counts = f"{self.num_weights / 1e9:.3g} billion weights, {self.num_trained / 1e9:.3g} of them trained"
-        return f"{counts}; {' + '.join(parts)} = {self.total / 1e9:.3g} GB in a learner"
+        return f"{counts}; {' + '.join(parts)} = {self.total / 1e9:.3g} GB"
 
 
 def estimate(config: RunConfig) -> Memory | None:

@@ -19,6 +19,7 @@ from embodied.errors import CheckpointError, ConfigError
 from embodied.evaluate import main as evaluate
 from embodied.policies import load_policy, make_policy, policy_class
 from embodied.policies.config import OpenVLAConfig
+from embodied.train import main as train
 
 peft = pytest.importorskip("peft")
 
@@ -209,3 +210,14 @@ def test_targets_can_be_named_and_must_exist():
         build(lora_rank=4, lora_targets=("qq_proj",))
     with pytest.raises(ConfigError, match=r"policy\.pretrained=FOLDER too"):
         build(lora_path="somewhere")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [("3", "should be linear, reference, or names of layers such as"), ("foo", "('foo',) names no layer of what is")],
+)
+def test_what_is_no_layer_is_refused_in_a_line(asked, said, capsys):
+    given = ["recipe=maniskill_ppo_openvla_tiny", "policy.lora_rank=2", f"policy.lora_targets={asked}", "--dry-run"]
+    assert train(given) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error and len(error.splitlines()) == 1
