@@ -124,7 +124,7 @@ def learn(policy, played):
     optimizer = Optimizer(policy, config, Alone())
     share = prepare(played, config, Alone(), np.arange(ROWS), model.dtype, WHERE)
     share = share.with_replay(looked_at(model, share.batch, ROWS).replay)
-    with patch("embodied.learners.adam.adam", step_there):
+    with patch("embodied.learners.optimizer.adam", step_there):
         return update_policy(model, optimizer, config, share, 0, 0, 10)
 
 
