@@ -1,0 +1,76 @@
+"""Does a change leave learning as it was, bit for bit? python -m benchmarks.golden [--write]
+
+Trains a few iterations of shipped recipes with their default placement and compares losses, returns and the weights
+with those that an earlier commit left in results/golden.json. Times are left out. For this kind of machine only:
+another number of cores, another processor or other packages give other last digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+from benchmarks.common import RESULTS, code_commit, machine, packages, train_command
+
+FILE = RESULTS / "golden.json"
+RECIPES = {
+    "pointmass_ppo": (),
+    "pointmass_grpo": (),
+    "pointmass_ppo_openvla_tiny": (),
+    "pointmass_ppo_pi0_tiny": (),
+    "pointmass_grpo_openvla_oft_tiny": (),
+    "maniskill_ppo": (),
+    "maniskill_grpo": (),
+    "maniskill_ppo_rgb": ("env.num_envs=16",),
+    "libero_ppo": ("env.num_envs=2",),
+}
+TIMES = ("time/", "memory/", "train_s", "steps_per_s", "faults/")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="make today's numbers the ones to keep")
+    parser.add_argument("--only", nargs="*", default=list(RECIPES), choices=RECIPES)
+    options = parser.parse_args()
+    learned = {recipe: learned_by(recipe) for recipe in options.only}
+    if options.write:
+        about = {"commit": code_commit(), "machine": machine(), "packages": packages()}
+        FILE.write_text(json.dumps({"about": about, "recipes": learned}, indent=1) + "\n")
+        return
+    kept = json.loads(FILE.read_text())["recipes"]
+    differing = [recipe for recipe, numbers in learned.items() if numbers != kept[recipe]]
+    for recipe in differing:
+        print(f"{recipe}: {difference(kept[recipe], learned[recipe])}")
+    print(f"{len(learned) - len(differing)} of {len(learned)} recipes learn what they did, bit for bit")
+    raise SystemExit(bool(differing))
+
+
+def learned_by(recipe: str) -> dict:
+    """Every iteration's numbers but times, and the checksum of the last weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        short = ("run.iterations=3", "run.eval_every=null", "eval.episodes=2", "eval.videos=0")
+        command = train_command(recipe, *short, *RECIPES[recipe], f"run.dir={folder}")
+        subprocess.run(command, check=True, timeout=900, stdout=subprocess.DEVNULL)
+        (run,) = Path(folder).iterdir()
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        weights = max(run.glob("checkpoints/v*/policy/model.safetensors"))
+        return {
+            "metrics": [{key: line[key] for key in sorted(line) if not key.startswith(TIMES)} for line in lines],
+            "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        }
+
+
+def difference(kept: dict, now: dict) -> str:
+    for iteration, (before, after) in enumerate(zip(kept["metrics"], now["metrics"])):
+        if keys := [key for key in before | after if before.get(key) != after.get(key)]:
+            first = keys[0]
+            return f"iteration {iteration}: {first} was {before.get(first)} and is {after.get(first)} (also {keys[1:]})"
+    return "same metrics, other weights" if kept["weights"] != now["weights"] else "other iterations"
+
+
+if __name__ == "__main__":
+    main()
