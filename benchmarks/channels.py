@@ -147,8 +147,8 @@ def ray_cluster() -> Iterator[None]:
     """One for the ray backend and for Ray's queue."""
     import ray
 
-    from embodied.runtime.ray_nodes import connect_to_private
-    from embodied.runtime.ray_private import PrivateCluster
+    from embodied.runtime.ray.nodes import connect_to_private
+    from embodied.runtime.ray.private_cluster import PrivateCluster
 
     with PrivateCluster(object_store_bytes=STORE_BYTES) as cluster:
         connect_to_private(cluster)

@@ -35,7 +35,7 @@ def train_command(recipe: str, *overrides: str) -> list[str]:
 
 def resolved(recipe: str, *overrides: str) -> dict:
     """The recipe with every default spelt out, as JSON has it."""
-    from embodied.config import load
+    from embodied.config.recipe import load
 
     return load([f"recipe={recipe}", *overrides]).config.model_dump(mode="json")
 
@@ -61,7 +61,7 @@ def code_commit() -> str:
 
 def packages() -> dict[str, str]:
     """Versions on our side."""
-    from embodied.run_folder import provenance
+    from embodied.run.folder import provenance
 
     return provenance()["packages"]
 
@@ -79,7 +79,7 @@ def machine() -> dict:
 
 def environment() -> dict[str, str]:
     """For every process of a benchmark: a Vulkan driver, and one thread unless its own program says otherwise."""
-    from embodied.vulkan import ensure_vulkan
+    from embodied.system.vulkan import ensure_vulkan
 
     ensure_vulkan()
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LP_NUM_THREADS")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.data import ActionSpec, EnvSpec, Observation
+from embodied.core.types import ActionSpec, EnvSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.policies.base import Scores
 from embodied.policies.config import MLPConfig

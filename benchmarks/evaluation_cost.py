@@ -29,9 +29,9 @@ WARM_UP = 2  # rounds whose memory is not counted: allocators and caches fill up
 
 def configured(arguments, folder: Path):
     """The loop, ready to evaluate, in this process."""
-    from embodied import commands
-    from embodied.config import load
-    from embodied.targets import find_all
+    from embodied.config.recipe import load
+    from embodied.run import launch
+    from embodied.run.policy_source import find_all
     from embodied.workflows.embodied import EmbodiedLoop
 
     told = [f"checkpoint={arguments.checkpoint}", "recipe=maniskill_ppo", f"env.task={arguments.task}"]
@@ -39,9 +39,9 @@ def configured(arguments, folder: Path):
     told += ['placement={"sim,policy": "cpu:0", learner: "cpu:0"}', f"run.dir={folder}"]
     loaded = load(told, entry="evaluate")
     (target,) = find_all(loaded)
-    config, plan = commands.planned(loaded.config, learn=False)
+    config, plan = launch.planned(loaded.config, learn=False)
     config = config.model_copy(update={"policy": target.config})
-    cluster = commands.cluster(config, plan, folder / "logs")
+    cluster = launch.cluster(config, plan, folder / "logs")
     return config, target, cluster, lambda: EmbodiedLoop(config, cluster.__enter__(), learn=False)
 
 

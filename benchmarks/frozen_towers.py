@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, code_commit, machine, markdown, packages, write_json
-from embodied.data import ActionSpec, EnvSpec
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.batch import Batch
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model

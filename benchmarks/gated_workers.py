@@ -8,7 +8,7 @@ import numpy as np
 from faulty_env import commit
 
 from benchmarks.gates import arrive
-from embodied.data import EnvSpec
+from embodied.core.types import EnvSpec
 from embodied.envs.base import VectorEnv
 from embodied.envs.worker import SimWorker
 from embodied.learners.worker import LearnerWorker

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from embodied import commands, train
-from embodied.config import load
+from embodied import train
+from embodied.config.recipe import load
+from embodied.run import launch
 from embodied.runtime import Timers
 from embodied.workflows import embodied
 
@@ -69,7 +70,7 @@ class GatedLoop(embodied.EmbodiedLoop):
 def main() -> int:
     embodied.SIM = "benchmarks.gated_workers:GatedSim"
     embodied.POLICY = "benchmarks.gated_workers:GatedPolicy"
-    return commands.run(lambda: train.follow(load(sys.argv[1:]), GatedLoop), lost=commands.UNSAVED)
+    return launch.run(lambda: train.follow(load(sys.argv[1:]), GatedLoop), lost=launch.UNSAVED)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def theirs(task: str, chunks: int, out: Path) -> None:
     """LIBERO's own env: hard reset and soft reset of every episode, observed where chunks end."""
     from libero.libero.envs import OffScreenRenderEnv
 
-    from embodied.envs.libero_scene import Draws
-    from embodied.envs.libero_tasks import task_files
+    from embodied.envs.libero.scene import Draws
+    from embodied.envs.libero.tasks import task_files
 
     files = task_files(task)
     states = files.initial_states()
@@ -60,7 +60,7 @@ def theirs(task: str, chunks: int, out: Path) -> None:
 
 
 def ours(task: str, chunks: int) -> dict[str, np.ndarray]:
-    from embodied.data import EpisodeSpec
+    from embodied.core.types import EpisodeSpec
     from embodied.envs import make_env
     from embodied.envs.config import LiberoConfig
 

@@ -25,28 +25,28 @@ CODE = ("libero_expert", "libero_geometry", "libero_scene", "libero_state", "lib
 
 def measure_task(task: str, states: int, videos: Path | None) -> list:
     """The outcomes of the stored states 0 to `states` - 1, in order."""
-    from embodied.data import Recording
+    from embodied.core.episodes import EpisodeList
+    from embodied.core.types import Recording
+    from embodied.envs.action_source import ExpertActions
     from embodied.envs.config import LiberoConfig
-    from embodied.envs.evaluation import play_episodes
-    from embodied.envs.libero import LiberoEnv
-    from embodied.envs.libero_expert import LiberoExpert
-    from embodied.envs.pilots import ExpertPilot
-    from embodied.episodes import EpisodeList
+    from embodied.envs.episode_player import play_episodes
+    from embodied.envs.libero.env import LiberoEnv
+    from embodied.envs.libero.expert import LiberoExpert
     from embodied.runtime import Timers
 
     episodes = EpisodeList(0, "eval", (task,), stored_states=states).first(states)
     env = LiberoEnv(LiberoConfig(name="libero", task=task), min(ROWS, states))
     try:
         recording = Recording(film=frozenset(range(states)), videos=videos) if videos else Recording()
-        pilot = ExpertPilot(LiberoExpert(env), "expert")
-        played = play_episodes(env, episodes, pilot, recording, SimpleQueue(), frozenset(), Timers())
+        action_source = ExpertActions(LiberoExpert(env), "expert")
+        played = play_episodes(env, episodes, action_source, recording, SimpleQueue(), frozenset(), Timers())
     finally:
         env.close()
     return sorted(played, key=lambda result: result.index)
 
 
 def describe(task: str, results: list) -> dict:
-    from embodied.envs.libero_tasks import task_files
+    from embodied.envs.libero.tasks import task_files
 
     solved = [result.init_state_id for result in results if result.success_once]
     return {
@@ -79,7 +79,7 @@ def code_hash() -> str:
 
 
 def main() -> None:
-    from embodied.envs.libero_suites import tasks_of
+    from embodied.envs.libero.suites import tasks_of
 
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--resume", action="store_true", help="leave out what was measured with this code")

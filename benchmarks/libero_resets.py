@@ -27,9 +27,9 @@ GROWTH = {"memory_mib": 0.02, "descriptors": 0.0, "threads": 0.0}  # allowed ove
 
 def play(resets: int) -> list[dict[str, float]]:
     """Each row takes the next task at every reset; in between, one random step."""
-    from embodied.data import EpisodeSpec
+    from embodied.core.types import EpisodeSpec
     from embodied.envs.config import LiberoConfig
-    from embodied.envs.libero import LiberoEnv
+    from embodied.envs.libero.env import LiberoEnv
 
     env = LiberoEnv(LiberoConfig(name="libero", task=TASKS), ROWS)
     draw, samples = np.random.default_rng(0), []

@@ -24,8 +24,8 @@ STATE = 7  # which of the 50 stored initial states
 def try_task(task: str) -> dict:
     """What there is to say of a task; "skipped" with the reason if it does not run."""
     from embodied.envs.config import LiberoConfig
-    from embodied.envs.libero import LiberoEnv
-    from embodied.envs.libero_tasks import task_files
+    from embodied.envs.libero.env import LiberoEnv
+    from embodied.envs.libero.tasks import task_files
 
     about: dict = {"instruction": task_files(task).instruction}
     started = time.process_time()
@@ -53,7 +53,7 @@ def try_task(task: str) -> dict:
 
 
 def reset(env, task: str) -> None:
-    from embodied.data import EpisodeSpec
+    from embodied.core.types import EpisodeSpec
 
     spec = EpisodeSpec(task, STATE, 0, 0)
     env.reset(options={"reset_mask": np.ones(1, bool), "episodes": [spec]})
@@ -61,15 +61,15 @@ def reset(env, task: str) -> None:
 
 def restored(env) -> np.ndarray:
     """The simulation's numbers right after the stored state was set, before the steps in which it settles."""
-    from embodied.envs import libero_scene
-    from embodied.envs.libero_tasks import task_files
+    from embodied.envs.libero.env import scene
+    from embodied.envs.libero.tasks import task_files
 
     row = env.row(0)
-    settling, libero_scene.SETTLING_STEPS = libero_scene.SETTLING_STEPS, 0
+    settling, scene.SETTLING_STEPS = scene.SETTLING_STEPS, 0
     try:
         row.scene.begin(row, 0, task_files(row.scene.files.name).initial_states()[STATE])
     finally:
-        libero_scene.SETTLING_STEPS = settling
+        scene.SETTLING_STEPS = settling
     data = row.data._data
     return np.concatenate([[data.time], data.qpos, data.qvel])
 
@@ -84,7 +84,7 @@ def report(tasks: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    from embodied.envs.libero_suites import SUITES, tasks_of
+    from embodied.envs.libero.suites import SUITES, tasks_of
 
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--resume", action="store_true", help="leave out tasks that have passed")

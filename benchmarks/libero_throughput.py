@@ -36,7 +36,7 @@ class SingleLibero(gymnasium.Env):
     def __init__(self, task: str, state: int) -> None:
         from libero.libero.envs import OffScreenRenderEnv
 
-        from embodied.envs.libero_tasks import task_files
+        from embodied.envs.libero.tasks import task_files
 
         files = task_files(task)
         self._state, self._seed = files.initial_states()[state], state
@@ -47,7 +47,7 @@ class SingleLibero(gymnasium.Env):
         self.action_space = gymnasium.spaces.Box(-1, 1, (7,), np.float32)
 
     def reset(self, *, seed=None, options=None):
-        from embodied.envs.libero_scene import Draws
+        from embodied.envs.libero.scene import Draws
 
         super().reset(seed=seed)
         with Draws(self._seed).used():
@@ -86,7 +86,7 @@ def gymnasium_side(task: str, envs: int, chunks: int) -> dict:
 
 def play(task: str, env: int, chunks: int, fast: bool, pipe, together) -> None:
     """One of our processes."""
-    from embodied.data import EpisodeSpec
+    from embodied.core.types import EpisodeSpec
     from embodied.envs import make_env
     from embodied.envs.config import LiberoConfig
 

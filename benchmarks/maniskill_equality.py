@@ -2,7 +2,7 @@
 
     python -m benchmarks.maniskill_equality [--tasks PushCube-v1 ...] [--controls pd_joint_delta_pos ...]
 
-Same episode seeds, same random actions, whole episodes; one process per pair. `envs/maniskill.py` lists the pairs
+Same episode seeds, same random actions, whole episodes; one process per pair. `envs/maniskill/env.py` lists the pairs
 that pass.
 """
 
@@ -22,14 +22,14 @@ def compare(task: str, control: str) -> dict:
     """The largest differences over whole episodes."""
     from embodied.envs import env_class
     from embodied.envs.config import ManiSkillConfig
-    from embodied.envs.maniskill_proof import compare
+    from embodied.envs.maniskill.equality_proof import compare
 
     config = ManiSkillConfig(task=task, control_mode=control)
     return compare(env_class(config), config)[0]
 
 
 def main() -> None:
-    from embodied.envs.maniskill_tasks import BATCHED_CONTROLS, BATCHED_TASKS
+    from embodied.envs.maniskill.tasks import BATCHED_CONTROLS, BATCHED_TASKS
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(BATCHED_TASKS))

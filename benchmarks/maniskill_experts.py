@@ -22,9 +22,9 @@ ROWS = 10
 
 
 def measure_task(task: str, count: int) -> list[dict]:
-    from embodied.envs.maniskill_expert import ManiSkillExpert
-    from embodied.envs.maniskill_planner import CONTROLS, PlannerExpert
-    from embodied.episodes import EpisodeList
+    from embodied.core.episodes import EpisodeList
+    from embodied.envs.maniskill.expert import ManiSkillExpert
+    from embodied.envs.maniskill.motion_planner import CONTROLS, PlannerExpert
 
     episodes = EpisodeList(0, "demonstrations", (task,)).first(count)
     env = make(task, "pd_joint_delta_pos", count)
@@ -52,21 +52,21 @@ class Planned:
 
 def make(task: str, mode: str, count: int):
     from embodied.envs.config import ManiSkillConfig
-    from embodied.envs.maniskill import ManiSkillEnv
+    from embodied.envs.maniskill.env import ManiSkillEnv
 
     config = ManiSkillConfig(task=task, control_mode=mode, max_episode_steps=LONGER)
     return ManiSkillEnv(config, min(ROWS, count))
 
 
 def play(env, expert, who: str, episodes: list) -> dict:
-    from embodied.data import Recording
-    from embodied.envs.evaluation import play_episodes
-    from embodied.envs.pilots import ExpertPilot
+    from embodied.core.types import Recording
+    from embodied.envs.action_source import ExpertActions
+    from embodied.envs.episode_player import play_episodes
     from embodied.runtime import Timers
 
     started = time.process_time()
-    pilot = ExpertPilot(expert, "expert")
-    results = play_episodes(env, episodes, pilot, Recording(), SimpleQueue(), frozenset(), Timers())
+    action_source = ExpertActions(expert, "expert")
+    results = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
     cpu_s = (time.process_time() - started) / len(episodes)
     env.close()
     lengths = [result.length for result in results if result.success_once]
@@ -106,7 +106,7 @@ def report(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    from embodied.envs.maniskill_planner import SOLVERS
+    from embodied.envs.maniskill.motion_planner import SOLVERS
 
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--episodes", type=int, default=20, help="of each task")

@@ -40,8 +40,8 @@ def batched(task: str, steps: int, ready) -> tuple[int, float]:
 
 
 def plain(task: str, steps: int, ready) -> tuple[int, float]:
-    from embodied.envs.maniskill_tasks import quiet
-    from embodied.vulkan import ensure_vulkan
+    from embodied.envs.maniskill.tasks import quiet
+    from embodied.system.vulkan import ensure_vulkan
 
     ensure_vulkan()
     with quiet():

@@ -20,11 +20,11 @@ from statistics import median
 from time import perf_counter
 
 from benchmarks.common import RESULTS, code_commit, hosts, machine, markdown, packages, process_cpu_s, write_json
-from embodied import commands
-from embodied.config import load
-from embodied.data import Recording
-from embodied.policies.merging import Merging
+from embodied.config.recipe import load
+from embodied.core.types import Recording
+from embodied.policies.request_batching import Merging
 from embodied.policies.worker import PolicyWorker
+from embodied.run import launch
 from embodied.workflows import embodied as workflow
 
 STEPS = 12  # decisions of an episode
@@ -79,10 +79,10 @@ def table(found: dict[str, dict]) -> list[list[str]]:
 def compare(family: str, sims: int, rounds: int) -> dict[str, dict]:
     """Medians over the rounds of a way."""
     workflow.POLICY = "benchmarks.merged_questions:Switching"
-    config, plan = commands.planned(load(arguments_of(family, sims)).config, learn=False)
+    config, plan = launch.planned(load(arguments_of(family, sims)).config, learn=False)
     samples: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in WAYS}
     outcomes = set()
-    with tempfile.TemporaryDirectory() as folder, commands.cluster(config, plan, Path(folder)) as cluster:
+    with tempfile.TemporaryDirectory() as folder, launch.cluster(config, plan, Path(folder)) as cluster:
         loop = workflow.EmbodiedLoop(config, cluster, learn=False)
         loop.start()
         loop.adopt(None)

@@ -17,11 +17,11 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import RESULTS, code_commit, config_hash, machine, resolved
-from embodied import commands
-from embodied.config import load
-from embodied.discovery import cores
+from embodied.config.recipe import load
 from embodied.placement import make_plan
-from embodied.trial import Round, Trial
+from embodied.profiling.timed_run import Round, Trial
+from embodied.run import launch
+from embodied.system.discovery import cores
 
 PLACEMENT = {"sim": "cpu:0", "policy,learner": "cpu:1"}
 STAGES = (1, 2)
@@ -30,7 +30,7 @@ WARM_UP = 1
 
 
 def trial(recipe: str, stages: int, more: list[str], logs: Path) -> Trial:
-    config, _ = commands.planned(load([f"recipe={recipe}", f"pipeline.stages={stages}", *more]).config)
+    config, _ = launch.planned(load([f"recipe={recipe}", f"pipeline.stages={stages}", *more]).config)
     config = config.model_copy(update={"placement": PLACEMENT})
     return Trial(config, make_plan(PLACEMENT, cores(), config.env.num_envs, stages), logs)
 

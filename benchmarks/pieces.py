@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import RESULTS, code_commit, machine
-from embodied import commands
-from embodied.config import load
-from embodied.reporting.benchmark import paired_ratio
-from embodied.trial import Round, Trial
+from embodied.config.recipe import load
+from embodied.profiling.timed_run import Round, Trial
+from embodied.reporting.benchmark_page import paired_ratio
+from embodied.run import launch
 
 PLACEMENT = '{"sim,policy": "cpu:0", learner: "cpu:1"}'
 WARM_UP = 1
@@ -30,7 +30,7 @@ WARM_UP = 1
 def trial(recipe: str, granularity: int | None, more: list[str], logs: Path) -> Trial:
     pieces = f"pipeline.granularity={'null' if granularity is None else granularity}"
     config = load([f"recipe={recipe}", f"placement={PLACEMENT}", pieces, *more]).config
-    return Trial(*commands.planned(config), logs)
+    return Trial(*launch.planned(config), logs)
 
 
 def main() -> None:

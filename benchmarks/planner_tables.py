@@ -16,11 +16,11 @@ from itertools import product
 from statistics import median
 
 from benchmarks.common import RESULTS, code_commit, machine
-from embodied.placement.curves import Curve, constant
+from embodied.placement.cost_curves import Curve, constant
+from embodied.placement.dataflow import Component, Edge, Workflow
 from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Link, Profile, Sync, read_profile
 from embodied.placement.topology import read_topology
-from embodied.placement.workflow import Component, Edge, Workflow
 from embodied.plan import packaged
 
 PUBLISHED = ("published_maniskill_openvla", "published_libero_openvla_oft")

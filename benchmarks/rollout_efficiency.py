@@ -92,9 +92,9 @@ def stepping_speed(recipe: str, iterations: int, seed: int, shares: list[tuple[i
 def step_randomly(recipe: str, iterations: int, seed: int, rank: int, shares: list, together, answers) -> None:
     """One process: the decisions of one iteration to warm up, then those of `iterations`."""
     os.sched_setaffinity(0, shares[rank])
-    from embodied.config import load
+    from embodied.config.recipe import load
+    from embodied.core.episodes import EpisodeList, head_start
     from embodied.envs import make_env
-    from embodied.episodes import EpisodeList, head_start
 
     config = load([f"recipe={recipe}"]).config
     num_envs = config.env.num_envs // len(shares)
@@ -136,7 +136,7 @@ def random_actions(action, num_envs: int, chunk: int, rng: np.random.Generator) 
 
 def sim_shares(config: dict) -> list[tuple[int, ...]]:
     """The cores of each sim worker in the plan of a run on this machine."""
-    from embodied.placement.plan import make_plan
+    from embodied.placement.placement_plan import make_plan
 
     cores = tuple(sorted(os.sched_getaffinity(0)))
     plan = make_plan(config["placement"], cores, config["env"]["num_envs"], config["pipeline"]["stages"])

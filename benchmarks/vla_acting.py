@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, code_commit, machine, markdown, packages, write_json
-from embodied.data import ActionSpec, EnvSpec
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig
 from embodied.policies.openvla.settings import PRESETS, TINY

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.common import RESULTS, code_commit, machine, markdown, write_json
 from embodied.runtime import Cluster, HostPlan, Worker
-from embodied.runtime.blobs import Blob, Spec
+from embodied.runtime.tensor_bytes import Blob, Spec
 from embodied.runtime.weights import IN_FLIGHT_BYTES, Publication, WeightReader, WeightStore
 
 TENSOR_BYTES = 4_000_000

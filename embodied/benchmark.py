@@ -13,22 +13,22 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from embodied import commands
-from embodied.config import RunConfig, load
-from embodied.devices import draws_on_gpus, machines
-from embodied.errors import ConfigError
-from embodied.layers import recipe_names
+from embodied.config.merge import recipe_names
+from embodied.config.recipe import RunConfig, load
+from embodied.core.errors import ConfigError
 from embodied.placement import PlacementPlan, Topology, make_plan
 from embodied.placement.deploy import as_placement, granularity
-from embodied.placement.explain import describe_layout, idle_shares, why_not
 from embodied.placement.planner import Choice
 from embodied.placement.profile import Profile, read_profile, write_profile
+from embodied.placement.reasons import describe_layout, idle_shares, why_not
 from embodied.plan import Planned, plan
-from embodied.profiles import describe_devices, fitted_to, profile_for, profile_path, repeated
-from embodied.profiling import measure as measure_profile
-from embodied.reporting.benchmark import describe, write_report
-from embodied.run_folder import provenance
-from embodied.trial import Round, Trial
+from embodied.profiling.measure import measure as measure_profile
+from embodied.profiling.store import describe_devices, fitted_to, profile_for, profile_path, repeated
+from embodied.profiling.timed_run import Round, Trial
+from embodied.reporting.benchmark_page import describe, write_report
+from embodied.run import launch
+from embodied.run.devices import draws_on_gpus, machines
+from embodied.run.folder import provenance
 
 MODES = ("collocated", "disaggregated", "hybrid")
 OTHER = "custom"  # the fastest of all ways that have no name
@@ -82,7 +82,7 @@ class Result:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.answer(argv, USAGE, start)
+    return launch.answer(argv, USAGE, start)
 
 
 def start(argv: list[str]) -> int:
@@ -99,7 +99,7 @@ def start(argv: list[str]) -> int:
 
 
 def benchmark(config: RunConfig, options: Options, folder: Path) -> Result:
-    config, _ = commands.planned(repeated(config))
+    config, _ = launch.planned(repeated(config))
     there = machines(config)
     profile = measured(config, options, there)
     planned = plan(profile, there, config.cluster.memory_gb, draws_on_gpus(config.env))
@@ -193,7 +193,7 @@ def measured(config: RunConfig, options: Options, there: Topology) -> Profile:
 
 
 def read_options(argv: list[str]) -> tuple[Options, list[str]]:
-    values, problems, rest = commands.split(argv, OWN)
+    values, problems, rest = launch.split(argv, OWN)
     for key in ("modes", "tasks", "num_envs"):
         if key in values:
             values[key] = tuple(values[key]) if isinstance(values[key], list) else (values[key],)

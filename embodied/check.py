@@ -10,17 +10,17 @@ import sys
 from textwrap import wrap
 from typing import Any
 
-from embodied import commands
-from embodied.config import RunConfig, load
-from embodied.devices import check_simulator, machines
+from embodied.config.recipe import RunConfig, load
 from embodied.envs import env_class
+from embodied.run import launch
+from embodied.run.devices import check_simulator, machines
 
 ROWS = 4
 ATOL = 1e-5  # a row's numbers may depend a little on which rows are simulated with it
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
 
 
 def start(argv: list[str]) -> int:
@@ -49,7 +49,7 @@ def check(config: RunConfig) -> None:
             judge(env)
         finally:
             env.close()
-    for number, line in enumerate(kind.prove(config.env, commands.proofs(config))):
+    for number, line in enumerate(kind.prove(config.env, launch.proofs(config))):
         show("" if number else "physics", line)
 
 
@@ -81,7 +81,7 @@ def seen(env: Any) -> dict[str, str]:
 
 
 def show(name: str, told: str) -> None:
-    print("\n".join(wrap(f"{name:<11} {told}", commands.WIDTH, subsequent_indent=" " * 12)), flush=True)
+    print("\n".join(wrap(f"{name:<11} {told}", launch.WIDTH, subsequent_indent=" " * 12)), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from embodied import commands
-from embodied.config import Loaded, RunConfig, load
-from embodied.data import EnvSpec, EpisodeResult
+from embodied.config.recipe import Loaded, RunConfig, load
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.types import EnvSpec, EpisodeResult
 from embodied.envs import env_class
 from embodied.envs.protocols import AS_TRAINED
-from embodied.errors import ConfigError, EmbodiedError
 from embodied.reporting.console import describe_results, describe_tasks
-from embodied.reporting.stats import summarize
-from embodied.run_folder import provenance
-from embodied.targets import Target, check_fits, find
+from embodied.reporting.success_stats import summarize
+from embodied.run import launch
+from embodied.run.folder import provenance
+from embodied.run.policy_source import Target, check_fits, find
 
 EXPERTS = {"scripted": "expert", "planner": "planner"}  # their names, by collect.expert
 PLANS = 150  # env steps that leave time for all plans of the planner
@@ -29,7 +29,7 @@ SOURCE = "meta/source.json"  # beside LeRobot's own files: who played, in which 
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
 
 
 def start(argv: list[str]) -> int:
@@ -42,10 +42,10 @@ def start(argv: list[str]) -> int:
     expert = None if checkpoint else loaded.config.collect.expert
     name = checkpoint or EXPERTS[expert]
     config = as_played(loaded.config, target)
-    config, plan = commands.planned(config, learn=False)
-    print(commands.describe(config, plan, weights=target.folder).replace(target.config.name, name), flush=True)
+    config, plan = launch.planned(config, learn=False)
+    print(launch.describe(config, plan, weights=target.folder).replace(target.config.name, name), flush=True)
     if loaded.dry_run:
-        commands.rehearse(config)
+        launch.rehearse(config)
         return 0
     out.parent.mkdir(parents=True, exist_ok=True)
     drafts = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -106,7 +106,7 @@ def play(
 ) -> tuple[EnvSpec, list[EpisodeResult]]:
     from embodied.workflows.demonstrations import DemonstrationLoop
 
-    with commands.cluster(config, plan, drafts / "logs") as cluster:
+    with launch.cluster(config, plan, drafts / "logs") as cluster:
         loop = DemonstrationLoop(config, cluster, learn=False, tell=lambda line: print(line, flush=True))
         spec = loop.start()
         check_fits(target, config.env, spec)
@@ -116,7 +116,7 @@ def play(
 
 def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeResult], drafts: Path) -> int:
     """The dataset of those episodes that are worth keeping; -> how many."""
-    from embodied.datasets import DatasetWriter, draft_name, features_of, fps_of
+    from embodied.datasets import DatasetWriter, buffer_name, features_of, fps_of
 
     everything = config.collect.keep == "all" or not spec.has_success
     kept = [episode for episode in episodes if not episode.error and (everything or episode.success_once)]
@@ -124,7 +124,7 @@ def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeRes
         raise EmbodiedError(f"none of {len(episodes)} episodes was a success; collect.keep=all keeps them all the same")
     with DatasetWriter(out, fps_of(spec), features_of(spec)) as writer:
         for episode in kept:
-            writer.add_draft(drafts / draft_name(episode.index))
+            writer.add_draft(drafts / buffer_name(episode.index))
     return len(kept)
 
 

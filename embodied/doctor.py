@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from embodied import commands
-from embodied.errors import ConfigError
-from embodied.health import CHECKS, FAILED, WARNING, Finding
-from embodied.machine import Machine
+from embodied.core.errors import ConfigError
+from embodied.run import launch
+from embodied.system.health import CHECKS, FAILED, WARNING, Finding
+from embodied.system.machine import Machine
 
 USAGE = """Say what works on this machine and how to mend the rest.
 
@@ -23,7 +23,7 @@ disk. States: ok; warning (works, but not well); absent (optional, not here); fa
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
 
 
 def start(argv: list[str]) -> int:

@@ -16,26 +16,27 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied import commands, report
-from embodied.checkpoints import MANIFEST, WEIGHTS, read_json
-from embodied.config import COMMAND_LINE, Loaded, RunConfig, load
-from embodied.data import EpisodeResult
-from embodied.devices import is_small
+from embodied import report
+from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
+from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
+from embodied.core.types import EpisodeResult
 from embodied.envs import env_class
-from embodied.envs.own import file_name
+from embodied.envs.own_modules import file_name
 from embodied.envs.protocols import choose_protocol
-from embodied.errors import ConfigError, EmbodiedError, EvaluationStopped
 from embodied.placement import PlacementPlan
-from embodied.published import describe
 from embodied.reporting.console import describe_causes, describe_results, describe_tasks, warn_of_errors
-from embodied.reporting.mosaic import write_mosaic
-from embodied.reporting.paired import describe_comparison, write_comparison
-from embodied.reporting.partial import PartialEvaluation, is_part_of, mark, unmark
-from embodied.reporting.report import report_or_say_why
+from embodied.reporting.paired_outcomes import describe_comparison, write_comparison
+from embodied.reporting.partial_evaluation import PartialEvaluation, is_part_of, mark, unmark
 from embodied.reporting.results import RESULTS, read_results, write_results
-from embodied.reporting.stats import causes, summarize
-from embodied.run_folder import taken
-from embodied.targets import Target, check_fits, find_all, other_training
+from embodied.reporting.run_page import report_or_say_why
+from embodied.reporting.success_stats import causes, summarize
+from embodied.reporting.video_mosaic import write_mosaic
+from embodied.run import launch
+from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
+from embodied.run.devices import is_small
+from embodied.run.folder import taken
+from embodied.run.policy_source import Target, check_fits, find_all, other_training
+from embodied.run.published import describe
 
 if TYPE_CHECKING:
     from embodied.workflows.embodied import EmbodiedLoop
@@ -44,7 +45,7 @@ Part = tuple[RunConfig, PlacementPlan | None]  # tasks that one env can play, an
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
 
 
 def start(argv: list[str]) -> int:
@@ -57,12 +58,12 @@ def start(argv: list[str]) -> int:
     announce(loaded, parts, targets)
     if loaded.dry_run:
         for config, _ in parts:
-            commands.rehearse(config)
+            launch.rehearse(config)
         return 0
     policies = {target.name: target.described() for target in targets}
     asked = [asked_for(parts, target.config, policies[target.name]) for target in targets]
     wanted = asked[0] if len(asked) == 1 else {"policies": asked}
-    with commands.Interruption(at_once=True), open_folder(results_folder(loaded.config, targets), wanted) as out:
+    with launch.Interruption(at_once=True), open_folder(results_folder(loaded.config, targets), wanted) as out:
         print(f"results     {out}", flush=True)
         if len(targets) == 1:
             name = targets[0].name
@@ -76,7 +77,7 @@ def planned(part: RunConfig, targets: list[Target], dry: bool) -> Part:
     """Who runs where, for the largest of the policies that act in turn."""
     policies = [target.config for target in targets]
     largest = next((policy for policy in policies if not is_small(policy)), policies[0])
-    config, plan = commands.planned(part.model_copy(update={"policy": largest}), learn=False, dry=dry)
+    config, plan = launch.planned(part.model_copy(update={"policy": largest}), learn=False, dry=dry)
     return config.model_copy(update={"policy": part.policy}), plan
 
 
@@ -131,7 +132,7 @@ def announce(loaded: Loaded, parts: list[Part], targets: list[Target]) -> None:
             )
     env = config.env.model_copy(update={"task": loaded.config.env.task})
     played = config.model_copy(update={"env": env, "policy": targets[0].config})
-    print(commands.describe(played, plan, weights=targets[0].folder))
+    print(launch.describe(played, plan, weights=targets[0].folder))
     if len(targets) > 1:
         print(f"policies    {', '.join(target.name for target in targets)}")
     for target in targets:
@@ -184,7 +185,7 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
         config = config.model_copy(update={"policy": target.config})
         part = file_name(config.env.task) if len(parts) > 1 else ""
         logs = out / "logs" / part
-        with commands.cluster(config, plan, logs) as cluster:
+        with launch.cluster(config, plan, logs) as cluster:
             loop = EmbodiedLoop(
                 config, cluster, learn=False, tell=lambda line: print(line, flush=True), eval_tasks=tasks
             )

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from embodied import commands
-from embodied.config import load
+from embodied.config.merge import RECIPES, recipe_names
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
 from embodied.envs import PLUGINS
-from embodied.envs.bridge_tasks import absent, asset_folder, is_bridge, source_of
 from embodied.envs.config import ENV_CONFIGS, EnvConfig
-from embodied.envs.libero_suites import SUITES
-from embodied.errors import ConfigError
-from embodied.layers import RECIPES, recipe_names
-from embodied.machine import Machine
-from embodied.needs import ENVS, POLICIES, Need, why_not
+from embodied.envs.libero.suites import SUITES
+from embodied.envs.maniskill.bridge.tasks import absent, asset_folder, is_bridge, source_of
 from embodied.policies import FAMILIES
+from embodied.run import launch
+from embodied.system.machine import Machine
+from embodied.system.requirements import ENVS, POLICIES, Need, why_not
 
 NVIDIA = "/dev/nvidiactl"
 USAGE = """Say what there is, what it needs, and whether it runs here.
@@ -46,7 +46,7 @@ class Item:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
 
 
 def start(argv: list[str]) -> int:

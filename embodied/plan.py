@@ -11,24 +11,25 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from embodied import assets, commands
-from embodied.commands import proofs
-from embodied.config import RunConfig, RunSection, load
-from embodied.devices import draws_on_gpus, machines
-from embodied.discovery import discover
+from embodied import assets
+from embodied.config.merge import recipe_names
+from embodied.config.recipe import RunConfig, RunSection, load
+from embodied.core.errors import ConfigError
 from embodied.envs import env_class
-from embodied.errors import ConfigError
-from embodied.layers import recipe_names
 from embodied.placement import PlacementError
 from embodied.placement.deploy import as_placement, granularity
-from embodied.placement.explain import describe_layout, idle_shares, why_it_wins, why_not
 from embodied.placement.planner import STAGES, Choice, Planner
 from embodied.placement.profile import Profile, read_profile
+from embodied.placement.reasons import describe_layout, idle_shares, why_it_wins, why_not
 from embodied.placement.simulate import Schedule, simulate
 from embodied.placement.topology import Topology, read_topology
-from embodied.profiles import counted, fitted_to, limited, newest_profile, profile_for
+from embodied.profiling.store import counted, fitted_to, limited, newest_profile, profile_for
 from embodied.reporting import gantt
 from embodied.reporting.html import page, section, table, tag
+from embodied.run import launch
+from embodied.run.devices import draws_on_gpus, machines
+from embodied.run.launch import proofs
+from embodied.system.discovery import discover
 
 OWN = ("cluster", "profile", "out")
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
@@ -65,11 +66,11 @@ class Planned:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.answer(argv, USAGE, start)
+    return launch.answer(argv, USAGE, start)
 
 
 def start(argv: list[str]) -> int:
-    values, problems, rest = commands.split(argv, OWN)
+    values, problems, rest = launch.split(argv, OWN)
     if problems:
         raise ConfigError("\n".join(problems))
     own = {key: str(value) for key, value in values.items()}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from embodied import commands
-from embodied.checkpoints import replace_text
-from embodied.errors import ConfigError
-from embodied.reporting.comparison import comparison
-from embodied.reporting.report import REPORT, report
+from embodied.core.errors import ConfigError
+from embodied.reporting.comparison_page import comparison
+from embodied.reporting.run_page import REPORT, report
 from embodied.reporting.runs import read_run
+from embodied.run import launch
+from embodied.run.checkpoints import replace_text
 
 USAGE = """Write report.html of a run or an evaluation: curves, tables, clips, where the time went, what produced it.
 Of several: one page that compares them.
@@ -28,7 +28,7 @@ COMPARISON = "comparison.html"
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
 
 
 def start(argv: list[str]) -> int:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from embodied import commands
-from embodied.errors import ConfigError
-from embodied.explain import config_error, explain
-from embodied.layers import COMMAND_LINE, Tree
-from embodied.overrides import parse
-from embodied.schema import leaves, root
+from embodied.config.cli import parse
+from embodied.config.help import plain, type_name
+from embodied.config.merge import COMMAND_LINE, Tree
+from embodied.config.mistakes import config_error, explain
+from embodied.config.schema import leaves, root
+from embodied.core.errors import ConfigError
+from embodied.run import launch
 from embodied.serving.codec import check_packages
 from embodied.serving.config import TOKEN, ServeConfig
-from embodied.usage import plain, type_name
 
 if TYPE_CHECKING:
     from embodied.policies.base import Policy
@@ -30,7 +30,7 @@ PROTOCOL = ("env.", "policy.")
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
 
 
 def start(argv: list[str]) -> int:
@@ -90,10 +90,10 @@ def usage() -> str:
 
 def load(config: ServeConfig, protocol: list[str]) -> Policy:
     """`protocol` are arguments that say how a model that others published is asked."""
-    from embodied.hub import folder_of
     from embodied.policies import load_policy
     from embodied.policies.folder import published_family
-    from embodied.targets import find
+    from embodied.run.hub import folder_of
+    from embodied.run.policy_source import find
 
     here = folder_of(config.checkpoint)
     if published_family(here):
@@ -108,10 +108,10 @@ def load(config: ServeConfig, protocol: list[str]) -> Policy:
 
 def load_published(folder: Path, protocol: list[str]) -> Policy:
     """As its authors evaluate it on a benchmark, without the simulator; says what was chosen."""
-    from embodied.config import load as load_recipe
+    from embodied.config.recipe import load as load_recipe
     from embodied.policies import make_policy
-    from embodied.published import describe, spec_of
-    from embodied.targets import find
+    from embodied.run.policy_source import find
+    from embodied.run.published import describe, spec_of
 
     loaded = load_recipe([f"checkpoint={folder}", *protocol], entry="evaluate")
     target = find(str(folder), loaded)

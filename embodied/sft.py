@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import sys
 
-from embodied import commands
-from embodied.config import load
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
 from embodied.datasets import read_dataset
-from embodied.errors import ConfigError
+from embodied.run import launch
 from embodied.train import follow
-from embodied.workflows.sft import ImitationLoop
+from embodied.workflows.supervised import ImitationLoop
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv), lost=commands.UNSAVED)
+    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv), lost=launch.UNSAVED)
 
 
 def start(argv: list[str]) -> int:

@@ -12,25 +12,25 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from embodied import commands
-from embodied.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims, write_checkpoint
-from embodied.config import Loaded, RunConfig, load
-from embodied.errors import CheckpointError, NothingToLearn, WorkerFailed
+from embodied.config.recipe import Loaded, RunConfig, load
+from embodied.core.errors import CheckpointError, NothingToLearn, WorkerFailed
+from embodied.core.files import reading
 from embodied.evaluate import begin_in_run, evaluate_in_run
-from embodied.files import reading
-from embodied.learners.meeting import meeting_point
+from embodied.learners.rendezvous import rendezvous_point
 from embodied.reporting.console import Console
-from embodied.reporting.partial import partial_in
-from embodied.reporting.report import report_or_say_why
+from embodied.reporting.partial_evaluation import partial_in
 from embodied.reporting.results import RESULTS
+from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.timeline import Timeline
-from embodied.run_folder import RunFolder
-from embodied.targets import Target, check_continues, check_fits, find_start
+from embodied.run import launch
+from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims, write_checkpoint
+from embodied.run.folder import RunFolder
+from embodied.run.policy_source import Target, check_continues, check_fits, find_start
 from embodied.workflows.embodied import EmbodiedLoop
 
 
 def main(argv: list[str] | None = None) -> int:
-    return commands.run(lambda: start(sys.argv[1:] if argv is None else argv), lost=commands.UNSAVED)
+    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv), lost=launch.UNSAVED)
 
 
 def start(argv: list[str]) -> int:
@@ -41,21 +41,21 @@ def start(argv: list[str]) -> int:
 def follow(loaded: Loaded, program: type[EmbodiedLoop], clock: Callable[[], float] = time.perf_counter) -> int:
     """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
     happened."""
-    config, plan = commands.planned(loaded.config, dry=loaded.dry_run)
+    config, plan = launch.planned(loaded.config, dry=loaded.dry_run)
     origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
-        commands.rehearse(config)
-        print(commands.describe(config, plan, weights=config.resume))
-        print(commands.describe_saving(config))
-        print(commands.describe_learner(config), end="")
+        launch.rehearse(config)
+        print(launch.describe(config, plan, weights=config.resume))
+        print(launch.describe_saving(config))
+        print(launch.describe_learner(config), end="")
         return 0
-    with commands.Interruption() as interruption:
+    with launch.Interruption() as interruption:
         folder, checkpoint = open_folder(loaded, program.command)
-        with commands.closing(folder, interruption):
+        with launch.closing(folder, interruption):
             console = Console(folder.path, folder.note, command=program.command)
             folder.record(placement=asdict(plan))
-            console.say(commands.describe(config, plan, weights=checkpoint))
-            console.say(commands.describe_saving(config))
+            console.say(launch.describe(config, plan, weights=checkpoint))
+            console.say(launch.describe_saving(config))
             console.say(f"results     {folder.path}")
             train(program, config, plan, origin, folder, checkpoint, console, interruption, clock)
     return interruption.exit_code
@@ -64,7 +64,7 @@ def follow(loaded: Loaded, program: type[EmbodiedLoop], clock: Callable[[], floa
 def open_folder(loaded: Loaded, command: str) -> tuple[RunFolder, Path | None]:
     """A new folder, or the one to resume and its newest whole checkpoint, if any was saved."""
     config = loaded.config
-    found = config.resume and commands.run_to_resume(config.resume, config.run.dir, loaded.name)
+    found = config.resume and launch.run_to_resume(config.resume, config.run.dir, loaded.name)
     if not found:
         return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command), None
     checkpoint = newest(found) if any(found.glob("checkpoints/v[0-9]*")) else None  # it ended before its first one
@@ -84,11 +84,11 @@ def train(
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """`origin` is the policy to start from, `checkpoint` that of this run to continue from."""
-    with commands.cluster(config, plan, folder.logs, folder.record_process) as cluster:
+    with launch.cluster(config, plan, folder.logs, folder.record_process) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
-        meeting = meeting_point(ranks, config.cluster.backend, folder.logs, timeout_s)
+        rendezvous = rendezvous_point(ranks, config.cluster.backend, folder.logs, timeout_s)
         tell, start = partial(restarted, folder, console), origin and origin.folder
-        loop = program(config, cluster, meeting=meeting, tell=tell, start_folder=start)
+        loop = program(config, cluster, rendezvous=rendezvous, tell=tell, start_folder=start)
         spec = loop.start()
         if origin:
             check_fits(origin, config.env, spec)
@@ -154,7 +154,7 @@ def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, cons
     state["iteration"] += 1
     state["version"] = loop.version
     state["env_steps"] += int(numbers["env_steps"])
-    state["abandoned_episodes"] += loop.crew.take_abandoned()
+    state["abandoned_episodes"] += loop.rollouts.take_abandoned()
     state["train_s"] += elapsed
     folder.log(console.iteration(state, finished, numbers, elapsed, total))
 

@@ -1,91 +1,14 @@
-"""Finds the Vulkan driver SAPIEN needs, even where nothing is rendered; without a GPU that is a software driver.
-
-`ensure_vulkan` runs before sapien is imported and only looks: the graphics card's driver, a new enough system lavapipe,
-or the private one that `python -m embodied.vulkan` puts into the user's cache folder. Standard library only.
-"""
+"""Put a Vulkan driver into the user's cache folder where the machine has none: python -m embodied.vulkan"""
 
 from __future__ import annotations
 
-import ctypes
-import json
-import os
 import sys
-from pathlib import Path
 
-from embodied.errors import EmbodiedError
-
-CHOSEN_BY_USER = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
-SYSTEM_FOLDERS = (
-    "/etc/vulkan/icd.d",
-    "/usr/share/vulkan/icd.d",
-    "/usr/local/etc/vulkan/icd.d",
-    "/usr/local/share/vulkan/icd.d",
-)
-DEVICES = Path("/dev/dri")
-OLDEST_HEADER = 270  # lavapipe built against Vulkan headers x.y.270 or later is Mesa 24 or later
-
-
-def ensure_vulkan() -> None:
-    """Make sure that importing sapien finds a driver; raises EmbodiedError with the fix where there is none."""
-    if any(os.environ.get(name) for name in CHOSEN_BY_USER) or has_system_driver():
-        return
-    icd = private_icd()
-    if not icd.is_file():
-        raise EmbodiedError(
-            "no usable Vulkan driver: ManiSkill needs one even where nothing is rendered, and this machine has neither "
-            "a graphics card with its driver nor Mesa's software driver of version 24 or later.\n"
-            f"Put one into {icd.parent}: {sys.executable} -m embodied.vulkan\n"
-            "or name your own: VK_ICD_FILENAMES=/path/to/icd.json"
-        )
-    os.environ["VK_ICD_FILENAMES"] = str(icd)
-
-
-def private_icd() -> Path:
-    """The description of our own driver, where `python -m embodied.vulkan` writes it."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "embodied-loop" / "vulkan" / "icd.json"
-
-
-def has_system_driver() -> bool:
-    return has_nvidia() or any(is_usable(icd) for icd in system_icds())
-
-
-def has_nvidia() -> bool:
-    """An NVIDIA card whose driver comes with its graphics part (containers often leave that out)."""
-    return Path("/dev/nvidiactl").exists() and loads("libGLX_nvidia.so.0")
-
-
-def system_icds() -> list[Path]:
-    return [icd for folder in SYSTEM_FOLDERS for icd in sorted(Path(folder).glob("*.json"))]
-
-
-def is_usable(icd: Path) -> bool:
-    """Mesa's GPU drivers count where there is a GPU, lavapipe where it is new enough; NVIDIA's: see above."""
-    try:
-        described = json.loads(icd.read_text())["ICD"]
-        header = int(str(described["api_version"]).split(".")[2])
-        library = str(described["library_path"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-    name = Path(library).name
-    if "nvidia" in name or "gfxstream" in name or "virtio" in name:
-        return False
-    if "lvp" in name or "lavapipe" in name:
-        return header >= OLDEST_HEADER and loads(library)
-    return any(DEVICES.glob("renderD*")) and loads(library)
-
-
-def loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
+from embodied.core.errors import EmbodiedError
+from embodied.system.vulkan_setup import install
 
 
 def main() -> int:
-    from embodied.vulkan_setup import install
-
     try:
         print(install())
     except EmbodiedError as err:

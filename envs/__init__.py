@@ -6,8 +6,8 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from embodied.envs.own import import_all, import_class, simulator_of
-from embodied.errors import ConfigError
+from embodied.core.errors import ConfigError
+from embodied.envs.own_modules import import_all, import_class, simulator_of
 
 if TYPE_CHECKING:
     from embodied.envs.base import VectorEnv
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["PLUGINS", "env_class", "import_class", "make_env"]
 
 PLUGINS = {
-    "maniskill": "embodied.envs.maniskill:ManiSkillEnv",
-    "libero": "embodied.envs.libero:LiberoEnv",
-    "robosuite": "embodied.envs.robosuite_env:RobosuiteEnv",
-    "pointmass": "embodied.envs.pointmass:PointMassEnv",
-    "gym": "embodied.envs.gym_env:GymEnv",
+    "maniskill": "embodied.envs.maniskill.env:ManiSkillEnv",
+    "libero": "embodied.envs.libero.env:LiberoEnv",
+    "robosuite": "embodied.envs.robosuite.env:RobosuiteEnv",
+    "pointmass": "embodied.envs.pointmass.env:PointMassEnv",
+    "gym": "embodied.envs.gym.env:GymEnv",
 }
 
 

@@ -17,14 +17,14 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 from gymnasium.vector.utils import batch_space
 
-from embodied.arrays import finite_rows, host, is_tensor
-from embodied.data import ChunkResult, EnvSpec, EpisodeSpec, Observation
+from embodied.core.arrays import finite_rows, host, is_tensor
+from embodied.core.errors import NotFinite, WrongShape
+from embodied.core.types import ChunkResult, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import import_class
-from embodied.envs.before import BeforeARun
-from embodied.envs.pictures import Images, Pictures
+from embodied.envs.image_cache import Images, Pictures
+from embodied.envs.preflight import BeforeARun
 from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.envs.rewards import Reward
-from embodied.errors import NotFinite, WrongShape
 
 TEXT = "".join(chr(code) for code in range(32, 127))
 

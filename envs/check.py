@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from embodied.data import EpisodeSpec, Observation
+from embodied.core.errors import EmbodiedError, NotFinite, WrongShape
+from embodied.core.types import EpisodeSpec, Observation
 from embodied.envs.base import VectorEnv, action_space, observation_space
 from embodied.envs.check_images import images_are_painted_where_promised
-from embodied.envs.played import Played, copied, cut, cut_steps, far, flat, rows_of
-from embodied.errors import EmbodiedError, NotFinite, WrongShape
+from embodied.envs.check_played import Played, copied, cut, cut_steps, far, flat, rows_of
 
 SEED = 20_001
 FEW = 8  # steps where a short look is enough

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from embodied.config_base import LocalPath, Strict
-from embodied.envs.libero_suites import is_own, tasks_of
+from embodied.core.options import LocalPath, Strict
+from embodied.envs.libero.suites import is_own, tasks_of
 
 EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 OnSuccess = Literal["truncate", "terminate", "continue"]

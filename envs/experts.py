@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from embodied.core.errors import ConfigError
+from embodied.envs.action_source import Expert
 from embodied.envs.base import VectorEnv
-from embodied.envs.bridge_tasks import is_bridge
-from embodied.envs.pilots import Expert
-from embodied.errors import ConfigError
+from embodied.envs.maniskill.bridge.tasks import is_bridge
 
 
 def make_expert(env: VectorEnv, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
@@ -18,23 +18,23 @@ def make_expert(env: VectorEnv, kind: str = "scripted", tick: Callable[[], None]
     if kind == "planner" and name != "maniskill":
         raise ConfigError(f"collect.expert=planner is ManiSkill's motion planner and does not play env.name={name}")
     if kind == "planner":
-        from embodied.envs.maniskill_planner import PlannerExpert
+        from embodied.envs.maniskill.motion_planner import PlannerExpert
 
         return PlannerExpert(env, tick)
     if name == "pointmass":
-        from embodied.envs.pointmass_expert import PointMassExpert
+        from embodied.envs.pointmass.expert import PointMassExpert
 
         return PointMassExpert(env)
     if name == "maniskill" and is_bridge(env.config.task):
-        from embodied.envs.bridge_expert import BridgeExpert
+        from embodied.envs.maniskill.bridge.expert import BridgeExpert
 
         return BridgeExpert(env)
     if name == "maniskill":
-        from embodied.envs.maniskill_expert import ManiSkillExpert
+        from embodied.envs.maniskill.expert import ManiSkillExpert
 
         return ManiSkillExpert(env)
     if name == "libero":
-        from embodied.envs.libero_expert import LiberoExpert
+        from embodied.envs.libero.expert import LiberoExpert
 
         return LiberoExpert(env)
     raise ConfigError(f"there is no expert for env.name={name}; name a policy that solves it: checkpoint=runs/...")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from embodied.errors import ConfigError
+from embodied.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from embodied.envs.base import VectorEnv

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.errors import ConfigError
+from embodied.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from embodied.envs.base import StepResult, VectorEnv

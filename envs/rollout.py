@@ -11,12 +11,12 @@ from time import perf_counter
 
 import numpy as np
 
-from embodied.arrays import map_obs, room_for_many, take_rows
-from embodied.data import ActReply, EpisodeResult, Note, Observation, Trajectory
+from embodied.core.arrays import map_obs, room_for_many, take_rows
+from embodied.core.episodes import EpisodeList, head_start
+from embodied.core.types import ActReply, EpisodeResult, Note, Observation, Trajectory
 from embodied.envs.base import VectorEnv
-from embodied.envs.line import Line
-from embodied.envs.rows import Rows
-from embodied.episodes import EpisodeList, head_start
+from embodied.envs.episode_tracker import EpisodeTracker
+from embodied.envs.policy_client import PolicyClient
 from embodied.runtime import Channel, Timers
 
 
@@ -36,11 +36,11 @@ class Stage:
         self.num_envs_total = num_envs_total
         self.timers = timers
         self.journal = journal
-        self.rows = Rows(env.num_envs, env.env_spec.has_success)
+        self.rows = EpisodeTracker(env.num_envs, env.env_spec.has_success)
         self.obs: Observation | None = None
         self.final_obs: Observation | None = None
         self.final_rows = np.empty(0, np.int64)
-        self.line: Line | None = None
+        self.line: PolicyClient | None = None
         self.valued: tuple[Observation | None, tuple[str, int] | None] = (None, None)  # the last, and in which question
         self.step_s = self.reset_s = self.wait_s = 0.0
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, PlayedEpisodes, Recording, RolloutStats, Route
+from embodied.core.episodes import EpisodeList, arrays_of, choose_episodes, env_blocks, episodes_from, join_episodes
+from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, PlayedEpisodes, Recording, RolloutStats, Route
 from embodied.envs import make_env
-from embodied.envs.evaluation import play_episodes
+from embodied.envs.action_source import ExpertActions, PolicyActions
+from embodied.envs.episode_collector import Player, play_whole
+from embodied.envs.episode_player import play_episodes
 from embodied.envs.experts import make_expert
-from embodied.envs.line import Line
-from embodied.envs.pilots import ExpertPilot, PolicyPilot
+from embodied.envs.policy_client import PolicyClient
 from embodied.envs.rollout import Record, Stage
-from embodied.envs.whole import Player, play_whole
-from embodied.episodes import EpisodeList, arrays_of, choose_episodes, env_blocks, episodes_from, join_episodes
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.gpu_memory import Taken
 
@@ -72,7 +72,7 @@ class SimWorker(Worker):
         end, or every `granularity` decisions."""
         records = [Record(source, horizon, s.env_ids) for source, s in zip(route.sources, self.stages, strict=True)]
         for stage, *channels in zip(self.stages, route.sources, route.requests, route.replies, strict=True):
-            stage.line = Line(*channels)
+            stage.line = PolicyClient(*channels)
             stage.step_s = stage.reset_s = stage.wait_s = 0.0
             if stage.obs is None:
                 stage.reset(np.arange(stage.env.num_envs), episodes)
@@ -98,7 +98,7 @@ class SimWorker(Worker):
         """Play these training episodes to their ends, as many at a time as there are envs, and keep them."""
         stages = zip(self.stages, route.sources, route.requests, route.replies, strict=True)
         players = [
-            Player(stage.env, episodes[i :: len(self.stages)], Line(*channels), self.timers)
+            Player(stage.env, episodes[i :: len(self.stages)], PolicyClient(*channels), self.timers)
             for i, (stage, *channels) in enumerate(stages)
         ]
         played = play_whole(players)
@@ -158,10 +158,12 @@ class SimWorker(Worker):
         """Play these episodes to the end in separate envs, some of them with no other beside them, with the policy or
         with an expert of the task. `notes` hears of every beginning and end."""
         self.eval_spec()
-        line = Line(route.sources[0], route.requests[0], route.replies[0])
-        pilot = ExpertPilot(make_expert(self.eval_env, expert, self.tick), line.source) if expert else PolicyPilot(line)
+        line = PolicyClient(route.sources[0], route.requests[0], route.replies[0])
+        action_source = (
+            ExpertActions(make_expert(self.eval_env, expert, self.tick), line.source) if expert else PolicyActions(line)
+        )
         stop = lambda: self.stopped  # noqa: E731
-        return play_episodes(self.eval_env, episodes, pilot, recording, notes, alone, self.timers, stop)
+        return play_episodes(self.eval_env, episodes, action_source, recording, notes, alone, self.timers, stop)
 
     @served_while_busy
     def stop_playing(self) -> None:

@@ -17,11 +17,11 @@ from functools import cache
 
 import numpy as np
 
+from embodied.placement.cost_tables import Array, Table, make_table, max_of
+from embodied.placement.dataflow import Edge, Workflow, asker_of
+from embodied.placement.device_bytes import used_bytes, zone_bytes
 from embodied.placement.layout import DeviceClass, Layer, Layout, Zone, arrangements
-from embodied.placement.memory import used_bytes, zone_bytes
 from embodied.placement.profile import Cost, Profile
-from embodied.placement.tables import Array, Table, make_table, max_of
-from embodied.placement.workflow import Edge, Workflow, asker_of
 
 
 @dataclass(frozen=True)

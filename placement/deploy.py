@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from embodied.placement.costs import Pricer
+from embodied.placement.dataflow import Workflow
 from embodied.placement.grammar import PlacementError, text_of
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.modes import with_drawing
 from embodied.placement.topology import Topology
-from embodied.placement.workflow import Workflow
 
 
 def as_placement(

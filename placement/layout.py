@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 
-from embodied.placement.workflow import Workflow
+from embodied.placement.dataflow import Workflow
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from itertools import chain, count, islice, product
 import numpy as np
 
 from embodied.placement.costs import Price, Pricer
+from embodied.placement.dataflow import Workflow
 from embodied.placement.layout import DeviceClass, Layout, Zone, layer_sets
 from embodied.placement.profile import Profile
 from embodied.placement.search import MARGIN, LayerSearch, Points, unbeaten_indices
-from embodied.placement.workflow import Workflow
 
 MODES = ("collocated", "hybrid", "disaggregated", "custom")
 STAGES = (1, 2, 4)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embodied.placement.curves import Curve, constant, curve_from_json
+from embodied.placement.cost_curves import Curve, constant, curve_from_json
+from embodied.placement.dataflow import Workflow, workflow_from_json
 from embodied.placement.grammar import PlacementError
 from embodied.placement.layout import DeviceClass
-from embodied.placement.workflow import Workflow, workflow_from_json
 
 FORMAT = "embodied-profile/1"
 NOTHING = constant(0)

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied.errors import ConfigError
+from embodied.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from embodied.data import EnvSpec
+    from embodied.core.types import EnvSpec
     from embodied.policies.base import Policy
 
 FAMILIES = {
@@ -76,7 +76,7 @@ def check_package(name: str, key: str = "policy.name") -> None:
 
 def make_policy(config: Any, spec: EnvSpec, seed: int | None = None) -> Policy:
     """A policy for this env; with a seed its initial weights are drawn, else they are left for `load_weights`."""
-    from embodied.rng import generator
+    from embodied.core.rng import generator
 
     kind = policy_class(config.name)
     if seed is not None:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.arrays import as_asked, host, tensor_of
-from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
+from embodied.core.arrays import as_asked, host, tensor_of
+from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Policy, Scores
 from embodied.policies.config import ActorCriticConfig
 from embodied.policies.normalizer import ObservationNormalizer, state_moments

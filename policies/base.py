@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
-from embodied.errors import CheckpointError
+from embodied.core.errors import CheckpointError
+from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.folder import CONFIG, WEIGHTS
-from embodied.runtime.blobs import Spec, blob_of, spec_of, write_safetensors
+from embodied.runtime.tensor_bytes import Spec, blob_of, spec_of, write_safetensors
 
 # Arrays from other processes are read-only, and nobody here writes to an observation.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)

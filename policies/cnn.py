@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
-from embodied.arrays import as_asked, tensor_of
-from embodied.data import EnvSpec, Observation, PolicyOutput
-from embodied.errors import ConfigError
+from embodied.core.arrays import as_asked, tensor_of
+from embodied.core.errors import ConfigError
+from embodied.core.types import EnvSpec, Observation, PolicyOutput
 from embodied.policies.actor_critic import ActorCritic, EmptyConv2d, EmptyLinear, mlp
 from embodied.policies.base import Scores
 from embodied.policies.config import CNNConfig

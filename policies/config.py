@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag, model_validator
 
-from embodied.config_base import Strict
+from embodied.core.options import Strict
 
 SETS = ("linear", "reference")  # of layers
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from embodied.data import EnvSpec
-from embodied.errors import CheckpointError
-from embodied.files import read_object, reading
+from embodied.core.errors import CheckpointError
+from embodied.core.files import read_object, reading
+from embodied.core.types import EnvSpec
 from embodied.policies.config import PolicyConfig
-from embodied.runtime.blobs import Blob, array_of, read_safetensors
+from embodied.runtime.tensor_bytes import Blob, array_of, read_safetensors
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from embodied.data import EnvSpec, Observation
-from embodied.errors import ConfigError
+from embodied.core.errors import ConfigError
+from embodied.core.types import EnvSpec, Observation
 from embodied.policies.actor_critic import ActorCritic
 from embodied.policies.config import MLPConfig
 

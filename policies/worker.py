@@ -13,16 +13,16 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from embodied import rng
-from embodied.arrays import finite_rows
-from embodied.data import ActReply, ActRequest, Array, AskAgain, EnvSpec, Observation, PolicyOutput
-from embodied.errors import Unusable, WrongShape
+from embodied.core import rng
+from embodied.core.arrays import finite_rows
+from embodied.core.errors import Unusable, WrongShape
+from embodied.core.types import ActReply, ActRequest, Array, AskAgain, EnvSpec, Observation, PolicyOutput
 from embodied.policies import make_policy
-from embodied.policies.merging import Merging, Questions, cut, cut_output, num_rows, side_by_side
+from embodied.policies.request_batching import Merging, Questions, cut, cut_output, num_rows, side_by_side
 from embodied.runtime import Channel, Needs, Worker
-from embodied.runtime.blobs import Blob, blob_of, tensor_of
 from embodied.runtime.gpu_memory import Computing, give_back_unused
-from embodied.runtime.residence import Belongings, num_bytes
+from embodied.runtime.offload import Belongings, num_bytes
+from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
 from embodied.runtime.weights import Publication, WeightReader
 
 ONE_BY_ONE = Merging()

@@ -32,7 +32,7 @@ def main() -> int:
             f"Python 3.11 or 3.12 is needed, {sys.executable} is {have}; try: make setup PYTHON=python3.11"
         )
     sys.path.insert(0, str(ROOT))
-    from embodied import vulkan
+    from embodied.system import vulkan
 
     if STAMP.is_file() and STAMP.read_text() == fingerprint() and PYTHON.exists():
         if is_given_driver(vulkan):
@@ -48,7 +48,7 @@ def main() -> int:
     return 0
 
 
-CHECK = "from embodied.vulkan import ensure_vulkan; ensure_vulkan(); import sapien; sapien.render.RenderSystem()"
+CHECK = "from embodied.system.vulkan import ensure_vulkan; ensure_vulkan(); import sapien; sapien.render.RenderSystem()"
 
 
 def fingerprint() -> str:

@@ -6,7 +6,7 @@ import pytest
 def needs(task):
     """A mark for tests that play this task."""
     try:
-        from embodied.envs.maniskill_tasks import missing_assets
+        from embodied.envs.maniskill.tasks import missing_assets
 
         missing = missing_assets(task)
     except ModuleNotFoundError:

@@ -18,7 +18,7 @@ import numpy as np
 
 from embodied.envs.base import StepResult
 from embodied.envs.config import PointMassConfig
-from embodied.envs.pointmass import PointMassEnv
+from embodied.envs.pointmass.env import PointMassEnv
 
 FAULTS = (
     *("exception", "exit", "os_exit", "nan_observation", "inf_reward", "wrong_shape", "memory_error"),

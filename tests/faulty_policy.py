@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 from faulty_env import MIDDLE, Fault
 
-from embodied.data import Observation, PolicyOutput
+from embodied.core.types import Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import MLPConfig
 from embodied.policies.mlp import MLPPolicy

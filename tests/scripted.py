@@ -5,7 +5,7 @@ An env step is a success where the action is positive. The state is how many ste
 
 import numpy as np
 
-from embodied.data import ActionSpec, EnvSpec, NoiseSpec, PolicyOutput
+from embodied.core.types import ActionSpec, EnvSpec, NoiseSpec, PolicyOutput
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.policies.base import Policy
 

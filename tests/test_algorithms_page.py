@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from embodied.algorithms.config import PRESETS, GRPOConfig
-from embodied.config import load
+from embodied.config.recipe import load
 from embodied.envs.config import REWARDS
-from embodied.workflows.groups import GroupedEpisodes, Groups
+from embodied.workflows.group_collector import GroupedEpisodes, Groups
 
 PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
 

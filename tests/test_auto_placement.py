@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from embodied import commands
-from embodied.auto import plan_from_profile
-from embodied.config import load
+from embodied.config.recipe import load
 from embodied.placement import PlacementError, Topology
-from embodied.placement.curves import Curve, constant
-from embodied.placement.explain import why_not
+from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.profile import Cost, Profile, Sync, read_profile, write_profile
+from embodied.placement.reasons import why_not
 from embodied.placement.topology import GB, Gpu, Node, one_machine, read_topology
 from embodied.plan import plan
-from embodied.profiles import cost_key, device_counts, profile_for, profile_path, workflow_of
+from embodied.profiling.auto import plan_from_profile
+from embodied.profiling.store import cost_key, device_counts, profile_for, profile_path, workflow_of
+from embodied.run import launch
 
 ENVS = ("recipe=pointmass_ppo", "env.num_envs=8", "algo.rollout_decisions=8", "algo.minibatch_size=32")
 
@@ -46,7 +46,7 @@ def auto(config, machines=TWO):
 
 def test_without_a_profile_auto_follows_its_rule(tmp_path):
     assert profile_for(recipe(tmp_path), TWO) == (None, "")
-    _, plan = commands.planned(recipe(tmp_path))
+    _, plan = launch.planned(recipe(tmp_path))
     assert plan.reason.startswith("collocated: sims and learners take turns")
 
 
@@ -82,9 +82,9 @@ def test_a_profile_of_other_machines_is_not_used_and_it_is_said_why(tmp_path, mo
     config = recipe(tmp_path)
     path = store(config, constant(0.1), machines=measured)
     assert profile_for(config, there)[0] is None
-    monkeypatch.setattr(commands, "machines", lambda config: there)
+    monkeypatch.setattr(launch, "machines", lambda config: there)
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": "ray"})})
-    _, plan = commands.planned(config)
+    _, plan = launch.planned(config)
     assert f"{path} does not count: {why}" in plan.reason
 
 
@@ -156,6 +156,6 @@ def test_memory_that_holds_no_mode_is_refused_with_the_arithmetic(tmp_path):
 @pytest.mark.parametrize("placement", ["collocated", "hybrid"])
 def test_a_named_mode_does_not_depend_on_what_was_measured(tmp_path, placement):
     config = recipe(tmp_path, f"placement={placement}")
-    before = commands.planned(config)
+    before = launch.planned(config)
     store(config, constant(0.1))
-    assert commands.planned(config) == before
+    assert launch.planned(config) == before

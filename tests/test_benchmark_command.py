@@ -5,23 +5,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from embodied import benchmark, calibration, profiling
-from embodied.algorithms.schedules import learning_rates
-from embodied.config import load
-from embodied.errors import ConfigError
-from embodied.learners.memory import size_of
+from embodied import benchmark
+from embodied.algorithms.lr_schedules import learning_rates
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.learners.memory_estimate import size_of
 from embodied.placement import make_plan
+from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.costs import Pricer
-from embodied.placement.curves import Curve, constant
+from embodied.placement.dataflow import traced_edges
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile
-from embodied.placement.workflow import traced_edges
-from embodied.probe_channels import copied
-from embodied.probing import ProbeWorker, num_decisions, real
-from embodied.profiles import cost_key, newest_profile, repeated, workflow_of
-from embodied.reporting.benchmark import describe, paired_ratio, timeline
+from embodied.profiling.channel_probe import copied
+from embodied.profiling.measure import calibration, measure
+from embodied.profiling.role_probe import ProbeWorker, num_decisions, real
+from embodied.profiling.store import cost_key, newest_profile, repeated, workflow_of
+from embodied.profiling.timed_run import Round, Trial
+from embodied.reporting.benchmark_page import describe, paired_ratio, timeline
 from embodied.reporting.timeline import TraceWriter
-from embodied.trial import Round, Trial
 
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
 
@@ -246,7 +247,7 @@ class SlowProbes:
 @pytest.mark.parametrize(("decision_s", "decisions"), [(1e-4, 8), (0.25, 6), (30.0, 4)])
 def test_rollouts_are_as_long_as_there_is_time_for(decision_s, decisions):
     clock = calibration.Clock(100.0)
-    assert profiling.affordable([4, 4], SlowProbes(decision_s), clock, 0.4) == (decisions, 8)
+    assert measure.affordable([4, 4], SlowProbes(decision_s), clock, 0.4) == (decisions, 8)
 
 
 def test_real_runs_that_would_take_too_long_are_cut_short():

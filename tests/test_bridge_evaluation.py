@@ -5,7 +5,7 @@ import json
 import pytest
 from bridge_files import needs
 
-from embodied.data import ActionSpec, EnvSpec
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.evaluate import main
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig

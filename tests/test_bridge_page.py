@@ -7,9 +7,9 @@ import pytest
 from bridge_files import needs
 
 from embodied import train
-from embodied.envs.bridge_tasks import PLATES, TWINS
 from embodied.envs.config import ManiSkillConfig
-from embodied.envs.plate_variants import variants
+from embodied.envs.maniskill.bridge.plate_variants import variants
+from embodied.envs.maniskill.bridge.tasks import PLATES, TWINS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "bridge.md").read_text()
 
@@ -27,7 +27,7 @@ def test_the_page_names_every_variant():
 
 def test_a_named_evaluation_plays_tasks_that_are_there():
     pytest.importorskip("mani_skill")
-    from embodied.envs.maniskill_tasks import registered
+    from embodied.envs.maniskill.tasks import registered
 
     names = re.search(r"env.task=\[(.*)\]", PAGE).group(1).split(",")
     assert all(name.startswith(PLATES) and name in registered() for name in names)

@@ -213,7 +213,7 @@ def test_profile_plan_auto_and_benchmark_use_all_machines_of_the_cluster(machine
 
 MY_ENV = """
 import os
-from embodied.envs.pointmass import PointMassEnv
+from embodied.envs.pointmass.env import PointMassEnv
 from embodied.envs.config import PointMassConfig
 
 class MyEnv(PointMassEnv):

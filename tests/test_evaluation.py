@@ -12,7 +12,7 @@ import pytest
 
 from embodied import evaluate
 from embodied.reporting.results import read_results
-from embodied.reporting.stats import wilson
+from embodied.reporting.success_stats import wilson
 from embodied.workflows.embodied import EmbodiedLoop
 
 INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
@@ -136,7 +136,7 @@ def hub(monkeypatch, tmp_path):
 
 
 def test_a_policy_on_the_hub_is_evaluated_like_its_folder(tmp_path, hub):
-    from embodied.data import ActionSpec, EnvSpec
+    from embodied.core.types import ActionSpec, EnvSpec
     from embodied.policies import make_policy
     from embodied.policies.config import MLPConfig
 

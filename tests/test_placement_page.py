@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from embodied import benchmark, plan, profiling, train
+from embodied import benchmark, plan, train
 from embodied.benchmark import MODES
 from embodied.placement import make_plan
 from embodied.placement.topology import read_topology
+from embodied.profiling.measure import measure
 from embodied.reporting.timeline import read_trace
 
 PAGE = (Path(__file__).parents[1] / "docs/placement.md").read_text()
@@ -29,7 +30,7 @@ def test_published_workloads_are_planned_as_shown(arguments, tmp_path, monkeypat
 def test_profile_plan_and_benchmark_follow_each_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = ["env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16"]
-    mains = {"profiling": profiling.main, "plan": plan.main, "benchmark": benchmark.main}
+    mains = {"profiling": measure.main, "plan": plan.main, "benchmark": benchmark.main}
     for command, arguments in COMMANDS:
         if command in mains and "recipe=" in arguments and arguments not in SWAPPING:
             short = {"seconds": "seconds=20", "rounds": "rounds=2"}
@@ -61,8 +62,8 @@ def test_a_recipe_is_planned_for_machines_that_are_not_there(capsys):
 
 
 def test_recipes_of_small_vlas_limit_memory_so_that_policy_and_learner_swap():
-    from embodied.config import load
-    from embodied.learners.memory import estimate
+    from embodied.config.recipe import load
+    from embodied.learners.memory_estimate import estimate
 
     assert len(SWAPPING) == 2
     for arguments in SWAPPING:

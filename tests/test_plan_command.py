@@ -6,16 +6,17 @@ import sys
 
 import pytest
 
-from embodied import devices, plan
-from embodied.config import load
-from embodied.discovery import discover
+from embodied import plan
+from embodied.config.recipe import load
 from embodied.envs import env_class
 from embodied.placement import make_plan
-from embodied.placement.curves import Curve, constant
+from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.deploy import as_placement
 from embodied.placement.profile import Cost, Profile, write_profile
 from embodied.placement.topology import Node
-from embodied.profiles import cost_key, profile_path, workflow_of
+from embodied.profiling.store import cost_key, profile_path, workflow_of
+from embodied.run import devices
+from embodied.system.discovery import discover
 
 
 def run(capsys, *argv):

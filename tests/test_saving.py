@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from embodied import evaluate
-from embodied.config import load
+from embodied.config.recipe import load
 from embodied.train import follow, main
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -99,7 +99,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_worth_a_line_not_the_run(tmp
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(
-        "embodied.checkpoints.shutil.rmtree", lambda path, ignore_errors=False: ignore_errors or refused(path)
+        "embodied.run.checkpoints.shutil.rmtree", lambda path, ignore_errors=False: ignore_errors or refused(path)
     )
     assert main([*PPO, "cluster.backend=inline", f"run.dir={tmp_path}", *EVERY, "run.keep=1"]) == 0
     assert "old checkpoints could not be removed: [Errno 13]" in capsys.readouterr().out

@@ -5,12 +5,12 @@ import json
 import pytest
 from safetensors.numpy import load_file
 
-from embodied.config import load
-from embodied.data import ActionSpec, EnvSpec
-from embodied.errors import ConfigError
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, Pi0Config
-from embodied.targets import check_continues, find_start
+from embodied.run.policy_source import check_continues, find_start
 from embodied.train import main as train
 
 TINY = [

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from embodied.commands import Interruption
 from embodied.reporting.timeline import read_trace
+from embodied.run.launch import Interruption
 from embodied.workflows.embodied import EmbodiedLoop
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -6,11 +6,13 @@ import os
 
 import pytest
 
-from embodied import benchmark, commands, devices, plan, profiling
-from embodied.config import load
+from embodied import benchmark, plan
+from embodied.config.recipe import load
 from embodied.placement import Topology
 from embodied.placement.profile import read_profile
 from embodied.placement.topology import GB, Gpu, Node
+from embodied.profiling.measure import measure
+from embodied.run import devices, launch
 
 RECIPE = (
     *("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16"),
@@ -24,13 +26,13 @@ def one_gpu(monkeypatch):
     node = Node("", len(cores), (Gpu(0, "H200", 141 * GB),), core_ids=cores)
     monkeypatch.setattr(devices, "discover", lambda: Topology((node,), "this machine"))
     monkeypatch.setattr(devices, "torch_device", lambda kind: "cpu")
-    monkeypatch.setattr(commands, "environment", lambda host: {})  # else workers would ask CUDA what they take
+    monkeypatch.setattr(launch, "environment", lambda host: {})  # else workers would ask CUDA what they take
     return len(cores)
 
 
 def test_profile_plan_auto_and_benchmark_follow_each_other_on_cores_and_a_gpu(tmp_path, capsys, one_gpu):
     arguments = [*RECIPE, f"run.dir={tmp_path}"]
-    assert profiling.main([*arguments, "seconds=8"]) == 0
+    assert measure.main([*arguments, "seconds=8"]) == 0
     (path,) = (tmp_path / "profiles").glob("*.json")
     profile = read_profile(path)
     assert {name: [*on] for name, on in profile.costs.items()} == {
@@ -45,7 +47,7 @@ def test_profile_plan_auto_and_benchmark_follow_each_other_on_cores_and_a_gpu(tm
     assert plan.main([*arguments, f"out={tmp_path}/plan"]) == 0
     assert {"collocated", "hybrid"} <= json.loads((tmp_path / "plan/plan.json").read_text())["modes"].keys()
 
-    _, placed = commands.planned(load(arguments).config)
+    _, placed = launch.planned(load(arguments).config)
     assert "the fastest by the profile measured here" in placed.reason
     assert {host.device for host in placed.hosts if "learner" in host.roles} == {"gpu:0"}
     assert {host.device for host in placed.hosts if "sim" in host.roles} == {""}
@@ -62,7 +64,7 @@ def test_profile_plan_auto_and_benchmark_follow_each_other_on_cores_and_a_gpu(tm
 @pytest.mark.gpu
 def test_the_same_on_a_gpu_that_is_there(tmp_path, capsys):
     arguments = [*RECIPE, f"run.dir={tmp_path}"]
-    assert profiling.main([*arguments, "seconds=30"]) == 0
+    assert measure.main([*arguments, "seconds=30"]) == 0
     (path,) = (tmp_path / "profiles").glob("*.json")
     (model,) = read_profile(path).costs["learner"]
     assert model.startswith("gpu-")

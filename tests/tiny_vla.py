@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from embodied.data import ActionSpec, EnvSpec
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from embodied.data import ActRequest, Trajectory
+from embodied.core.types import ActRequest, Trajectory
 from embodied.envs.config import PointMassConfig
-from embodied.envs.pointmass import PointMassEnv
-from embodied.runtime.remote import Remote
+from embodied.envs.pointmass.env import PointMassEnv
+from embodied.runtime.remote_channel import Remote
 
 
 class ImageEnv(PointMassEnv):

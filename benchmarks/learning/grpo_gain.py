@@ -113,7 +113,7 @@ def newest(pattern: str) -> Path | None:
 
 def weights_digest(start: Path) -> str:
     """Of the weights to start from."""
-    from embodied.checkpoints import digest, locate
+    from embodied.run.checkpoints import digest, locate
 
     return digest(locate(str(start))[0] / "model.safetensors")[:16]
 
@@ -152,7 +152,7 @@ def settled(*options: Sequence[str]) -> list[str]:
 
 
 def summary(outcomes: Sequence[bool]) -> dict:
-    from embodied.reporting.stats import measure as of
+    from embodied.reporting.success_stats import measure as of
 
     return of(list(outcomes))
 

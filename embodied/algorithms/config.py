@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from embodied.config_base import LocalPath, Strict
+from embodied.core.options import LocalPath, Strict
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -4,18 +4,18 @@
 (`pip install 'embodied-loop[datasets]'`) and no torch.
 """
 
-from embodied.datasets.draft import Draft, draft_name
-from embodied.datasets.layout import Features, features_of, fps_of, frame_of
+from embodied.datasets.episode_buffer import EpisodeBuffer, buffer_name
+from embodied.datasets.lerobot_layout import Features, features_of, fps_of, frame_of
 from embodied.datasets.reader import Dataset, RecordedEpisode, read_dataset
 from embodied.datasets.writer import DatasetWriter
 
 __all__ = [
     "Dataset",
     "DatasetWriter",
-    "Draft",
+    "EpisodeBuffer",
     "Features",
     "RecordedEpisode",
-    "draft_name",
+    "buffer_name",
     "features_of",
     "fps_of",
     "frame_of",

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied.datasets.draft import as_lists
-from embodied.datasets.layout import ACTION, STATE, STATS
+from embodied.core.errors import EmbodiedError
+from embodied.datasets.episode_buffer import as_lists
+from embodied.datasets.feature_stats import of_values
+from embodied.datasets.lerobot_layout import ACTION, STATE, STATS
 from embodied.datasets.reader import read_dataset
-from embodied.datasets.stats import of_values
-from embodied.errors import EmbodiedError
 
 
 def write_figures(folder: Path) -> Path:

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from embodied.data import Observation
-from embodied.datasets import layout, older
-from embodied.datasets.checked import AGAIN, PLACES, check_entries, check_info, fill, inside, is_older, place_fields
-from embodied.datasets.draft import as_arrays
-from embodied.datasets.joined import read_frames
-from embodied.datasets.layout import ACTION, CAMERA, DONE, REWARD, STATE, SUCCESS
-from embodied.datasets.stats import Stats
-from embodied.errors import ConfigError, EmbodiedError
-from embodied.files import read_object, reading
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.files import read_object, reading
+from embodied.core.types import Observation
+from embodied.datasets import lerobot_layout, lerobot_v2
+from embodied.datasets.episode_buffer import as_arrays
+from embodied.datasets.episode_videos import read_frames
+from embodied.datasets.feature_stats import Stats
+from embodied.datasets.lerobot_layout import ACTION, CAMERA, DONE, REWARD, STATE, SUCCESS
+from embodied.datasets.validation import AGAIN, PLACES, check_entries, check_info, fill, inside, is_older, place_fields
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,19 @@ class Dataset:
     def __init__(self, path: Path, info: dict[str, Any], images: bool) -> None:
         self.path, self.images = path, images
         self.info, self.fps = info, info["fps"]
-        self.features: layout.Features = {
+        self.features: lerobot_layout.Features = {
             name: {**feature, "shape": tuple(feature["shape"])} for name, feature in info["features"].items()
         }
         if is_older(info):
-            self.stats = read_stats(inside(path, layout.STATS)) if (path / layout.STATS).exists() else {}
-            self.tasks_file = path / older.TASKS
-            self.tasks, self.entries = older.read_older_tasks(path), older.read_older_entries(path, info)
+            self.stats = (
+                read_stats(inside(path, lerobot_layout.STATS)) if (path / lerobot_layout.STATS).exists() else {}
+            )
+            self.tasks_file = path / lerobot_v2.TASKS
+            self.tasks, self.entries = lerobot_v2.read_older_tasks(path), lerobot_v2.read_older_entries(path, info)
         else:
-            self.stats = read_stats(inside(path, layout.STATS))
-            self.tasks_file = path / layout.TASKS
-            self.tasks, self.entries = read_tasks(inside(path, layout.TASKS)), read_entries(path)
+            self.stats = read_stats(inside(path, lerobot_layout.STATS))
+            self.tasks_file = path / lerobot_layout.TASKS
+            self.tasks, self.entries = read_tasks(inside(path, lerobot_layout.TASKS)), read_entries(path)
         check_entries(path, self.entries, info)
         self._begins: dict[tuple[int, int], int] = {}  # the first frame of every data file
         for entry in self.entries:
@@ -123,7 +125,7 @@ class Dataset:
             values, shape = as_vectors(columns[name]), self.features[name]["shape"]
             if values.dtype.kind not in "fiub" or values.shape[1:] != shape:
                 told = f"{values.dtype} {list(values.shape[1:])}"
-                raise ValueError(f"{name} is {told}, {layout.INFO} says {list(shape)}")
+                raise ValueError(f"{name} is {told}, {lerobot_layout.INFO} says {list(shape)}")
             if not np.isfinite(values).all():
                 raise ValueError(f"{name} holds NaN or infinity in frame {int(np.argmin(np.isfinite(values).all(1)))}")
         if "frame_index" in columns and not np.array_equal(columns["frame_index"], np.arange(length)):
@@ -134,7 +136,7 @@ class Dataset:
         images = {}
         for name, feature in self.features.items():
             if feature["dtype"] == "image":
-                with reading(self.path / layout.INFO, advice=f"the pictures of {name} are others; {AGAIN}"):
+                with reading(self.path / lerobot_layout.INFO, advice=f"the pictures of {name} are others; {AGAIN}"):
                     images[camera_of(name)] = pictures(columns[name], feature["shape"])
             if feature["dtype"] == "video":
                 place = place_fields(self.info, *(entry[f"videos/{name}/{key}"] for key in PLACES["v3."]))
@@ -146,11 +148,11 @@ class Dataset:
 
 def read_dataset(path: Path | str, images: bool = True) -> Dataset:
     """The dataset in this folder."""
-    layout.check_pyarrow()
+    lerobot_layout.check_pyarrow()
     path = Path(path).expanduser()
-    if not (path / layout.INFO).is_file():
-        raise ConfigError(f"{path} is no LeRobot dataset: there is no {layout.INFO} in it")
-    info = read_object(inside(path, layout.INFO), ConfigError, AGAIN)
+    if not (path / lerobot_layout.INFO).is_file():
+        raise ConfigError(f"{path} is no LeRobot dataset: there is no {lerobot_layout.INFO} in it")
+    info = read_object(inside(path, lerobot_layout.INFO), ConfigError, AGAIN)
     check_info(path, info)
     return Dataset(path, info, images)
 

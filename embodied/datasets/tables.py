@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from embodied.datasets.layout import Features, cameras
-from embodied.datasets.stats import QUANTILES
+from embodied.datasets.feature_stats import QUANTILES
+from embodied.datasets.lerobot_layout import Features, cameras
 
 GROUP = 2000  # rows that are written at once: each group's description stays in memory until the file is complete
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from embodied.datasets import layout
-from embodied.datasets.draft import ABOUT, NUMBERS, Draft, as_arrays, as_lists
-from embodied.datasets.joined import JoinedVideo
-from embodied.datasets.layout import FILES_PER_CHUNK, INDICES, Features, Frame, cameras, complete, place
-from embodied.datasets.stats import Stats, merge, of_values
+from embodied.core.errors import EmbodiedError
+from embodied.datasets import lerobot_layout
+from embodied.datasets.episode_buffer import ABOUT, NUMBERS, EpisodeBuffer, as_arrays, as_lists
+from embodied.datasets.episode_videos import JoinedVideo
+from embodied.datasets.feature_stats import Stats, merge, of_values
+from embodied.datasets.lerobot_layout import FILES_PER_CHUNK, INDICES, Features, Frame, cameras, complete, place
 from embodied.datasets.tables import TableFiles, data_schema, episodes_schema, write_tasks
-from embodied.errors import EmbodiedError
 from embodied.reporting.videos import FOR_DATASETS
 
 DATA_MB, VIDEO_MB = 100, 200  # the size at which the next file begins, as in LeRobot
@@ -36,7 +36,7 @@ class DatasetWriter:
     """
 
     def __init__(self, path: Path | str, fps: int, features: Features, data_mb=DATA_MB, video_mb=VIDEO_MB) -> None:
-        layout.check_pyarrow()
+        lerobot_layout.check_pyarrow()
         if int(fps) != fps or fps < 1:
             raise ValueError(f"fps={fps}: LeRobot datasets have a whole number of frames per second")
         self.path, self.fps, self.features = Path(path), int(fps), complete(features)
@@ -50,14 +50,16 @@ class DatasetWriter:
         self._root = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}")
         self._root.mkdir(parents=True)
         schema = data_schema(self.features | INDICES)
-        self._data = TableFiles(lambda n: self._root / layout.DATA.format(**place(n)), schema, data_mb * 2**20)
+        self._data = TableFiles(lambda n: self._root / lerobot_layout.DATA.format(**place(n)), schema, data_mb * 2**20)
         schema = episodes_schema(self.features | INDICES)
-        self._episodes = TableFiles(lambda n: self._root / layout.EPISODES.format(**place(n)), schema, data_mb * 2**20)
+        self._episodes = TableFiles(
+            lambda n: self._root / lerobot_layout.EPISODES.format(**place(n)), schema, data_mb * 2**20
+        )
         self._videos = {name: self._joined(name, video_mb * 2**20) for name in cameras(self.features)}
 
     def add_episode(self, frames: Iterable[Frame], task: str, success: bool | None = None) -> None:
         """Write an episode: for every env step what was seen, what was done and what came of it (`frame_of`)."""
-        with Draft(self._root / "draft", self.fps, self.features) as draft:
+        with EpisodeBuffer(self._root / "draft", self.fps, self.features) as draft:
             for frame in frames:
                 draft.add(frame)
             self.add_draft(draft.finish(task, success))
@@ -93,9 +95,9 @@ class DatasetWriter:
         self._write_entries()
         for part in (self._data, self._episodes, *self._videos.values()):
             part.close()
-        write_tasks(self._root / layout.TASKS, list(self._tasks))
-        write_json(self._root / layout.STATS, as_lists(self._stats))
-        write_json(self._root / layout.INFO, self._info())
+        write_tasks(self._root / lerobot_layout.TASKS, list(self._tasks))
+        write_json(self._root / lerobot_layout.STATS, as_lists(self._stats))
+        write_json(self._root / lerobot_layout.INFO, self._info())
         if self.path.exists():
             raise EmbodiedError(f"{self.path} has appeared meanwhile; the new dataset is in {self._root}")
         os.rename(self._root, self.path)
@@ -129,7 +131,7 @@ class DatasetWriter:
 
     def _joined(self, name: str, file_bytes: int) -> JoinedVideo:
         def path(number: int) -> Path:
-            return self._root / layout.VIDEOS.format(video_key=name, **place(number))
+            return self._root / lerobot_layout.VIDEOS.format(video_key=name, **place(number))
 
         return JoinedVideo(path, self.fps, file_bytes)
 
@@ -146,7 +148,7 @@ class DatasetWriter:
 
     def _info(self) -> dict[str, Any]:
         return {
-            "codebase_version": layout.VERSION,
+            "codebase_version": lerobot_layout.VERSION,
             "robot_type": None,
             "total_episodes": self.num_episodes,
             "total_frames": self.num_frames,
@@ -155,8 +157,8 @@ class DatasetWriter:
             **self._sizes,
             "fps": self.fps,
             "splits": {"train": f"0:{self.num_episodes}"},
-            "data_path": layout.DATA,
-            "video_path": layout.VIDEOS if self._videos else None,
+            "data_path": lerobot_layout.DATA,
+            "video_path": lerobot_layout.VIDEOS if self._videos else None,
             "features": {name: self._described(name) for name in self.features | INDICES},
         }
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.arrays import concatenate, is_tensor, map_obs
-from embodied.data import Array, Observation, PlayedEpisodes, Trajectory
+from embodied.core.arrays import concatenate, is_tensor, map_obs
+from embodied.core.types import Array, Observation, PlayedEpisodes, Trajectory
 
 
 @dataclass(frozen=True)

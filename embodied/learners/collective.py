@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.errors import ChannelClosed, DeadlineExceeded
-from embodied.learners.meeting import Meeting, MeetingAddress, MeetingFile, MeetingRoom
+from embodied.core.errors import ChannelClosed, DeadlineExceeded
+from embodied.learners.rendezvous import Meeting, RendezvousAddress, RendezvousFile, RendezvousRoom
 from embodied.runtime import Worker
 
 SPINS = 20_000  # looks at the counters before a waiting rank begins to sleep between looks
@@ -35,7 +35,7 @@ class Alone:
 class Threads:
     """Ranks that are threads of one process (the inline backend) exchange references."""
 
-    def __init__(self, room: MeetingRoom, rank: int) -> None:
+    def __init__(self, room: RendezvousRoom, rank: int) -> None:
         self.room, self.rank = room, rank
 
     def sum(self, values: Tensor) -> Tensor:
@@ -59,13 +59,13 @@ class Threads:
 class Gloo:
     """Ranks in processes of their own, on one machine or several."""
 
-    def __init__(self, meeting: MeetingFile | MeetingAddress, rank: int, world_size: int) -> None:
+    def __init__(self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int) -> None:
         import torch.distributed as dist
 
-        os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
-        store = meeting.store("gloo", world_size)
+        os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.interface
+        store = rendezvous.store("gloo", world_size)
         self.world_size = world_size
-        self.group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=meeting.timeout_s))
+        self.group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=rendezvous.timeout_s))
 
     def sum(self, values: Tensor) -> Tensor:
         self.group.allreduce([values]).wait()
@@ -86,11 +86,11 @@ class Gloo:
 class Nccl:
     """GPU tensors are summed by NCCL, arrays gathered by gloo."""
 
-    def __init__(self, meeting: MeetingFile | MeetingAddress, rank: int, world_size: int) -> None:
+    def __init__(self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int) -> None:
         import torch.distributed as dist
 
-        self.gloo = Gloo(meeting, rank, world_size)
-        self.group = dist.ProcessGroupNCCL(meeting.store("nccl", world_size), rank, world_size)
+        self.gloo = Gloo(rendezvous, rank, world_size)
+        self.group = dist.ProcessGroupNCCL(rendezvous.store("nccl", world_size), rank, world_size)
 
     def sum(self, values: Tensor) -> Tensor:
         if not values.is_cuda:
@@ -111,7 +111,7 @@ class SharedMemory:
     other machines use Gloo.
     """
 
-    def __init__(self, file: MeetingFile, rank: int, world_size: int) -> None:
+    def __init__(self, file: RendezvousFile, rank: int, world_size: int) -> None:
         self.gloo = Gloo(file, rank, world_size)
         self.rank, self.world_size, self.timeout_s = rank, world_size, file.timeout_s
         self.path = file.path + "-sums"
@@ -185,22 +185,22 @@ class Measured:
 Collective = Alone | Threads | Gloo | Nccl | SharedMemory | Measured
 
 
-def join(meeting: Meeting | None, worker: Worker, device: str) -> Collective:
+def join(rendezvous: Meeting | None, worker: Worker, device: str) -> Collective:
     """Meet the other ranks; a file is gone when all have met. `device` is where gradients are."""
     rank, world_size = worker.rank, worker.world_size
     if world_size == 1:
         return Alone()
-    if isinstance(meeting, MeetingRoom):
-        return Measured(Threads(meeting, rank), worker)
+    if isinstance(rendezvous, RendezvousRoom):
+        return Measured(Threads(rendezvous, rank), worker)
     if device == "cuda":
-        ranks = Nccl(meeting, rank, world_size)
-    elif isinstance(meeting, MeetingFile) and platform.machine() == "x86_64":
-        ranks = SharedMemory(meeting, rank, world_size)
+        ranks = Nccl(rendezvous, rank, world_size)
+    elif isinstance(rendezvous, RendezvousFile) and platform.machine() == "x86_64":
+        ranks = SharedMemory(rendezvous, rank, world_size)
     else:
-        ranks = Gloo(meeting, rank, world_size)
+        ranks = Gloo(rendezvous, rank, world_size)
     ranks.gather(np.zeros(1))
     if rank == 0:
-        meeting.remove()
+        rendezvous.remove()
     return Measured(ranks, worker)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodied.config_base import Strict
+from embodied.core.options import Strict
 
 
 class LearnerConfig(Strict):

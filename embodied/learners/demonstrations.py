@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.data import EnvSpec, Observation
+from embodied.core.errors import ConfigError
+from embodied.core.types import EnvSpec, Observation
 from embodied.datasets import RecordedEpisode
-from embodied.errors import ConfigError
 
 
 class Demonstrations:

@@ -10,8 +10,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from embodied.data import Observation
-from embodied.errors import ConfigError
+from embodied.core.errors import ConfigError
+from embodied.core.types import Observation
 from embodied.learners.config import LearnerConfig
 from embodied.learners.sharding import sum_gradients_now
 from embodied.policies.base import Policy, Scores

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from embodied.algorithms.schedules import learning_rates
-from embodied.errors import CheckpointError
+from embodied.algorithms.lr_schedules import learning_rates
+from embodied.core.errors import CheckpointError
 from embodied.learners.collective import Collective
 from embodied.learners.sharding import HALVES, is_sharded, local, part_of
-from embodied.runtime.blobs import (
+from embodied.runtime.tensor_bytes import (
     Blob,
     Spec,
     array_of,

@@ -16,12 +16,12 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
-from embodied.learners.meeting import MeetingAddress, MeetingFile
+from embodied.learners.rendezvous import RendezvousAddress, RendezvousFile
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def shard(policy: nn.Module, meeting: MeetingFile | MeetingAddress, rank: int, world_size: int) -> None:
+def shard(policy: nn.Module, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int) -> None:
     """Keep this rank's part of every parameter. Gradients are sums over ranks, not means."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -32,14 +32,14 @@ def shard(policy: nn.Module, meeting: MeetingFile | MeetingAddress, rank: int, w
         register_fsdp_forward_method,
     )
 
-    os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
+    os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.interface
     device = next(policy.parameters()).device.type
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        store=meeting.store("shards", world_size),
+        store=rendezvous.store("shards", world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=meeting.timeout_s),
+        timeout=timedelta(seconds=rendezvous.timeout_s),
     )
     warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody changes what a policy returns
     mesh = init_device_mesh(device, (world_size,))

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from embodied.algorithms.advantages import gae, merge_moments, moments, normalize
 from embodied.algorithms.config import AlgoConfig, PPOConfig
-from embodied.algorithms.items import minibatches, owned, permutation
 from embodied.algorithms.losses import PPOItems, Stats, ppo_loss_sum
-from embodied.algorithms.schedules import lr_factor, skip_remaining_epochs
-from embodied.arrays import host
-from embodied.data import Trajectory
-from embodied.errors import Diverged, WrongShape
+from embodied.algorithms.lr_schedules import lr_factor, skip_remaining_epochs
+from embodied.algorithms.minibatches import minibatches, owned, permutation
+from embodied.core.arrays import host
+from embodied.core.errors import Diverged, WrongShape
+from embodied.core.types import Trajectory
 from embodied.learners.batch import Batch, flatten, items_of, take, take_items
 from embodied.learners.collective import Collective
 from embodied.learners.model import Model

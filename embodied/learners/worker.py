@@ -15,26 +15,26 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.data import EnvSpec, GroupBatch, PlayedEpisodes
-from embodied.episodes import join_episodes
-from embodied.errors import CheckpointError, ConfigError, EmbodiedError
+from embodied.core.episodes import join_episodes
+from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
+from embodied.core.types import EnvSpec, GroupBatch, PlayedEpisodes
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
-from embodied.learners.groups import moments_of, prepare_groups
-from embodied.learners.intake import Frozen, Intake
-from embodied.learners.meeting import MeetingAddress, listen
+from embodied.learners.grpo import moments_of, prepare_groups
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
+from embodied.learners.rendezvous import RendezvousAddress, listen
+from embodied.learners.rollout_buffer import Frozen, RolloutBuffer
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
 from embodied.learners.update import looked_at, prepare, update_policy
 from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
-from embodied.runtime.blobs import ITEM_BYTES, blob_of, spec_of, tensor_of
 from embodied.runtime.gpu_memory import Computing, give_back_unused
-from embodied.runtime.residence import Belongings, num_bytes
+from embodied.runtime.offload import Belongings, num_bytes
+from embodied.runtime.tensor_bytes import ITEM_BYTES, blob_of, spec_of, tensor_of
 from embodied.runtime.weights import Publication, WeightStore
 
 MOVING_S = 3600.0  # at most, from or to a slow disk
@@ -43,27 +43,27 @@ LOT = 32  # items that frozen parts look at together: enough for their speed, fe
 
 class LearnerWorker(Worker):
     def __init__(
-        self, policy, algo: AlgoConfig, config: LearnerConfig, seed: int, meeting, device: str = "cpu"
+        self, policy, algo: AlgoConfig, config: LearnerConfig, seed: int, rendezvous, device: str = "cpu"
     ) -> None:
         self.policy_config = policy
         self.algo = algo
         self.config = config
         self.seed = seed
-        self.meeting = meeting
+        self.rendezvous = rendezvous
         self.device = device
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
         self.computing = Computing()
-        self.intake: Intake | None = None  # what has come of a rollout that goes on
+        self.rollout_buffer: RolloutBuffer | None = None  # what has come of a rollout that goes on
         self.shares = False  # its weights are acted with in this process
 
-    def listen(self, timeout_s: float) -> MeetingAddress:
+    def listen(self, timeout_s: float) -> RendezvousAddress:
         """Rank 0: become the meeting point of ranks on several machines."""
-        self.server, self.meeting = listen(timeout_s)
-        return self.meeting
+        self.server, self.rendezvous = listen(timeout_s)
+        return self.rendezvous
 
-    def meet_at(self, address: MeetingAddress) -> None:
-        self.meeting = address
+    def meet_at(self, address: RendezvousAddress) -> None:
+        self.rendezvous = address
 
     def build(self, spec: EnvSpec, store: str, snapshot: bool, start: Path | None = None) -> None:
         """The policy with its initial weights (the same on every rank), those of the policy folder `start` if there is
@@ -77,8 +77,8 @@ class LearnerWorker(Worker):
         specs = {name: spec_of(tensor) for name, tensor in self.policy.state_dict().items()}
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
         if self.config.shard:
-            shard(self.policy, self.meeting, self.rank, self.world_size)
-        self.collective = join(self.meeting, self, self.model.device)
+            shard(self.policy, self.rendezvous, self.rank, self.world_size)
+        self.collective = join(self.rendezvous, self, self.model.device)
         self.optimizer = Optimizer(self.policy, self.algo, self.collective, self.dtypes)
         weights = self.policy.state_dict()
         frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
@@ -102,18 +102,20 @@ class LearnerWorker(Worker):
         """Receive this rank's trajectories of one rollout, those of `sources`, and do one PPO update with all ranks,
         which together have the env rows `env_ids`."""
         started = self._begin_update()
-        intake, self.intake = self.intake or self._new_intake(), None
+        rollout_buffer, self.rollout_buffer = self.rollout_buffer or self._new_intake(), None
         with self.timers.measure("wait"):
-            while not intake.has(sources):
-                intake.add(trajectories.get())
-        whole = merge(intake.trajectories(sources))
+            while not rollout_buffer.has(sources):
+                rollout_buffer.add(trajectories.get())
+        whole = merge(rollout_buffer.trajectories(sources))
         about = (self.collective, env_ids, self.model.dtype, self.device, self.reference)
         share = prepare(whole, self.algo, *about)
         if self._looks_once():
             with self.timers.measure("look"):
-                intake.frozen = intake.frozen or Frozen(self.model.features, whole.env_ids, len(whole.rewards))
-                intake.look()
-            share = share.with_replay(intake.frozen.of(whole.env_ids))
+                rollout_buffer.frozen = rollout_buffer.frozen or Frozen(
+                    self.model.features, whole.env_ids, len(whole.rewards)
+                )
+                rollout_buffer.look()
+            share = share.with_replay(rollout_buffer.frozen.of(whole.env_ids))
         return self._learn(share, self.policy.observation_moments(whole.obs), iteration, total, started)
 
     @done_together
@@ -137,21 +139,21 @@ class LearnerWorker(Worker):
     def take_in(self, trajectories: Channel, rows: np.ndarray) -> None:
         """While the sims play, for env rows `rows` of this rank: put together and look at what they hand on, until they
         are done."""
-        self.intake = self._new_intake()
+        self.rollout_buffer = self._new_intake()
         if self._looks_once():
-            self.intake.frozen = Frozen(self.model.features, rows, self.algo.rollout_decisions)
+            self.rollout_buffer.frozen = Frozen(self.model.features, rows, self.algo.rollout_decisions)
         while True:
             with self.timers.measure("wait"):
                 piece = trajectories.get()
             if piece is None:
                 return
             with self.timers.measure("look"):
-                self.intake.add(piece)
-                if self.intake.frozen:
-                    self.intake.look()
+                self.rollout_buffer.add(piece)
+                if self.rollout_buffer.frozen:
+                    self.rollout_buffer.look()
 
-    def _new_intake(self) -> Intake:
-        return Intake(self.algo.rollout_decisions, min(self.config.micro_batch_size or LOT, LOT))
+    def _new_intake(self) -> RolloutBuffer:
+        return RolloutBuffer(self.algo.rollout_decisions, min(self.config.micro_batch_size or LOT, LOT))
 
     def _looks_once(self) -> bool:
         """Whether what frozen parts of the policy make of an observation is kept for all epochs."""

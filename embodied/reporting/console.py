@@ -14,7 +14,7 @@ from io import StringIO
 from pathlib import Path
 from shlex import quote
 
-from embodied.data import EpisodeResult
+from embodied.core.types import EpisodeResult
 
 RECENT = 100  # episodes the training success rate and return are taken over
 LARGEST_GAP = 1.0  # nats of one action's log-prob; rounding in bfloat16 stays well below

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from embodied.checkpoints import replace_text
-from embodied.data import EpisodeResult
-from embodied.files import read_object, reading
+from embodied.core.files import read_object, reading
+from embodied.core.types import EpisodeResult
+from embodied.run.checkpoints import replace_text
 
 RESULTS = "results.json"
 EPISODES = "episodes.csv"
@@ -40,7 +40,7 @@ def write_episodes(folder: Path, episodes: Iterable[EpisodeResult]) -> None:
 
 def read_results(folder: Path) -> tuple[dict[str, Any], list[EpisodeResult]]:
     """What `write_results` wrote."""
-    from embodied.reporting.shapes import Results, check
+    from embodied.reporting.result_types import Results, check
 
     results = read_object(folder / RESULTS)
     with reading(folder / RESULTS):

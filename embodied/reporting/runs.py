@@ -12,13 +12,13 @@ from typing import Any
 
 from yaml import YAMLError
 
-from embodied.data import EpisodeResult
-from embodied.errors import EmbodiedError
-from embodied.files import read_object, reading
-from embodied.overrides import read_yaml
-from embodied.reporting.partial import PARTIAL, partial_in
+from embodied.config.cli import read_yaml
+from embodied.core.errors import EmbodiedError
+from embodied.core.files import read_object, reading
+from embodied.core.types import EpisodeResult
+from embodied.reporting.partial_evaluation import PARTIAL, partial_in
 from embodied.reporting.results import RESULTS, read_results
-from embodied.run_folder import lost
+from embodied.run.folder import lost
 
 IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations of the run itself; others were asked for by hand
 LOST = (
@@ -119,7 +119,7 @@ def how_far(told: dict[str, Any]) -> str:
 
 def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; the line a killed run was writing is left out, and what follows one that is odd."""
-    from embodied.reporting.shapes import check_row
+    from embodied.reporting.result_types import check_row
 
     if not path.is_file():
         return []
@@ -134,7 +134,7 @@ def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def read_info(path: Path, problems: list[str]) -> dict[str, Any]:
-    from embodied.reporting.shapes import check_info
+    from embodied.reporting.result_types import check_info
 
     with noted(problems), reading(path):
         info = read_object(path)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied.errors import DeadlineExceeded, EmbodiedError
+from embodied.core.errors import DeadlineExceeded, EmbodiedError
 
 CLOSE_S = 60.0  # ffmpeg has this long to write what it still holds
 # Colours are converted and labelled as BT.709, else players guess by frame size.

@@ -4,7 +4,7 @@ from embodied.runtime.backend import choose_backend, describe_backend, nodes_of
 from embodied.runtime.channel import Channel, Waiting
 from embodied.runtime.cluster import Cluster
 from embodied.runtime.group import Handle, WorkerGroup
-from embodied.runtime.hosts import HostPlan
+from embodied.runtime.host import HostPlan
 from embodied.runtime.supervision import Budget
 from embodied.runtime.timers import Timers
 from embodied.runtime.worker import Needs, Worker, served_while_busy

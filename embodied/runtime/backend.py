@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from embodied.errors import ConfigError
-from embodied.runtime.hosts import Host, HostPlan
+from embodied.core.errors import ConfigError
+from embodied.runtime.host import Host, HostPlan
 from embodied.runtime.progress import Pulse, Sign
 
 
@@ -84,7 +84,7 @@ START_S = 120.0  # of a private Ray cluster
 def nodes_of(address: str, describe: Callable[[int], Any]) -> dict[str, Any]:
     """The nodes of a running Ray cluster, the one we are on first: what `describe` says there, which is told how many
     GPUs Ray counts."""
-    from embodied.runtime.ray_nodes import Connection
+    from embodied.runtime.ray.nodes import Connection
 
     connection = Connection(address)
     try:
@@ -120,6 +120,6 @@ def make_backend(
         from embodied.runtime.local import LocalBackend
 
         return LocalBackend(run, log_dir, timeout_s, events)
-    from embodied.runtime.ray_backend import RayBackend
+    from embodied.runtime.ray.actors import RayBackend
 
     return RayBackend(run, log_dir, timeout_s, events, address, modules, start_s)

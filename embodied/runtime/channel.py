@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from embodied.errors import ChannelClosed
+from embodied.core.errors import ChannelClosed
 
 if TYPE_CHECKING:
-    from embodied.runtime.hosts import Host
-    from embodied.runtime.queues import Queue
-    from embodied.runtime.remote import Remote
+    from embodied.runtime.channel_queue import Queue
+    from embodied.runtime.host import Host
+    from embodied.runtime.remote_channel import Remote
 
 DEFAULT_CAPACITY = 64
 

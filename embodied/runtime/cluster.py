@@ -18,16 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from embodied.errors import DeadlineExceeded, WorkerFailed
-from embodied.runtime.awake import LOOK_S, AwakeClock
+from embodied.core.errors import DeadlineExceeded, WorkerFailed
+from embodied.runtime.awake_clock import LOOK_S, AwakeClock
 from embodied.runtime.backend import START_S, Events, describe_backend, make_backend
 from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Choose
 from embodied.runtime.failures import Failure, readable
 from embodied.runtime.group import Handle, WorkerGroup
-from embodied.runtime.hosts import DRIVER, HostPlan, WorkerSpec
-from embodied.runtime.keeper import Call, Keeper
+from embodied.runtime.host import DRIVER, HostPlan, WorkerSpec
 from embodied.runtime.progress import MAX_WORKERS, Sign
 from embodied.runtime.supervision import Budget, Supervisor
+from embodied.runtime.watchdog import Call, Watchdog
 from embodied.runtime.worker import Worker
 
 _FIRST_CAUSE_S = 0.5  # how long a consequence waits for its cause to be reported
@@ -69,7 +69,7 @@ class Cluster:
         self._started: list[str] = []  # hosts
         self._dead_hosts: dict[str, Failure] = {}
         self._losses: dict[str, Failure] = {}  # dead hosts to be replaced that `settle` has not told yet
-        self._keeper: Keeper | None = None
+        self._watchdog: Watchdog | None = None
         self._clock = AwakeClock()
         self._closed = False
         events = Events(self._on_report, on_start, self._on_death)
@@ -170,7 +170,7 @@ class Cluster:
         hosts = [plan.name for plan in plans if plan.name not in unique]
         stale_hosts = [plan.name for plan in plans if stale_roles.intersection(plan.roles) and plan.name in hosts]
         supervisor = Supervisor(budget, hosts, stale_hosts, unique)
-        self._keeper = Keeper(self._backend, supervisor, self._clock)
+        self._watchdog = Watchdog(self._backend, supervisor, self._clock)
 
     def settle(self, *handles: Handle) -> dict[str, Failure]:
         """Blocks until the handles are done (then {}), or hosts have died that can be replaced: host -> what happened,
@@ -209,11 +209,11 @@ class Cluster:
     def rebuilt_by(self, host: str, construction: Sequence[Handle], weights: Sequence[Handle]) -> None:
         """A replaced host is at work when `construction` is done, and no longer stale when `weights` is."""
         with self._changed:
-            self._keeper.rebuilt_by(host, construction, weights)
+            self._watchdog.rebuilt_by(host, construction, weights)
 
     def restarts(self, host: str) -> int:
         """Of this host in this run."""
-        return self._keeper.supervisor.restarts(host)
+        return self._watchdog.supervisor.restarts(host)
 
     def close(self, seconds: float = CLOSE_S) -> None:
         """Ends everything: blocked workers get ChannelClosed, idle ones close, the rest is killed after `seconds`."""
@@ -260,9 +260,9 @@ class Cluster:
             left = allowed - self._silence(handles)
         if left <= 0:
             raise DeadlineExceeded(self._late(next(handle for handle in handles if handle.running()), allowed))
-        self._changed.wait(min(left, self._keeper.check_s if self._keeper else LOOK_S))
-        if self._keeper is not None:
-            self._keeper.check(self._calls.values())
+        self._changed.wait(min(left, self._watchdog.check_s if self._watchdog else LOOK_S))
+        if self._watchdog is not None:
+            self._watchdog.check(self._calls.values())
 
     def _silence(self, handles: Sequence[Handle]) -> float:
         """Seconds since one of those who are waited for last did something."""
@@ -279,7 +279,7 @@ class Cluster:
             cause = next((f for f in self._failures if (f.worker, f.cause) == failure.follows), None)
             if cause is None:  # a worker closed the channel itself, and may be about to say why
                 peer = failure.follows[0]
-                if self._keeper and (ended := self._keeper.ended(peer)):
+                if self._watchdog and (ended := self._watchdog.ended(peer)):
                     return ended
                 patience_s = _RANK_DEATH_S if peer in self._groups else _FIRST_CAUSE_S
                 self._changed.wait_for(partial(self._spoke, peer), patience_s)
@@ -312,9 +312,9 @@ class Cluster:
             doing = "constructor" if constructing else handle.what.split(".")[1]
             cause = f"{doing} failed: {cause} [{self._backend.where(call.host)}]"
             failure = Failure(worker, cause, traceback, follows, constructing, exit_code=code)
-            if retry and self._keeper is not None and self._keeper.replaceable(call.host):
+            if retry and self._watchdog is not None and self._watchdog.replaceable(call.host):
                 self._calls[call_id] = call  # fails with its host
-                self._keeper.condemn(call.host, failure)
+                self._watchdog.condemn(call.host, failure)
                 return
         self._fail([call], failure, [worker])
 
@@ -331,7 +331,7 @@ class Cluster:
             held = f"out of memory? It held {readable(self._backend.pulse(host).resident_bytes)}"
             hint = f" ({held})" if cause.endswith("SIGKILL") else ""
             failure = Failure(worker, f"its process {cause}{hint}{doing} [{self._backend.where(host)}]")
-            failure, again = self._keeper.died(host, failure) if self._keeper else (failure.final(""), False)
+            failure, again = self._watchdog.died(host, failure) if self._watchdog else (failure.final(""), False)
             self._dead_hosts[host] = failure
             died = ("died", host, failure.worker, failure.cause, again)
             for other in list(self._started):

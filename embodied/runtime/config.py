@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from embodied.config_base import Strict
+from embodied.core.options import Strict
 
 HARDWARE = re.compile(r"(?:[\w.-]+/)?(?P<kind>[a-z]\w*):\d+")
 

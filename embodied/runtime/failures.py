@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from embodied.errors import WorkerFailed
+from embodied.core.errors import WorkerFailed
 
 FRAME = re.compile(r'^ *File "(.+", line \d+)', re.MULTILINE)
 

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from embodied.runtime.backend import Events
-from embodied.runtime.hosts import DRIVER, Host, HostPlan, Links
+from embodied.runtime.host import DRIVER, Host, HostPlan, Links
 from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign, resident_bytes
 
 _log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ after its turn, until somebody else's does not fit beside it; then idle resident
 that has been idle longest first. Gangs that share no device never wait for each other and nothing of theirs moves.
 
 Waiting gangs take over in the order of the workflow, producers before their consumers. Acting on what the coordinator
-asks for is the caller's business (`turns.py`).
+asks for is the caller's business (`device_sharing.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from embodied.errors import EmbodiedError
+from embodied.core.errors import EmbodiedError
 
 GB = 1e9
 

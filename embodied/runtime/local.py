@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embodied.runtime.backend import Events
-from embodied.runtime.exits import describe_exit
-from embodied.runtime.hosts import DRIVER, Host, HostPlan, Links
+from embodied.runtime.exit_status import describe_exit
+from embodied.runtime.host import DRIVER, Host, HostPlan, Links
 from embodied.runtime.payload import Payload, decode, encode, segments
 from embodied.runtime.processes import HostProcess, Processes, boot_order, check_cores, progress_memory
 from embodied.runtime.progress import PROGRESS_BYTES, Progress
-from embodied.runtime.wire import Loop, Wire, socket_pair
+from embodied.runtime.socket_io import Loop, MessageSocket, socket_pair
 
 # Runs before anything else in the child: what is imported later must already find the cores and the driver's path.
 _BOOT = """
@@ -32,7 +32,7 @@ if boot["cores"]:
     import os
     os.sched_setaffinity(0, boot["cores"])
 sys.path[:] = boot["path"]
-from embodied.runtime.child import main
+from embodied.runtime.local_host import main
 main(boot)
 """
 
@@ -40,8 +40,8 @@ main(boot)
 @dataclass
 class _Process(HostProcess):
     popen: subprocess.Popen
-    control: Wire
-    channels: Wire  # the driver's own end
+    control: MessageSocket
+    channels: MessageSocket  # the driver's own end
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +81,7 @@ class LocalBackend(Processes):
         finally:
             theirs.close()
             os.close(memory_fd)
-        control = Wire(mine)
+        control = MessageSocket(mine)
         channels = self._connect_to_driver(plan.name, control)
         process = _Process(plan, log, memory, popen, control, channels)
         before = self._processes.pop(plan.name, None)
@@ -140,11 +140,11 @@ class LocalBackend(Processes):
             if output is not None:
                 output.close()
 
-    def _connect_to_driver(self, name: str, control: Wire) -> Wire:
+    def _connect_to_driver(self, name: str, control: MessageSocket) -> MessageSocket:
         mine, theirs = socket_pair()
         with theirs:
             control.post(("peer", DRIVER), fd=theirs.fileno())
-        wire = Wire(mine)
+        wire = MessageSocket(mine)
         self._channels.add(
             wire, lambda message, payload, _: self.host.serve_channel(name, message, payload), lambda: None
         )

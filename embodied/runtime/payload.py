@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from embodied.runtime.segments import Segments, map_private
+from embodied.runtime.shared_memory import Segments, map_private
 
 OUT_OF_BAND_BYTES = 64 * 1024
 _ALIGNMENT = 64

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied.runtime.exits import WRITE_STACKS
-from embodied.runtime.hosts import Host, HostPlan, ranges
+from embodied.runtime.exit_status import WRITE_STACKS
+from embodied.runtime.host import Host, HostPlan, ranges
 from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign
 
 _log = logging.getLogger(__name__)

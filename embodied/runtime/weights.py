@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from embodied.errors import EmbodiedError, StaleWeights
-from embodied.runtime.blobs import Blob, Spec, checksum, place
+from embodied.core.errors import EmbodiedError, StaleWeights
 from embodied.runtime.channel import Channel, put_all
-from embodied.runtime.segments import map_private, map_shared
+from embodied.runtime.shared_memory import map_private, map_shared
+from embodied.runtime.tensor_bytes import Blob, Spec, checksum, place
 
 IN_FLIGHT_BYTES = 64 << 20  # of buckets: one that was put and one being put
 BUCKET_BYTES = IN_FLIGHT_BYTES // 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError
 
 KINDS = "biuf"
 MOST_AXES = 8

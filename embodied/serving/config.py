@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from embodied.config_base import Strict
+from embodied.core.options import Strict
 
 TOKEN = "EMBODIED_SERVE_TOKEN"
 SHORTEST = 16

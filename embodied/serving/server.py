@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from embodied import rng
-from embodied.arrays import finite_rows, host, join_rows
-from embodied.data import Observation
+from embodied.core import rng
+from embodied.core.arrays import finite_rows, host, join_rows
+from embodied.core.types import Observation
 from embodied.policies.base import Policy
 from embodied.serving.batching import Batching
 from embodied.serving.codec import BadMessage, pack, unpack
 from embodied.serving.config import ServeConfig
-from embodied.serving.questions import OTHERS, largest_array, longest_question, observation_of
+from embodied.serving.requests import OTHERS, largest_array, longest_question, observation_of
 
 ANSWER_S, SEND_S = 120.0, 30.0  # most that an answer, and taking it, may last
 AWAY, REFUSED, BROKEN, FULL = (

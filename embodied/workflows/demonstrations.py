@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embodied.data import EnvSpec, EpisodeResult, Recording
+from embodied.core.episodes import EpisodeList
+from embodied.core.errors import ConfigError
+from embodied.core.types import EnvSpec, EpisodeResult, Recording
 from embodied.envs import env_class
-from embodied.episodes import EpisodeList
-from embodied.errors import ConfigError
 from embodied.workflows.embodied import EmbodiedLoop
 
 
@@ -19,7 +19,7 @@ class DemonstrationLoop(EmbodiedLoop):
         nobody asks the policy workers."""
         tasks = env_class(self.config.env).tasks(self.config.env)
         episodes = EpisodeList(self.config.seed, "demonstrations", tasks).first(self.config.collect.episodes)
-        spec = self.crew.ask(self.sims.eval_spec)[0]
+        spec = self.rollouts.ask(self.sims.eval_spec)[0]
         if self.config.collect.noise and spec.action.discrete:
             raise ConfigError(f"collect.noise={self.config.collect.noise:g} needs continuous actions; leave it out")
         recording = Recording(drafts=drafts, noise=self.config.collect.noise, seed=self.config.seed)

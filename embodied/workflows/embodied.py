@@ -1,7 +1,7 @@
 """The cyclic loop of embodied RL: simulate, act, learn, publish.
 
 This is the macro program. It launches the three groups and says who does what in an iteration; where each worker runs
-is the plan's business, and what happens when one dies is told in `crew.py`.
+is the plan's business, and what happens when one dies is told in `rollout_manager.py`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied import devices
-from embodied.data import EnvSpec, EpisodeResult, EpisodeSpec, Recording, Route
+from embodied.core.episodes import EpisodeList
+from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Recording, Route
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
-from embodied.episodes import EpisodeList
-from embodied.policies.merging import Merging
+from embodied.policies.request_batching import Merging
+from embodied.run import devices
 from embodied.runtime import Budget, Cluster, Handle, Timers, WorkerGroup
 from embodied.runtime.weights import new_name
-from embodied.workflows.crew import Crew
-from embodied.workflows.delivery import Delivery, Weights
-from embodied.workflows.evaluation import Heard, ignore, never, play_fixed
-from embodied.workflows.groups import Groups
-from embodied.workflows.keeping import first_recording, to_film_again, write_dataset
-from embodied.workflows.residency import ROLLOUT, UPDATE, take_turns
-from embodied.workflows.slices import Slices
+from embodied.workflows.device_claims import ROLLOUT, UPDATE, take_turns
+from embodied.workflows.eval_outputs import first_recording, to_film_again, write_dataset
+from embodied.workflows.fixed_episodes import Heard, ignore, never, play_fixed
+from embodied.workflows.group_collector import GroupCollector
+from embodied.workflows.horizon_collector import HorizonCollector
+from embodied.workflows.rollout_manager import RolloutManager
+from embodied.workflows.weight_sync import Weights, WeightSync
 
 if TYPE_CHECKING:
-    from embodied.config import RunConfig
-    from embodied.reporting.partial import PartialEvaluation
+    from embodied.config.recipe import RunConfig
+    from embodied.reporting.partial_evaluation import PartialEvaluation
 
 # By name: the driver never imports torch or a simulator.
 SIM = "embodied.envs.worker:SimWorker"
@@ -50,7 +50,7 @@ class EmbodiedLoop:
         config: RunConfig,
         cluster: Cluster,
         learn: bool = True,
-        meeting=None,
+        rendezvous=None,
         tell: Callable[[str], None] = lambda line: None,
         eval_tasks: tuple[str, ...] = (),
         start_folder: Path | None = None,
@@ -77,15 +77,17 @@ class EmbodiedLoop:
         options = (config.policy, config.seed, config.learner.precision, self.torch_device("policy"))
         merging = Merging(config.merged_rows, config.pipeline.merge_wait_s)
         self.policies = cluster.launch(POLICY, "policy", *options, merging)
-        self.crew = Crew(cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell)
+        self.rollouts = RolloutManager(
+            cluster, self.sims, self.policies, max(stages, 1), journal, config.env.num_envs, tell
+        )
         self.learners = None
         if learn:
             options = (config.policy, self.algorithm, config.learner)
             device = self.torch_device("learner")
-            self.learners = cluster.launch(self.learner, "learner", *options, config.seed, meeting, device)
+            self.learners = cluster.launch(self.learner, "learner", *options, config.seed, rendezvous, device)
 
-    def what_to_learn_from(self, config: RunConfig, tasks: tuple[str, ...]) -> Slices | Groups:
-        return (Slices if config.algo.name == "ppo" else Groups)(config, tasks)
+    def what_to_learn_from(self, config: RunConfig, tasks: tuple[str, ...]) -> HorizonCollector | GroupCollector:
+        return (HorizonCollector if config.algo.name == "ppo" else GroupCollector)(config, tasks)
 
     def torch_device(self, role: str) -> str:
         """Where a role's networks compute: on its hosts' GPUs, else on cores."""
@@ -124,23 +126,23 @@ class EmbodiedLoop:
         for build in builds:
             build.wait()
         channel, faults = self.cluster.channel, self.config.faults
-        self.delivery = Delivery(self.cluster, self.policies)
+        self.weight_sync = WeightSync(self.cluster, self.policies)
         ranks = range(len(self.learners)) if self.learners else range(0)
         self.trajectories = [  # bounded by what a rollout is: nobody takes anything before it has ended
             channel(f"trajectories-{r}", home=self.learners[r], capacity=None) for r in ranks
         ]
         budget = Budget(faults.max_restarts, faults.window_s, faults.hang_s)
-        self.crew.start(spec, self.collection.noted if self.learners else None, self.delivery, budget)
+        self.rollouts.start(spec, self.collection.noted if self.learners else None, self.weight_sync, budget)
         if self.learners:
-            self.collection.start(self.crew, self.learners, self.trajectories)
+            self.collection.start(self.rollouts, self.learners, self.trajectories)
         groups = (self.sims, self.policies, self.learners)
         self.turns = take_turns(self.cluster, *groups, self.config.cluster.memory_gb, self.timers)
-        self.crew.has_memory = self.turns.has_memory
+        self.rollouts.has_memory = self.turns.has_memory
         return spec
 
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
         """Collect a batch, update, publish. Returns the finished episodes and the numbers of the iteration."""
-        restarts, started = self.crew.restarts, perf_counter()
+        restarts, started = self.rollouts.restarts, perf_counter()
         with self.timers.measure("rollout"), self.turns.phase(ROLLOUT):
             batch = self.collection.collect(self.version)
         with self.timers.measure("update"), self.turns.phase(UPDATE):
@@ -150,36 +152,36 @@ class EmbodiedLoop:
         if "time/first_backward_s" in losses:  # as rank 0 saw it: since its update began
             losses["time/first_backward_s"] += before_s
         publish_s = self.publish(self.version + 1)
-        own = {"time/publish_s": publish_s, "faults/restarts": self.crew.restarts - restarts}
+        own = {"time/publish_s": publish_s, "faults/restarts": self.rollouts.restarts - restarts}
         return batch.finished, self.collection.numbers(batch) | own | losses
 
     def settled(self, updating: Handle) -> dict[str, float]:
         """Rank 0's result. Who dies meanwhile is replaced meanwhile."""
-        self.crew.settle(updating)
+        self.rollouts.settle(updating)
         return updating.wait()[0]
 
     @property
     def version(self) -> int:
         """Of the weights that act."""
-        return self.delivery.version
+        return self.weight_sync.version
 
     def publish(self, version: int) -> float:
         """Make the learner's weights the ones that act, as this version."""
         with self.timers.measure("publish"):
             with self.turns.phase(UPDATE):
                 publishing = self.learners.publish(version)
-                self.crew.settle(publishing)
+                self.rollouts.settle(publishing)
             with self.turns.phase(ROLLOUT):
-                loading = self.delivery.deliver(publishing.wait()[0], self.learners[0].send, self.crew.ask)
-                self.crew.settle(*loading)
+                loading = self.weight_sync.deliver(publishing.wait()[0], self.learners[0].send, self.rollouts.ask)
+                self.rollouts.settle(*loading)
         return publishing.seconds("max")
 
     def adopt(self, weights: Weights | None) -> None:
         """Act with weights that come from a checkpoint instead of a learner; None: with those a run begins with."""
         with self.turns.phase(ROLLOUT):
             if weights is None:
-                weights = Weights(0, self.crew.ask(lambda: self.policies[0].initial_weights(self.crew.spec))[0])
-            self.crew.settle(*self.delivery.adopt(weights, self.crew.ask))
+                weights = Weights(0, self.rollouts.ask(lambda: self.policies[0].initial_weights(self.rollouts.spec))[0])
+            self.rollouts.settle(*self.weight_sync.adopt(weights, self.rollouts.ask))
 
     def evaluate(
         self,
@@ -195,7 +197,7 @@ class EmbodiedLoop:
         recording = first_recording(options, out)
         results = dict(kept.finished) if kept else {}
         with self.timers.measure("evaluate"):
-            self.eval_spec = self.crew.ask(self.sims.eval_spec)[0]
+            self.eval_spec = self.rollouts.ask(self.sims.eval_spec)[0]
             missing = [spec for spec in self.eval_episodes if spec.index not in results]
             played = self._play(missing, recording, heard=kept.add if kept else ignore, stop=stop)
             results |= {result.index: result for result in played}
@@ -221,7 +223,7 @@ class EmbodiedLoop:
 
         with self.turns.phase(ROLLOUT):
             options = (self.config.eval.temperature, bool(expert), heard, stop)
-            return play_fixed(self.crew, episodes, begin, self.notes, *options)
+            return play_fixed(self.rollouts, episodes, begin, self.notes, *options)
 
     def save_learners(self, draft: Path) -> None:
         """Policy and optimizer, into a checkpoint that is being written, under the same path wherever a learner is."""

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.arrays import host, tensor_of
-from embodied.data import Array, EnvSpec, Observation
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.arrays import host, tensor_of
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.types import Array, EnvSpec, Observation
 from embodied.policies.config import PrismaticConfig
 from embodied.policies.folder import copy_files, read_blobs
+from embodied.policies.openvla.action_stats import OWN, RANGES, Ranges, stated_ranges
 from embodied.policies.openvla.actions import ActionTokens
 from embodied.policies.openvla.components import as_stored
 from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, write_published
 from embodied.policies.openvla.llama import LanguageModel
-from embodied.policies.openvla.ranges import OWN, RANGES, Ranges, stated_ranges
 from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.text import STOP, Tokenizer, WordTokenizer, prompt, template_of, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
@@ -32,8 +32,8 @@ from embodied.policies.vla.layers import smooth_filters, with_adapter
 from embodied.policies.vla.lora import AdaptedPolicy, add_lora, initial_adapter, is_adapter, misfit, published_name
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
 from embodied.policies.vla.text import align
-from embodied.runtime.blobs import Blob, blob_of
-from embodied.runtime.blobs import tensor_of as tensor_of_blob
+from embodied.runtime.tensor_bytes import Blob, blob_of
+from embodied.runtime.tensor_bytes import tensor_of as tensor_of_blob
 
 VALUE = "value_head."
 PATCHES = "patches"

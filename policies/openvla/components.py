@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embodied.errors import CheckpointError, EmbodiedError
+from embodied.core.errors import CheckpointError, EmbodiedError
 from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged, product, published_name
 from embodied.policies.vla.shards import write_tensors
-from embodied.runtime.blobs import read_safetensors, tensor_of
+from embodied.runtime.tensor_bytes import read_safetensors, tensor_of
 
 FILE = re.compile(
     r"(action_head|proprio_projector|vision_backbone|noisy_action_projector)--.+_checkpoint\.(pt|safetensors)"

@@ -12,15 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from embodied.errors import CheckpointError
+from embodied.core.errors import CheckpointError
 from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
+from embodied.policies.openvla.action_stats import RANGES
 from embodied.policies.openvla.components import component_weights, find_components
-from embodied.policies.openvla.ranges import RANGES
 from embodied.policies.openvla.settings import Settings, settings_of
 from embodied.policies.openvla.text import TOKENIZER
 from embodied.policies.vla.adapters import CONFIG as ADAPTER_CONFIG
 from embodied.policies.vla.shards import write_shards, write_tensors
-from embodied.runtime.blobs import Blob, blob_of
+from embodied.runtime.tensor_bytes import Blob, blob_of
 
 OFT = "openvla_oft"
 OURS = ("policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.arrays import host, tensor_of
-from embodied.data import NoiseSpec, Observation, PolicyOutput
-from embodied.errors import ConfigError
+from embodied.core.arrays import host, tensor_of
+from embodied.core.errors import ConfigError
+from embodied.core.types import NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import OpenVLAOFTConfig
 from embodied.policies.openvla.base import PATCHES, PrismaticPolicy, check_cameras

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.arrays import tensor_of
-from embodied.data import NoiseSpec, Observation, PolicyOutput
-from embodied.errors import ConfigError
+from embodied.core.arrays import tensor_of
+from embodied.core.errors import ConfigError
+from embodied.core.types import NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.openvla.base import PATCHES, PrismaticPolicy, check_cameras
-from embodied.policies.openvla.compiled import CompiledWriting
+from embodied.policies.openvla.compiled_decoding import CompiledWriting
+from embodied.policies.openvla.decoding import LAST, way_to_write
 from embodied.policies.openvla.llama import Cache
 from embodied.policies.openvla.sampling import action_scores, pick
-from embodied.policies.openvla.writing import LAST, way_to_write
 
 
 class OpenVLAPolicy(PrismaticPolicy):

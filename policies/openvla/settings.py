@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied.errors import CheckpointError
+from embodied.core.errors import CheckpointError
 
 MODEL_TYPE = "openvla"
 

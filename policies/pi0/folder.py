@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied.errors import CheckpointError
+from embodied.core.errors import CheckpointError
 from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
 from embodied.policies.pi0.network import WORDS
 from embodied.policies.pi0.normalize import NORM_STATS, Figures, read_figures
@@ -22,7 +22,7 @@ from embodied.policies.pi0.settings import Settings, settings_of
 from embodied.policies.pi0.text import TOKENIZER
 from embodied.policies.vla.layers import smooth_filters
 from embodied.policies.vla.lora import initial_adapter, is_adapter
-from embodied.runtime.blobs import Blob, read_safetensors, tensor_of, write_safetensors
+from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of, write_safetensors
 
 MODEL = "model."  # what our names, and lerobot's, begin with
 SCALED = "action_scale.scale"  # a folder of ours has the figures among its weights

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.folder import read_json
 from embodied.policies.pi0.settings import MEAN_STD
 from embodied.policies.vla.statistics import choose_key
-from embodied.runtime.blobs import array_of, read_safetensors
+from embodied.runtime.tensor_bytes import array_of, read_safetensors
 
 NORM_STATS, STEPS = "norm_stats.json", "policy_preprocessor.json"
 WANTED = {"state": ("state", "observation.state"), "actions": ("actions", "action")}  # openpi's name, lerobot's

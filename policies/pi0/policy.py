@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodied.arrays import tensor_of
-from embodied.data import EnvSpec, NoiseSpec, Observation, PolicyOutput
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.arrays import tensor_of
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import Pi0Config
 from embodied.policies.pi0 import flow
-from embodied.policies.pi0.augment import DRAWS, augmented
-from embodied.policies.pi0.checks import check_env, views_of
+from embodied.policies.pi0.augmentation import DRAWS, augmented
+from embodied.policies.pi0.env_check import check_env, views_of
 from embodied.policies.pi0.folder import MODEL, SCALED, drawn, layout_of, read_published, save_beside, write_back
 from embodied.policies.pi0.images import pixels_of, resize_with_pad
 from embodied.policies.pi0.network import Pi0Network, Prefix, in_half
@@ -34,8 +34,8 @@ from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.lora import AdaptedPolicy, add_lora, is_adapter, misfit, published_name
 from embodied.policies.vla.shards import write_shards
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
-from embodied.runtime.blobs import Blob, blob_of
-from embodied.runtime.blobs import tensor_of as tensor_of_blob
+from embodied.runtime.tensor_bytes import Blob, blob_of
+from embodied.runtime.tensor_bytes import tensor_of as tensor_of_blob
 
 SEEN, PRESENT, HIDDEN = "prefix", "prefix_present", "prefix_hidden"
 SCALES = ("action_scale.", "state_scale.")
@@ -97,7 +97,7 @@ class Pi0Policy(AdaptedPolicy):
 
     @classmethod
     def counted(cls, config: Pi0Config, spec: EnvSpec) -> Pi0Policy:
-        from embodied.policies.pi0.counted import CountedPi0
+        from embodied.policies.pi0.memory_model import CountedPi0
 
         return CountedPi0(config.model_copy(update={"pretrained": None, "statistics": None}), spec)
 

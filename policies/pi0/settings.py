@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied.errors import CheckpointError
+from embodied.core.errors import CheckpointError
 
 MEAN_STD, QUANTILES = "mean_std", "quantiles"
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.pi0.settings import Settings
 from embodied.policies.vla.text import fast_tokenizer, hashed_words
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.folder import read_json
 from embodied.policies.vla.layers import ADAPTER
 from embodied.policies.vla.lora import is_adapter, published_name
-from embodied.runtime.blobs import Blob, read_safetensors, tensor_of
+from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."  # how peft's names begin

@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from embodied.errors import ConfigError
+from embodied.core.errors import ConfigError
 from embodied.policies.config import Pi0Config, PrismaticConfig
 
 COMPILERS = ("g++", "clang++", "c++")

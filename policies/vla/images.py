@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.vla.resampling import as_in_rlds, as_pillow
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.base import Policy
 from embodied.policies.vla.layers import ADAPTER
 from embodied.policies.vla.shards import write_tensors

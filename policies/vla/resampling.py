@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.arrays import host
+from embodied.core.arrays import host
 
 BITS = 22
 UNITS, HALF = 2.0**BITS, 2 ** (BITS - 1)  # of Pillow's weights

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from embodied.policies.folder import INDEX, WEIGHTS
-from embodied.runtime.blobs import blob_of, spec_of, write_safetensors
+from embodied.runtime.tensor_bytes import blob_of, spec_of, write_safetensors
 
 
 def write_shards(path: Path, weights: dict[str, Tensor], shard_bytes: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 
 BOUNDS = {"quantiles": ("q01", "q99"), "extremes": ("min", "max")}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 
 
 def fast_tokenizer(path: Path):

@@ -11,9 +11,9 @@ from torch import nn
 
 from embodied.algorithms.advantages import gae, merge_moments, moments, normalize
 from embodied.algorithms.config import PPOConfig
-from embodied.algorithms.items import minibatches, owned, permutation
 from embodied.algorithms.losses import PPOItems, ppo_loss_sum
-from embodied.algorithms.schedules import skip_remaining_epochs
+from embodied.algorithms.lr_schedules import skip_remaining_epochs
+from embodied.algorithms.minibatches import minibatches, owned, permutation
 
 from .reference_ppo import reference_update
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.evaluation_cost import bare_stepping, recorded, replay, slope
-from embodied.data import EpisodeSpec
+from embodied.core.types import EpisodeSpec
 from embodied.envs.config import PointMassConfig
-from embodied.envs.pointmass import PointMassEnv
+from embodied.envs.pointmass.env import PointMassEnv
 
 
 def test_bare_stepping_plays_as_many_episodes_as_it_is_told():

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import fault_table
 from benchmarks.fault_cases import BACKENDS, HOSTS, MODES, RECIPES, RECOVERED, TOLD, Case, all_cases
-from embodied.config import load
+from embodied.config.recipe import load
 from embodied.placement import make_plan
 
 CASES = all_cases()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.learning import grpo_gain, starts
-from embodied.config import load
+from embodied.config.recipe import load
 
 
 def test_the_gain_is_paired_and_its_interval_holds_what_chance_allows():

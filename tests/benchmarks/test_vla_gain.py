@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.learning.vla_gain import MODELS
-from embodied.config import load
+from embodied.config.recipe import load
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from embodied.config import RunConfig, dump_yaml, load
-from embodied.errors import ConfigError
-from embodied.layers import recipe_names
+from embodied.config.merge import recipe_names
+from embodied.config.recipe import RunConfig, dump_yaml, load
+from embodied.core.errors import ConfigError
 
 BASE = ["recipe=pointmass_ppo"]
 

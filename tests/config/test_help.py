@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from embodied.config import RunConfig, load
-from embodied.schema import leaves, root
+from embodied.config.recipe import RunConfig, load
+from embodied.config.schema import leaves, root
 
 HEAVY = ("torch", "ray", "sapien", "mani_skill", "gymnasium", "tensorboard", "matplotlib", "imageio")
 HELP = 'from embodied.{command} import main; code = main(["--help"])'

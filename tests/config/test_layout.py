@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from embodied.config import RunConfig
-from embodied.schema import leaves, root
+from embodied.config.recipe import RunConfig
+from embodied.config.schema import leaves, root
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("embodied", "envs", "policies", "placement")
@@ -51,29 +51,19 @@ def allowed(name, prefixes):
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-SHARED = (
-    "embodied.arrays",
-    "embodied.data",
-    "embodied.errors",
-    "embodied.files",
-    "embodied.rng",
-    "embodied.runtime",
-    "embodied.config_base",
-    "embodied.episodes",
-)
-
-
-RECORDING = ("embodied.datasets", "embodied.reporting.frames", "embodied.reporting.videos")
+SHARED = ("embodied.core", "embodied.runtime")
+RECORDING = ("embodied.datasets", "embodied.reporting.video_frames", "embodied.reporting.videos")
 
 
 @pytest.mark.parametrize(
     ("folder", "may_import"),
     [
         ("placement", ("embodied.placement",)),
-        ("envs", ("embodied.envs", "embodied.vulkan", *RECORDING, *SHARED)),
+        ("envs", ("embodied.envs", "embodied.system.vulkan", *RECORDING, *SHARED)),
         ("policies", ("embodied.policies", *SHARED)),
-        ("embodied/algorithms", ("embodied.algorithms", "embodied.data", "embodied.rng", "embodied.config_base")),
-        ("embodied/runtime", ("embodied.runtime", "embodied.errors", "embodied.config_base")),
+        ("embodied/core", ("embodied.core",)),
+        ("embodied/algorithms", ("embodied.algorithms", "embodied.core")),
+        ("embodied/runtime", ("embodied.runtime", "embodied.core")),
     ],
 )
 def test_a_folder_imports_only_what_the_layout_allows(folder, may_import):
@@ -82,14 +72,14 @@ def test_a_folder_imports_only_what_the_layout_allows(folder, may_import):
 
 
 def test_components_never_import_a_workflow_or_a_command():
-    conductors = ("embodied.workflows", "embodied.train", "embodied.evaluate", "embodied.commands", "embodied.config")
+    conductors = ("embodied.workflows", "embodied.train", "embodied.evaluate", "embodied.run", "embodied.config")
     for folder in ("envs", "policies", "placement", "embodied/algorithms", "embodied/learners", "embodied/runtime"):
         assert not [(path, name) for path, name in ours(folder) if allowed(name, conductors)]
 
 
 def test_options_are_free_of_heavy_imports():
     for path in SOURCES:
-        if path.name in ("config.py", "config_base.py"):
+        if path.name in ("config.py", "options.py"):
             assert not [
                 name
                 for name, now in imports(path)
@@ -98,7 +88,7 @@ def test_options_are_free_of_heavy_imports():
 
 
 MESSAGES = [
-    ROOT / "embodied/runtime" / name for name in ("wire.py", "payload.py", "ray_payload.py")
+    ROOT / "embodied/runtime" / name for name in ("socket_io.py", "payload.py", "ray/object_store.py")
 ]  # between our own processes only
 
 
@@ -115,7 +105,7 @@ def test_every_option_is_read_outside_its_model():
     read = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and not (path.name == "config.py" and path.parent.name != "embodied"):
+            if isinstance(node, ast.Attribute) and path.name != "config.py":
                 read.add(node.attr)
     unread = sorted({key for key, _, _ in leaves(root(RunConfig)) if key.rpartition(".")[2] not in read})
     assert not unread

@@ -64,7 +64,8 @@ def test_a_folder_of_the_same_name_in_the_working_directory_shadows_nothing(whee
         (tmp_path / "mine" / name).mkdir(parents=True)
         (tmp_path / "mine" / name / "__init__.py").write_text("raise RuntimeError('shadowed')")
     probe = (
-        "import sys; sys.path.insert(0, sys.argv[1])\nfrom embodied.config import load; print(load(sys.argv[2:]).name)"
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from embodied.config.recipe import load; print(load(sys.argv[2:]).name)"
     )
     command = [sys.executable, "-c", probe, str(target), "recipe=pointmass_ppo"]
     told = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True)

@@ -10,9 +10,9 @@ import pytest
 pa = pytest.importorskip("pyarrow")
 from damaged import INFO, LEARN, cell, cut, every, first_rows, gone, info, refused, rows, text, without  # noqa: E402
 
-from embodied.data import ActionSpec, EnvSpec  # noqa: E402
+from embodied.core.errors import EmbodiedError  # noqa: E402
+from embodied.core.types import ActionSpec, EnvSpec  # noqa: E402
 from embodied.datasets import DatasetWriter, features_of, frame_of, read_dataset  # noqa: E402
-from embodied.errors import EmbodiedError  # noqa: E402
 from embodied.sft import main as sft  # noqa: E402
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=6, has_success=True)  # that of the toy env

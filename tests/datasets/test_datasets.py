@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from embodied.data import ActionSpec, EnvSpec
-from embodied.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.types import ActionSpec, EnvSpec
 
 pytest.importorskip("pyarrow")
 
-from embodied.datasets import DatasetWriter, Draft, features_of, frame_of, read_dataset
+from embodied.datasets import DatasetWriter, EpisodeBuffer, features_of, frame_of, read_dataset
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=5, images={"front": (32, 48, 3)}, has_success=True)
 STATE = EnvSpec(ActionSpec(3), state_dim=5, has_success=True)
@@ -118,7 +118,7 @@ def test_statistics_are_those_of_all_frames(dataset):
 
 def test_drafts_of_several_rows_are_taken_up_in_any_order(tmp_path):
     features = features_of(STATE)
-    drafts = [Draft(tmp_path / f"draft-{number}", 20, features) for number in range(3)]
+    drafts = [EpisodeBuffer(tmp_path / f"draft-{number}", 20, features) for number in range(3)]
     for step in zip(*[frames(number, 4, images=False) for number in range(3)]):
         for draft, frame in zip(drafts, step):
             draft.add(frame)
@@ -165,7 +165,7 @@ def test_nothing_is_overwritten(tmp_path):
 
 
 def test_frames_that_do_not_fit_are_refused_by_name(tmp_path):
-    with Draft(tmp_path / "draft", 20, features_of(STATE)) as draft:
+    with EpisodeBuffer(tmp_path / "draft", 20, features_of(STATE)) as draft:
         frame = next(frames(0, 1, images=False))
         with pytest.raises(ValueError, match=r"lacks \['action'\]"):
             draft.add({name: value for name, value in frame.items() if name != "action"})

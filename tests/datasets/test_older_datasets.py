@@ -12,10 +12,10 @@ import pyarrow.parquet as pq  # noqa: E402
 from damaged import INFO, LEARN, cut, gone, info, refused, rows, text  # noqa: E402
 from imageio_ffmpeg import get_ffmpeg_exe  # noqa: E402
 
-from embodied.data import ActionSpec, EnvSpec  # noqa: E402
+from embodied.core.errors import ConfigError, EmbodiedError  # noqa: E402
+from embodied.core.types import ActionSpec, EnvSpec  # noqa: E402
 from embodied.datasets import DatasetWriter, features_of, frame_of, read_dataset  # noqa: E402
 from embodied.datasets.figures import main as figures  # noqa: E402
-from embodied.errors import ConfigError, EmbodiedError  # noqa: E402
 from embodied.policies import make_policy  # noqa: E402
 from embodied.policies.config import OpenVLAOFTConfig  # noqa: E402
 from embodied.sft import main as sft  # noqa: E402

@@ -6,10 +6,10 @@ from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodied.data import ActionSpec, EnvSpec, EpisodeSpec
+from embodied.core.errors import WrongShape
+from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
 from embodied.envs.base import NotFinite, StepResult, VectorEnv
 from embodied.envs.config import ExternalEnvConfig
-from embodied.errors import WrongShape
 
 LIMIT = 5
 

@@ -5,12 +5,12 @@ import pytest
 from gymnasium.vector import AutoresetMode
 from pydantic import TypeAdapter
 
-from embodied.data import ChunkResult
+from embodied.core.types import ChunkResult
 from embodied.envs import make_env
 from embodied.envs.base import StepResult
 from embodied.envs.check import ContractViolation, check_vector_env
 from embodied.envs.config import EnvConfig
-from embodied.envs.pointmass import PointMassEnv
+from embodied.envs.pointmass.env import PointMassEnv
 
 
 def config(name="pointmass", **kwargs):

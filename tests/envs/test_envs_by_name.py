@@ -6,10 +6,10 @@ import sys
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from embodied.core.errors import ConfigError
 from embodied.envs import env_class, make_env
 from embodied.envs.config import EnvConfig, ExternalEnvConfig, GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
-from embodied.envs.pointmass import PointMassEnv
-from embodied.errors import ConfigError
+from embodied.envs.pointmass.env import PointMassEnv
 
 ADAPTER = TypeAdapter(EnvConfig)
 
@@ -75,7 +75,7 @@ def test_our_classes_are_found_by_name():
 
 
 USER_ENV = """
-from embodied.envs.pointmass import PointMassEnv
+from embodied.envs.pointmass.env import PointMassEnv
 from embodied.envs.config import PointMassConfig
 
 

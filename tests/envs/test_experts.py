@@ -6,25 +6,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from embodied.data import Recording
-from embodied.envs import panda
+from embodied.core.episodes import EpisodeList
+from embodied.core.errors import ConfigError
+from embodied.core.types import Recording
+from embodied.envs.action_source import ExpertActions
 from embodied.envs.config import GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
-from embodied.envs.evaluation import play_episodes
+from embodied.envs.episode_player import play_episodes
 from embodied.envs.experts import make_expert
-from embodied.envs.libero_expert import rims
-from embodied.envs.pilots import ExpertPilot
-from embodied.envs.pointmass import PointMassEnv
-from embodied.episodes import EpisodeList
-from embodied.errors import ConfigError
+from embodied.envs.libero.expert import rims
+from embodied.envs.maniskill.env import panda
+from embodied.envs.pointmass.env import PointMassEnv
 from embodied.runtime import Timers
 
 REST = np.array([0, np.pi / 8, 0, -np.pi * 5 / 8, 0, np.pi * 3 / 4, np.pi / 4])
 
 
 def play(env, count):
-    pilot = ExpertPilot(make_expert(env), "expert")
+    action_source = ExpertActions(make_expert(env), "expert")
     episodes = EpisodeList(0, "demonstrations", (env.config.task,)).first(count)
-    return play_episodes(env, episodes, pilot, Recording(), SimpleQueue(), frozenset(), Timers())
+    return play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
 
 
 def test_the_jacobian_tells_how_small_joint_steps_move_the_hand():
@@ -55,8 +55,8 @@ def test_the_toys_expert_always_arrives(discrete):
 
 def test_maniskills_expert_picks_the_cube_and_the_arm_is_where_its_kinematics_say():
     pytest.importorskip("mani_skill")
-    from embodied.envs.maniskill import ManiSkillEnv
-    from embodied.envs.maniskill_expert import look
+    from embodied.envs.maniskill.env import ManiSkillEnv
+    from embodied.envs.maniskill.expert import look
 
     env = ManiSkillEnv(ManiSkillConfig(task="PickCube-v1"), 6)
     assert sum(result.success_once for result in play(env, 6)) >= 5
@@ -79,12 +79,12 @@ def test_a_leaning_bowl_is_held_where_its_rim_is_and_the_higher_side_is_known():
 @pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO")
 @pytest.mark.parametrize("task", ["libero_object/2", "libero_spatial/5"])
 def test_liberos_expert_solves_stored_states_also_where_a_bowl_slips_as_the_episode_begins(task):
-    from embodied.envs.libero import LiberoEnv
+    from embodied.envs.libero.env import LiberoEnv
 
     env = LiberoEnv(LiberoConfig(name="libero", task=task), 2)
     episodes = EpisodeList(0, "eval", (task,), stored_states=50).first(2)
-    pilot = ExpertPilot(make_expert(env), "expert")
-    played = play_episodes(env, episodes, pilot, Recording(), SimpleQueue(), frozenset(), Timers())
+    action_source = ExpertActions(make_expert(env), "expert")
+    played = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
     env.close()
     assert all(result.success_once for result in played)
 

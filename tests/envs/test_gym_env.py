@@ -6,11 +6,11 @@ import pytest
 from gymnasium import spaces
 from pydantic import TypeAdapter
 
-from embodied.data import EpisodeSpec
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
 from embodied.envs.check import check_vector_env
 from embodied.envs.config import EnvConfig
-from embodied.errors import ConfigError, EmbodiedError
 
 
 def make(name, num_envs=2, **kwargs):

@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from embodied.config import load
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.envs.config import ExternalEnvConfig, GymConfig, ManiSkillConfig
-from embodied.envs.own import import_module, own_modules, simulator_of
-from embodied.errors import ConfigError
+from embodied.envs.own_modules import import_module, own_modules, simulator_of
 
 TASK = """
 from mani_skill.envs.tasks.tabletop.push_cube import PushCubeEnv
@@ -98,7 +98,7 @@ def test_a_class_of_maniskills_kind_means_its_simulator(folder):
 
 def test_a_task_is_found_by_its_registered_name_or_its_class(folder):
     pytest.importorskip("mani_skill")
-    from embodied.envs.maniskill_tasks import find_task
+    from embodied.envs.maniskill.tasks import find_task
 
     (folder / "own_push_there.py").write_text(TASK.replace("OwnPush-v1", "OwnPush-v2"))
     for name in ("OwnPush-v2", "OwnPush"):

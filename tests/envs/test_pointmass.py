@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from embodied.data import EpisodeSpec
+from embodied.core.types import EpisodeSpec
 from embodied.envs.config import PointMassConfig
-from embodied.envs.pointmass import GREEN, RED, VIDEO_SIZE, PointMassEnv
+from embodied.envs.pointmass.env import GREEN, RED, VIDEO_SIZE, PointMassEnv
 
 
 def make(num_envs, **kwargs):

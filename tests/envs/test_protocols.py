@@ -2,13 +2,13 @@
 
 import pytest
 
-from embodied import commands
-from embodied.config import load
+from embodied.config.recipe import load
+from embodied.core.episodes import EpisodeList
+from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.envs.config import ExternalEnvConfig, GymConfig, ManiSkillConfig, PointMassConfig
 from embodied.envs.protocols import choose_protocol
-from embodied.episodes import EpisodeList
-from embodied.errors import ConfigError
+from embodied.run import launch
 
 
 def chosen(config, name=None):
@@ -42,7 +42,7 @@ def test_another_protocol_is_taken_by_name():
 
 def test_an_unknown_protocol_is_refused_before_anything_starts():
     with pytest.raises(ConfigError, match=r"eval\.protocol='nope'"):
-        commands.planned(load(["recipe=pointmass_ppo", "eval.protocol=nope"]).config)
+        launch.planned(load(["recipe=pointmass_ppo", "eval.protocol=nope"]).config)
 
 
 def test_tasks_take_turns_and_their_episodes_do_not_depend_on_the_company():
@@ -64,4 +64,4 @@ def test_training_refuses_several_tasks_where_rows_cannot_differ():
     pytest.importorskip("mani_skill")
     config = load(["recipe=maniskill_ppo", "env.task=[PushCube-v1,PickCube-v1]"]).config
     with pytest.raises(ConfigError, match="trains one task at a time"):
-        commands.planned(config)
+        launch.planned(config)

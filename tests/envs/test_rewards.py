@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from embodied.data import ActionSpec, EnvSpec, EpisodeSpec
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import PointMassConfig
-from embodied.errors import ConfigError
 
 SAYS = [0.2, 0.5, 0.5, 1.0, 0.5]  # the simulator's rewards, step by step
 SOLVED = [False, False, True, False, True]

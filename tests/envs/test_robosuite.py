@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from embodied import evaluate, train
-from embodied.config import load
-from embodied.data import EpisodeSpec
+from embodied.config.recipe import load
+from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.check import check_vector_env
 from embodied.envs.config import RobosuiteConfig

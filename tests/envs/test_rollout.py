@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from embodied.core.episodes import EpisodeList, head_start
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
 from embodied.envs.rollout import Stage
-from embodied.episodes import EpisodeList, head_start
 from embodied.runtime.timers import Timers
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from embodied.arrays import host, map_obs
-from embodied.data import EpisodeSpec
+from embodied.core.arrays import host, map_obs
+from embodied.core.errors import NotFinite
+from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.config import ExternalEnvConfig
-from embodied.errors import NotFinite
 
 N, CHUNK = 3, 4
 

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from embodied.learners.meeting import listen
+from embodied.learners.rendezvous import listen
 
 PROGRAM = """
 import sys, numpy as np, torch
 from embodied.learners import collective
-from embodied.learners.meeting import MeetingAddress, MeetingFile
+from embodied.learners.rendezvous import MeetingAddress, MeetingFile
 kind, where, rank, size = getattr(collective, sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 host, _, port = where.rpartition(":")
 ranks = kind(MeetingAddress(host, int(port), 30.0) if host else MeetingFile(where, 30.0), rank, size)

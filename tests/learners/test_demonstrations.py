@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from embodied.algorithms.config import SFTConfig
-from embodied.algorithms.schedules import sft_factor
-from embodied.data import ActionSpec, EnvSpec
+from embodied.algorithms.lr_schedules import sft_factor
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
-from embodied.errors import ConfigError
 from embodied.learners.collective import Alone
 from embodied.learners.demonstrations import Demonstrations
 from embodied.learners.optimizer import Optimizer

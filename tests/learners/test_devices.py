@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.data import ActionSpec, EnvSpec, GroupBatch, PlayedEpisodes
+from embodied.core.types import ActionSpec, EnvSpec, GroupBatch, PlayedEpisodes
 from embodied.datasets import RecordedEpisode
+from embodied.learners.bc import ImitationLearner
 from embodied.learners.collective import Alone
 from embodied.learners.demonstrations import Demonstrations
-from embodied.learners.groups import prepare_groups
-from embodied.learners.imitation import ImitationLearner
+from embodied.learners.grpo import prepare_groups
 
 PLAYED = PlayedEpisodes(
     episodes=np.array([3, 5]),

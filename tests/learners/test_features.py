@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied.data import ActionSpec, EnvSpec
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners import update
 from embodied.learners.batch import Batch
 from embodied.learners.config import LearnerConfig

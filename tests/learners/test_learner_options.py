@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.errors import ConfigError
+from embodied.core.errors import ConfigError
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.update import prepare, update_policy
 from embodied.learners.worker import LearnerWorker
+from embodied.policies.baselines import RandomPolicy
 from embodied.policies.folder import read_blobs, read_weights
-from embodied.policies.simple import RandomPolicy
 from embodied.runtime import Timers
-from embodied.runtime.blobs import read_safetensors, tensor_of
-from embodied.runtime.residence import Residence, num_bytes
+from embodied.runtime.offload import Offloader, num_bytes
+from embodied.runtime.tensor_bytes import read_safetensors, tensor_of
 
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("toy", HERE / "toy.py")
@@ -136,7 +136,7 @@ def test_an_optimizer_that_was_stored_from_shards_can_leave_still(tmp_path):
     _, optimizer, _ = trained()
     optimizer.sharded = True  # so that what is stored is gathered, here from this rank alone
     optimizer.save(tmp_path)
-    held, freed = num_bytes(optimizer.tensors()), Residence().offload(optimizer.tensors())
+    held, freed = num_bytes(optimizer.tensors()), Offloader().offload(optimizer.tensors())
     assert freed == held
 
 
@@ -179,10 +179,10 @@ here, out, rank, size, dtype = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.arg
 sys.path.insert(0, str(here))
 import toy
 from embodied.algorithms.config import PPOConfig
-from embodied.data import EnvSpec
-from embodied.episodes import env_blocks
+from embodied.core.types import EnvSpec
+from embodied.core.episodes import env_blocks
 from embodied.learners.config import LearnerConfig
-from embodied.learners.meeting import MeetingFile
+from embodied.learners.rendezvous import MeetingFile
 from embodied.learners.update import prepare, update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.config import MLPConfig
@@ -271,9 +271,9 @@ sys.path.insert(0, str(here))
 import numpy as np
 import toy
 from embodied.algorithms.config import PPOConfig
-from embodied.episodes import env_blocks
+from embodied.core.episodes import env_blocks
 from embodied.learners.config import LearnerConfig
-from embodied.learners.meeting import MeetingFile
+from embodied.learners.rendezvous import MeetingFile
 from embodied.learners.update import prepare, update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.runtime import Timers

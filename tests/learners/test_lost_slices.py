@@ -13,9 +13,9 @@ from embodied.algorithms.config import PPOConfig
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.meeting import MeetingRoom
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
+from embodied.learners.rendezvous import RendezvousRoom
 from embodied.learners.update import prepare, update_policy
 from embodied.learners.worker import receive
 
@@ -38,7 +38,7 @@ def test_all_counts_are_those_of_a_smaller_run():
     data = toy.rollout(toy.make(), seed=1)
     parts = [toy.columns(data, slice(0, 1)), toy.columns(data, slice(2, 4))]
     small = replace(merge(parts), env_ids=np.arange(3))
-    room, weights = MeetingRoom(2, 30.0), {}
+    room, weights = RendezvousRoom(2, 30.0), {}
 
     def work(rank):
         weights[rank] = trained(parts[rank], np.array([0, 2, 3]), Threads(room, rank))

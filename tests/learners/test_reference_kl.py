@@ -10,8 +10,8 @@ import torch
 
 from embodied.algorithms.advantages import gae
 from embodied.algorithms.config import PPOConfig
-from embodied.config import load
-from embodied.errors import ConfigError
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model

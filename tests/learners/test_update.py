@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from embodied.algorithms.config import PPOConfig
-from embodied.algorithms.items import permutation
-from embodied.episodes import env_blocks
-from embodied.errors import Diverged, WrongShape
+from embodied.algorithms.minibatches import permutation
+from embodied.core.episodes import env_blocks
+from embodied.core.errors import Diverged, WrongShape
 from embodied.learners.batch import merge
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.meeting import MeetingRoom
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
+from embodied.learners.rendezvous import RendezvousRoom
 from embodied.learners.update import prepare, update_policy
 
 
@@ -86,7 +86,7 @@ def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks):
     for iteration in range(3):
         ours(alone, optimizer, data, config, iteration)
 
-    room, policies = MeetingRoom(ranks, 30.0), [make() for _ in range(ranks)]
+    room, policies = RendezvousRoom(ranks, 30.0), [make() for _ in range(ranks)]
 
     def work(rank):
         own = Optimizer(policies[rank], config, Threads(room, rank))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from embodied.data import ActionSpec, EnvSpec, Trajectory
+from embodied.core.types import ActionSpec, EnvSpec, Trajectory
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
 

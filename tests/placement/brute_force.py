@@ -3,12 +3,12 @@
 from dataclasses import replace
 from itertools import chain, combinations, product
 
+from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.costs import Pricer
-from embodied.placement.curves import Curve, constant
+from embodied.placement.dataflow import Component, Edge, Workflow
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.planner import chunk_grid
 from embodied.placement.profile import Cost, Link, Profile, Sync
-from embodied.placement.workflow import Component, Edge, Workflow
 
 
 def subsets(items):

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from embodied import commands
-from embodied.config import load
-from embodied.errors import ConfigError
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.run import launch
 
 SIM, LEARNER = '"sim,policy": "cpu:0"', 'learner: "cpu:0"'
 BAD = {
@@ -46,12 +46,12 @@ BAD = {
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    monkeypatch.setattr("embodied.discovery.os.sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr("embodied.discovery.gpus", lambda *sys: [])
+    monkeypatch.setattr("embodied.system.discovery.os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("embodied.system.discovery.gpus", lambda *sys: [])
 
 
 def planned(*arguments):
-    return commands.planned(load(["recipe=pointmass_ppo", "env.num_envs=8", *arguments]).config)[1]
+    return launch.planned(load(["recipe=pointmass_ppo", "env.num_envs=8", *arguments]).config)[1]
 
 
 @pytest.mark.parametrize("what", BAD)

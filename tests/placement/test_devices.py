@@ -2,12 +2,12 @@
 
 import pytest
 
-from embodied import discovery
-from embodied.config import load
-from embodied.devices import check_devices, environment, machines, networks_on
-from embodied.errors import ConfigError
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
 from embodied.placement import Host, PlacementError, make_plan
 from embodied.placement.topology import GB, Gpu, Node, Topology, read_topology
+from embodied.run.devices import check_devices, environment, machines, networks_on
+from embodied.system import discovery
 
 CARDS = [Gpu(i, "H100", 80 * GB, i // 4, f"renderD{128 + i}", i, f"GPU-{i}a") for i in range(8)]
 
@@ -40,7 +40,7 @@ def test_declared_machines_are_for_dry_runs(tmp_path):
     assert (len(declared.nodes), declared.gpus, declared.cores) == (4, 32, 512)
     with pytest.raises(ConfigError, match=r"cluster\.machines=eight: .*does not describe machines"):
         machines(recipe("cluster.machines=eight"))
-    from embodied.commands import planned
+    from embodied.run.launch import planned
 
     with pytest.raises(ConfigError, match=r"cluster\.machines=4x8xH100 is for planning: add --dry-run"):
         planned(recipe("cluster.machines=4x8xH100", f"run.dir={tmp_path}"))
@@ -59,13 +59,13 @@ def test_a_host_sees_the_gpu_it_holds_or_draws_on_and_no_other():
 
 
 def test_runs_take_turns_in_the_memory_that_a_gpu_has_on_whatever_machine(monkeypatch, tmp_path):
-    from embodied import commands
+    from embodied.run import launch
 
     started = []
-    monkeypatch.setattr(commands, "Cluster", lambda backend, hosts, *more: started.extend(hosts))
+    monkeypatch.setattr(launch, "Cluster", lambda backend, hosts, *more: started.extend(hosts))
     there = Topology((Node("here", 4, (Gpu(0, memory_bytes=8e9),)), Node("there", 4, (Gpu(0, memory_bytes=24e9),))))
     placement = {"sim": "cpu:0-1*2", "policy,learner": "gpu:0,there/gpu:0"}
-    commands.cluster(recipe(), make_plan(placement, there, 8), tmp_path)
+    launch.cluster(recipe(), make_plan(placement, there, 8), tmp_path)
     assert {plan.devices: plan.device_bytes for plan in started if plan.node or plan.roles != ("sim",)} == {
         ("gpu:0",): 8e9,
         ("there/gpu:0",): 24e9,

@@ -5,10 +5,11 @@ import re
 
 import pytest
 
-from embodied import commands, evaluate, train
-from embodied.config import load
+from embodied import evaluate, train
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.envs import env_class
-from embodied.errors import ConfigError, EmbodiedError
+from embodied.run import launch
 
 FULL = ["libero_grpo_openvla_oft", "libero_ppo_pi0", "maniskill_ppo_openvla", "maniskill_ppo_pi0"]
 
@@ -19,7 +20,7 @@ def planned(recipe, cluster, *more, learn=True):
         env_class(config.env).check(config.env)
     except EmbodiedError as err:
         pytest.skip(str(err))
-    return commands.planned(config, learn, dry=True)
+    return launch.planned(config, learn, dry=True)
 
 
 def places(plan):
@@ -97,7 +98,7 @@ def test_a_published_model_of_full_size_is_refused_where_it_cannot_act():
     def acting(cluster):
         policy, there = (config.policy, {"preset": "full"}), (config.cluster, {"machines": cluster})
         changed = {key: old.model_copy(update=new) for key, (old, new) in {"policy": policy, "cluster": there}.items()}
-        return commands.planned(config.model_copy(update=changed), learn=False, dry=True)[1]
+        return launch.planned(config.model_copy(update=changed), learn=False, dry=True)[1]
 
     # seven billion weights of two bytes; eight rows of 320 tokens with 32 layers x 2 x 4096 numbers of two bytes
     assert "policy 16.4" in acting("1xGPU").memory[0]

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from embodied.placement import PlacementError
-from embodied.placement.curves import Curve, constant
+from embodied.placement.cost_curves import Curve, constant
+from embodied.placement.dataflow import Component, Edge, Workflow, embodied_workflow, traced_edges
 from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import (
     Cost,
@@ -19,7 +20,6 @@ from embodied.placement.profile import (
     write_profile,
 )
 from embodied.placement.topology import read_topology
-from embodied.placement.workflow import Component, Edge, Workflow, embodied_workflow, traced_edges
 
 WORKFLOW = embodied_workflow(num_envs=64, decisions=25, learner_calls=64, learner_items=200, env_steps=1600)
 PROFILE = Profile(

@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 
+from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.costs import Pricer
-from embodied.placement.curves import Curve, constant
+from embodied.placement.dataflow import Component, Edge, Workflow
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Profile, Sync
 from embodied.placement.simulate import simulate
-from embodied.placement.workflow import Component, Edge, Workflow
 
 from .brute_force import random_case
 

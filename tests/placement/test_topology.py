@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from embodied import discovery
 from embodied.placement import PlacementError
 from embodied.placement.layout import DeviceClass
 from embodied.placement.topology import GB, Gpu, read_topology
+from embodied.system import discovery
 
 
 def test_64x8xgpu_are_512_gpus_and_their_cores():
@@ -108,7 +108,7 @@ echo "1, NVIDIA H100 80GB HBM3, 81559, 00000000:5E:00.0, GPU-1111bbbb"
 """
 ON_A_NODE = """
 import os, subprocess, sys
-look = "from embodied.discovery import on_ray_node; print(on_ray_node(1).gpus)"
+look = "from embodied.system.discovery import on_ray_node; print(on_ray_node(1).gpus)"
 subprocess.run([sys.executable, "-c", look], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
 """
 

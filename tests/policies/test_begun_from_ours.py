@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from embodied.data import ActionSpec, EnvSpec
-from embodied.errors import CheckpointError
+from embodied.core.errors import CheckpointError
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
 

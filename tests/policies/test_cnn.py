@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from embodied import rng
-from embodied.data import ActionSpec, EnvSpec
-from embodied.errors import ConfigError
+from embodied.core import rng
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import CNNConfig
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from embodied.config import load
-from embodied.data import ActionSpec, EnvSpec
-from embodied.errors import ConfigError
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import PolicyConfig
 from embodied.policies.vla import compiling
-from embodied.targets import differing
+from embodied.run.policy_source import differing
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 48, 3)}, instruction=True)
 TEXTS = ("pick up the red cup", "go")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.base import check_like
 from embodied.policies.folder import read_blobs
 from embodied.policies.openvla.settings import TINY, settings_of

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from embodied.config import load
-from embodied.data import ActionSpec, EnvSpec
-from embodied.errors import ConfigError
-from embodied.learners.imitation import mean_of_items
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.learners.bc import mean_of_items
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
-from embodied.policies.pi0.augment import DRAWS, augmented
+from embodied.policies.pi0.augmentation import DRAWS, augmented
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_vla import NOISE, OBS, build
 
-from embodied.errors import CheckpointError
+from embodied.core.errors import CheckpointError
 from embodied.policies import load_policy
 
 peft = pytest.importorskip("peft")

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from tiny_vla import NOISE, OBS, SPEC, build
 from torch import nn
 
-from embodied.config import load
-from embodied.data import ActionSpec
-from embodied.errors import CheckpointError, ConfigError
+from embodied.config.recipe import load
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.types import ActionSpec
 from embodied.evaluate import main as evaluate
 from embodied.policies import load_policy, make_policy, policy_class
 from embodied.policies.config import OpenVLAConfig

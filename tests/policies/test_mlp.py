@@ -3,9 +3,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from embodied import rng
-from embodied.data import ActionSpec, EnvSpec
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core import rng
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy, policy_class
 from embodied.policies.config import MLPConfig
 

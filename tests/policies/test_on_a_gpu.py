@@ -8,15 +8,15 @@ import pytest
 import torch
 from fake_cuda import WHERE, Card
 
-from embodied import arrays
 from embodied.algorithms.config import PPOConfig
-from embodied.arrays import map_obs
-from embodied.data import ActionSpec, EnvSpec, Trajectory
+from embodied.core import arrays
+from embodied.core.arrays import map_obs
+from embodied.core.types import ActionSpec, EnvSpec, Trajectory
 from embodied.datasets.reader import RecordedEpisode
+from embodied.learners.bc import ImitationLearner
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.demonstrations import Demonstrations
-from embodied.learners.imitation import ImitationLearner
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.update import looked_at, prepare, update_policy

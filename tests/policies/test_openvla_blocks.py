@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from embodied.policies.openvla.decoding import QuickWriting, is_plain
 from embodied.policies.openvla.llama import Cache, LanguageModel
 from embodied.policies.openvla.settings import LlamaSettings, TowerSettings
 from embodied.policies.openvla.vision import Tower
-from embodied.policies.openvla.writing import QuickWriting, is_plain
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embodied.data import ActionSpec, EnvSpec
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import OpenVLAOFTConfig
 from embodied.policies.openvla.components import main as convert

@@ -9,7 +9,7 @@ import pytest
 from bridge_files import needs
 
 from embodied import collect, evaluate, sft, train
-from embodied.data import ActionSpec, EnvSpec
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig
 

@@ -8,16 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodied import evaluate, hub
-from embodied.config import load
-from embodied.data import ActionSpec, EnvSpec
-from embodied.errors import CheckpointError, ConfigError
-from embodied.learners.memory import estimate
+from embodied import evaluate
+from embodied.config.recipe import load
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.learners.memory_estimate import estimate
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import Pi0Config
 from embodied.policies.pi0.folder import EXPERT_HEAD, TIED, own_name
 from embodied.policies.pi0.network import WORDS, Pi0Network, in_half
 from embodied.policies.pi0.settings import FULL, TINY, settings_of
+from embodied.run import hub
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 64, 3), "near": (32, 32, 3)}, instruction=True)
 ARM = {"state": 8, "actions": 7}

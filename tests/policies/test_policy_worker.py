@@ -2,7 +2,7 @@
 
 import threading
 
-from embodied.data import ActRequest
+from embodied.core.types import ActRequest
 from embodied.policies.config import MLPConfig, OpenVLAConfig
 from embodied.policies.worker import PolicyWorker
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embodied.data import ActionSpec, EnvSpec
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.evaluate import main
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig

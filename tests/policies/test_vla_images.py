@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from embodied.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.vla.images import HALVES, IMAGENET, ImageProcessor, processor_of, resize
 from embodied.policies.vla.resampling import as_in_rlds, as_tensorflow, through_jpeg
 

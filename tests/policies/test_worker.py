@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from embodied.data import PolicyOutput
-from embodied.errors import WrongShape
+from embodied.core.errors import WrongShape
+from embodied.core.types import PolicyOutput
 from embodied.policies.worker import check_output
 
 GOOD = {"actions": np.zeros((4, 2, 3)), "logprobs": np.zeros((4, 2, 3)), "values": np.zeros(4)}

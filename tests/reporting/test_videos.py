@@ -7,7 +7,7 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from embodied.errors import EmbodiedError
+from embodied.core.errors import EmbodiedError
 from embodied.reporting.videos import VideoWriter, encoder_problem
 
 RED, GREEN, BLUE = (220, 40, 40), (60, 180, 75), (30, 60, 200)

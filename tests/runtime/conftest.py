@@ -80,8 +80,8 @@ def ray_cluster():
     """One private Ray cluster that all clusters of this process join: starting one takes seconds."""
     import ray
 
-    from embodied.runtime.ray_nodes import connect_to_private
-    from embodied.runtime.ray_private import PrivateCluster
+    from embodied.runtime.ray.nodes import connect_to_private
+    from embodied.runtime.ray.private_cluster import PrivateCluster
 
     with PrivateCluster(object_store_bytes=200_000_000) as cluster:
         connect_to_private(cluster)

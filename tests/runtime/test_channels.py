@@ -3,7 +3,7 @@ import time
 import numpy as np
 import pytest
 
-from embodied.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
+from embodied.core.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
 from embodied.runtime import Worker, served_while_busy
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from embodied.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
+from embodied.core.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
 from embodied.runtime import Cluster, HostPlan, Worker
 
 

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from embodied.runtime import Cluster, HostPlan, Timers, Worker
+from embodied.runtime.device_sharing import Turns
 from embodied.runtime.leases import GB, Action, Claim, Coordinator, LeaseError
-from embodied.runtime.turns import Turns
 
 
 def finish(coordinator, actions):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodied.errors import ChannelClosed, WorkerFailed
+from embodied.core.errors import ChannelClosed, WorkerFailed
 from embodied.runtime import Cluster, HostPlan, Worker
 from embodied.runtime.payload import segments
 

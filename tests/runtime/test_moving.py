@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from embodied.errors import EmbodiedError
+from embodied.core.errors import EmbodiedError
 from embodied.runtime import HostPlan
 
 pytest.importorskip("ray")
-from embodied.runtime.ray_nodes import Node, move
+from embodied.runtime.ray.nodes import Node, move
 
 ONE, TWO = (Node(name, name, tuple(range(4)), "python", False, "", 0) for name in ("one", "two"))
 PLAN = HostPlan("sim-0", ("sim",), cores=(8, 9), node="gone")

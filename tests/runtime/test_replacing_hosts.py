@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from embodied.errors import ChannelClosed, ConfigError, WorkerFailed
+from embodied.core.errors import ChannelClosed, ConfigError, WorkerFailed
 from embodied.runtime import Budget, Cluster, HostPlan, Worker
 
 

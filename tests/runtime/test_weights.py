@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from embodied.errors import EmbodiedError, StaleWeights, WorkerFailed
+from embodied.core.errors import EmbodiedError, StaleWeights, WorkerFailed
 from embodied.runtime import Cluster, HostPlan, Worker
 from embodied.runtime import weights as module
-from embodied.runtime.blobs import Blob, Spec
+from embodied.runtime.tensor_bytes import Blob, Spec
 from embodied.runtime.weights import Bucket, WeightReader, WeightStore
 
 SPECS = {"frozen": Spec("float32", (1000,)), "trained": Spec("float32", (300,)), "count": Spec("float64", ())}

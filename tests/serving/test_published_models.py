@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from embodied import serve
-from embodied.data import ActionSpec, EnvSpec
-from embodied.errors import ConfigError
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
 from embodied.policies.folder import CONFIG, WEIGHTS

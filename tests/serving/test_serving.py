@@ -13,14 +13,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from embodied import rng, serve
-from embodied.data import ActionSpec, EnvSpec
-from embodied.errors import ConfigError
+from embodied import serve
+from embodied.core import rng
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig
 from embodied.serving import codec
 from embodied.serving.config import TOKEN, ServeConfig
-from embodied.serving.questions import observation_of
+from embodied.serving.requests import observation_of
 
 msgpack = pytest.importorskip("msgpack")
 pytest.importorskip("websockets")

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from embodied import commands
-from embodied.config import load
-from embodied.learners.meeting import meeting_point
+from embodied.config.recipe import load
+from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
+from embodied.run import launch
 from embodied.workflows.embodied import EmbodiedLoop
 
 ITERATIONS = 4
@@ -51,9 +51,9 @@ class Run:
         self.folder, self.told, self.start = folder, [], start
 
     def __enter__(self):
-        self.cluster = commands.cluster(self.config, self.plan, self.folder)
-        meeting = meeting_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
-        options = {"meeting": meeting, "tell": self.told.append, "start_folder": self.start}
+        self.cluster = launch.cluster(self.config, self.plan, self.folder)
+        rendezvous = rendezvous_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
+        options = {"rendezvous": rendezvous, "tell": self.told.append, "start_folder": self.start}
         self.loop = EmbodiedLoop(self.config, self.cluster, **options)
         self.loop.start()
         return self
@@ -200,7 +200,7 @@ def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_hal
     options = ["algo.groups=4", "algo.group_size=2", "algo.filter=none"]
     with Run(tmp_path, placement, *options, backend="local") as run:
         collection = run.loop.collection
-        begin, killed = run.loop.crew.play, []
+        begin, killed = run.loop.rollouts.play, []
 
         def play(sims, begin_one, *more):
             def kill_first(sim, route):
@@ -213,7 +213,7 @@ def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_hal
 
             return begin(sims, kill_first, *more)
 
-        run.loop.crew.play = play
+        run.loop.rollouts.play = play
         (episodes, numbers), (_, after) = run.train(0, 2)
         assert numbers["faults/restarts"] == 1 and len(run.told) == 1
         assert numbers["groups/rounds"] == rounds and numbers["groups/used"] == used

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from embodied import commands
-from embodied.config import load
+from embodied.config.recipe import load
 from embodied.learners import worker as learner
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
+from embodied.run import launch
 from embodied.workflows.embodied import EmbodiedLoop
 
 ITERATIONS, ENVS, DECISIONS = 2, 6, 8
@@ -35,7 +35,7 @@ def trained(folder, placement, backend, *options):
     config = load([*ARGUMENTS, f"cluster.backend={backend}", *options]).config
     plan = make_plan(placement, (0, 1, 2), config.env.num_envs)
     plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
-    with commands.cluster(config, plan, folder) as cluster:
+    with launch.cluster(config, plan, folder) as cluster:
         loop = EmbodiedLoop(config, cluster)
         loop.start()
         loop.publish(0)

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodied import commands
-from embodied.config import load
-from embodied.errors import WorkerFailed
-from embodied.learners.meeting import meeting_point
+from embodied.config.recipe import load
+from embodied.core.errors import WorkerFailed
+from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
+from embodied.run import launch
 from embodied.workflows.embodied import EmbodiedLoop
 
 ITERATIONS = 3
@@ -58,14 +58,14 @@ class Run:
         """A recipe as it is, in the placement that the user gets who asks for none."""
         run = cls.__new__(cls)
         loaded = load([f"recipe={recipe}", f"cluster.backend={backend}", *arguments])
-        run.config, run.plan = commands.planned(loaded.config)
+        run.config, run.plan = launch.planned(loaded.config)
         run.folder, run.told = folder, []
         return run
 
     def __enter__(self):
-        self.cluster = commands.cluster(self.config, self.plan, self.folder)
-        meeting = meeting_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
-        self.loop = EmbodiedLoop(self.config, self.cluster, meeting=meeting, tell=self.told.append)
+        self.cluster = launch.cluster(self.config, self.plan, self.folder)
+        rendezvous = rendezvous_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
+        self.loop = EmbodiedLoop(self.config, self.cluster, rendezvous=rendezvous, tell=self.told.append)
         self.loop.start()
         self.loop.publish(0)
         return self
@@ -85,8 +85,8 @@ class Run:
         return read_weights(self.folder / "saved" / "policy")
 
     def begun(self):
-        self.loop.crew.read_journal()
-        return self.loop.crew.ledger.begun
+        self.loop.rollouts.read_journal()
+        return self.loop.rollouts.episode_counter.begun
 
     def has_noted(self, begun, seconds=10):
         """Whether the ledger says so; notes may still be on their way when a call's result is here."""
@@ -120,7 +120,7 @@ def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_
             "sim-1 is started again (restart 1, at most 5 in 1800 s): its process was killed by SIGKILL"
         )
         assert "sim-1.log" in line and line.endswith("4 open episodes were abandoned")
-        assert run.loop.crew.take_abandoned() == 4
+        assert run.loop.rollouts.take_abandoned() == 4
         more, numbers = run.iterate(1)
         assert (numbers["faults/restarts"], numbers["faults/lost_decisions"]) == (0, 0)
         played = [episode.index for episode in finished + more]
@@ -214,7 +214,7 @@ def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path,
         assert "is started again (restart 1" in run.told[0]
         _, numbers = run.iterate(2)
         assert numbers["faults/restarts"] == 0 and run.loop.version == 3
-        for handle in (run.loop.delivery.loads[rank] for rank in range(len(run.loop.policies))):
+        for handle in (run.loop.weight_sync.loads[rank] for rank in range(len(run.loop.policies))):
             assert handle.wait() == [3]
 
 
@@ -264,7 +264,7 @@ def strike(run, moment, worker):
     target, name = {
         "update": (run.loop.collection, "update"),
         "publish": (run.loop.learners, "publish"),
-        "load": (run.loop.delivery, "_load"),
+        "load": (run.loop.weight_sync, "_load"),
     }[moment]
     method = getattr(target, name)
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from embodied import commands
-from embodied.config import load
-from embodied.errors import EmbodiedError
-from embodied.learners.meeting import meeting_point
+from embodied.config.recipe import load
+from embodied.core.errors import EmbodiedError
+from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.reporting.timeline import Timeline, read_trace
+from embodied.run import launch
 from embodied.runtime import gpu_memory
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -35,8 +35,10 @@ class Trained:
         config = load([*arguments, f"cluster.backend={backend}", *options]).config
         plan = make_plan(placement, (0,), config.env.num_envs)
         folder.mkdir(parents=True, exist_ok=True)
-        with commands.cluster(config, plan, folder) as cluster:
-            loop = EmbodiedLoop(config, cluster, meeting=meeting_point(plan.count("learner"), backend, folder, 60))
+        with launch.cluster(config, plan, folder) as cluster:
+            loop = EmbodiedLoop(
+                config, cluster, rendezvous=rendezvous_point(plan.count("learner"), backend, folder, 60)
+            )
             loop.start()
             timeline = Timeline(loop.groups, loop.timers, folder / "trace.json", iterations)
             loop.publish(0)

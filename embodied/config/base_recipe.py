@@ -1,0 +1,122 @@
+"""Which recipe a command line begins with: the one it names, that of a run it continues or evaluates, or none where an
+evaluation names its env.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied.config.merge import Source, recipe_names
+from embodied.config.mistakes import missing_recipe, no_recipe_in
+from embodied.envs.maniskill.bridge.tasks import is_bridge
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import Command
+
+CONFIG = "config.yaml"
+ENV = ("env", "env.name", "env.task")  # keys that say which env
+
+
+def base_recipe(
+    values: dict[str, Any], own: dict[str, tuple[str, ...]], command: Command, problems: list[str]
+) -> str | None:
+    """The recipe that is named; else the one stored with the run to resume or to evaluate."""
+    if "recipe" in values:
+        named = text("recipe", values.pop("recipe"), problems)
+        if values.get("resume") == "auto" and (run := newest_run(named, values, command)):
+            values["resume"] = str(run)  # as it was started, with what the command line said then
+            return str(run / CONFIG)
+        return named
+    for stored in (values.get("resume"), *own.get("checkpoint", ())):
+        if isinstance(stored, str) and (found := stored_recipe(Path(stored).expanduser())):
+            return str(found)
+    if family := published(values | own):
+        task = values.get("env.task")
+        env = values.get("env.name", "maniskill" if isinstance(task, str | list) and is_bridge(task) else None)
+        return protocol_recipe(str(values.get("policy.name", family)), env, problems)
+    if isinstance(values.get("resume"), str) and values["resume"] != "auto":
+        problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
+    elif command.name == "evaluate" and "checkpoint" not in own:
+        problems.append(
+            f"which policy? python -m embodied.{command.name} checkpoint=runs/... or checkpoint=random env.name=NAME"
+        )
+    elif "checkpoint" in own:
+        named = command.name == "evaluate" and bool(values.keys() & {*ENV})
+        problems += no_recipe_in(own["checkpoint"], named)
+    elif not problems and command.name != "check":
+        problems.append(missing_recipe(command.name))
+    return None
+
+
+def newest_run(recipe: str, values: dict[str, Any], command: Command) -> Path | None:
+    """The run that resume=auto goes on with, if it kept its recipe."""
+    from embodied.run.launch import run_to_resume
+
+    name = values.get("run.name", "sft-" * (command.name == "sft") + Path(recipe).stem)
+    found = run_to_resume("auto", Path(str(values.get("run.dir", "runs"))).expanduser(), str(name))
+    return found if found and (found / CONFIG).is_file() else None
+
+
+def without_recipe(command: Command) -> list[Source]:
+    """What a recipe need not say, since an evaluation does not ask how long to train."""
+    return [Source("no recipe", Path.cwd(), [(("run", "iterations"), 1)])] if command.name == "evaluate" else []
+
+
+def has_options(values: dict[str, Any]) -> bool:
+    """Whether what is evaluated takes its options from here: a class of the user's, a model that others published."""
+    mine = own_classes(values.get("checkpoint"))
+    return values.get("policy.name", mine[0]) in mine if mine else bool(published(values))
+
+
+def own_classes(checkpoints: Any) -> list[str]:
+    """The policy classes of the user's among what is evaluated."""
+    from embodied.run.policy_source import is_class
+
+    named = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
+    return [name for name in named if isinstance(name, str) and is_class(name)]
+
+
+def published(values: dict[str, Any]) -> str | None:
+    """The family of a policy as others publish them; what the hub has is fetched where an env is named too."""
+    from embodied.policies.folder import published_family
+    from embodied.run.hub import folder_of
+
+    named = values.get("checkpoint")
+    (checkpoint,) = named if isinstance(named, list | tuple) and len(named) == 1 else (named,)
+    find = folder_of if {"recipe", *ENV} & values.keys() else Path
+    return published_family(find(checkpoint).expanduser()) if isinstance(checkpoint, str) else None
+
+
+def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
+    """How others evaluate models of this family on a benchmark."""
+    known = {
+        name.removesuffix(f"_published_{family}") for name in recipe_names() if name.endswith(f"_published_{family}")
+    }
+    if env in known:
+        return f"{env}_published_{family}"
+    problems.append(
+        f"this folder holds a published {family} model, which does not say for which env; there are protocols for "
+        f"env.name={'|'.join(sorted(known)) or 'none'}; for another env name a recipe with policy.name={family}"
+    )
+    return None
+
+
+def stored_recipe(path: Path) -> Path | None:
+    """config.yaml of the run this folder is, or lies in (runs/NAME/checkpoints/VERSION/policy)."""
+    path = path.resolve()
+    return next((at / CONFIG for at in [path, *path.parents[:3]] if (at / "run.json").is_file()), None)
+
+
+def text(key: str, value: Any, problems: list[str]) -> str:
+    if not isinstance(value, str):
+        problems.append(f"{key}={value!r}: should be text")
+    return str(value)
+
+
+def texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
+    """One text, or a list of them."""
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        problems.append(f"{key}=[]: name at least one")
+    return tuple(text(key, one, problems) for one in values)

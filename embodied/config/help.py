@@ -1,0 +1,121 @@
+"""What `--help` and `--cfg` print: every key with default and meaning; the resolved recipe with its sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import wrap
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from embodied.config.cli import write_yaml
+from embodied.config.merge import recipe_names
+from embodied.config.schema import Section, leaves
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import Command
+
+INDENT = 30
+WIDTH = 118
+
+
+def help_text(command: Command, schema: Section) -> str:
+    first = next(iter(command.own), "recipe")
+    recipes = f"  {'recipe':<{INDENT}}{', '.join(recipe_names())}, or path/to/my.yaml"
+    lines = [
+        f"{command.purpose}",
+        "",
+        f"usage: python -m embodied.{command.name} {first}={'NAME' if first == 'recipe' else '...'} [key=value ...] "
+        "[--cfg | --dry-run | --help]",
+        "",
+        *wrap(recipes, WIDTH, subsequent_indent=" " * (INDENT + 2), break_on_hyphens=False),
+        *[f"  {key:<{INDENT}}{meaning}" for key, meaning in command.own.items()],
+        f"  {'--cfg':<{INDENT}}print the resolved recipe and where each value comes from; it can be saved and loaded",
+        f"  {'--dry-run':<{INDENT}}check everything and say what would run where, then stop",
+        "",
+        "Values are YAML: algo.lr=1e-4  policy.hidden='[64, 64]'  algo.target_kl=null",
+        "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only some",
+        "kinds of env, policy or algorithm have is marked with them.",
+    ]
+    section = ""
+    for (key, told), owners in entries(command, schema).items():
+        head = key.partition(".")[0]
+        if head != section:
+            section = head
+            lines.append("")
+        kind = f"({', '.join(owners)}) " if owners[0] else ""
+        line = f"  {key:<{INDENT - 1}} {kind}{told}"
+        lines += wrap(line, WIDTH, subsequent_indent=" " * (INDENT + 4), break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def entries(command: Command, schema: Section) -> dict[tuple[str, str], list[str]]:
+    """What there is to say of each key, and of which kinds it is true."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for key, field, only in leaves(schema):
+        if not command.ignores(key):
+            default = "needed" if field.is_required() else plain(field.get_default(call_default_factory=True))
+            told = f"{type_name(field)} [{default}]  {field.description or ''}"
+            found.setdefault((key, told), []).append(only)
+    return found
+
+
+def type_name(field: FieldInfo) -> str:
+    fixed = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+    return "text" if fixed else name_of(field.annotation)
+
+
+def name_of(kind: Any) -> str:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return "|".join(map(str, args))
+    if origin in (Union, UnionType):
+        return "|".join(name_of(arg) for arg in args if arg is not type(None))
+    if origin is tuple:
+        return f"list of {name_of(args[0])}"
+    if origin is dict or kind is dict:
+        return "map"
+    if origin is not None:
+        return name_of(args[0])
+    names = {str: "text", int: "integer", float: "number", bool: "true|false", Path: "path"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def plain(value: Any) -> str:
+    return write_yaml(simple(value))
+
+
+def simple(value: Any) -> Any:
+    """Only what YAML knows."""
+    if isinstance(value, tuple | list):
+        return [simple(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): simple(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+def cfg_text(config: BaseModel, sources: dict[str, str]) -> str:
+    return config_yaml(config, sources, "default")
+
+
+def config_yaml(config: BaseModel, sources: dict[str, str], default: str = "") -> str:
+    """Nested YAML with one line per key and, as a comment, where the value came from."""
+    return "\n".join(_lines(config, sources, default, "", "")) + "\n"
+
+
+def _lines(model: BaseModel, sources: dict[str, str], default: str, prefix: str, indent: str) -> list[str]:
+    lines = []
+    for name in type(model).model_fields:
+        value, key = getattr(model, name), f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            lines += [f"{indent}{name}:", *_lines(value, sources, default, key + ".", indent + "  ")]
+            continue
+        if isinstance(value, Path):
+            value = value.absolute()
+        set_by = {where for known, where in sources.items() if known == key or known.startswith(key + ".")}
+        where = ", ".join(sorted(set_by)) or default
+        line = f"{indent}{name}: {plain(value)}"
+        lines.append(f"{line:<48}# {where}" if where else line)
+    return lines

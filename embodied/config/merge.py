@@ -1,0 +1,291 @@
+"""From recipe files and arguments to one tree of values that remembers where each came from.
+
+Sources are laid over each other, later ones win: the recipe's base, the recipe, the command line. A key with a plain
+value is replaced as a whole, a section key by key. Naming another variant of a section drops what the sources below set
+for the old one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from inspect import get_annotations
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from embodied import recipes
+from embodied.config.cli import read_yaml, yaml_problem
+from embodied.config.schema import Section, choices, is_path, locate, nearest
+from embodied.core.errors import ConfigError
+
+RECIPES = Path(recipes.__file__).resolve().parent
+COMMAND_LINE = "command line"
+Key = tuple[str, ...]
+ENV_NAME, ENV_TASK = ("env", "name"), ("env", "task")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or the command line: its values by key, and the folder its relative paths belong to."""
+
+    name: str
+    folder: Path
+    values: list[tuple[Key, Any]]
+
+
+@dataclass
+class Tree:
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # dotted key -> where it was set
+    problems: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)  # said where there are problems
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Source]:
+    """The recipe and everything it extends, base first. What is wrong with the files goes to `problems`."""
+    chain: list[Source] = []
+    seen: list[Path] = []
+    asked_by, folder = "", Path.cwd()
+    while True:
+        path = find_recipe(recipe, folder, asked_by, problems)
+        if path is None:
+            break
+        if path in seen:
+            circle = " -> ".join(display(p) for p in [*seen[seen.index(path) :], path])
+            problems.append(f"recipes extend each other in a circle: {circle}")
+            break
+        seen.append(path)
+        values = read_recipe(path, problems)
+        parent = values.pop("extends", None)
+        chain.append(Source(display(path), path.parent, flatten(root, values, display(path), problems)))
+        if parent is None:
+            break
+        if not isinstance(parent, str):
+            problems.append(f"{display(path)}: extends={parent!r} is not the name or path of one recipe")
+            break
+        recipe, asked_by, folder = parent, f"{display(path)}: extends=", path.parent
+    return chain[::-1]
+
+
+def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -> Path | None:
+    """A path where it looks like one (relative to `folder`), else one of our recipes by name."""
+    if "/" in recipe or recipe.endswith((".yaml", ".yml")):
+        path = (folder / Path(recipe).expanduser()).resolve()
+        if path.is_file():
+            return path
+        beside = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern) if p.is_file())
+        hint = nearest(str(path), beside)
+        problems.append(f"{asked_by or 'recipe='}{recipe}: there is no file {path}{hint}")
+        return None
+    names = recipe_names()
+    if recipe in names:
+        return RECIPES / f"{recipe}.yaml"
+    hint = nearest(recipe, names) or "."
+    problems.append(
+        f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} Recipes: {', '.join(names)}; or path/to/my.yaml"
+    )
+    return None
+
+
+def display(path: Path) -> str:
+    """How a recipe file is called in messages: ours by their short name, others as the user can find them."""
+    if path.parent == RECIPES:
+        return f"recipes/{path.name}"
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        values = read_yaml(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as err:
+        problems.append(f"{display(path)}: {yaml_problem(err)}")
+        return {}
+    except (OSError, ValueError) as err:
+        problems.append(f"{display(path)} cannot be read: {err}")
+        return {}
+    if isinstance(values, dict):
+        return values
+    is_what = "is empty" if values is None else f"holds a {'list' if isinstance(values, list) else 'single value'}"
+    problems.append(
+        f"{display(path)} {is_what}; a recipe is a mapping of sections, for example env: {{name: pointmass}}"
+    )
+    return {}
+
+
+def flatten(root: Section, values: dict, where: str, problems: list[str]) -> list[tuple[Key, Any]]:
+    """Sections become keys; what is no section stays one value. A dotted key means the same in a file."""
+    found: dict[Key, Any] = {}
+
+    def visit(section: Section | None, prefix: Key, values: dict) -> None:
+        for name, value in values.items():
+            key = (*prefix, *name.split("."))
+            below = section_at(root, key)
+            if below and isinstance(value, dict):
+                visit(below, key, value)
+            elif below and value is None and where != COMMAND_LINE:
+                continue  # a section without any key
+            elif below:
+                problems.append(f"{not_a_section_value(below, key, value)} (from {where})")
+            elif has_no_finite_value(value):
+                problems.append(f"{'.'.join(key)}={value!r}: NaN and infinity are refused (from {where})")
+            elif clash := next((k for k in found if k[: len(key)] == key or key[: len(k)] == k), None):
+                problems.append(f"{'.'.join(key)} is set twice: also as {'.'.join(clash)} (both from {where})")
+            else:
+                found[key] = value
+
+    visit(root, (), values)
+    return list(found.items())
+
+
+def section_at(root: Section, key: Key) -> Section | None:
+    """The section this key is, or None."""
+    section: Section | None = root
+    for part in key:
+        section = section.child(part) if section else None
+    return section
+
+
+def not_a_section_value(section: Section, key: Key, value: Any) -> str:
+    path = ".".join(key)
+    names = section.names()
+    if "name" in names and isinstance(value, str):
+        return f"{path}={value}: did you mean {path}.name={value}?"
+    return f"{path}={value!r}: {path} is a section; set its keys: {', '.join(f'{path}.{name}' for name in names[:6])}"
+
+
+def has_no_finite_value(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(has_no_finite_value, value.values()))
+    if isinstance(value, list):
+        return any(map(has_no_finite_value, value))
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def with_own_task(source: Source, tree: Tree) -> Source:
+    """The source with `env.name=my_tasks:Class`, where the class is a simulator's task, as what it means:
+    env.name=SIMULATOR env.task=my_tasks:Class. So does `env.task=my_tasks:Class` over a recipe of another simulator."""
+    from embodied.envs.own_modules import SIMULATORS, as_a_task
+
+    said = dict(source.values)
+    before = (branch(tree.values, ("env",)) or {}).get("name", SIMULATORS[0])
+    named = said.get(ENV_NAME, said.get(ENV_TASK) if before in SIMULATORS else None)
+    simulator = None
+    try:
+        simulator = as_a_task(named)
+    except ConfigError as err:  # comes up again before a run; until then it explains other mistakes
+        tree.doubts.append(str(err))
+    if simulator in (None, said.get(ENV_NAME, before)):
+        return source
+    others = [(key, value) for key, value in source.values if key != ENV_NAME]
+    task = [(ENV_TASK, named)] if ENV_TASK not in dict(others) else []
+    return replace(source, values=[(ENV_NAME, simulator), *task, *others])
+
+
+def lay(tree: Tree, root: Section, source: Source) -> None:
+    """Lay one source over the tree."""
+    for key, value in source.values:
+        if key[-1] == "name":
+            switch(tree, section_at(root, key[:-1]), key[:-1], value)
+    for key, value in source.values:
+        replace_alternatives(tree, root, key, value)
+        if key[-1] == "task":
+            drop_what_belongs_to_a_task(tree, root, key, value)
+    for key, value in source.values:
+        put(tree, key, own_path(root, key, value, source.folder), source.name)
+
+
+def switch(tree: Tree, section: Section | None, prefix: Key, name: Any) -> None:
+    """Drop what was set for the variant that is left, except keys that all variants share."""
+    values = branch(tree.values, prefix)
+    if section is None or not values or values.get("name") == name:
+        return
+    before, after = section.tag(values), section.tag({"name": name})
+    if None in (before, after) or ("name" not in values and before == after):
+        return
+    old, new = section.variants[before], section.variants[after]
+    for key in [key for key in values if key != "name"]:
+        if not same_key(old, new, key):
+            forget(tree, (*prefix, key))
+
+
+def same_key(old: type, new: type, key: str) -> bool:
+    """Whether both models have the key from one common base. Free-form keys belong to what the name names."""
+
+    def owner(kind: type) -> type | None:
+        return next((base for base in kind.__mro__ if key in get_annotations(base)), None)
+
+    owners = [owner(old), owner(new)]
+    return owners[0] is not None and owners[0] is owners[1] and (old is not new or key != "kwargs")
+
+
+def replace_alternatives(tree: Tree, root: Section, key: Key, value: Any) -> None:
+    """A key that excludes others (`one_of`) drops them where an earlier source set them."""
+    section = section_at(root, key[:-1])
+    group = next(iter(section.variants.values())).one_of if section else ()
+    if key[-1] in group and value is not None:
+        for other in group:
+            if other != key[-1]:
+                forget(tree, (*key[:-1], other))
+
+
+def drop_what_belongs_to_a_task(tree: Tree, root: Section, key: Key, value: Any) -> None:
+    """Where a source names another task than the ones below it, what these said of theirs alone (`of_task`)."""
+    section, before = section_at(root, key[:-1]), branch(tree.values, key[:-1]) or {}
+    model = section.variants.get(section.tag(before) or "") if section else None
+    if model and before.get("task") not in (None, value):
+        for other in model.of_task:
+            forget(tree, (*key[:-1], other))
+
+
+def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
+    """A relative path, made absolute where it was stated; that of a task's file as well."""
+    if key == ENV_TASK:
+        files = [str(folder / Path(one).expanduser()) if is_task_file(one) else one for one in as_list(value)]
+        return files if isinstance(value, list) else files[0]
+    at = locate(root, key)
+    found = at[0].field(at[1]) if at else None
+    if found is None or not isinstance(value, str) or not is_path(found) or value in choices(found.annotation):
+        return value
+    return str(folder / Path(value).expanduser())
+
+
+def as_list(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def is_task_file(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith(".bddl")
+
+
+def branch(values: dict, key: Key) -> dict | None:
+    for part in key:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else None
+
+
+def put(tree: Tree, key: Key, value: Any, where: str) -> None:
+    forget(tree, key)
+    values = tree.values
+    for depth, part in enumerate(key[:-1], 1):
+        if not isinstance(values.get(part), dict):
+            forget(tree, key[:depth])
+            values[part] = {}
+        values = values[part]
+    values[key[-1]] = value
+    tree.sources[".".join(key)] = where
+
+
+def forget(tree: Tree, key: Key) -> None:
+    path = ".".join(key)
+    values = branch(tree.values, key[:-1])
+    if values:
+        values.pop(key[-1], None)
+    for known in [known for known in tree.sources if known == path or known.startswith(path + ".")]:
+        del tree.sources[known]

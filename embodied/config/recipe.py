@@ -1,0 +1,322 @@
+"""The configuration of a run: recipe files, then `key=value` arguments, then validation by the model of every section.
+
+Each section's model lives beside the code that reads it; here are those of the run as a whole and the checks that span
+sections. Nothing imported from here needs torch, Ray or a simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
+
+from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
+from embodied.config.base_recipe import base_recipe, has_options, own_classes, texts, without_recipe
+from embodied.config.cli import parse
+from embodied.config.merge import (
+    COMMAND_LINE,
+    Source,
+    Tree,
+    flatten,
+    lay,
+    put,
+    recipe_names,
+    recipe_sources,
+    with_own_task,
+)
+from embodied.config.mistakes import config_error, explain
+from embodied.config.schema import root
+from embodied.core.options import LocalPath, Strict
+from embodied.envs.config import EnvConfig
+from embodied.learners.config import LearnerConfig
+from embodied.placement.config import PlacementConfig
+from embodied.policies.config import MLPConfig, PolicyConfig
+from embodied.run.config import RunSection
+from embodied.runtime.config import ClusterConfig, FaultsConfig
+
+
+class PipelineSection(Strict):
+    stages: int = Field(
+        1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another."
+    )
+    granularity: int | None = Field(
+        None,
+        gt=0,
+        description="Decisions after which sims hand on what they have played; learners on devices of their own put it "
+        "together at once and look at it with frozen parts of the policy. null: when the rollout is over.",
+    )
+    merge_rows: int | None = Field(
+        None,
+        gt=0,
+        description="Env rows that a policy worker answers at once, at most, where the questions of several sims wait "
+        "for it; 1: one question after the other. null: 64 with openvla, openvla_oft, pi0 and pi05, else 1.",
+    )
+    merge_wait_s: float = Field(
+        0.005, ge=0, le=10, description="Seconds that a question may wait there for those of other sims."
+    )
+
+
+class EvalSection(Strict):
+    episodes: int = Field(
+        50, gt=0, le=1_000_000, description="Episodes of an evaluation, always the same ones for one eval.seed."
+    )
+    num_envs: int | None = Field(
+        None, gt=0, description="Env rows that play them, in total; null: as many as env.num_envs."
+    )
+    seed: int = Field(
+        1, ge=0, lt=2**63, description="Names the list of episodes; apart from training's whatever the seed."
+    )
+    protocol: str | None = Field(
+        None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
+    )
+    videos: int = Field(4, ge=0, description="How many of the first episodes are filmed; 0: nothing is filmed.")
+    failure_videos: int = Field(
+        4,
+        ge=0,
+        description="Failures on film, at most; those not among the first are played once more for the camera.",
+    )
+    overlay: bool = Field(
+        False, description="Write instruction, step, reward, return, value and success below the frames."
+    )
+    cameras: bool = Field(False, description="Show beside the scene what the policy's cameras see.")
+    mosaic: bool = Field(False, description="Join all films into one, mosaic.mp4, framed by outcome.")
+    dataset: bool = Field(False, description="Write the episodes as a dataset in LeRobot's layout (needs pyarrow).")
+    temperature: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="How random actions are: 0 takes the best one, 1 samples as in training, 0.5 has half the noise.",
+    )
+
+
+class CollectSection(Strict):
+    episodes: int = Field(50, gt=0, description="Episodes that are played, never those of training or evaluation.")
+    expert: Literal["scripted", "planner"] = Field("scripted", description="Our script or ManiSkill's motion planner.")
+    keep: Literal["successes", "all"] = Field("successes", description="Which of them become demonstrations.")
+    noise: float = Field(
+        0.0,
+        ge=0,
+        description="Deviation of the noise on the actions that are played; recorded is what was wanted, so that the "
+        "demonstrations show how to recover.",
+    )
+
+
+class RunConfig(Strict):
+    seed: int = Field(0, ge=0, lt=2**63, description="All randomness of the run follows from it.")
+    run: RunSection = Field(description="How long, and where results go.")
+    env: EnvConfig = Field(description="The simulator and its task.")
+    policy: PolicyConfig = Field(default_factory=MLPConfig, description="The robot policy.")
+    algo: AlgoConfig = Field(default_factory=PPOConfig, description="How the policy learns.")
+    sft: SFTConfig = Field(default_factory=SFTConfig, description="How the policy imitates demonstrations.")
+    collect: CollectSection = Field(default_factory=CollectSection, description="How demonstrations are collected.")
+    learner: LearnerConfig = Field(default_factory=LearnerConfig, description="How the learners compute.")
+    placement: PlacementConfig = Field(
+        "auto", description="Who runs where: auto, collocated, disaggregated, hybrid, or a map from roles to devices."
+    )
+    pipeline: PipelineSection = Field(default_factory=PipelineSection, description="How finely work is handed on.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What the processes run on.")
+    eval: EvalSection = Field(default_factory=EvalSection, description="Evaluation, during training and after.")
+    faults: FaultsConfig = Field(default_factory=FaultsConfig, description="What is done when something fails.")
+    resume: Literal["auto"] | LocalPath | None = Field(
+        None, description="auto: the newest run of this recipe in run.dir that has a checkpoint; or a run's folder."
+    )
+
+    @model_validator(mode="after")
+    def _sections_fit(self, info: ValidationInfo) -> RunConfig:
+        unused = (info.context or {}).get("unused", ())
+        checks = [self._stages_share_envs, self._precisions_fit]
+        if "algo" not in unused:
+            checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
+            checks.append(self._reference_fits)
+        if problems := [str(err) for err in map(failure, checks) if err]:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def merged_rows(self) -> int:
+        """Env rows that a policy worker answers at once, at most; 1: one question after the other."""
+        return self.pipeline.merge_rows or getattr(self.policy, "merged_rows", 1)
+
+    def _stages_share_envs(self) -> None:
+        envs, stages = self.env.num_envs, self.pipeline.stages
+        if envs % stages:
+            fit = max(envs // stages, 1) * stages
+            raise ValueError(
+                f"env.num_envs={envs} is not a multiple of pipeline.stages={stages}; try env.num_envs={fit}"
+            )
+
+    def _pieces_fit(self) -> None:
+        pieces = self.pipeline.granularity
+        if pieces is None:
+            return
+        told = f"pipeline.granularity={pieces}"
+        if self.algo.name != "ppo":
+            raise ValueError(
+                f"{told}: algo.name={self.algo.name} learns from whole groups of episodes, and which of them count is "
+                "known when all are over; leave it out"
+            )
+        if pieces > self.algo.rollout_decisions:
+            raise ValueError(
+                f"{told} is more than algo.rollout_decisions={self.algo.rollout_decisions}; leave it out to hand on "
+                "whole rollouts"
+            )
+
+    def _reference_fits(self) -> None:
+        if self.algo.kl_coef and self.learner.shard:
+            raise ValueError(
+                "learner.shard=true splits the policy, and algo.kl_coef needs a whole frozen copy of it; "
+                "try learner.shard=false or algo.kl_coef=0"
+            )
+
+    def _whole_episodes_fit(self) -> None:
+        if self.algo.name == "ppo":
+            return
+        told = f"algo.name={self.algo.name} plays whole episodes"
+        if self.run.env_steps is not None:
+            raise ValueError(
+                f"run.env_steps={self.run.env_steps}: {told}, of a length that nobody knows before; set run.iterations"
+            )
+        if self.env.stagger:
+            raise ValueError(f"env.stagger=true cuts the first episodes short, but {told}; try env.stagger=false")
+
+    def _precisions_fit(self) -> None:
+        if self.learner.precision == "bf16" and getattr(self.policy, "dtype", "") == "float64":
+            raise ValueError(
+                "learner.precision=bf16 lowers float32 products, but policy.dtype=float64; try policy.dtype=float32"
+            )
+        if self.learner.shard and getattr(self.policy, "mixed_precision", False):
+            raise ValueError(
+                f"learner.shard=true splits weights of one precision, but with policy.dtype={self.policy.dtype} "
+                f"policy.name={self.policy.name} keeps its norms in float32; try policy.dtype=float32, with "
+                "learner.precision=bf16 for speed"
+            )
+
+
+def failure(check: Callable[[], None]) -> ValueError | None:
+    try:
+        return check()
+    except ValueError as err:
+        return err
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command's own arguments mean: keys besides the recipe's, and sections that have no effect in it."""
+
+    name: str
+    purpose: str
+    own: dict[str, str]  # key -> help
+    unused: tuple[str, ...] = ()
+
+    def ignores(self, key: str) -> bool:
+        return any(key == name or key.startswith(f"{name}.") for name in self.unused)
+
+
+NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "placement", "pipeline", "eval", "resume")
+COMMANDS = {
+    "train": Command("train", "Train a policy.", {}, unused=("sft", "collect")),
+    "sft": Command(
+        "sft",
+        "Train a policy to imitate demonstrations, for sft.epochs passes over sft.data.",
+        {},
+        unused=("algo", "collect", "run.env_steps", "run.iterations"),
+    ),
+    "collect": Command(
+        "collect",
+        "Play episodes with a scripted expert or a policy and write them down as demonstrations.",
+        {
+            "out": "The folder to write, in LeRobot's layout 3.0; it must not be there yet.",
+            "checkpoint": "Whose episodes: expert, or what embodied.evaluate takes [expert].",
+        },
+        unused=("run", "policy", "algo", "sft", "learner", "resume"),
+    ),
+    "check": Command("check", "Look at an env: what it offers, whether it keeps the contract.", {}, unused=NOT_ENV),
+    "evaluate": Command(
+        "evaluate",
+        "Play a fixed list of episodes with a trained policy and report its success.",
+        {
+            "checkpoint": "A run's folder, one of its checkpoints, a policy folder, a hub id, random, zero, "
+            "or my_pkg.my_module:MyPolicy; several as [A,B,random] play the same episodes and are compared."
+        },
+        unused=("policy", "algo", "sft", "collect", "resume"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    config: RunConfig
+    sources: dict[str, str]  # dotted key -> where it was set; other keys have their default
+    flags: frozenset[str]
+    own: dict[str, tuple[str, ...]]  # the command's own arguments
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name or "run"
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        return self.own["checkpoint"]
+
+    @property
+    def dry_run(self) -> bool:
+        return "--dry-run" in self.flags
+
+    @property
+    def yaml(self) -> str:
+        return dump_yaml(self.config)
+
+
+def load(argv: list[str], entry: str = "train") -> Loaded | None:
+    """The configuration an argument list describes; None when --help or --cfg has answered already."""
+    from embodied.config.help import cfg_text, help_text
+
+    command = COMMANDS[entry]
+    arguments = parse(argv, recipe_names())
+    if "checkpoint" in command.own and "--help" not in arguments.flags and has_options(arguments.values):
+        command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
+    if "--help" in arguments.flags:
+        print(help_text(command, root(RunConfig)))
+        return None
+    loaded = _load(arguments.values, arguments.problems, frozenset(arguments.flags), command)
+    if "--cfg" in loaded.flags:
+        print(cfg_text(loaded.config, loaded.sources), end="")
+        return None
+    return loaded
+
+
+def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], command: Command) -> Loaded:
+    schema, tree = root(RunConfig), Tree(problems=problems)
+    own = {key: texts(key, values.pop(key), problems) for key in command.own if key in values}
+    recipe = base_recipe(values, own, command, problems)
+    sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command)
+    incomplete = bool(problems)  # then a missing key says nothing
+    if (mine := own_classes(own.get("checkpoint"))) and any(key.startswith("policy.") for key in values):
+        values.setdefault("policy.name", mine[0])
+    sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
+    for source in sources:
+        lay(tree, schema, with_own_task(source, tree))
+    problems += [
+        f"{key} has no effect in {command.name}; leave it out"
+        for key, where in tree.sources.items()
+        if where == COMMAND_LINE and command.ignores(key)
+    ]
+    if recipe and tree.values.get("run") and tree.values["run"].get("name") is None:
+        put(tree, ("run", "name"), "sft-" * (command.name == "sft") + Path(recipe).stem, "the recipe's name")
+    try:
+        config = RunConfig.model_validate(tree.values, context={"unused": command.unused})
+    except ValidationError as err:
+        problems += explain(err.errors(), schema, tree, incomplete)
+    if problems:
+        raise config_error(tree.doubts + problems)
+    return Loaded(config, tree.sources, flags, own)
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """The resolved recipe, every key spelt out; loads to the same configuration from anywhere, as a run of its own."""
+    from embodied.config.help import config_yaml
+
+    return config_yaml(config.model_copy(update={"resume": None}), {})

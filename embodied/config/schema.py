@@ -1,0 +1,118 @@
+"""What can be set: the options models seen as a tree of keys, for merging recipes, for `--help` and for "did you mean".
+
+A section is a key that holds other keys: one model, or several variants told apart by their `name`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, Discriminator, Tag
+from pydantic.fields import FieldInfo
+
+from embodied.core.options import BelongsToFile
+
+
+@dataclass(frozen=True)
+class Section:
+    variants: dict[str, type[BaseModel]]  # by tag; a plain section has one, tagged ""
+    discriminator: Any = None
+
+    def tag(self, values: dict) -> str | None:
+        """Which variant these values mean; None when their name is unknown."""
+        if len(self.variants) == 1:
+            return next(iter(self.variants))
+        pick = self.discriminator
+        tag = pick(values) if callable(pick) else values.get(pick)
+        return tag if tag in self.variants else None
+
+    def field(self, key: str, values: dict | None = None) -> FieldInfo | None:
+        """The field behind a key, in the variant these values mean if that has it, else in any."""
+        first = self.variants.get(self.tag(values)) if values else None
+        for model in [*([first] if first else []), *self.variants.values()]:
+            if key in model.model_fields:
+                return model.model_fields[key]
+        return None
+
+    def child(self, key: str) -> Section | None:
+        """The section below this key, if it is one."""
+        field = self.field(key)
+        return section_of(field) if field else None
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(key for model in self.variants.values() for key in model.model_fields))
+
+
+def section_of(field: FieldInfo) -> Section | None:
+    """The section a field holds, or None for a plain value."""
+    found = {}
+    union = get_origin(field.annotation) in (Union, UnionType)
+    for kind in get_args(field.annotation) if union else (field.annotation,):
+        tag = None
+        if get_origin(kind) is Annotated:
+            kind, *marks = get_args(kind)
+            tag = next((mark.tag for mark in marks if isinstance(mark, Tag)), None)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found[tag or ("" if not union else _literal_name(kind))] = kind
+    if not found:
+        return None
+    mark = field.discriminator or next((m for m in field.metadata if isinstance(m, Discriminator)), None)
+    return Section(found, mark.discriminator if isinstance(mark, Discriminator) else mark)
+
+
+def _literal_name(model: type[BaseModel]) -> str:
+    return get_args(model.model_fields["name"].annotation)[0]
+
+
+def root(model: type[BaseModel]) -> Section:
+    return Section({"": model})
+
+
+def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
+    """Every key that can be set, its field, and the tag of the one variant that has it ("" when all do)."""
+    for key in section.names():
+        owners = [tag for tag, model in section.variants.items() if key in model.model_fields]
+        below = section.child(key)
+        if below:
+            yield from leaves(below, f"{prefix}{key}.")
+        elif len(owners) == len(section.variants):
+            yield f"{prefix}{key}", section.field(key), ""
+        else:
+            for tag in owners:
+                yield f"{prefix}{key}", section.variants[tag].model_fields[key], tag
+
+
+def locate(section: Section, path: tuple[str, ...]) -> tuple[Section, str] | None:
+    """The innermost section on the way to a key, and the next key there."""
+    for part in path[:-1]:
+        below = section.child(part)
+        if below is None:
+            return section, part
+        section = below
+    return (section, path[-1]) if path else None
+
+
+def is_path(field: FieldInfo) -> bool:
+    """Whether the field holds a path of this machine."""
+    kinds = [field.annotation, *get_args(field.annotation)]
+    marks = [*field.metadata, *(mark for kind in kinds if get_origin(kind) is Annotated for mark in get_args(kind))]
+    return any(isinstance(mark, BelongsToFile) for mark in marks)
+
+
+def choices(annotation: Any) -> list[Any]:
+    """The fixed words a field takes, if any."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [word for kind in get_args(annotation) for word in choices(kind)]
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """`, did you mean 'x'?` for the closest known word (all that end alike, for the bare name of a key), or nothing."""
+    same_leaf = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]]
+    plain = len(same_leaf) == 1 or (same_leaf and "." not in word)
+    close = same_leaf if plain else difflib.get_close_matches(word, known, n=1)
+    return f", did you mean {' or '.join(map(repr, close))}?" if close else ""

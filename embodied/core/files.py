@@ -1,0 +1,64 @@
+"""Reading files that somebody else may have written: whatever is wrong with one is said in a line that names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied.core.errors import EmbodiedError
+
+DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextmanager
+def reading(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: str = "") -> Iterator[None]:
+    """What goes wrong while this file is read and taken apart is an error of this kind, with this advice."""
+    try:
+        yield
+    except DAMAGE as err:
+        raise kind(f"{path} cannot be read: {in_words(err)}{advice and f'; {advice}'}") from err
+
+
+def in_words(err: Exception) -> str:
+    """An exception in a line."""
+    if isinstance(err, OSError) and err.strerror:
+        return err.strerror
+    text = " ".join(str(err).split())[:300]
+    return f"it has no {text}" if isinstance(err, KeyError) else text or type(err).__name__
+
+
+def read_object(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: str = "") -> dict[str, Any]:
+    """The mapping that a JSON file holds."""
+    with reading(path, kind, advice):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no mapping")
+        return content
+
+
+def read_arrays(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: str = "") -> dict[str, np.ndarray]:
+    """The arrays of an npz file."""
+    from zipfile import BadZipFile
+    from zlib import error as BadBytes
+
+    with reading(path, kind, advice):
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
+                return {name: content[name] for name in content.files}
+        except (BadZipFile, BadBytes, NotImplementedError) as err:
+            raise ValueError(f"it is no archive of arrays ({err})") from err

@@ -1,0 +1,109 @@
+"""One episode while it is recorded: a folder with its numbers and a bare video per camera, whole or absent.
+
+Images go to the encoders frame by frame, so memory holds none. Episodes are recorded side by side, in other processes
+than the one that writes the dataset, and in any order: `DatasetWriter.add_draft` takes them up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from embodied.datasets.feature_stats import PixelCounts, Stats, of_values
+from embodied.datasets.lerobot_layout import Features, Frame, cameras, complete
+from embodied.reporting.videos import FOR_DATASETS, VideoWriter
+
+NUMBERS, ABOUT = "numbers.npz", "episode.json"
+
+
+class EpisodeBuffer:
+    def __init__(self, folder: Path, fps: int, features: Features) -> None:
+        """`folder` appears when the episode is finished."""
+        self.folder = Path(folder)
+        self.features = complete(features)
+        self._place = self.folder.with_name(f".{self.folder.name}-{os.getpid()}")
+        shutil.rmtree(self._place, ignore_errors=True)
+        self._place.mkdir(parents=True)
+        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in self.features}
+        self._videos = {name: VideoWriter(self._place, fps, FOR_DATASETS) for name in cameras(self.features)}
+        self._pixels = {name: PixelCounts() for name in self._videos}
+        for name in self._videos:
+            del self._columns[name]
+
+    def add(self, frame: Frame) -> None:
+        """One env step: a value for every feature."""
+        if odd := frame.keys() ^ self.features.keys():
+            missing, unknown = sorted(odd & self.features.keys()), sorted(odd & frame.keys())
+            raise ValueError(f"a frame lacks {missing} and has {unknown}, of which the dataset's features say nothing")
+        values = {name: as_described(name, frame[name], feature) for name, feature in self.features.items()}
+        for name, column in self._columns.items():
+            column.append(values[name])
+        for name, video in self._videos.items():
+            video.add(values[name])
+            self._pixels[name].add(values[name])
+
+    def finish(self, task: str, success: bool | None = None) -> Path:
+        """Complete the folder; `task` is what the robot was told, in words."""
+        if not self.length:
+            raise ValueError(f"{self.folder.name}: an episode needs at least one frame")
+        for name, video in self._videos.items():
+            video.finish(name + FOR_DATASETS.suffix)
+        arrays = {name: np.stack(column) for name, column in self._columns.items()}
+        stats = {name: of_values(array) for name, array in arrays.items()}
+        stats |= {name: pixels.stats() for name, pixels in self._pixels.items()}
+        np.savez(self._place / NUMBERS, **arrays)
+        about = {"task": task, "success": success, "length": self.length, "stats": as_lists(stats)}
+        (self._place / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._place.rename(self.folder)
+        return self.folder
+
+    @property
+    def length(self) -> int:
+        """Frames so far."""
+        lengths = [len(column) for column in self._columns.values()] + [v.num_frames for v in self._videos.values()]
+        return lengths[0]
+
+    def discard(self) -> None:
+        """Leave nothing behind. Harmless after `finish`."""
+        for video in self._videos.values():
+            video.discard()
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def __enter__(self) -> EpisodeBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+
+def buffer_name(index: int) -> str:
+    """The folder of an episode of an evaluation."""
+    return f"episode-{index:06d}"
+
+
+def as_described(name: str, value: object, feature: dict) -> np.ndarray:
+    """A frame's value as its feature describes it."""
+    if feature["dtype"] == "video":
+        array = np.asarray(value)
+        if array.shape != feature["shape"] or array.dtype != np.uint8:
+            raise ValueError(f"{name} is {array.dtype} {list(array.shape)}, not uint8 {list(feature['shape'])}")
+        return array
+    array = np.array(value, np.dtype(feature["dtype"])).reshape(-1)  # a copy: the env may use its array again
+    if array.shape != feature["shape"]:
+        raise ValueError(f"{name} has {array.size} numbers, not {feature['shape'][0]}")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ValueError(f"{name} is not finite: {array}")
+    return array
+
+
+def as_lists(stats: dict[str, Stats]) -> dict[str, dict[str, list]]:
+    return {name: {figure: array.tolist() for figure, array in figures.items()} for name, figures in stats.items()}
+
+
+def as_arrays(stats: dict[str, dict[str, list]]) -> dict[str, Stats]:
+    return {name: {figure: np.array(values) for figure, values in figures.items()} for name, figures in stats.items()}

@@ -1,0 +1,88 @@
+"""The videos of many episodes in few files, found again frame by frame.
+
+Bare streams are joined by putting one after the other; ffmpeg then only writes the time of every frame, n / fps, which
+is exact however many there are.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from embodied.core.errors import EmbodiedError
+from embodied.datasets.validation import AGAIN
+
+JOIN_S = 600.0  # ffmpeg has this long for a file of some hundred megabytes
+
+
+class JoinedVideo:
+    """The frames of one camera, in one mp4 file after the other."""
+
+    def __init__(self, path: Callable[[int], Path], fps: int, file_bytes: int) -> None:
+        """`path(n)` is the n-th file."""
+        self.path, self.fps, self.file_bytes = path, fps, file_bytes
+        self.file = 0
+        self.num_frames = 0  # in the file that is open
+
+    @property
+    def _stream(self) -> Path:
+        return self.path(self.file).with_suffix(".h264")
+
+    def add(self, stream: Path, num_frames: int) -> tuple[int, float]:
+        """Take up an episode; returns the number of its file and the time at which it begins there."""
+        if self.num_frames and self._stream.stat().st_size + stream.stat().st_size > self.file_bytes:
+            self.close()
+            self.file += 1
+        begins_s = self.num_frames / self.fps
+        self._stream.parent.mkdir(parents=True, exist_ok=True)
+        with self._stream.open("ab") as out, stream.open("rb") as source:
+            shutil.copyfileobj(source, out)
+        self.num_frames += num_frames
+        return self.file, begins_s
+
+    def close(self) -> None:
+        """Complete the file that is open."""
+        if self.num_frames:
+            source = ["-f", "h264", "-framerate", str(self.fps), "-i", str(self._stream)]
+            frame = f"1/({self.fps}*TB)"  # in units of the file's clock; without it times are rounded to microseconds
+            times = f"setts=ts=round(N*{frame}):duration=round({frame})"
+            wrap = ["-c", "copy", "-bsf:v", times, "-movflags", "+faststart"]
+            ffmpeg(["-y", *source, *wrap, str(self.path(self.file))])
+            self._stream.unlink()
+            self.num_frames = 0
+
+
+def read_frames(path: Path, begins_s: float, num_frames: int, fps: float, size: tuple[int, ...]) -> np.ndarray:
+    """uint8 [num_frames, H, W, 3]: the frames of a video from this time on."""
+    before = max(begins_s - 0.5 / fps, 0.0)  # frames have the times n / fps, rounded: half a frame before is safe
+    seek = ["-ss", f"{before:.6f}"] if before else []
+    wanted = num_frames * int(np.prod(size))
+    most = ["-frames:v", str(num_frames), "-fs", str(wanted + 1)]  # whatever else the file claims to hold
+    raw = ["-fps_mode", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    try:
+        data = ffmpeg([*seek, "-f", "mp4", "-i", str(path), "-map", "0:v:0", *most, *raw])
+    except EmbodiedError as err:
+        raise EmbodiedError(f"{path} cannot be read: {err}; {AGAIN}") from None
+    if len(data) != wanted:
+        got = len(data) / int(np.prod(size))
+        told = f"{got:.4g} of the {num_frames} frames of {list(size)} from {begins_s:g} s on"
+        raise EmbodiedError(f"{path} has {told}; {AGAIN}")
+    return np.frombuffer(data, np.uint8).reshape(num_frames, *size)
+
+
+def ffmpeg(arguments: list[str]) -> bytes:
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    command = [get_ffmpeg_exe(), "-v", "error", "-nostdin", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=JOIN_S)
+    except subprocess.TimeoutExpired:
+        raise EmbodiedError(f"ffmpeg did not end within {JOIN_S:.0f} s: {' '.join(command)}") from None
+    if done.returncode:
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        raise EmbodiedError(f"ffmpeg ended with code {done.returncode}: {'; '.join(words[-3:])}")
+    return done.stdout

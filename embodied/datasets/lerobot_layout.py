@@ -1,0 +1,103 @@
+"""Names, paths and features of a dataset in LeRobot's layout 3.0.
+
+A feature is described as LeRobot does: `{"dtype": "float32", "shape": (7,)}`, with dtype "video" for a camera. A frame
+is one env step: what was seen before it, the action, and what came of it (`next.*`).
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from embodied.core.errors import ConfigError
+from embodied.core.types import EnvSpec, Observation
+
+Features = dict[str, dict[str, Any]]
+Frame = dict[str, Any]  # feature -> its value at one env step
+
+VERSION = "v3.0"
+INFO = "meta/info.json"
+STATS = "meta/stats.json"
+TASKS = "meta/tasks.parquet"
+FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
+EPISODES = f"meta/episodes/{FILE}.parquet"
+DATA = f"data/{FILE}.parquet"
+VIDEOS = f"videos/{{video_key}}/{FILE}.mp4"
+FILES_PER_CHUNK = 1000
+
+STATE, ACTION, CAMERA = "observation.state", "action", "observation.images."
+REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
+INDICES: Features = {
+    "timestamp": {"dtype": "float32", "shape": (1,), "names": None},
+    "frame_index": {"dtype": "int64", "shape": (1,), "names": None},
+    "episode_index": {"dtype": "int64", "shape": (1,), "names": None},
+    "index": {"dtype": "int64", "shape": (1,), "names": None},
+    "task_index": {"dtype": "int64", "shape": (1,), "names": None},
+}  # the columns that say where a frame belongs; the writer fills them in
+
+
+def features_of(spec: EnvSpec) -> Features:
+    """What a frame of this env holds."""
+    features: Features = {}
+    if spec.state_dim:
+        features[STATE] = {"dtype": "float32", "shape": (spec.state_dim,)}
+    for camera, size in spec.images.items():
+        features[CAMERA + camera] = {"dtype": "video", "shape": tuple(size)}
+    features[ACTION] = {"dtype": "int64" if spec.action.discrete else "float32", "shape": (spec.action.dim,)}
+    features[REWARD] = {"dtype": "float32", "shape": (1,)}
+    features[DONE] = {"dtype": "bool", "shape": (1,)}
+    if spec.has_success:
+        features[SUCCESS] = {"dtype": "bool", "shape": (1,)}
+    return features
+
+
+def fps_of(spec: EnvSpec) -> int:
+    """Frames per second, of which these datasets have a whole number."""
+    return max(1, round(spec.control_hz))
+
+
+def frame_of(
+    obs: Observation, row: int, action: np.ndarray, reward: float, done: bool, success: bool | None = None
+) -> Frame:
+    """One env step of one row: what it saw, what it did, what came of it."""
+    frame: Frame = {ACTION: action, REWARD: reward, DONE: done}
+    if "state" in obs:
+        frame[STATE] = obs["state"][row]
+    frame |= {CAMERA + camera: images[row] for camera, images in obs.get("images", {}).items()}
+    return frame if success is None else {**frame, SUCCESS: success}
+
+
+def complete(features: Features) -> Features:
+    """These features in the form info.json has them, without those that say where a frame belongs."""
+    if wrong := [name for name in features if "/" in name or name in INDICES]:
+        raise ValueError(f"features {wrong}: a name has no '/' and is none of {', '.join(INDICES)}")
+    return {name: described(name, feature) for name, feature in features.items()}
+
+
+def described(name: str, feature: dict[str, Any]) -> dict[str, Any]:
+    dtype, shape = feature["dtype"], tuple(int(size) for size in feature["shape"])
+    if dtype == "video":
+        if len(shape) != 3 or shape[2] != 3:
+            raise ValueError(f"feature {name} has shape {list(shape)}; a video's is [height, width, 3]")
+        return {"dtype": dtype, "shape": shape, "names": ["height", "width", "channels"]}
+    if len(shape) != 1 or np.dtype(dtype).kind not in "fiub":
+        raise ValueError(f"feature {name} is {dtype} {list(shape)}; it must be a vector of numbers or a video")
+    return {"dtype": dtype, "shape": shape, "names": feature.get("names")}
+
+
+def cameras(features: Features) -> list[str]:
+    """The features that are kept as videos."""
+    return [name for name, feature in features.items() if feature["dtype"] == "video"]
+
+
+def place(number: int) -> dict[str, int]:
+    """Which file of which chunk the n-th file is."""
+    chunk, file = divmod(number, FILES_PER_CHUNK)
+    return {"chunk_index": chunk, "file_index": file}
+
+
+def check_pyarrow() -> None:
+    if find_spec("pyarrow") is None:
+        raise ConfigError("LeRobot datasets are parquet files; to use them: pip install 'embodied-loop[datasets]'")

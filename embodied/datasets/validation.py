@@ -1,0 +1,149 @@
+"""What a dataset says of itself, taken only as far as it can be true.
+
+Datasets come from others. Their files are looked for inside the dataset's folder and nowhere else, and the templates of
+paths are filled in by us: `str.format` would follow what a template asks for, attributes and widths of a gigabyte.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from embodied.core.errors import ConfigError
+from embodied.datasets.lerobot_layout import ACTION, INFO, STATE, VERSION
+
+AGAIN = "download it, or collect it, again"
+PLACEHOLDER = re.compile(r"\{(\w+)(?::0(\d)d)?\}")  # {chunk_index:03d}
+PLACES = {"v3.": ("chunk_index", "file_index"), "v2.": ("episode_chunk", "episode_index")}  # what file of what chunk
+OLDER = ("v2.0", "v2.1")
+NUMBERS = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+)
+LARGEST = 2**40  # of counts and indices; nobody has a trillion frames
+
+
+def check_info(path: Path, info: dict[str, Any]) -> None:
+    """Refuse an info.json that cannot be one. `path` is the dataset's folder."""
+    file = path / INFO
+    version = str(info.get("codebase_version") or "")
+    if not version.startswith("v3.") and version not in OLDER:
+        raise ConfigError(
+            f"{path} has LeRobot's layout {version or None}, this reads {VERSION}, v2.1 and v2.0; LeRobot converts "
+            "older ones: python -m lerobot.datasets.v21.convert_dataset_v20_to_v21"
+        )
+    fps, features = info.get("fps"), info.get("features")
+    if type(fps) not in (int, float) or not 0 < fps < 1e6:
+        raise ConfigError(f"{file}: fps is {fps!r}, not a number of frames per second; {AGAIN}")
+    if not isinstance(features, dict) or not all(map(is_feature, features.values())):
+        raise ConfigError(f"{file}: features should say dtype and shape of each; {AGAIN}")
+    if ACTION not in features:
+        raise ConfigError(f"{path} has no feature {ACTION!r}; it has {', '.join(features)}")
+    for name in (ACTION, STATE):
+        if name in features and features[name]["dtype"] not in NUMBERS:
+            raise ConfigError(f"{file}: {name} is of {features[name]['dtype']!r}; a policy learns from numbers")
+    if is_older(info) and not (is_count(info.get("chunks_size")) and info["chunks_size"]):
+        raise ConfigError(f"{file}: chunks_size is {info.get('chunks_size')!r}, not a number of episodes; {AGAIN}")
+    for key in ("data_path", *(["video_path"] if films_of(info) else [])):
+        fill(path, key, info.get(key), place_fields(info, 0, 0) | ({"video_key": "0"} if key == "video_path" else {}))
+
+
+def is_older(info: dict[str, Any]) -> bool:
+    """Whether every episode has files of its own."""
+    return info["codebase_version"] in OLDER
+
+
+def place_fields(info: dict[str, Any], chunk: int, file: int) -> dict[str, int]:
+    """What the templates of paths may ask for."""
+    return dict(zip(PLACES[info["codebase_version"][:3]], (chunk, file), strict=True))
+
+
+def films_of(info: dict[str, Any]) -> list[str]:
+    return [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
+
+
+def is_feature(feature: Any) -> bool:
+    if not isinstance(feature, dict) or not isinstance(feature.get("dtype"), str):
+        return False
+    shape = feature.get("shape")
+    return isinstance(shape, list) and all(is_count(size) and size > 0 for size in shape)
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def fill(path: Path, key: str, template: Any, fields: dict[str, Any]) -> str:
+    """A template of info.json with its fields filled in."""
+    told = f"{path / INFO}: {key} is {str(template)[:80]!r}"
+    if not isinstance(template, str) or len(template) > 1000:
+        raise ConfigError(f"{told}, not a path; {AGAIN}")
+    rest = PLACEHOLDER.sub("", template)
+    unknown = {found[0] for found in PLACEHOLDER.findall(template)} - fields.keys()
+    if unknown or "{" in rest or "}" in rest:
+        known = ", ".join(f"{{{name}}}" for name in sorted(fields))
+        raise ConfigError(f"{told}; only {known} are filled in, numbers also as {{NAME:03d}}")
+    return PLACEHOLDER.sub(lambda found: str(fields[found[1]]).zfill(int(found[2] or 0)), template)
+
+
+def inside(root: Path, relative: str | Path) -> Path:
+    """A file of the dataset. One that lies elsewhere, by .., from / on or behind a link, is refused; the hub's cache
+    keeps files beside its snapshots, and that is taken."""
+    path, home = root / relative, root.resolve()
+    homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+    try:
+        there = path.resolve()
+    except (OSError, RuntimeError, ValueError) as err:
+        raise ConfigError(f"{path} cannot be a file's name: {err}") from None
+    if not any(there.is_relative_to(home) for home in homes):
+        raise ConfigError(f"{path} leaves the dataset's folder (it is {there}); put its files into {root}")
+    return path
+
+
+def check_entries(path: Path, entries: list[dict[str, Any]], info: dict[str, Any]) -> None:
+    """Refuse entries of meta/episodes that cannot be true together. `path` is the dataset's folder."""
+    folder = path / "meta" / ("episodes.jsonl" if is_older(info) else "episodes")
+    if not entries:
+        raise ConfigError(f"{folder} has no episodes; {AGAIN}")
+    for entry in entries:
+        check_entry(folder, entry, films_of(info))
+    numbers = [entry["episode_index"] for entry in entries]  # in order
+    if twice := [number for number, following in pairwise(numbers) if number == following]:
+        raise ConfigError(f"{folder} describes episode {twice[0]} twice; {AGAIN}")
+    for key, count in {"total_episodes": len(entries), "total_frames": sum(one["length"] for one in entries)}.items():
+        if info.get(key, count) != count:
+            raise ConfigError(
+                f"{folder} describes {count:,}, {INFO} says {key}={info[key]!r}: files are missing; {AGAIN}"
+            )
+
+
+def check_entry(folder: Path, entry: dict[str, Any], films: list[str]) -> None:
+    counts = ["episode_index", "length", "dataset_from_index", "dataset_to_index"]
+    for part in ("data", *(f"videos/{name}" for name in films)):
+        counts += [f"{part}/chunk_index", f"{part}/file_index"]
+    told = f"{folder}: the entry of episode {entry.get('episode_index')}"
+    for key in counts:
+        if not is_count(entry.get(key)):
+            raise ConfigError(f"{told} has {key}={entry.get(key)!r}, not a count; {AGAIN}")
+    if entry["length"] < 1 or entry["dataset_to_index"] - entry["dataset_from_index"] != entry["length"]:
+        first, last = entry["dataset_from_index"], entry["dataset_to_index"]
+        raise ConfigError(f"{told} has {entry['length']} frames from {first} to {last}; {AGAIN}")
+    for name in films:
+        begins = entry.get(f"videos/{name}/from_timestamp")
+        if type(begins) not in (int, float) or not math.isfinite(begins) or begins < 0:
+            raise ConfigError(f"{told} has videos/{name}/from_timestamp={begins!r}, not a time; {AGAIN}")
+    if not isinstance(entry.get("success"), bool | None):
+        raise ConfigError(f"{told} has success={entry['success']!r}, not true or false; {AGAIN}")

@@ -1,0 +1,147 @@
+"""How much memory a large policy needs, counted on torch's meta device: nothing is allocated and nothing computed.
+
+Activations are what a backward pass would keep, counted as the network saves them, so they follow from the code that
+runs and not from a formula. What surprises: weights of half precision cost 20 bytes more each when they are trained (a
+float32 copy, its gradient, Adam's two moments, and the vector in which gradients travel), and a learner that holds
+shards of them still adds up the whole float32 gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.core.types import ActionSpec, EnvSpec, Observation
+from embodied.learners.config import LearnerConfig
+from embodied.learners.model import recompute
+from embodied.learners.sharding import HALVES
+from embodied.policies.base import Policy
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import RunConfig
+
+EXACT = 4  # bytes of a float32
+NUMBERS, FELT = 7, 8  # of an arm: what it takes and what it feels
+PROMPT = 64  # tokens that are read or written besides those of images; an instruction has about half as many
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one learner that holds the whole policy."""
+
+    num_weights: int
+    num_trained: int
+    weights: int
+    training: int  # gradients, Adam's moments, and copies in float32
+    activations: int  # of one micro-batch
+    reference: int = 0  # a copy of the weights that are trained, to compare with
+    trained: int = 0  # of `weights`, those that are trained
+    gathered: int = 0  # whole weights that a learner with shards holds at once: the largest block and what is in none
+    acting: int = 0  # keys and values of one env row
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.training + self.activations + self.reference
+
+    def sharded(self, ranks: int) -> int:
+        """Of each of so many learners that hold shards: weights (the trained ones in float32), two moments and the
+        gradient twice of its rows, and the whole gradient in float32."""
+        rows = self.weights - self.trained + 5 * EXACT * self.num_trained
+        return rows // ranks + EXACT * self.num_trained + self.gathered + self.activations + self.reference
+
+    def __str__(self) -> str:
+        parts = [f"weights {self.weights / 1e9:.3g}", f"training {self.training / 1e9:.3g}"]
+        parts.append(f"activations {self.activations / 1e9:.3g}")
+        parts += [f"reference {self.reference / 1e9:.3g}"] if self.reference else []
+        counts = f"{self.num_weights / 1e9:.3g} billion weights, {self.num_trained / 1e9:.3g} of them trained"
+        return f"{counts}; {' + '.join(parts)} = {self.total / 1e9:.3g} GB"
+
+
+def estimate(config: RunConfig) -> Memory | None:
+    """Of a recipe's learner, without its simulator and without the folder of its model; None for small policies."""
+    from embodied.policies import policy_class
+
+    size = getattr(config.env, "image_size", 224)
+    shape = (size, size, 3) if isinstance(size, int) else (*size, 3)
+    images = dict.fromkeys(getattr(config.env, "cameras", ()) or ("camera",), shape)
+    spec = EnvSpec(ActionSpec(NUMBERS), state_dim=FELT, images=images, instruction=True)
+    policy = policy_class(config.policy.name).counted(config.policy, spec)
+    if policy is None:
+        return None
+    rows = config.learner.micro_batch_size or config.algo.minibatch_size
+    copied = size_of(p for p in policy.parameters() if p.requires_grad)
+    found = count(policy, config.learner, made_up(policy, rows))
+    return replace(found, reference=copied) if getattr(config.algo, "kl_coef", 0) else found
+
+
+def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memory:
+    """Of a policy, which loses its weights by it, and a micro-batch of inputs as the learner gives them to it."""
+    parameters = list(policy.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    weights, blocks = size_of(parameters), [size_of(block.parameters()) for block in policy.blocks()]
+    return Memory(
+        num_weights=sum(p.numel() for p in parameters),
+        num_trained=sum(p.numel() for p in trained),
+        weights=weights,
+        training=sum(p.numel() * training_bytes(p) for p in trained),
+        trained=size_of(trained),
+        gathered=weights - sum(blocks) + max(blocks, default=0),
+        acting=acting_bytes(policy, parameters),
+        activations=saved_bytes(policy, config, inputs),
+    )
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def acting_bytes(policy: Policy, parameters: list[Tensor]) -> int:
+    """Keys and values of one env row, of policies that keep them and read images and prompt with a Llama."""
+    llama = getattr(getattr(policy, "settings", None), "llama", None)
+    if llama is None or type(policy).cache_tensors is Policy.cache_tensors:
+        return 0
+    tokens = policy.settings.patches * len(policy.cameras) + PROMPT
+    return 2 * llama.depth * llama.dim * llama.kv_heads // llama.heads * tokens * parameters[0].element_size()
+
+
+def training_bytes(p: Tensor) -> int:
+    """Of one number: gradient, two moments, gradients on their way; and for half precision a copy."""
+    size = EXACT if p.dtype in HALVES else p.element_size()
+    return size * (5 if p.dtype in HALVES else 4)
+
+
+def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> int:
+    """What the forward pass keeps for the backward pass, in the policy's own precision; weights are not counted
+    again."""
+    policy = policy.to("meta")
+    if config.checkpoint_activations:
+        recompute(policy)
+    weights = {p.untyped_storage()._cdata for p in policy.parameters()}
+    seen: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in weights:
+            seen[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = policy(inputs)
+        loss = scores.logprobs.sum() + scores.values.sum()
+    total = sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
+    del loss
+    return total
+
+
+def made_up(policy: Policy, rows: int) -> dict[str, Any]:
+    """Inputs of the right shapes for a policy that sees images and reads an instruction."""
+    spec, chunk = policy.spec, getattr(policy.config, "chunk", 1)
+    obs: Observation = {"images": {name: np.zeros((rows, *size), np.uint8) for name, size in spec.images.items()}}
+    obs["instruction"] = ["put the black bowl on the plate"] * rows
+    if spec.state_dim:
+        obs["state"] = np.zeros((rows, spec.state_dim), np.float32)
+    return {"obs": obs, "actions": np.zeros((rows, chunk, spec.action.dim), np.float32)}

@@ -1,0 +1,108 @@
+"""Where learner ranks find each other. Free of torch until they meet, since the driver makes it."""
+
+from __future__ import annotations
+
+import fcntl
+import secrets
+import socket
+import struct
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+
+
+@dataclass(frozen=True)
+class RendezvousFile:
+    """Ranks in processes of one machine find their peers through a file in a private folder, and talk over loopback."""
+
+    path: str
+    timeout_s: float
+    interface = "lo"
+
+    def store(self, purpose: str, world_size: int) -> Any:
+        import torch.distributed as dist
+
+        return dist.FileStore(f"{self.path}-{purpose}", world_size)
+
+    def remove(self) -> None:
+        """What was needed to meet."""
+        whole = Path(self.path)
+        for file in whole.parent.glob(f"{whole.name}*"):
+            file.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class RendezvousAddress:
+    """Ranks on several machines find their peers through rank 0, which listens there. Nobody is asked for a password:
+    this belongs on a network of one's own."""
+
+    host: str
+    port: int
+    timeout_s: float
+
+    @property
+    def interface(self) -> str:
+        """The network interface that leads there from here."""
+        return interface_of(address_towards(self.host))
+
+    def store(self, purpose: str, world_size: int) -> Any:
+        import torch.distributed as dist
+
+        return dist.PrefixStore(purpose, dist.TCPStore(self.host, self.port, wait_for_workers=False))
+
+    def remove(self) -> None:
+        """The port is closed with rank 0."""
+
+
+class RendezvousRoom:
+    """Ranks in one process meet here; one instance per group, handed to every rank."""
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self.barrier = threading.Barrier(world_size, timeout=timeout_s)
+        self.seats: list = [None] * world_size
+
+
+Meeting = RendezvousFile | RendezvousAddress | RendezvousRoom
+
+
+def rendezvous_point(
+    ranks: int, backend: str, folder: Path, timeout_s: float
+) -> RendezvousFile | RendezvousRoom | None:
+    """For the learner ranks of a run on one machine; the file lies in a folder that only this run uses."""
+    if ranks == 1:
+        return None
+    if backend == "inline":
+        return RendezvousRoom(ranks, timeout_s)
+    return RendezvousFile(str(folder / f"learners-{secrets.token_hex(4)}"), timeout_s)
+
+
+def listen(timeout_s: float) -> tuple[Any, RendezvousAddress]:
+    """A server for ranks on several machines, which lives as long as its object, and its address."""
+    import torch.distributed as dist
+
+    server = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    return server, RendezvousAddress(address_towards("192.0.2.1"), server.port, timeout_s)  # somewhere far away
+
+
+def address_towards(host: str) -> str:
+    """This machine's address as seen from there. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+            return probe.getsockname()[0]
+        except OSError:  # no network at all
+            return "127.0.0.1"
+
+
+def interface_of(address: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # without an address
+                raw = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(raw[20:24]) == address:
+                    return name
+    return "lo"

@@ -1,0 +1,1 @@
+"""What the parts of a recipe cost on these devices: measured, stored, used by plan, benchmark and placement=auto."""

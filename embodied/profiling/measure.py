@@ -1,0 +1,322 @@
+"""Measure what the parts of a recipe cost: python -m embodied.profiling recipe=maniskill_ppo [seconds=60]
+
+Each part is measured on the kind of device that it runs on, on all devices of that kind at the same time, as in a run.
+Then short real runs tell what the parts leave out (`calibration.py`). The result is one file that
+`python -m embodied.plan`, `placement=auto` and `python -m embodied.benchmark` read.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from embodied.config.recipe import RunConfig, load
+from embodied.core.errors import ConfigError
+from embodied.placement import Host, PlacementPlan, Topology
+from embodied.placement.cost_curves import constant, fit
+from embodied.placement.deploy import devices_of
+from embodied.placement.grammar import Slot
+from embodied.placement.layout import DeviceClass
+from embodied.placement.placement_plan import hosts_on
+from embodied.placement.profile import NOTHING, Cost, Profile, write_profile
+from embodied.profiling.calibration import Clock, calibrate
+from embodied.profiling.store import (
+    cost_key,
+    describe_devices,
+    device_counts,
+    homes,
+    processor,
+    profile_path,
+    repeated,
+    without_limit,
+    workflow_of,
+)
+from embodied.run import devices, launch
+from embodied.run.memory_check import CUDA_BYTES
+
+if TYPE_CHECKING:
+    from embodied.profiling.role_probe import Moves
+
+SECONDS = 60.0
+REPEATS = 3
+PROBING = 0.4  # of the time goes to the parts, the rest to short real runs
+FEWEST_DECISIONS = 4
+MOST_PROBES = 8  # processes that measure at the same time
+MOST_SIZES = 4
+LEAST_ALONE = 0.5  # two threads of a core slow each other down no more than this; less is noise
+USAGE = """Measure what the env, policy and learner of a recipe cost on this machine, for planning.
+
+usage: python -m embodied.profiling recipe=NAME [seconds=60] [key=value ...] [--help]
+
+  seconds   about how long it may take: where that is short, so are rollouts, and sizes are left out (default 60)
+
+The profile goes to runs/profiles/ and is found there by plan, benchmark and placement=auto."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    return launch.answer(argv, USAGE, start)
+
+
+def start(argv: list[str]) -> int:
+    values, problems, rest = launch.split(argv, ("seconds",))
+    seconds = values.get("seconds", SECONDS)
+    if problems or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+        raise ConfigError("\n".join(problems) or f"seconds={seconds}: should be a number above 0, seconds=60 say")
+    loaded = load(rest)
+    if loaded is None:
+        return 0
+    config, _ = launch.planned(loaded.config)
+    profile = measure(config, seconds, print)
+    path = profile_path(config, profile.made)
+    write_profile(profile, path)
+    print("\n".join(describe(profile)))
+    print(f"\nprofile     {path}")
+    return 0
+
+
+def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Profile:
+    """Probe the parts, then calibrate with short real runs."""
+    config = without_limit(repeated(config))
+    clock = Clock(seconds)
+    there = devices.machines(config)
+    counts, nodes = device_counts(there), len(there.nodes)
+    on = describe_devices(counts, nodes)
+    with tempfile.TemporaryDirectory(prefix="embodied-profile-") as logs:
+        say(f"measuring on {on}, about {seconds:.0f} s: {', '.join(map(str, sites_of(config, there)))}")
+        probed = probe(config, there, clock, Path(logs))
+        made = {
+            "recipe": config.run.name,
+            "name": f"{config.run.name} on {processor()}, {on}",
+            "key": cost_key(config),
+            "devices": counts,
+            "nodes": nodes,
+            "load": round(os.getloadavg()[0], 1),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0],
+        }
+        if config.algo.name != "ppo":
+            made["episode_decisions"] = (
+                probed.horizon
+            )  # while a policy knows nothing, episodes last as long as they may
+        profile = Profile(workflow_of(config, probed.horizon), probed.costs, made=made)
+        profile = calibrate(config, profile, there, clock, Path(logs), say, probed.reset_s)
+        whole = workflow_of(config, probed.horizon)
+        whole = replace(whole, edges=profile.workflow.edges, fixed_s=profile.workflow.fixed_s)
+        profile = replace(profile, workflow=whole)
+    return replace(profile, made={**profile.made, "seconds": round(clock.spent(), 1)})
+
+
+@dataclass(frozen=True)
+class Site:
+    """Devices of one kind, and the parts of the recipe that run on them."""
+
+    on: DeviceClass
+    parts: tuple[str, ...]
+    sims: int = 0  # on other devices, at most
+
+    def sizes(self, config: RunConfig) -> list[int]:
+        here = "sim" in self.parts
+        return env_sizes(config, self.on.count) if here else call_sizes(config, self.sims, self.on.count)
+
+    def __str__(self) -> str:
+        *others, last = self.parts
+        parts = f"{', '.join(others)} and {last}" if others else last
+        return f"{parts} on {describe_devices({str(self.on): self.on.count})}"
+
+
+def sites_of(config: RunConfig, there: Topology) -> list[Site]:
+    """Every kind of device that is used, that of the simulators first."""
+    where = homes(config, there)
+    kinds = {c.name: c for classes in where.values() for c in classes}
+    sims = sum(c.count for c in where["sim"])
+    return [Site(c, tuple(role for role, classes in where.items() if c in classes), sims) for c in kinds.values()]
+
+
+def probe_hosts(site: Site, there: Topology, draws: bool) -> list[Host]:
+    """A process on each device, on all machines; `draws`: simulators on cores do on GPUs."""
+    chosen = sorted(devices_of(site.on, there), key=lambda device: device[2])[:MOST_PROBES]
+    cards = min(len(node.gpus) for node in there.nodes) if draws and site.on.kind == "cpu" else 0
+    slots = [
+        Slot(kind, (number,), node, render=f"gpu:{i * cards // len(chosen)}" if cards else "")
+        for i, (node, kind, number) in enumerate(chosen)
+    ]
+    return hosts_on(("probe",), slots, there)
+
+
+def env_sizes(config: RunConfig, workers: int) -> list[int]:
+    """Envs per worker and stage, the share of a device first, then others around it."""
+    total = config.env.num_envs
+    shares = [max(1, total // n) for n in (workers, 1, 2 * workers, 4 * workers, 8 * workers)]
+    return list(dict.fromkeys(shares))[:MOST_SIZES]
+
+
+def call_sizes(config: RunConfig, sims: int, workers: int) -> list[int]:
+    """Rows that a policy worker is asked for at once, where so many sims are elsewhere: at most its share, or what it
+    answers in a call, or the question of a sim."""
+    total = config.env.num_envs
+    most = max(min(total // workers, config.merged_rows), total // sims, 1)
+    return list(dict.fromkeys(max(1, most // n) for n in (1, 2, 4, 16)))
+
+
+@dataclass(frozen=True)
+class Probed:
+    costs: dict[str, dict[str, Cost]]
+    horizon: int  # decisions of a rollout, or of a whole episode
+    reset_s: float  # of the resets of whole episodes, per episode of a row; part of what a sim's decisions cost
+
+
+def probe(config: RunConfig, there: Topology, clock: Clock, logs: Path) -> Probed:
+    """The costs of every part on every kind of device that it runs on."""
+    costs: dict[str, dict[str, Cost]] = {"sim": {}, "policy": {}, "learner": {}}
+    sites, horizon, reset_s = sites_of(config, there), 1, 0.0
+    for place, site in enumerate(sites):
+        share = PROBING * (place + 1) / len(sites)
+        found = probe_site(
+            config,
+            site,
+            probe_hosts(site, there, devices.draws_on_gpus(config.env)),
+            clock,
+            share,
+            logs / f"probe-{site.on}",
+        )
+        for name, on in found.costs.items():
+            costs[name] |= on
+        horizon = found.horizon
+        reset_s = found.reset_s if "sim" in site.parts else reset_s
+    return Probed(costs, horizon, reset_s)
+
+
+def probe_site(config: RunConfig, site: Site, hosts: list[Host], clock: Clock, share: float, logs: Path) -> Probed:
+    """The costs of its parts on one of its devices, while the others do the same. `share`: of the time, at most."""
+    found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    alone: dict[str, float] = defaultdict(lambda: 1.0)
+    used_bytes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
+    fixed: list[float] = []
+    ahead: list[float] = []
+    resets: list[float] = []
+    learns = "learner" in site.parts
+    logs.mkdir(parents=True)
+    with launch.cluster(beside(config, hosts), PlacementPlan("probe", tuple(hosts), config.env.num_envs), logs) as run:
+        probes = run.launch(
+            "embodied.profiling.role_probe:ProbeWorker", "probe", config, devices.torch_device(site.on.kind), site.parts
+        )
+        sizes = site.sizes(config)
+        decisions, horizon = affordable(sizes, probes, clock, share)
+        for place, num_envs in enumerate(sizes):
+            if place > 1 and not clock.left(share):  # a curve needs two sizes
+                break
+            for samples in probes.rollout(num_envs, decisions, REPEATS).wait():
+                for name, seconds in samples.seconds.items():
+                    found[name][num_envs] += seconds
+                for name, taken in (("sim", samples.bytes), ("policy", samples.policy_bytes)):
+                    used_bytes[name][num_envs] = max(used_bytes[name][num_envs], taken)
+                resets += samples.reset_s if place == 0 else []
+            minibatch = max(1, round(config.algo.minibatch_size * num_envs / config.env.num_envs))
+            minibatch = min(minibatch, num_envs * decisions)
+            for learned in probes.update(num_envs, minibatch, 1).wait() if learns else []:
+                found["step"][minibatch] += learned["step"]
+                found["whole"][minibatch] += learned["whole"]
+                used_bytes["learner"][minibatch] = max(used_bytes["learner"][minibatch], *learned["bytes"])
+                if place == 0:
+                    fixed += learned["fixed"]
+                    ahead += learned["ahead"]
+            if place == 0 and len(hosts) > 1:
+                alone |= beside_nobody(probes[0], found, num_envs, decisions, minibatch)
+        moves = probes.moves(sizes[0]).wait() if learns else []
+    needed = {name: fit({size: [taken] for size, taken in used.items()}) for name, used in used_bytes.items()}
+    costs = {}
+    if "sim" in site.parts:
+        costs["sim"] = Cost(fit(found["sim"]), bytes=needed["sim"], alone=alone["sim"])
+    if "policy" in site.parts:
+        last_s = fit(found["value"]) if "value" in found else NOTHING
+        policy = Cost(fit(found["policy"]), bytes=needed["policy"], last_s=last_s, alone=alone["policy"])
+        costs["policy"] = movable(policy, [each["policy"] for each in moves], site.on)
+    if learns:
+        fixed_s, ahead_s = median(fixed), median(ahead)
+        learner = Cost(fit(found["step"]), needed["learner"], fixed_s, alone=alone["whole"], ahead_s=ahead_s)
+        costs["learner"] = movable(learner, [each["learner"] for each in moves], site.on)
+    return Probed({name: {str(site.on): cost} for name, cost in costs.items()}, horizon, median(resets or [0.0]))
+
+
+def beside(config: RunConfig, hosts: list[Host]) -> RunConfig:
+    """The recipe with plain processes where all are on this machine."""
+    if any(host.node for host in hosts):
+        return config
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": "local"})})
+
+
+def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatch: int) -> dict[str, float]:
+    """How long each part takes on one device while the others do nothing, next to what it took while all did the
+    same."""
+    (samples,) = probe.rollout(num_envs, decisions, REPEATS).wait()
+    took = {name: samples.seconds[name][-REPEATS:] for name in ("sim", "policy") if name in together}
+    if "whole" in together:
+        (learned,) = probe.update(num_envs, minibatch, 1).wait()
+        took["whole"] = learned["whole"]
+    size = {"sim": num_envs, "policy": num_envs, "whole": minibatch}
+    ratios = {name: median(seconds) / median(together[name][size[name]]) for name, seconds in took.items()}
+    return {name: float(min(max(ratio, LEAST_ALONE), 1.0)) for name, ratio in ratios.items()}
+
+
+def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
+    """With what its workers need of a device, as a run counts it, and what it takes them to leave it and to come
+    back."""
+    onload_s, offload_s = (median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s"))
+    own = CUDA_BYTES if on.kind == "gpu" else 0.0
+    needed = constant(moves[0].bytes) if moves[0].split_bytes else cost.bytes
+    return replace(
+        cost,
+        bytes=needed.plus(own),
+        kept_bytes=own,
+        onload_s=onload_s,
+        offload_s=offload_s,
+        weight_bytes=moves[0].weight_bytes,
+        split_bytes=moves[0].split_bytes,
+    )
+
+
+def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[int, int]:
+    """How many decisions long rollouts can be so that two sizes of envs are measured in time; and how many the recipe's
+    have."""
+    samples = probes.rollout(sizes[0], FEWEST_DECISIONS, 1).wait()
+    horizon = samples[0].horizon
+    decision_s = max(found.decision_s for found in samples)
+    rows = sum(sizes[:2]) / sizes[0] + 1  # and the first again, beside nobody
+    left = share * clock.seconds - clock.spent()
+    most = int(left / 2 / ((REPEATS + 1) * rows * decision_s))
+    return min(max(FEWEST_DECISIONS, most), horizon), horizon
+
+
+def describe(profile: Profile) -> list[str]:
+    """Every curve with its fit."""
+    lines = ["", f"{'part':<10}{'on':<10}{'size':>8}{'ms':>10}   fit error, spread of the repetitions"]
+    for name, kind, cost in [(name, kind, cost) for name, on in profile.costs.items() for kind, cost in on.items()]:
+        curve = cost.seconds
+        points = curve.measured or tuple(zip(curve.sizes, curve.values, strict=True))
+        for i, (size, seconds) in enumerate(points):
+            told = f"   {curve.error:.0%}, {curve.spread:.0%}" if i == 0 else ""
+            first = f"{name:<10}{kind:<10}" if i == 0 else f"{'':<20}"
+            lines.append(f"{first}{size:>8.0f}{seconds * 1000:>10.3f}{told}")
+    counts = profile.made["devices"]
+    learner = next(iter(profile.costs["learner"].items()))
+    rest = {
+        "an exchange between learners": learner[1].exchange_s.at(counts[learner[0]]),
+        "handing over to another process": profile.link.latency_s,
+        "new weights": profile.sync.copy_s.at(1),
+        "the driver": profile.workflow.fixed_s,
+    }
+    lines += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in rest.items()]
+    lines.append(f"measured in {profile.made['seconds']:.0f} s on {describe_devices(counts, profile.made['nodes'])}")
+    cores = counts["cpu"]
+    if profile.made["nodes"] == 1 and profile.made["load"] > cores + 1:
+        lines.append(
+            f"the machine was busy with other work (load {profile.made['load']} on {cores} cores): measure again"
+        )
+    return lines

@@ -1,0 +1,339 @@
+"""A worker that measures the parts of a recipe in one process: its env, its policy and its learner, at several sizes.
+
+The real workers do the work, unchanged, on the device that their role has in a run; only the channels between them are
+replaced, by calls. So what is measured holds what their work holds in a run (recording, resets, noise, checks), and no
+time that goes into handing over. Where simulators have other devices than networks, each is measured by itself: sims
+with noise for actions, networks with what a few rows of a sim show, many times over.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from embodied.config.recipe import RunConfig
+from embodied.core.episodes import EpisodeList
+from embodied.core.types import GroupBatch, PlayedEpisodes, Route, Trajectory
+from embodied.envs.base import VectorEnv
+from embodied.envs.worker import SimWorker
+from embodied.learners.batch import flatten_obs
+from embodied.learners.memory_estimate import Memory, size_of
+from embodied.learners.rollout_buffer import cut
+from embodied.learners.worker import LearnerWorker
+from embodied.policies import make_policy
+from embodied.policies.worker import PolicyWorker
+from embodied.profiling.channel_probe import Directly, Kept, Noise
+from embodied.runtime import Timers, Worker
+from embodied.runtime.gpu_memory import Computing
+from embodied.runtime.weights import new_name
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+PARTS = ("sim", "policy", "learner")
+ROWS = 4  # of a sim that only feeds networks
+
+
+@dataclass
+class Samples:
+    """Repeated measurements at one size."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # of a sim's decision, a policy's answer, its value
+    reset_s: list[float] = field(default_factory=list)  # of the resets of whole episodes, per episode of a row
+    bytes: int = 0  # of this process's memory that came with the envs
+    horizon: int = 1  # decisions of a rollout, or of a whole episode
+    decision_s: float = 0.0  # that went by for each decision of the last rollout, whatever in it is measured
+    policy_bytes: float = 0.0  # that the policy says it needs, having answered this size
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a worker needs of its device's memory, and how long it takes to give that back and to take it again."""
+
+    bytes: float
+    offload_s: float
+    onload_s: float
+    weight_bytes: float = 0.0  # of them, those that a process with a learner's has once
+    split_bytes: float = 0.0  # of them, what learners with shards divide among them
+
+
+@dataclass
+class Part:
+    """A sim, what it played last, and the policy that it asks where that is measured."""
+
+    sim: SimWorker
+    kept: Kept
+    policy: PolicyWorker | None
+    bytes: int  # that came with the sim
+    limit: int  # env steps of its episodes
+
+
+class ProbeWorker(Worker):
+    def __init__(self, config: RunConfig, device: str = "cpu", parts: tuple[str, ...] = PARTS) -> None:
+        """`device` is torch's name of where the policy and the learner compute; `parts` are those that are measured."""
+        self.config = config
+        self.device = device
+        self.measured = parts
+        self.grouped = config.algo.name != "ppo"
+        self.parts: dict[int, Part] = {}  # by rows of the sim
+        self.samples: dict[int, Samples] = {}  # by size
+        self.steps = 0  # env steps that episodes in groups may last
+
+    def rollout(self, num_envs: int, decisions: int, repeats: int) -> Samples:
+        """Play rollouts of so many decisions in so many envs, one more than `repeats`: the first builds and resets
+        everything. Whole episodes end after so many decisions; what their resets take is spread over a real episode."""
+        rows = self._rows(num_envs)
+        part, copies = self._part(rows), num_envs // rows
+        horizon = self._horizon(part.limit)
+        samples = self.samples.setdefault(num_envs, Samples(bytes=part.bytes, horizon=horizon))
+        part.kept.copies = copies
+        if part.policy:  # what larger questions took does not count
+            part.policy.computing, part.policy.cache_bytes = Computing(), 0
+        self.steps = decisions * self._chunk
+        for repeat in range(repeats + 1):
+            direct = Directly(part.policy, copies) if part.policy else Noise(self._actions(part), self.config.seed)
+            route = Route(("probe",), (direct,), (direct,))
+            started = perf_counter()
+            reset_s = self._play(part, rows, decisions, route)
+            wall = perf_counter() - started
+            self.tick()
+            if repeat:
+                self._note(samples, direct, wall, reset_s)
+        samples.policy_bytes = part.policy.needs().num_bytes if part.policy else 0.0
+        return samples
+
+    def _note(self, samples: Samples, direct: Directly | Noise, wall: float, reset_s: float) -> None:
+        whole = wall - sum(direct.act_s) - sum(direct.value_s)
+        decisions = len(direct.act_s)
+        samples.decision_s = wall / decisions
+        found = {}
+        if "sim" in self.measured:
+            samples.reset_s.append(reset_s)
+            found["sim"] = (whole - reset_s) / decisions + reset_s / samples.horizon
+        if "policy" in self.measured:
+            found["policy"] = float(np.mean(direct.act_s))
+            found |= {"value": float(np.mean(direct.value_s))} if direct.value_s else {}
+        for name, seconds in found.items():
+            samples.seconds.setdefault(name, []).append(seconds)
+
+    def _rows(self, num_envs: int) -> int:
+        """Of the sim: all of them where it is measured, else a few."""
+        if "sim" in self.measured:
+            return num_envs
+        return next(rows for rows in range(min(ROWS, num_envs), 0, -1) if num_envs % rows == 0)
+
+    @property
+    def _chunk(self) -> int:
+        return getattr(self.config.policy, "chunk", 1)
+
+    def _actions(self, part: Part) -> tuple[int, int]:
+        return self._chunk, part.sim.spec().action.dim
+
+    def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
+        """Learn from the last rollout in so many envs: seconds of a gradient step, what an update takes besides, of
+        looking at an item with frozen parts ahead of all steps, and of the updates that were measured for that."""
+        part = self.parts[self._rows(num_envs)]
+        first = 2 if self._has_frozen_parts(part) else 1  # epochs: with one nothing is kept of what frozen parts make
+        times, looks = {first: [], first + 1: []}, []
+        items = num_decisions(part.kept.get())
+        steps = -(-items // minibatch)
+        with self._away(part):
+            for epochs, found in times.items():
+                algo = self.config.algo.model_copy(update={"minibatch_size": minibatch, "epochs": epochs})
+                looked, num_bytes = self._updates(algo, part, repeats, found)
+                looks += [seconds / items for seconds in looked]
+        less, more = min(times[first]), min(times[first + 1])
+        epoch = max(more - less, 0.1 * less)
+        each = [seconds / steps * epoch / less for seconds in times[first]]
+        fixed = max(less - first * epoch, 0.0)
+        return {
+            "step": each,
+            "fixed": [fixed],
+            "ahead": looks if first > 1 else [0.0],
+            "whole": [less + more],
+            "bytes": [num_bytes],
+        }
+
+    def _updates(self, algo: Any, part: Part, repeats: int, found: list[float]) -> tuple[list[float], float]:
+        """Seconds of updates of a new learner, added to `found`; -> those of looking ahead, and the bytes it needs."""
+        learner, looks = self._learner(algo, part), []
+        for repeat in range(repeats + 1):
+            started, looked_before = perf_counter(), looking_s(learner)
+            self._learn(learner, part)
+            if repeat:
+                looks.append(0.0 if self.grouped else looking_s(learner) - looked_before)
+                found.append(perf_counter() - started - looks[-1])
+            self.tick()
+        num_bytes = learner.needs().num_bytes
+        learner.close()
+        return looks, num_bytes
+
+    @contextmanager
+    def _away(self, part: Part) -> Iterator[None]:
+        """The policy leaves a GPU meanwhile, which might not hold a learner beside it."""
+        moves = self.device != "cpu"
+        if moves:
+            part.policy.offload()
+        yield
+        if moves:
+            part.policy.onload()
+
+    def _has_frozen_parts(self, part: Part) -> bool:
+        if self.config.algo.epochs == 1:
+            return False
+        played = part.kept.get()
+        obs = cut(played.obs, slice(0, 1)) if self.grouped else flatten_obs(cut(played.obs, slice(0, 1)))
+        with torch.no_grad():
+            return bool(part.policy.policy.frozen_features(obs))
+
+    def moves(self, num_envs: int) -> dict[str, Moves]:
+        """Of the policy, and of a learner that has learned once."""
+        part = self.parts[self._rows(num_envs)]
+        found = {"policy": moves_of(part.policy)}
+        with self._away(part):
+            learner = self._learner(self.config.algo.model_copy(update={"epochs": 1}), part)
+            self._learn(learner, part)
+            found["learner"] = moves_of(learner)
+            if self.config.learner.shard:
+                found["learner"] = in_shards(learner, found["learner"])
+            learner.close()
+            del learner
+        return found
+
+    def forget(self, num_envs: int) -> None:
+        self.parts.pop(self._rows(num_envs)).sim.close()
+        gc.collect()
+
+    def _play(self, part: Part, num_envs: int, decisions: int, route: Route) -> float:
+        """-> seconds that went into resets of whole episodes."""
+        group_size = self.config.algo.group_size if self.grouped else 1
+        episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks_of(self.config), group_size=group_size)
+        if not self.grouped:
+            part.sim.collect(episodes, decisions, route, (part.kept,))
+            return 0.0
+        part.sim.keep(())
+        stats = part.sim.play([episodes[i] for i in range(num_envs)], route)
+        part.sim.hand_over([np.array(part.sim.kept())], "probe", (part.kept,))
+        return stats.reset_s
+
+    def _learn(self, learner: LearnerWorker, part: Part) -> None:
+        played = part.kept.get()
+        if not self.grouped:
+            learner.update(part.kept, ("probe",), np.arange(played.rewards.shape[1]), 0, 100)
+            return
+        scores = np.resize([1.0, -1.0], len(played.episodes))
+        batch = GroupBatch(played.episodes, scores, scores, 0, 0, len(scores))
+        learner.update_groups(part.kept, ("probe",), batch, 0, 100)
+
+    def _learner(self, algo: Any, part: Part) -> LearnerWorker:
+        options = (self.config.policy, algo, self.config.learner.model_copy(update={"shard": False}))
+        learner = real(LearnerWorker, *options, self.config.seed, None, self.device, tick=self.tick)
+        learner.build(part.sim.spec(), new_name(), snapshot=False)
+        return learner
+
+    def _part(self, rows: int) -> Part:
+        if rows not in self.parts:
+            simulator = "cuda" if getattr(self.config.env, "backend", "") == "cuda" else "cpu"
+            before = used_bytes(simulator)
+            sim = real(SimWorker, self.config.env.model_copy(update={"num_envs": rows}), tick=self.tick)
+            limit = sim.spec().max_episode_steps
+            taken = max(used_bytes(simulator) - before, 0)
+            if self.grouped:
+                self._cut_episodes(sim.stages[0].env, limit)
+            policy = self._policy(sim) if "policy" in self.measured else None
+            self.parts[rows] = Part(sim, Kept(), policy, taken, limit)
+        return self.parts[rows]
+
+    def _horizon(self, limit: int) -> int:
+        return -(-limit // self._chunk) if self.grouped else self.config.algo.rollout_decisions
+
+    def _cut_episodes(self, env: VectorEnv, limit: int) -> None:
+        """Let episodes begin so late that they end after `steps`."""
+        reset = env.reset
+
+        def late(options: dict[str, Any]) -> Any:
+            return reset(options={**options, "elapsed": np.full(env.num_envs, max(limit - self.steps, 0))})
+
+        env.reset = late
+
+    def _policy(self, sim: SimWorker) -> PolicyWorker:
+        config, precision = self.config, self.config.learner.precision
+        policy = real(PolicyWorker, config.policy, config.seed, precision, self.device)
+        policy.build(sim.spec())
+        policy.policy.load_state_dict(make_policy(config.policy, sim.spec(), config.seed).state_dict())
+        policy.weights.version = 0
+        return policy
+
+
+def looking_s(learner: LearnerWorker) -> float:
+    total = learner.timers.totals().get("look")
+    return total.seconds if total else 0.0
+
+
+def num_decisions(played: Trajectory | PlayedEpisodes) -> int:
+    if isinstance(played, PlayedEpisodes):
+        return int(played.lengths.sum())
+    return played.rewards.shape[0] * played.rewards.shape[1]
+
+
+def moves_of(worker: PolicyWorker | LearnerWorker) -> Moves:
+    """The second time: the first one also gets the host memory that tensors go to."""
+    for _ in range(2):
+        started = perf_counter()
+        worker.offload()
+        left = perf_counter()
+        worker.onload()
+        back = perf_counter()
+    shared = worker.needs(shared=True).num_bytes
+    whole = worker.needs().num_bytes
+    return Moves(whole, left - started, back - left, weight_bytes=whole - shared)
+
+
+def in_shards(learner: LearnerWorker, moves: Moves) -> Moves:
+    """Of one of several learners that share out this one's weights; bytes as if it were alone."""
+    parameters = list(learner.policy.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    blocks = [size_of(block.parameters()) for block in learner.policy.blocks()]
+    memory = Memory(
+        num_weights=sum(p.numel() for p in parameters),
+        num_trained=sum(p.numel() for p in trained),
+        weights=size_of(parameters),
+        training=0,
+        activations=learner.computing.num_bytes,
+        reference=size_of(learner._reference()),
+        trained=size_of(trained),
+        gathered=size_of(parameters) - sum(blocks) + max(blocks, default=0),
+    )
+    split = 2 * (memory.sharded(1) - memory.sharded(2))
+    return replace(moves, bytes=memory.sharded(1), split_bytes=split)
+
+
+def real(cls: type[Worker], *args: Any, tick=None, **kwargs: Any) -> Any:
+    """A worker outside of a group, alone of its role."""
+    worker = cls.__new__(cls)
+    worker.name, worker.rank, worker.world_size, worker.timers = f"probed-{cls.__name__}", 0, 1, Timers()
+    if tick:
+        worker.tick = tick
+    worker.__init__(*args, **kwargs)
+    return worker
+
+
+def tasks_of(config: RunConfig) -> Any:
+    from embodied.envs import env_class
+
+    return env_class(config.env).tasks(config.env)
+
+
+def used_bytes(simulator: str) -> int:
+    """Of this process's memory, or of the GPU that it sees."""
+    if simulator == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE

@@ -1,0 +1,190 @@
+"""Which stored profile belongs to a recipe, and the workflow that a recipe asks for. Free of torch and simulators.
+
+A profile holds for everything that costs the same: the same env, task, policy and algorithm on the same kind of
+processor, and on as many machines with as many devices of the same kinds. How many envs, decisions, epochs and
+minibatches there are may differ: that is the workflow, not the costs.
+An iteration of whole episodes (GRPO) counts as one round of all its groups, none of them dropped and played anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from embodied.config.recipe import RunConfig
+from embodied.core.errors import ConfigError
+from embodied.placement.dataflow import Workflow, embodied_workflow
+from embodied.placement.grammar import PlacementError, number
+from embodied.placement.layout import DeviceClass
+from embodied.placement.profile import NOTHING, Profile, read_profile
+from embodied.placement.topology import GB, Topology
+from embodied.run.devices import networks_on
+
+AMOUNTS = {
+    "env": ("num_envs", "stagger"),
+    "algo": (
+        *("rollout_decisions", "epochs", "minibatch_size", "lr", "value_lr", "lr_schedule"),
+        *("groups", "group_size", "filter", "filter_low", "filter_high", "max_rounds", "max_empty"),
+        *("filter_metric", "adam_betas", "weight_decay"),
+    ),
+}
+
+
+def without_limit(config: RunConfig) -> RunConfig:
+    """The recipe without a limit of memory, for measuring what its parts cost."""
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gb": None})})
+
+
+def repeated(config: RunConfig) -> RunConfig:
+    """The recipe with the same work in every iteration: groups are played once, and learned from; the learning rate is
+    zero, since a robot that learns to touch things gives its simulator more to do."""
+    same = {"lr": 0.0, "value_lr": 0.0} if config.algo.name == "ppo" else {"lr": 0.0, "filter": "none"}
+    return config.model_copy(update={"algo": config.algo.model_copy(update=same)})
+
+
+def workflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Workflow:
+    """What an iteration of this recipe asks for; `episode_decisions` is how long whole episodes are."""
+    algo, envs = config.algo, config.env.num_envs
+    if algo.name == "ppo":
+        decisions = algo.rollout_decisions
+        items = decisions * envs
+    else:
+        episodes = algo.groups * algo.group_size
+        decisions = max(1, round(-(-episodes // envs) * episode_decisions))
+        items = max(1, round(episodes * episode_decisions))
+    minibatch = min(algo.minibatch_size, items)
+    steps = items * getattr(config.policy, "chunk", 1)
+    looks_once = algo.name == "ppo" and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
+    ahead = items if looks_once else 0
+    calls = algo.epochs * -(-items // minibatch)
+    return embodied_workflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows)
+
+
+def counted(profile: Profile, memory_gb: float | None) -> Profile:
+    """With what a run counts of the memory of cores: what policies and learners say they need where `cluster.memory_gb`
+    limits that, else only what simulators take of the machine."""
+    costs = {name: dict(on) for name, on in profile.costs.items()}
+    for name, on in costs.items():
+        if "cpu" in on and (name == "sim") == (memory_gb is not None):
+            on["cpu"] = replace(on["cpu"], bytes=NOTHING, offload_s=None, weight_bytes=0.0, split_bytes=0.0)
+    return replace(profile, costs=costs)
+
+
+def limited(classes: Iterable[DeviceClass], memory_gb: float | None) -> list[DeviceClass]:
+    """With the memory that `cluster.memory_gb` leaves every device, if it is given."""
+    limit = {} if memory_gb is None else {"memory_bytes": memory_gb * GB}
+    return [replace(one, **limit) for one in classes]
+
+
+def cost_key(config: RunConfig) -> str:
+    """Names what costs the same."""
+    said = config.model_dump(mode="json", include={"env", "policy", "algo", "learner"})
+    for section, keys in AMOUNTS.items():
+        for key in keys:
+            said[section].pop(key, None)
+    if config.algo.name == "ppo" and not config.algo.kl_coef:  # nor where nobody compares with a reference
+        for key in ("kl_coef", "kl_estimator", "kl_in"):
+            del said["algo"][key]
+    for key in ("modules", "robot"):  # where nobody names any, profiles from before there were these keys hold
+        if not said["env"].get(key, True):
+            del said["env"][key]
+    return hashlib.sha256(json.dumps([said, processor()], sort_keys=True).encode()).hexdigest()[:12]
+
+
+# The machines of a profile
+
+
+def homes(config: RunConfig, machines: Topology) -> dict[str, list[DeviceClass]]:
+    """Role -> the kinds of devices that it runs on, in the modes and in what `auto` may choose."""
+    classes = [c for c in machines.classes() if c.count]
+    cores, gpus = ([c for c in classes if c.kind == kind] for kind in ("cpu", "gpu"))
+    networks = gpus if networks_on(config, machines) == "gpu" else cores
+    sims = gpus if getattr(config.env, "backend", "") == "cuda" else cores
+    return {"sim": sims, "policy": networks, "learner": networks}
+
+
+def device_counts(machines: Topology) -> dict[str, int]:
+    """How many there are of each kind that profiles know: {"gpu-H200": 1, "cpu": 16}."""
+    return {str(c): c.count for c in machines.classes() if c.count}
+
+
+def describe_devices(counts: Mapping[str, int], nodes: int = 1) -> str:
+    """1 GPU (H200) and 16 cores; of several machines how many these are."""
+    parts = []
+    for kind, count in counts.items():
+        what, _, model = kind.partition("-")
+        noun = {"cpu": "core", "gpu": "GPU"}.get(what, f"{what} device")
+        parts.append(number(count, noun) + (f" ({model})" if model else ""))
+    return " and ".join(parts) + (f" of {nodes} nodes" if nodes > 1 else "")
+
+
+def why_it_does_not_count(profile: Profile, machines: Topology) -> str:
+    """On these machines; "" where it counts. Profiles from before there were other kinds know their cores alone."""
+    made = profile.made
+    measured, nodes = made.get("devices") or {"cpu": made.get("cores", 0)}, made.get("nodes", 1)
+    if (measured, nodes) == (device_counts(machines), len(machines.nodes)):
+        return ""
+    there = describe_devices(device_counts(machines), len(machines.nodes))
+    has = "this run has" if len(machines.nodes) > 1 or nodes > 1 else "this machine has"
+    return f"measured on {describe_devices(measured, nodes)}, {has} {there}"
+
+
+def profile_for(config: RunConfig, machines: Topology) -> tuple[Path | None, str]:
+    """The newest stored profile that holds for this recipe on these machines; else why those there are do not count."""
+    reason = ""
+    for path in stored_profiles(config):
+        try:
+            other = why_it_does_not_count(read_profile(path), machines)
+        except PlacementError as err:
+            other = str(err)
+        if not other:
+            return path, ""
+        reason = reason or f"{path} does not count: {other}"
+    return None, reason
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def profile_path(config: RunConfig, made: Mapping = {}) -> Path:
+    """Of what was `made` on these machines: another one for each."""
+    counts, nodes = made.get("devices", {}), made.get("nodes", 1)
+    where = [f"{count}{kind}" for kind, count in counts.items()] + [f"{nodes}nodes"] * (nodes > 1)
+    parts = [config.run.name or "run", *where, cost_key(config)]
+    return Path(config.run.dir) / "profiles" / f"{'-'.join(parts)}.json"
+
+
+def stored_profiles(config: RunConfig) -> list[Path]:
+    """Measured with this processor for what costs the same, under whatever recipe's name; the newest first."""
+    found = (Path(config.run.dir) / "profiles").glob(f"*-{cost_key(config)}.json")
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def newest_profile(config: RunConfig) -> Path:
+    path = next(iter(stored_profiles(config)), None)
+    if path is None:
+        name = config.run.name or "NAME"
+        raise ConfigError(
+            f"no profile of this recipe has been measured here; measure one (a minute): "
+            f"python -m embodied.profiling recipe={name}, or name one: profile=FILE"
+        )
+    return path
+
+
+def fitted_to(config: RunConfig, profile: Profile, path: Path) -> Profile:
+    """The profile with this recipe's amounts of work."""
+    key = profile.made.get("key")
+    if key != cost_key(config):
+        raise ConfigError(
+            f"{path} was measured for {profile.made.get('recipe', 'another workload')}, whose env, policy, algorithm "
+            "or processor costs something else; leave out recipe=, or measure this one: python -m embodied.profiling "
+            f"recipe={config.run.name}"
+        )
+    workflow = workflow_of(config, profile.made.get("episode_decisions", 1.0))
+    workflow = replace(workflow, fixed_s=profile.workflow.fixed_s)
+    return replace(profile, workflow=workflow)

@@ -1,0 +1,188 @@
+"""Predicted next to measured: the table of a benchmark on the console, as JSON, as a page and as a picture."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from embodied.reporting.gantt import image
+from embodied.reporting.html import Html, page, section, table, tag
+from embodied.reporting.machine_page import MOST_TRACE_BYTES, is_move, worker_rows
+from embodied.reporting.timeline import innermost, read_trace
+
+HEAD = ("mode", "steps/s", "per {device}", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
+PREDICTED = ("predicted", "measured", "error", "spread")
+
+
+def row_of(result: Any, mode: str) -> dict[str, float | None]:
+    """Medians over the rounds of a mode."""
+    rounds, expected = result.rounds[mode], result.expected[mode]
+    seconds = [r.seconds for r in rounds]
+    steps = median(r.env_steps / r.seconds for r in rounds)
+    low, high = np.percentile(seconds, [25, 75])
+    return {
+        "env_steps_per_s": steps,
+        f"env_steps_per_s_and_{unit(result)[0].lower()}": steps / unit(result)[1],
+        "rollout_s": median(r.rollout_s for r in rounds),
+        "update_s": median(r.update_s for r in rounds),
+        "publish_s": median(r.publish_s for r in rounds),
+        "idle": result.idle[mode],
+        "peak_bytes": result.peak_bytes[mode],
+        "first_backward_s": middle(r.first_backward_s for r in rounds),
+        "predicted_s": expected["seconds"],
+        "measured_s": median(seconds),
+        "error": expected["seconds"] / median(seconds) - 1,
+        "spread": float((high - low) / median(seconds)),
+    }
+
+
+def unit(result: Any) -> tuple[str, int]:
+    """What throughput is divided by, and how many of these there are: GPUs where they were used, else cores."""
+    gpus = sum(count for kind, count in result.devices.items() if kind.startswith("gpu"))
+    return ("GPU", gpus) if gpus else ("core", result.devices["cpu"])
+
+
+def head_of(result: Any) -> list[str]:
+    return [name.format(device=unit(result)[0]) for name in (*HEAD, *PREDICTED)]
+
+
+def middle(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def rows_of(result: Any) -> dict[str, dict[str, float | None]]:
+    found = {mode: row_of(result, mode) for mode in result.rounds}
+    return dict(sorted(found.items(), key=lambda item: item[1]["measured_s"]))
+
+
+def describe(result: Any) -> list[str]:
+    """The one table, and what it shows."""
+    lines = ["", f"{result.task}, {result.num_envs} envs, {result.where}; medians of {num_rounds(result)} rounds"]
+    lines.append("".join(f"{name:>{14 if i == 0 else 13}}" for i, name in enumerate(head_of(result))))
+    for mode, row in rows_of(result).items():
+        lines.append("".join(f"{cell:>{14 if i == 0 else 13}}" for i, cell in enumerate(cells(mode, row))))
+    lines += [f"{mode:>14}  {result.expected[mode]['layout']}" for mode in rows_of(result)]
+    lines += [f"{mode:>14}  not run: {reason}" for mode, reason in result.refused.items()]
+    return [*lines, *verdict(result)]
+
+
+def cells(mode: str, row: dict[str, float]) -> list[str]:
+    return [
+        mode,
+        f"{row['env_steps_per_s']:.0f}",
+        f"{row.get('env_steps_per_s_and_gpu', row.get('env_steps_per_s_and_core')):.0f}",
+        f"{row['rollout_s']:.3f}",
+        f"{row['update_s']:.3f}",
+        f"{row['publish_s']:.3f}",
+        f"{row['idle']:.0%}",
+        f"{row['peak_bytes'] / 1e6:.0f}",
+        "" if row["first_backward_s"] is None else f"{row['first_backward_s']:.3f}",
+        f"{row['predicted_s']:.3f} s",
+        f"{row['measured_s']:.3f} s",
+        f"{row['error']:+.0%}",
+        f"{row['spread']:.0%}",
+    ]
+
+
+def verdict(result: Any) -> list[str]:
+    """Whether the order is the predicted one; what placement=auto would take, against the fastest measured."""
+    expected, measured = [mode for mode in result.expected if mode in result.rounds], list(rows_of(result))
+    auto, fastest = expected[0], measured[0]
+    if len(measured) == 1:
+        return []
+    order = "the order of modes is the predicted one; " if expected == measured else ""
+    beside = measured[1] if auto == fastest else fastest
+    low, middle, high = paired_ratio(result.rounds[auto], result.rounds[beside])
+    first = ", the fastest here" if auto == fastest else ""
+    interval = f"95% interval {low:.2f} to {high:.2f}, {num_rounds(result)} paired rounds"
+    return [f"{order}placement=auto takes {auto}{first}: {middle:.2f} times as fast as {beside} ({interval})"]
+
+
+def paired_ratio(ours: Sequence[Any], others: Sequence[Any]) -> tuple[float, float, float]:
+    """Throughput of one mode over another's, round by round: 95% bootstrap interval around the geometric mean."""
+    logs = np.log([o.seconds / m.seconds for m, o in zip(ours, others, strict=True)])
+    picks = np.random.default_rng(0).integers(0, len(logs), (2000, len(logs)))
+    low, high = np.percentile(logs[picks].mean(axis=1), [2.5, 97.5])
+    return float(np.exp(low)), float(np.exp(logs.mean())), float(np.exp(high))
+
+
+def num_rounds(result: Any) -> int:
+    return len(next(iter(result.rounds.values())))
+
+
+def write_report(results: Sequence[Any], about: dict[str, Any], folder: Path) -> None:
+    found = [{**asdict(result), "table": rows_of(result), "verdict": verdict(result)} for result in results]
+    (folder / "bench.json").write_text(json.dumps({"about": about, "results": found}, indent=1, default=str) + "\n")
+    png = picture(results)
+    (folder / "bench.png").write_bytes(png)
+    (folder / "bench.html").write_text(html(results, about, png), encoding="utf-8")
+
+
+def html(results: Sequence[Any], about: dict[str, Any], png: bytes) -> str:
+    parts = []
+    for result in results:
+        shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
+        refused = [tag("li", f"{mode} was not run: {reason}") for mode, reason in result.refused.items()]
+        plans = [tag("li", f"{mode}: {told['layout']}") for mode, told in result.expected.items()]
+        lines = [tag("p", line) for line in verdict(result)]
+        traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
+        told = [shown, *lines, tag("ul", *plans, *refused), *traced]
+        parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *told))
+    title = f"Placements of {about['recipe']}"
+    return page(title, tag("h1", title), image(png, "predicted and measured throughput"), *parts)
+
+
+def timeline(mode: str, path: Path) -> list[Html]:
+    """One iteration of a mode, piece by piece, and what left a device or came back in it."""
+    if path.stat().st_size > MOST_TRACE_BYTES:
+        return [tag("p", f"{path.name} is too large to be drawn here; open it in a trace viewer.", class_="note")]
+    spans = innermost(read_trace(path))
+    begin = min(span.start_s for span in spans)
+    moves = [
+        [f"{span.start_s - begin:.3f} s", span.worker, span.name, f"{1e3 * (span.end_s - span.start_s):.2f} ms"]
+        for span in sorted(spans, key=lambda span: span.start_s)
+        if is_move(span.name)
+    ]
+    moved = (
+        table(["at", "worker", "memory", "took"], moves, numeric=False)
+        if moves
+        else tag("p", f"{mode}: no memory moved.")
+    )
+    return [worker_rows(spans, f"{mode}: one iteration, piece by piece"), moved]
+
+
+def picture(results: Sequence[Any]) -> bytes:
+    """Bars of env steps per second, predicted beside measured, whiskers over the middle half of the rounds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.5 + 2.2 * len(results)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(results), 1, squeeze=False)[:, 0]
+    for axis, result in zip(axes, results, strict=True):
+        modes = list(rows_of(result))
+        place = np.arange(len(modes))
+        speeds = [[r.env_steps / r.seconds for r in result.rounds[mode]] for mode in modes]
+        middle = np.array([median(s) for s in speeds])
+        low, high = (np.array([np.percentile(s, q) for s in speeds]) for q in (25, 75))
+        expected = [result.expected[mode]["env_steps_per_s"] for mode in modes]
+        axis.barh(place - 0.2, expected, 0.38, color="#bbbbbb", label="predicted")
+        axis.barh(place + 0.2, middle, 0.38, color="#4477aa", label="measured")
+        axis.hlines(place + 0.2, low, high, color="black")
+        axis.set_yticks(place, modes)
+        axis.invert_yaxis()
+        axis.set_xlabel("env steps/s")
+        axis.set_title(f"{result.task}, {result.num_envs} envs", loc="left", fontsize=9)
+    axes[0].legend(fontsize=8, frameon=False)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=120)
+    return out.getvalue()

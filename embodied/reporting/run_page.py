@@ -1,0 +1,201 @@
+"""report.html: one file that says what a run did and what to think of it, readable from disk by any browser.
+
+Training writes it after every evaluation and at the end, an evaluation into its own folder, and `python -m
+embodied.report` makes it again from what is on disk. Each part of the page is one function of the files it shows.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from embodied.config.cli import read_yaml
+from embodied.reporting.evaluation_page import clips, describe_measure, histograms, measure_cell, per_task_table
+from embodied.reporting.html import Html, page, section, table, tag
+from embodied.reporting.machine_page import placement_picture, provenance_table, time_spent, timeline_picture
+from embodied.reporting.runs import Evaluation, Run, read_run
+from embodied.reporting.svg import short
+from embodied.reporting.training_page import learning_charts, result_charts
+from embodied.run.checkpoints import replace_text
+
+REPORT = "report.html"
+WHEN = "%Y-%m-%d %H:%M UTC"
+
+
+def write_report(folder: Path) -> Path:
+    """The report of a run or an evaluation, into its folder."""
+    out = folder / REPORT
+    replace_text(out, report(read_run(folder), out.parent))
+    return out
+
+
+def report_or_say_why(folder: Path) -> None:
+    """A report that cannot be written is worth a line, never the run it tells of."""
+    try:
+        write_report(folder)
+    except Exception as err:
+        told = f"no report: {type(err).__name__}: {err}; python -m embodied.report {folder} tries again"
+        print(told, file=sys.stderr, flush=True)
+
+
+def report(run: Run, beside: Path) -> str:
+    """The page as text; clips too large to be inside are linked relative to the folder `beside`."""
+    parts = [header(run), tiles(run)]
+    if run.metrics:
+        parts.append(section("Results", charts(result_charts(run)), note=RESULTS_NOTE))
+    if run.last:
+        parts += evaluation_parts(run, run.last, beside)
+    if run.metrics:
+        parts.append(section("Learning", *learning_charts(run)))
+        parts.append(section("Where the time went", *time_spent(run), *timeline_picture(run)))
+    if run.info.get("placement"):
+        parts.append(section("Placement", *placement_picture(run.info["placement"])))
+    parts.append(recipe_and_provenance(run))
+    return page(f"{run.name} - report", *parts, footer())
+
+
+PARTLY = (
+    "Evaluation {} is partial: {} are over, in its episodes.csv. They get no rates: those that end soon are too many "
+    "among them. A resumed run, or the same command, plays the rest."
+)
+RESULTS_NOTE = (
+    "Lines: the last episodes of training, which explores. Dots: evaluations on a fixed list of episodes. "
+    "Bands and whiskers: 95% Wilson intervals."
+)
+
+
+def charts(figures: list[Html]) -> Html:
+    return tag("div", *figures, class_="charts")
+
+
+def header(run: Run) -> Html:
+    state = run.info.get("state", "evaluation")
+    cause = run.info.get("cause")
+    return tag(
+        "header",
+        tag("h1", run.name),
+        tag("p", tag("span", state, class_=f"state {state}"), f" \u00b7 {subject(run)}", span_of_time(run)),
+        tag("p", cause, class_="problem") if cause else None,
+        *[tag("p", problem, class_="problem") for problem in run.problems],
+        *[tag("p", PARTLY.format(name, how_far), class_="problem") for name, how_far in run.partial.items()],
+    )
+
+
+def subject(run: Run) -> str:
+    """What was trained or evaluated, in a few words."""
+    if run.config:
+        config = read_yaml(run.config)
+        policy, algo = (config.get(key) or {} for key in ("policy", "algo"))
+        return f"{what_is_played(config.get('env') or {})}, policy {policy.get('name')}, {algo.get('name')}"
+    if not run.last:
+        return ""
+    return f"{what_is_played(run.last.results.get('protocol', {}).get('env', {}))}, policy version {run.last.version}"
+
+
+def what_is_played(env: dict[str, Any]) -> str:
+    tasks = env.get("task")
+    return f"{env.get('name')} {', '.join(tasks) if isinstance(tasks, list) else tasks}"
+
+
+def span_of_time(run: Run) -> str:
+    started, ended = run.info.get("started"), run.info.get("ended")
+    if not started:
+        return ""
+    begin = datetime.fromisoformat(started)
+    if not ended:
+        return f" \u00b7 since {begin:{WHEN}}"
+    return f" \u00b7 {begin:{WHEN}}, {duration((datetime.fromisoformat(ended) - begin).total_seconds())}"
+
+
+def tiles(run: Run) -> Html:
+    """The figures everybody asks for first."""
+    found: list[tuple[str, str, str]] = []
+    if run.last:
+        overall = run.last.results["overall"]
+        for name in ("success_once", "success_at_end"):
+            if overall[name]:
+                rate, rest = describe_measure(overall[name])
+                found.append((name, rate, rest))
+        if overall["return"] is not None:
+            found.append(("return", short(overall["return"]), f"mean of {overall['episodes']} episodes"))
+        if overall["errors"]:
+            found.append(("error episodes", str(overall["errors"]), "neither success nor failure"))
+    if run.metrics:
+        row = run.metrics[-1]
+        found.append(("env steps", f"{row['env_steps']:,}", f"{row['iteration']} iterations"))
+        found.append(("training time", duration(row["train_s"]), "without start and evaluations"))
+        found.append(("env steps per second", f"{row['env_steps'] / max(row['train_s'], 1e-9):,.0f}", "on average"))
+        restarts, lost = (int(total(run, f"faults/{name}")) for name in ("restarts", "lost_decisions"))
+        if restarts or lost:
+            found.append(("workers restarted", f"{restarts:,}", f"{lost:,} decisions lost"))
+    return tag("ul", *[tag("li", tag("span", a), tag("b", b), tag("span", c)) for a, b, c in found], class_="tiles")
+
+
+def total(run: Run, key: str) -> float:
+    return sum(row.get(key, 0) for row in run.metrics)
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = seconds / 60
+    return f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def evaluation_parts(run: Run, shown: Evaluation, beside: Path) -> list[Html]:
+    title = f"Evaluation of version {shown.version}"
+    note = f"{shown.name}: {protocol_words(shown.results)}"
+    parts = [section(title, per_task_table(shown), charts(histograms(shown)), note=note)]
+    films = clips(shown, beside)
+    if films:
+        parts.append(section("Episodes", films))
+    if len(run.evaluations) > 1:
+        parts.append(section("All evaluations", evaluations_table(run)))
+    return parts
+
+
+def protocol_words(results: dict[str, Any]) -> str:
+    """How the episodes were played."""
+    protocol = results.get("protocol", {})
+    how = protocol.get("eval", {})
+    words = [
+        protocol.get("name", ""),
+        f"{results['overall']['episodes'] + results['overall']['errors']} episodes",
+        f"seed {how['seed']}" if "seed" in how else "",
+        f"temperature {how['temperature']:g}" if "temperature" in how else "",
+        f"at most {protocol['max_episode_steps']} steps" if protocol.get("max_episode_steps") else "",
+        f"physics {protocol['backend']}" if protocol.get("backend") else "",
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def evaluations_table(run: Run) -> Html:
+    rows = []
+    for one in run.evaluations:
+        overall, steps = one.results["overall"], run.env_steps(one.version)
+        rates = [measure_cell(overall[name]) for name in ("success_once", "success_at_end")]
+        rows.append(
+            [
+                one.name,
+                f"{steps:,}" if steps is not None else "-",
+                *rates,
+                overall["episodes"],
+                overall["errors"],
+                short(overall["return"]) if overall["return"] is not None else "-",
+                short(overall["length"]) if overall["length"] is not None else "-",
+            ]
+        )
+    head = ["evaluation", "env steps", "success_once", "success_at_end", "episodes", "errors", "return", "length"]
+    return table(head, rows)
+
+
+def recipe_and_provenance(run: Run) -> Html:
+    made_by = run.info.get("provenance") or (run.last.results.get("provenance", {}) if run.last else {})
+    recipe = run.config and tag("details", tag("summary", "config.yaml, the resolved recipe"), tag("pre", run.config))
+    return section("Recipe and provenance", provenance_table(run, made_by), recipe or None)
+
+
+def footer() -> Html:
+    return tag("footer", f"Written by Embodied Loop, {datetime.now(UTC):{WHEN}}.")

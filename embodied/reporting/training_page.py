@@ -1,0 +1,79 @@
+"""The curves of a run, from metrics.jsonl and the evaluations made on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embodied.reporting.html import Html, tag
+from embodied.reporting.runs import Run
+from embodied.reporting.success_stats import wilson
+from embodied.reporting.svg import Series, line_chart, percent, short
+
+MEASURES = ("success_once", "success_at_end")
+LOSSES = "train/"
+
+
+def result_charts(run: Run) -> list[Html]:
+    """Success, return, episode length and throughput over env steps."""
+    charts = []
+    for measure in MEASURES:
+        series = [*success_in_training(run, measure), *success_in_evaluations(run, measure)]
+        if any(one.x for one in series):
+            charts.append(line_chart(measure, series, (0.0, 1.0), percent))
+    for name in ("return", "length"):
+        series = [curve(run, name, "training"), mean_in_evaluations(run, name)]
+        charts.append(line_chart(f"episode {name}", [one for one in series if one.x]))
+    charts.append(line_chart("env steps per second", [curve(run, "steps_per_s", "rollout and update")], from_zero=True))
+    return charts
+
+
+def learning_charts(run: Run) -> list[Html]:
+    """Every number of the learner; what never changed is said in words."""
+    names = dict.fromkeys(name for row in run.metrics for name in row if name.startswith(LOSSES))
+    curves = {name: curve(run, name, name.removeprefix(LOSSES)) for name in names}
+    fixed = {name: one.y[0] for name, one in curves.items() if len(set(one.y)) == 1 and len(one.y) > 1}
+    drawn = [line_chart(name.removeprefix(LOSSES), [one]) for name, one in curves.items() if name not in fixed]
+    same = ", ".join(f"{name.removeprefix(LOSSES)} {short(value)}" for name, value in fixed.items())
+    return [
+        tag("div", *drawn, class_="charts"),
+        *([tag("p", f"The same all the time: {same}.", class_="note")] if same else []),
+    ]
+
+
+def curve(run: Run, key: str, name: str, color: int = 0, x: str = "env_steps") -> Series:
+    rows = [row for row in run.metrics if row.get(key) is not None]
+    return Series(name, [row[x] for row in rows], [row[key] for row in rows], color=color)
+
+
+def success_in_training(run: Run, measure: str, name: str = "training", color: int = 0) -> list[Series]:
+    """The running rate over the last episodes, with the interval that so many episodes leave."""
+    rows = [row for row in run.metrics if row.get(measure) is not None]
+    bounds = [interval(row[measure], row.get("recent_episodes", 0)) for row in rows]
+    known = all(bounds)
+    low, high = ([bound[side] for bound in bounds] if known else () for side in (0, 1))
+    steps, rates = [row["env_steps"] for row in rows], [row[measure] for row in rows]
+    return [Series(name, steps, rates, low, high, color=color)] if rows else []
+
+
+def interval(rate: float, episodes: int) -> tuple[float, float] | None:
+    return wilson(round(rate * episodes), episodes) if episodes else None
+
+
+def success_in_evaluations(run: Run, measure: str, name: str = "evaluation", color: int = 1) -> list[Series]:
+    found = [(steps, overall[measure]) for steps, overall in evaluated(run) if overall[measure]]
+    if not found:
+        return []
+    steps, measures = zip(*found)
+    low, high = ([one["interval"][side] for one in measures] for side in (0, 1))
+    return [Series(name, steps, [one["rate"] for one in measures], low, high, points=True, color=color)]
+
+
+def mean_in_evaluations(run: Run, key: str, name: str = "evaluation", color: int = 1) -> Series:
+    found = [(steps, overall[key]) for steps, overall in evaluated(run) if overall[key] is not None]
+    return Series(name, [steps for steps, _ in found], [mean for _, mean in found], points=True, color=color)
+
+
+def evaluated(run: Run) -> list[tuple[int, dict[str, Any]]]:
+    """(env steps, overall) of the evaluations made in training."""
+    pairs = [(run.env_steps(one.version), one.results["overall"]) for one in run.evaluations if one.in_training]
+    return [(steps, overall) for steps, overall in pairs if steps is not None]

@@ -1,0 +1,238 @@
+"""Checkpoints: whole or absent, made often enough, and not kept for ever.
+
+A checkpoint is written into a folder of its own beside the others, every file is hashed and flushed to disk, and only
+then the folder gets its name. Readers verify the hashes. `latest` is a text file with a name, a hint that is checked
+like any other. Older ones are removed when a new one is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from embodied.core.errors import CheckpointError
+from embodied.core.files import read_arrays, read_object
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+SIMS = "sims.npz"
+COUNTERS = ("iteration", "version", "env_steps", "abandoned_episodes", "train_s")  # what a run counts on from
+WEIGHTS = "policy/model.safetensors"
+NAME = re.compile(r"v(\d{6,})")
+DRAFT, DOOMED = ".writing-", ".removing-"  # a checkpoint while it is written, and while it is removed
+MOST = 1 / 20  # of the time of training that saving may take
+
+
+def name_of(version: int) -> str:
+    return f"v{version:06d}"
+
+
+def write_checkpoint(
+    parent: Path, version: int, fill: Callable[[Path], None], state: dict, sims: dict[str, np.ndarray]
+) -> Path:
+    """Write one checkpoint. `fill` writes the learner's and the policy's files into the folder it is given."""
+    parent.mkdir(parents=True, exist_ok=True)
+    final = parent / name_of(version)
+    if is_whole(final):
+        return final  # this version was saved before (a resumed run that ends at once, say)
+    draft = parent / f"{DRAFT}{name_of(version)}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        fill(draft)
+        if not any(draft.glob("policy/*")):
+            raise CheckpointError(
+                f"{draft} has no policy: learner-0 is on a machine that does not see this folder; give it a device of "
+                "the machine that the run is started on, or share run.dir between them"
+            )
+        (draft / STATE).write_text(json.dumps(state, indent=2) + "\n")
+        np.savez(draft / SIMS, **sims)
+        manifest = {"version": version, "files": {name: digest(draft / name) for name in files_of(draft)}}
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        for name in (*manifest["files"], MANIFEST):
+            flush(draft / name)
+        for folder in [draft, *(p for p in draft.rglob("*") if p.is_dir())]:
+            flush(folder)
+        shutil.rmtree(final, ignore_errors=True)  # only a damaged one can be there
+        os.rename(draft, final)
+        flush(parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    replace_text(parent / "latest", final.name + "\n")
+    return final
+
+
+def verify(checkpoint: Path) -> dict:
+    """The checkpoint's driver state, after every file was checked against the manifest."""
+    files = read_json(checkpoint / MANIFEST).get("files")
+    if not isinstance(files, dict) or not {STATE, SIMS} <= files.keys():
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {MANIFEST} does not list its files")
+    for name, expected in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint {checkpoint} is incomplete: {name} is missing")
+        if digest(path) != expected:
+            raise CheckpointError(f"checkpoint {checkpoint} is damaged: {name} does not match its checksum")
+    return read_json(checkpoint / STATE)
+
+
+def read_counters(checkpoint: Path) -> dict:
+    """The driver state of a checkpoint that a run goes on from."""
+    state = verify(checkpoint)
+    if odd := [key for key in COUNTERS if type(state.get(key)) not in (int, float) or not state[key] >= 0]:
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {STATE} has {odd[0]}={state.get(odd[0])!r}")
+    return state
+
+
+def is_whole(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except CheckpointError:
+        return False
+    return True
+
+
+def newest(run: Path) -> Path:
+    """The newest whole checkpoint of a run: the highest version that verifies, whatever `latest` says."""
+    parent = run / "checkpoints"
+    candidates = sorted((p for p in parent.glob("v[0-9]*") if p.is_dir()), reverse=True)
+    problems = []
+    for candidate in candidates:
+        try:
+            verify(candidate)
+        except CheckpointError as err:
+            problems.append(str(err))
+            continue
+        if problems:
+            print("\n".join([*problems, f"using {candidate.name}, the newest whole one"]), file=sys.stderr)
+        return candidate
+    more = [f"and {len(problems) - 3} more like these"] if len(problems) > 3 else []
+    detail = "\n  ".join(["", *problems[:3], *more]) if problems else " nothing was saved yet"
+    raise CheckpointError(f"{run} has no usable checkpoint:{detail}")
+
+
+class SaveClock:
+    """Says when to save: every so many iterations, and before another iteration would make it more than `minutes` of
+    training that a crash could cost. Where saves take long, time between them is as long as keeps them below `MOST`."""
+
+    def __init__(self, every: int | None, minutes: float | None) -> None:
+        self.every = every
+        self.limit_s = float("inf") if minutes is None else 60 * minutes
+        self.cost_s = 0.0  # of the last save
+        self.now_s = self.saved_s = 0.0  # of training: by now, and by the last save
+        self.version: int | None = None  # what that saved
+
+    def due(self, iteration: int, train_s: float) -> bool:
+        """To be asked after every iteration."""
+        iteration_s, self.now_s = train_s - self.now_s, train_s
+        limit_s = max(self.limit_s, self.cost_s / MOST)
+        return bool(self.every and iteration % self.every == 0) or train_s - self.saved_s + iteration_s > limit_s
+
+    def saved(self, version: int, train_s: float, cost_s: float = 0.0) -> None:
+        self.version, self.cost_s = version, cost_s
+        self.now_s = self.saved_s = train_s
+
+
+def prune(run: Path, version: int, keep: int) -> None:
+    """After this version was saved: of it and those before it keep the newest `keep`, the best by evaluation, and any
+    that an evaluation asked for by hand names. Only what we wrote goes, and what a killed run left half written."""
+    parent = run / "checkpoints"
+    for rest in [*parent.glob(f"{DRAFT}v*"), *parent.glob(f"{DOOMED}v*")]:
+        shutil.rmtree(rest)
+    saved = sorted(int(found[1]) for path in parent.iterdir() if (found := NAME.fullmatch(path.name)))
+    old = [one for one in saved if one <= version][:-keep]
+    spared = {best_version(run), *by_hand(run)}
+    for path in (parent / name_of(one) for one in old if one not in spared):
+        if is_ours(path):
+            os.rename(path, doomed := parent / f"{DOOMED}{path.name}")
+            shutil.rmtree(doomed)
+
+
+def is_ours(checkpoint: Path) -> bool:
+    """Whether it holds what its manifest lists and nothing else."""
+    with suppress(CheckpointError, TypeError):
+        listed = {*read_json(checkpoint / MANIFEST).get("files", ()), MANIFEST}
+        return not checkpoint.is_symlink() and {*files_of(checkpoint)} == listed
+    return False
+
+
+def best_version(run: Path) -> int | None:
+    """That with the highest success in the run's own evaluations, then return; of equals the newest."""
+    found = []
+    for path in run.glob("eval/v*/results.json"):
+        with suppress(CheckpointError, KeyError, TypeError):
+            overall = read_json(path)["overall"]
+            if NAME.fullmatch(path.parent.name) and overall["return"] is not None:
+                success = overall["success_once"]["rate"] if overall["success_once"] else 0.0
+                found.append((success, overall["return"], int(path.parent.name[1:])))
+    return max(found)[2] if found else None
+
+
+def by_hand(run: Path) -> set[int]:
+    """The versions whose evaluation somebody asked for."""
+    names = (NAME.match(path.name) for path in run.glob("eval/v*-*"))
+    return {int(found[1]) for found in names if found}
+
+
+def locate(text: str) -> tuple[Path, Path | None, Path | None]:
+    """A run folder, a version folder or a policy folder -> (policy folder, checkpoint or None, run folder or None)."""
+    path = Path(text).expanduser()
+    if (path / "run.json").is_file():
+        checkpoint = newest(path)
+        return checkpoint / "policy", checkpoint, path
+    if (path / MANIFEST).is_file():
+        verify(path)
+        run = path.resolve().parent.parent
+        return path / "policy", path, run if (run / "run.json").is_file() else None
+    if (path / "config.json").is_file():
+        return path, None, None
+    if not path.exists():
+        raise CheckpointError(f"{text}: there is no such folder")
+    raise CheckpointError(f"{text}: not a run folder, a checkpoint (v000123) or a policy folder")
+
+
+def read_sims(checkpoint: Path) -> dict[str, np.ndarray]:
+    return read_arrays(checkpoint / SIMS, CheckpointError)
+
+
+def read_json(path: Path) -> dict:
+    return read_object(path, CheckpointError)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file in one step, so that a reader sees the old or the new text."""
+    draft = path.with_name(f".{path.name}.writing")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        flush(draft)
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

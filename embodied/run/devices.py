@@ -1,0 +1,117 @@
+"""Which machines a run may use, what a process sees of them, and where its networks compute.
+
+Everything that plans asks `machines` (modes, `auto`, profiles, benchmarks, memory), so all of it sees the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from embodied.config.recipe import RunConfig
+from embodied.core.errors import ConfigError
+from embodied.envs import env_class
+from embodied.placement import Host, PlacementError, PlacementPlan, Topology
+from embodied.placement.topology import read_topology
+from embodied.runtime import nodes_of
+from embodied.system.discovery import discover, on_ray_node
+
+SMALL_WEIGHTS = 1_000_000  # of an MLP: up to so many, one core computes it as fast as a GPU is asked to
+
+
+def machines(config: RunConfig) -> Topology:
+    """Declared ones for a dry run, else all nodes of a Ray cluster, else this machine; first the one we are on."""
+    cluster = config.cluster
+    if cluster.machines:
+        try:
+            found = read_topology(cluster.machines)
+        except PlacementError as err:
+            raise ConfigError(f"cluster.machines={cluster.machines}: {err}") from None
+    elif cluster.address:
+        nodes = nodes_of(cluster.address, on_ray_node)
+        found = Topology(tuple(replace(node, name=name) for name, node in nodes.items()), cluster.address)
+    else:
+        found = discover()
+        found = replace(found, nodes=(replace(found.nodes[0], name=""),))
+    return replace(
+        found, nodes=tuple(with_hardware(node, i == 0, cluster.devices) for i, node in enumerate(found.nodes))
+    )
+
+
+def with_hardware(node, first: bool, declared: tuple[str, ...]):
+    """Also what only the user can name: arm:0 is on the first machine, node1/arm:0 where it says."""
+    parted = [name.rpartition("/") for name in declared]
+    mine = tuple(device for where, _, device in parted if (where == node.name if where else first))
+    return replace(node, devices=(*node.devices, *mine))
+
+
+def networks_on(config: RunConfig, machines: Topology) -> str:
+    """ "gpu" or "cpu": where the networks compute unless a map of roles to devices says it."""
+    wanted = config.learner.device
+    if wanted == "cuda" and not machines.gpus:
+        raise ConfigError(
+            "learner.device=cuda needs an NVIDIA GPU, and this machine shows none; try learner.device=cpu"
+        )
+    if wanted != "auto":
+        return "gpu" if wanted == "cuda" else "cpu"
+    if not machines.gpus:
+        return "cpu"
+    return "gpu" if getattr(config.env, "backend", "") == "cuda" or not is_small(config.policy) else "cpu"
+
+
+def check_simulator(config: RunConfig, machines: Topology) -> None:
+    """Raise ConfigError where it wants a GPU and there is none."""
+    if getattr(config.env, "backend", "") == "cuda" and not machines.gpus:
+        raise ConfigError("env.backend=cuda needs an NVIDIA GPU, and this machine shows none; try env.backend=auto")
+
+
+def is_small(policy) -> bool:
+    """Whether a core is enough for it: an MLP, by its weights; one's own class, of which nothing is known here."""
+    if policy.name == "mlp":
+        widths = policy.hidden
+        return 2 * sum(a * b for a, b in pairwise(widths)) <= SMALL_WEIGHTS  # an actor's and a critic's
+    return ":" in policy.name
+
+
+def draws_on_gpus(env: Any) -> bool:
+    """Whether simulators of this env, on cores, draw on the GPUs of their machine."""
+    return bool(getattr(env, "cameras", ())) and env_class(env).draws_on_gpus
+
+
+def torch_device(kind: str) -> str:
+    """As torch names devices of a kind."""
+    return "cuda" if kind == "gpu" else "cpu"
+
+
+def environment(host: Host) -> dict[str, str]:
+    """What a host's process must find before it imports anything. GPUs are counted by PCI address, as nvidia-smi does:
+    CUDA would put the fastest first."""
+    found = {"EMBODIED_DEVICE": host.device} if host.device else {}
+    if host.gpu:
+        card = str(host.gpu.index if host.gpu.card is None else host.gpu.card)
+        found |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card, "MUJOCO_EGL_DEVICE_ID": card}
+        found |= {"EMBODIED_RENDER_FILE": host.gpu.render} if host.gpu.render else {}
+    return found | ({"EMBODIED_RENDER": host.render} if host.render else {})
+
+
+def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
+    """Raise ConfigError where the recipe computes elsewhere than the placement says."""
+    wanted, simulator = config.learner.device, getattr(config.env, "backend", "")
+    for host in plan.hosts:
+        on_gpu = host.device.startswith("gpu:")
+        where = host.device or f"cpu:{','.join(map(str, host.cores))}"
+        if on_gpu and host.roles == ("sim",) and simulator != "cuda":
+            raise ConfigError(
+                f"placement: sim on {host.device}, but {config.env.name} simulates on CPU cores here; "
+                f'try sim: {{devices: "cpu:0", render: "{host.device}"}} to draw on the GPU, or env.backend=cuda'
+            )
+        if not on_gpu and "sim" in host.roles and simulator == "cuda":
+            raise ConfigError(
+                f"placement: sim on {where}, but env.backend=cuda simulates on a GPU; try gpu:0, or placement=auto"
+            )
+        if host.roles != ("sim",) and wanted != "auto" and on_gpu != (wanted == "cuda"):
+            raise ConfigError(
+                f"placement: {' and '.join(host.roles)} on {where}, but learner.device={wanted}; "
+                "try learner.device=auto"
+            )

@@ -1,0 +1,58 @@
+"""Policies on the Hugging Face hub: fetched once, then read from its cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from embodied.core.errors import CheckpointError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+FILES = [
+    "*.json",
+    "*.safetensors",
+    "tokenizer.model",
+    "*--*_checkpoint.pt",
+]  # no code; the last is read as tensors only
+
+
+def is_hub_id(checkpoint: str) -> bool:
+    """ORG/NAME; a path into a folder that is here is none."""
+    return HUB_ID.fullmatch(checkpoint) is not None and not Path(checkpoint).parent.is_dir()
+
+
+def folder_of(checkpoint: str) -> Path:
+    """Where it is on this machine; what only the hub has is fetched."""
+    return fetch(checkpoint) if is_hub_id(checkpoint) else Path(checkpoint).expanduser()
+
+
+def fetch(repository: str, key: str = "checkpoint") -> Path:
+    """The folder of the policy `ORG/NAME`."""
+    by_hand = f"hf download {repository} --local-dir DIR, then {key}=DIR"
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ModuleNotFoundError:
+        raise CheckpointError(
+            f"{key}={repository}: there is no such folder, and to fetch it as a Hugging Face hub id takes "
+            "pip install huggingface_hub"
+        ) from None
+    try:
+        return Path(snapshot_download(repository, allow_patterns=FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as err:
+        cause = str(err).strip().splitlines()[0]
+        raise CheckpointError(
+            f"{key}={repository}: there is no such folder, and the Hugging Face hub did not give it ({cause}). "
+            f"Where it can be reached: {by_hand}"
+        ) from None
+
+
+def with_folder(policy: Any) -> Any:
+    """The policy's options, `policy.pretrained` being a folder: a model that is named by its hub id is fetched."""
+    name = getattr(policy, "pretrained", None)
+    if name is None or Path(name).expanduser().exists():
+        return policy
+    if not is_hub_id(name):
+        raise CheckpointError(f"policy.pretrained={name}: there is no such folder, and a hub id is ORG/NAME")
+    return policy.model_copy(update={"pretrained": str(fetch(name, "policy.pretrained"))})

@@ -1,0 +1,331 @@
+"""How much memory a run takes, from recipe and plan alone, so that what cannot fit is refused before anything starts.
+
+Counted are large policies where they act and where they learn, the pictures of an iteration, and simulators that load
+large scenes; not what simulators take of a GPU, and not small policies. What a worker holds of a GPU can leave it for
+the host's memory while others are at work there, as in the run (`runtime/leases.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied.core.errors import ConfigError
+from embodied.envs import env_class
+from embodied.placement import PlacementError, PlacementPlan, Topology
+from embodied.placement.topology import read_topology
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import RunConfig
+    from embodied.learners.memory_estimate import Memory
+
+# The sims' record, its way through shared memory, side by side in a learner, and as that learner's items.
+COPIES = 4
+CUDA_BYTES = 0.5e9  # what CUDA itself takes for every process on a GPU; assumed
+LARGE_BYTES = 1e9  # weights on disk from which a folder holds a model of full size
+ELSEWHERE = ("1xGPU", "8xGPU", "4x8xGPU")
+START, ROLLOUT, UPDATE = "start", "rollout", "update"
+counted: dict[str, Memory | None] = {}  # what was counted in this process, which takes seconds
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a part of the run takes of one memory."""
+
+    what: str
+    bytes: float
+    node: str
+    device: str = ""  # gpu:3; "": the machine's own memory
+    phase: str = ""  # when it has to be there; "": always
+
+
+@dataclass(frozen=True)
+class Need:
+    """One memory, what is in it, and how much that is where it is fullest."""
+
+    node: str
+    device: str
+    has: float
+    loads: tuple[Load, ...]
+
+    @property
+    def whole(self) -> float:
+        """Nothing leaves."""
+        late = sum(load.bytes for load in self.loads if load.phase != START)
+        return max(late, self._during(START))
+
+    @property
+    def least(self) -> float:
+        """Of a GPU, on which workers take turns; on a host all is there at once."""
+        return max(self._during(phase) for phase in (START, ROLLOUT, UPDATE)) if self.device else self.whole
+
+    def _during(self, phase: str) -> float:
+        return sum(load.bytes for load in self.loads if load.phase in ("", phase))
+
+    @property
+    def place(self) -> str:
+        return "/".join(filter(None, [self.node, self.device])) or "this machine"
+
+    def __str__(self) -> str:
+        late = sum(load.bytes for load in self.loads if load.phase != START)
+        begins = self._during(START) > late  # then that is when it is fullest
+        merged: dict[str, list[float]] = {}
+        for load in self.loads:
+            if load.phase == "" or (load.phase == START) == begins:
+                merged.setdefault(load.what, []).append(load.bytes)
+        parts = [
+            f"{f'{len(each)} x ' if len(each) > 1 else ''}{what} {number(sum(each) / len(each))}"
+            for what, each in merged.items()
+        ]
+        taken = self.whole if self.whole <= self.has else self.least
+        turns = "" if taken == self.whole else ", in turns"
+        has = f" of {number(self.has)}" if self.has < float("inf") else ""
+        return (
+            f"{' + '.join(parts)}{f' = {number(taken)}' if len(parts) > 1 or ' x ' in parts[0] else ''}{has} GB{turns}"
+        )
+
+
+def is_large(config: RunConfig) -> bool:
+    """Whether its policy has billions of weights."""
+    policy = config.policy
+    return hasattr(policy, "pretrained") and (policy.preset == "full" or stored_bytes(policy) > LARGE_BYTES)
+
+
+def stored_bytes(policy: Any) -> int:
+    """Of the folder that it begins with."""
+    folder = Path(policy.pretrained) if policy.pretrained else None
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
+
+
+def random_weights(config: RunConfig, folder: Path | str | None = None) -> bool:
+    """Whether a large policy begins with weights that nobody has trained."""
+    return is_large(config) and not (folder or config.run.start_from or config.policy.pretrained)
+
+
+def measured(config: RunConfig, ranks: int) -> Memory | None:
+    """What a large policy needs, counted; families of small ones are not imported."""
+    if not is_large(config):
+        return None
+    rows = -(-config.algo.minibatch_size // ranks)
+    rows = min(rows, config.learner.micro_batch_size or rows)
+    update = {"micro_batch_size": rows, "shard": False}
+    alike = config.model_copy(
+        update={
+            "policy": config.policy.model_copy(update={"preset": "full"}),
+            "learner": config.learner.model_copy(update=update),
+        }
+    )
+    said = alike.model_dump_json(include={"policy", "learner", "algo", "env"})
+    if said not in counted:
+        from embodied.learners.memory_estimate import estimate
+
+        counted[said] = estimate(alike)
+    return counted[said]
+
+
+def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | None) -> Iterator[Load]:
+    """Everything that is counted, where it is."""
+    sims, learners = plan.count("sim"), [host for host in plan.hosts if "learner" in host.roles]
+    rows = -(-config.env.num_envs // sims)
+    for host in plan.hosts:
+        if "sim" in host.roles and (scene := simulator_bytes(config, rows)):
+            yield Load("simulators", scene, host.node)
+    if learn and (pictures := picture_bytes(config)):
+        for host in learners:
+            yield Load("pictures", COPIES * pictures / len(learners), host.node, phase=UPDATE)
+    if found is None:
+        return
+    sharded = config.learner.shard and len(learners) > 1
+    acting = found.acting * -(-config.env.num_envs // plan.count("policy"))
+    for host in plan.hosts:
+        on_gpu = host.device.startswith("gpu:")
+        device = host.device if on_gpu else ""
+        if on_gpu and set(host.roles) & {"policy", "learner"}:
+            yield Load("CUDA", CUDA_BYTES, host.node, device)
+            yield Load("weights on their way to GPUs", found.weights, host.node, phase=START)
+        shared = learn and {"policy", "learner"} <= set(host.roles) and not sharded
+        apart = 0 if shared else found.weights
+        if shared:
+            yield Load("weights of both", found.weights, host.node, device)
+        if learn and "learner" in host.roles:
+            own = found.sharded(len(learners)) if sharded else found.total - found.weights + apart
+            yield Load("learner", own, host.node, device, UPDATE)
+        if "policy" in host.roles:
+            yield Load("policy", apart + acting, host.node, device, ROLLOUT)
+    if learn and (sharded or any("policy" in h.roles and "learner" not in h.roles for h in plan.hosts)):
+        yield Load("weights handed over", found.trained, learners[0].node)
+
+
+def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool = True) -> list[Need]:
+    """Every memory of the machines that something counted is in."""
+    found = measured(config, plan.count("learner") if learn else 1)
+    by_place: dict[tuple[str, str], list[Load]] = {}
+    for load in loads(config, plan, learn, found):
+        by_place.setdefault((load.node, load.device), []).append(load)
+    nodes = {"": machines.nodes[0], **{node.name: node for node in machines.nodes}}
+    limit = float("inf") if config.cluster.memory_gb is None else config.cluster.memory_gb * 1e9
+    gpus = []
+    for (name, device), there in by_place.items():
+        if device:
+            memory = {f"gpu:{gpu.index}": gpu.memory_bytes for gpu in nodes[name].gpus}
+            gpus.append(Need(name, device, min(limit, memory[device]), tuple(there)))
+    for need in gpus:  # what leaves a GPU waits in the host's memory
+        if need.whole > need.has:
+            aside = Load("set aside from GPUs", need.whole - need.least, need.node)
+            by_place.setdefault((need.node, ""), []).append(aside)
+    hosts = [
+        Need(name, "", nodes[name].memory_bytes, tuple(there))
+        for (name, device), there in by_place.items()
+        if not device
+    ]
+    return [*gpus, *hosts]
+
+
+def describe_memory(found: list[Need]) -> list[str]:
+    """A line for memories that are alike."""
+    alike: dict[tuple[str, str], list[Need]] = {}
+    for need in found:
+        alike.setdefault((bool(need.device), str(need)), []).append(need)
+    lines = []
+    for (_, told), same in alike.items():
+        first = same[0].place
+        lines.append(f"{first}{f' and {len(same) - 1} more alike' if len(same) > 1 else ''}: {told}")
+    return lines
+
+
+def check_memory(
+    config: RunConfig,
+    plan: PlacementPlan,
+    machines: Topology,
+    learn: bool,
+    replan: Callable[[RunConfig, Topology], PlacementPlan],
+) -> list[Need]:
+    """Raise ConfigError where a memory cannot hold what the plan puts there; -> every memory. `replan` gives the plan
+    of another recipe, to say one that can be held."""
+    found = needs(config, plan, machines, learn)
+    over = [need for need in found if need.least > need.has]
+    if over:
+        works = next(alternatives(config, machines, learn, replan), "a smaller policy or fewer env.num_envs")
+        lines = [f"memory: {line}" for line in describe_memory(over)]
+        raise ConfigError("\n".join([*lines, f"that is more than there is; try {works}"]))
+    return found
+
+
+def alternatives(
+    config: RunConfig, machines: Topology, learn: bool, replan: Callable[[RunConfig, Topology], PlacementPlan]
+) -> Iterator[str]:
+    """Recipes near this one that can be held here, then other machines that hold it."""
+    for changed in variants(config):
+        if fits(changed, machines, learn, replan):
+            yield " ".join(differences(config, changed))
+    for cluster in ELSEWHERE:
+        for changed in variants(config):
+            if fits(changed, read_topology(cluster), learn, replan):
+                more = " ".join(differences(config, changed))
+                yield f"other machines: it can be held by {cluster}{f' with {more}' if more else ''}"
+
+
+def variants(config: RunConfig) -> Iterator[RunConfig]:
+    """The same in less and less memory."""
+    named = isinstance(config.placement, str)
+    modes = dict.fromkeys([config.placement, "hybrid", "collocated", "disaggregated"]) if named else [config.placement]
+    sparing = {"checkpoint_activations": True, "micro_batch_size": 1}
+    for changes in ({}, {"shard": True}, sparing, {"shard": True, **sparing}):
+        learner = config.learner.model_copy(update=changes)
+        for mode in modes:
+            yield config.model_copy(update={"placement": mode, "learner": learner})
+
+
+def differences(before: RunConfig, after: RunConfig) -> list[str]:
+    changed = [
+        f"learner.{key}={str(value).lower()}" for key, value in after.learner if value != getattr(before.learner, key)
+    ]
+    return ([f"placement={after.placement}"] if after.placement != before.placement else []) + changed
+
+
+def fits(
+    config: RunConfig, machines: Topology, learn: bool, replan: Callable[[RunConfig, Topology], PlacementPlan]
+) -> bool:
+    try:
+        plan = replan(config, machines)
+        config.learner.check_ranks(plan.count("learner"), "local")
+    except (PlacementError, ConfigError, ValueError):
+        return False
+    return all(need.least <= need.has for need in needs(config, plan, machines, learn))
+
+
+def picture_bytes(config: RunConfig) -> int:
+    """Of one copy of all pictures of an iteration; 0 without cameras, or where nobody knows how long episodes are."""
+    cameras = getattr(config.env, "cameras", ())
+    if not cameras:
+        return 0
+    size = config.env.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return prod((decisions_of(config), len(cameras), height, width, 3))
+
+
+def decisions_of(config: RunConfig) -> int:
+    """Of an iteration: GRPO's groups play episodes to their end."""
+    algo = config.algo
+    if hasattr(algo, "rollout_decisions"):
+        return config.env.num_envs * algo.rollout_decisions
+    steps = env_class(config.env).longest_episode(config.env) or 0
+    return algo.groups * algo.group_size * -(-steps // getattr(config.policy, "chunk", 1))
+
+
+def check_pictures(config: RunConfig, memory_bytes: float) -> None:
+    """Raise if machines with so much memory could not hold them."""
+    need = COPIES * picture_bytes(config)
+    if need > memory_bytes:
+        env, algo = config.env, config.algo
+        if hasattr(algo, "rollout_decisions"):
+            told = f"env.num_envs={env.num_envs} * algo.rollout_decisions={algo.rollout_decisions}"
+            key, value = "algo.rollout_decisions", int(algo.rollout_decisions * memory_bytes / need / 2)
+        else:
+            told = f"algo.groups={algo.groups} * algo.group_size={algo.group_size} episodes,"
+            key, value = "algo.groups", int(algo.groups * memory_bytes / need / 2)
+        works = f"{key}={value}" if value else "a smaller env.image_size"
+        raise ConfigError(
+            f"{told} pictures of {len(env.cameras)} "
+            f"camera(s) are {gigabytes(need / COPIES)} an iteration and are held up to {COPIES} times: "
+            f"{gigabytes(need)}, and this machine has {gigabytes(memory_bytes)}; try {works}"
+        )
+
+
+def simulator_bytes(config: RunConfig, rows: int) -> float:
+    """Of a sim worker with so many env rows; 0 where the env does not say."""
+    return config.env.worker_bytes(rows) if hasattr(config.env, "worker_bytes") else 0.0
+
+
+def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float) -> None:
+    """Raise if machines with so much memory could not hold them."""
+    each = simulator_bytes(config, -(-config.env.num_envs // num_sims))
+    if num_sims * each > memory_bytes:
+        fit = int(memory_bytes / each)
+        works = f"{fit} sim worker(s)" if fit else "env.tasks_in_memory=1 with fewer env.num_envs"
+        raise ConfigError(
+            f"{num_sims} sim workers of env.name={config.env.name} take about {gigabytes(each)} each, "
+            f"{gigabytes(num_sims * each)} in all, and this machine has {gigabytes(memory_bytes)}; try {works}, "
+            "or fewer tasks at a time"
+        )
+
+
+def most_sims(config: RunConfig, machines: Topology) -> int | None:
+    """How many sim workers beside GPUs leave a third of the machines' memory to others; None: any number."""
+    memory = sum(node.memory_bytes for node in machines.nodes) * 2 / 3
+    if memory == float("inf"):
+        return None
+    envs = config.env.num_envs
+    return max((n for n in range(1, envs + 1) if n * simulator_bytes(config, -(-envs // n)) <= memory), default=1)
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{number(num_bytes)} GB"
+
+
+def number(num_bytes: float) -> str:
+    """In units of GB."""
+    return f"{num_bytes / 1e9:.0f}" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g}"

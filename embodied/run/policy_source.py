@@ -1,0 +1,196 @@
+"""What an evaluation is asked to evaluate: every form of `checkpoint=`, found and checked before anything starts.
+
+Nothing here imports torch; a policy is its options, the env it was made for, and its weights as arrays.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied.config.base_recipe import stored_recipe
+from embodied.config.cli import read_yaml, write_yaml
+from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig
+from embodied.core.errors import ConfigError
+from embodied.run.checkpoints import digest, locate, name_of, read_json
+from embodied.run.hub import fetch, is_hub_id
+from embodied.run.published import policy_of, weights_of
+
+if TYPE_CHECKING:
+    from embodied.core.types import EnvSpec
+    from embodied.workflows.weight_sync import Weights
+
+CLASS = re.compile(r"[\w.]+:\w+")
+BUILT_IN = {"random": "embodied.policies.baselines:RandomPolicy", "zero": "embodied.policies.baselines:ZeroPolicy"}
+HOW = "policy.compile"  # how a policy acts here, not what it is
+FREE = ("policy.dtype", "policy.detach_value", "policy.noise_level", "policy.train")  # what a start may do otherwise
+ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy holds what they name, and is its own
+KEPT = ("env.name", "env.num_envs", "algo.name", *ORIGIN)  # for a whole run, besides its policy
+UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's recipe may differ from how it is evaluated
+
+
+@dataclass(frozen=True)
+class Target:
+    """One policy to evaluate."""
+
+    name: str  # in tables and as a folder
+    config: Any  # of the policy
+    spec: EnvSpec | None = None  # the env it was made for; None: it takes any
+    weights: Weights | None = None  # None: those that a run begins with
+    folder: Path | None = None  # of the policy
+    out: Path | None = None  # where the results of this policy alone go; None: into `run.dir`
+
+    @property
+    def published(self) -> bool:
+        return self.folder is not None and self.spec is None
+
+    def weights_for(self, spec: EnvSpec) -> Weights | None:
+        return weights_of(self.config, spec) if self.published else self.weights
+
+    def described(self) -> dict[str, Any]:
+        """What results.json says of it; of weights in shards the sum of their index."""
+        path = self.folder and self.folder / "model.safetensors"
+        if path and not path.is_file():
+            path = path.with_name(f"{path.name}.index.json")
+        told = {"name": self.name, "family": self.config.name, "folder": str(self.folder) if path else None}
+        return {**told, "sha256": digest(path) if path else None}
+
+
+def find_all(loaded: Loaded) -> list[Target]:
+    """All that are to be evaluated, each under a name of its own."""
+    checkpoints = loaded.checkpoints
+    targets: list[Target] = []
+    for checkpoint in checkpoints:
+        found = find(checkpoint, loaded)
+        taken = {target.name for target in targets}
+        names = [found.name, *(f"{found.name}-{number}" for number in range(2, len(checkpoints) + 1))]
+        targets.append(Target(**{**vars(found), "name": next(name for name in names if name not in taken)}))
+    return targets
+
+
+def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
+    """`loaded` says how a model that others published is evaluated, and the options of a class of the user's."""
+    from embodied.policies.folder import published_family, read_blobs, read_description
+    from embodied.workflows.weight_sync import Weights
+
+    if checkpoint in BUILT_IN or is_class(checkpoint):
+        return find_class(checkpoint, loaded)
+    if is_hub_id(checkpoint):
+        policy = fetch(checkpoint)
+        if loaded and published_family(policy):
+            return Target(checkpoint.replace("/", "-"), policy_of(policy, loaded), folder=policy)
+        config, spec = read_description(policy)
+        return Target(checkpoint.replace("/", "-"), config, spec, Weights(0, read_blobs(policy)), policy)
+    policy, version_folder, run = locate(checkpoint)
+    if loaded and published_family(policy):
+        return Target(policy.resolve().name, policy_of(policy, loaded), folder=policy)
+    config, spec = read_description(policy)
+    version = read_json(version_folder / "manifest.json")["version"] if version_folder else 0
+    parent = (run or policy.parent) / "eval"
+    out = parent / (f"{name_of(version)}-evaluate" if version_folder else policy.name)
+    label = f"{run.resolve().name}-{name_of(version)}" if run else (version_folder or policy).resolve().name
+    return Target(label, config, spec, Weights(version, read_blobs(policy)), policy, out)
+
+
+def is_class(checkpoint: str) -> bool:
+    """my_pkg.my_module:MyPolicy, unless there is a folder of this name."""
+    return ":" in checkpoint and not Path(checkpoint).expanduser().exists()
+
+
+def find_class(checkpoint: str, loaded: Loaded | None) -> Target:
+    """A policy class, ours without weights or the user's, with what the recipe or the command line sets for it."""
+    from embodied.policies import check_package
+    from embodied.policies.config import ExternalPolicyConfig
+
+    if checkpoint in BUILT_IN:
+        return Target(checkpoint, ExternalPolicyConfig(name=BUILT_IN[checkpoint]))
+    if not CLASS.fullmatch(checkpoint):
+        raise ConfigError(f"checkpoint={checkpoint}: there is no such folder, and a class is my_pkg.my_module:MyPolicy")
+    config = loaded.config.policy if loaded else None
+    if config is None or config.name != checkpoint:
+        config = ExternalPolicyConfig(name=checkpoint)
+    check_package(checkpoint, "checkpoint")
+    return Target(checkpoint.rpartition(":")[2], config)
+
+
+def find_start(start: Path, policy: Any) -> Target:
+    """The policy that `run.start_from` names, whose options must be those of this run's policy."""
+    target = find(str(start))
+    free = (*FREE, "policy.pretrained") if all(map(begins_from_folder, (target.config, policy))) else FREE
+    if odd := [line for line in differing("policy", target.config, policy) if line.partition("=")[0] not in free]:
+        raise ConfigError(
+            f"run.start_from={start} is another policy: {'; '.join(odd)}; set these keys as they are there"
+        )
+    return target
+
+
+def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> None:
+    """A run is resumed as what it is: its checkpoint, if there is one, holds this policy, these env rows and this
+    algorithm's state."""
+    trained = find(str(checkpoint)).config if checkpoint else config.policy
+    odd = [line for line in differing("policy", trained, config.policy) if line.partition("=")[0] not in ORIGIN]
+    if trained.name != config.policy.name:
+        odd = [f"policy.name={trained.name} there, {config.policy.name} here"]
+    stored = read_yaml((run / "config.yaml").read_text(encoding="utf-8")) if (run / "config.yaml").is_file() else {}
+    now = config.model_dump(mode="json")
+    for section, key in (name.split(".") for name in KEPT):
+        here = now[section].get(key)
+        before = (stored.get(section) or {}).get(key, here)
+        if before != here:
+            odd.append(f"{section}.{key}={write_yaml(before)} there, {write_yaml(here)} here")
+    if odd:
+        raise ConfigError(
+            f"{run} cannot go on as another run: {'; '.join(odd)}; leave these keys out, or begin a new run with "
+            f"run.start_from={run} where the policy is the same"
+        )
+
+
+def begins_from_folder(policy: Any) -> bool:
+    return getattr(policy, "pretrained", None) is not None
+
+
+def differing(section: str, there: Any, here: Any) -> list[str]:
+    """`policy.hidden=[64, 64] there, [8, 8] here` for every option in which two configs differ."""
+    one, two = there.model_dump(mode="json"), here.model_dump(mode="json")
+    return [
+        f"{section}.{key}={write_yaml(one.get(key))} there, {write_yaml(two.get(key))} here"
+        for key in sorted(one.keys() | two.keys())
+        if one.get(key) != two.get(key) and f"{section}.{key}" != HOW
+    ]
+
+
+def check_fits(target: Target, env: Any, spec: EnvSpec) -> None:
+    """A policy acts in the env it was made for, or in one that looks the same to it."""
+    made = target.spec
+    if made is None:
+        return
+    offered = {camera: spec.images.get(camera) for camera in made.images}  # what it does not look at is no matter
+    words = {
+        "actions": (made.action, spec.action),
+        "state": (made.state_dim, spec.state_dim if made.state_dim else None),
+        "privileged numbers": (made.privileged_dim, spec.privileged_dim if made.privileged_dim else None),
+        "images": (made.images, offered),
+        "instruction": (made.instruction, made.instruction and spec.instruction),
+    }
+    if wrong := [f"{what} {mine} there, {theirs} here" for what, (mine, theirs) in words.items() if mine != theirs]:
+        raise ConfigError(f"{target.name} was made for another env than {env.name} {env.task}: {'; '.join(wrong)}")
+
+
+def other_training(target: Target, loaded: Loaded, fixed: dict[str, Any]) -> str:
+    """How the env this policy was trained in differs from the one it is evaluated in, where nobody asked for that."""
+    recipe = target.folder and stored_recipe(target.folder)
+    if not recipe:
+        return ""
+    trained = read_yaml(recipe.read_text(encoding="utf-8")).get("env") or {}
+    asked = {key for key, where in loaded.sources.items() if where == COMMAND_LINE}
+    now = loaded.config.env.model_dump(mode="json")
+    if trained.get("name") != now["name"]:
+        return f"{target.name} was trained with env.name={trained.get('name')} env.task={trained.get('task')}"
+    odd = [
+        f"env.{key}={trained.get(key)!r} (now {now.get(key)!r})"
+        for key in sorted(trained.keys() | now.keys())
+        if key not in (*UNLIKE, *fixed) and f"env.{key}" not in asked and trained.get(key) != now.get(key)
+    ]
+    return f"{target.name} was trained with {', '.join(odd)}" if odd else ""

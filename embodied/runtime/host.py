@@ -1,0 +1,374 @@
+"""A host: one process that runs workers, and the home of the channels consumed there.
+
+Each worker has a thread for its work. The messages of the driver (`control`) and of other hosts (`serve_channel`) are
+handled in threads of their own, so a call or a put is taken in while a worker is busy. How messages travel is the
+backend's business.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed
+from embodied.runtime.channel import Channel, hosts_of_runs
+from embodied.runtime.channel_queue import Queue
+from embodied.runtime.failures import readable
+from embodied.runtime.payload import Payload
+from embodied.runtime.progress import Progress, resident_bytes
+from embodied.runtime.remote_channel import Remote
+from embodied.runtime.timers import Timers
+from embodied.runtime.worker import Worker
+
+DRIVER = "driver"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LP_NUM_THREADS")
+_MAX_CAUSE_CHARS = 2000
+_import_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """One process: its name, what runs there (one worker per role), and what it may use. No cores means all."""
+
+    name: str
+    roles: tuple[str, ...]
+    cores: tuple[int, ...] = ()
+    threads: int = 1  # of OpenMP, BLAS and the software renderer
+    env: dict[str, str] = field(default_factory=dict)
+    node: str = ""  # of a Ray cluster; "" is the machine the driver is on
+    devices: tuple[str, ...] = ()  # that its workers hold, each by itself, while they are at work
+    device_bytes: float = float("inf")  # of memory on each, where that is limited
+
+    @property
+    def gpu(self) -> str:
+        """The one it holds, by the plan's name."""
+        return next((name for name in self.devices if name.startswith("gpu:")), "")
+
+    def environment(self) -> dict[str, str]:
+        return {**dict.fromkeys(THREAD_VARIABLES, str(self.threads)), **self.env}
+
+    def describe(self) -> str:
+        cores = f"cores {ranges(self.cores)}" if self.cores else "any core"
+        node = f"{self.node}, " if self.node else ""
+        return f"{self.name}: {', '.join(self.roles)} on {node}{cores}, {self.threads} threads"
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Who a worker is. `slot` is its place in the progress memory."""
+
+    name: str
+    rank: int
+    world_size: int
+    slot: int
+    module: str
+    file: str | None  # where to find the module if it cannot be imported by name
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a backend provides to a host: `pack` and `unpack` move an object across, `post` reaches another host's
+    `serve_channel`, `report` the driver."""
+
+    pack: Callable[..., Any]  # (item, reader's GPU="")
+    unpack: Callable[[Any], Any]
+    post: Callable[..., None]  # (host name, message, payload=None)
+    report: Callable[..., None]  # (message, packed result=None)
+
+
+class Host:
+    def __init__(
+        self,
+        run: str,
+        names: Sequence[str],
+        links: Links,
+        progress: Progress,
+        timeout_s: float,
+        driver: int | None = None,
+    ) -> None:
+        """`driver` is the driver's process, where it is another one of this machine."""
+        self.run = run
+        self.driver = driver
+        self.name = names[0]
+        self.names = set(names)  # the inline backend runs all hosts in one
+        self.pack, self.unpack = links.pack, links.unpack
+        self.post, self.report = links.post, links.report
+        self.timeout_s = timeout_s
+        self._progress = progress
+        self._workers: dict[str, _WorkerThread] = {}
+        self._ends: dict[str, Queue | Remote] = {}
+        self._dead: dict[str, tuple[str, str, bool]] = {}  # host -> (worker, cause, whether it is started again)
+        self._lock = threading.RLock()
+        self._current = threading.local()
+        self.flows: dict[tuple[str, str], tuple[float, float]] = {}  # who gave to whom, from when to when
+        hosts_of_runs[run] = self
+
+    # What the driver asks for
+
+    def control(self, message: tuple, packed: Any = None) -> None:
+        kind, *rest = message
+        if kind == "make":
+            spec, call_id = rest
+            self._workers[spec.name] = _WorkerThread(self, spec, call_id, packed)
+        elif kind == "call":
+            worker, method, urgent, call_id = rest
+            self._workers[worker].submit(call_id, method, packed, urgent)
+        elif kind == "channel":
+            self.serve_channel(DRIVER, rest[0], packed)
+        elif kind == "died":
+            self._host_died(*rest)
+        elif kind == "revived":
+            self._host_revived(*rest)
+
+    def stop(self, seconds: float) -> list[str]:
+        """Closes the workers; -> the names of those that are still busy after that time."""
+        until = time.monotonic() + seconds
+        with self._lock:
+            remotes = [end for end in self._ends.values() if isinstance(end, Remote)]
+        for end in remotes:  # their homes are closing too, and may be gone before they have answered
+            end.home_died("the driver", "the cluster is closing", restarts=False)
+        for thread in self._workers.values():
+            thread.stop()
+        for thread in self._workers.values():
+            thread.join(max(until - time.monotonic(), 0))
+        hosts_of_runs.pop(self.run, None)
+        return [name for name, thread in self._workers.items() if thread.is_alive()]
+
+    # Channels
+
+    def end_of(self, channel: Channel) -> Queue | Remote:
+        with self._lock:
+            if channel.name not in self._ends:
+                if channel.home in self.names:
+                    self._ends[channel.name] = Queue(channel, self)
+                    return self._ends[channel.name]
+                end = self._ends[channel.name] = Remote(channel, self)
+                if channel.home in self._dead:
+                    end.home_died(*self._dead[channel.home])
+                else:
+                    end.open()  # the answer must find the end in place
+            return self._ends[channel.name]
+
+    def serve_channel(self, peer: str, message: tuple, payload: Payload | None = None) -> None:
+        kind, name, *rest = message
+        end = self.end_of(rest[0]) if kind == "open" else self._ends[name]
+        try:
+            if kind == "open":
+                end.opened_by(peer)
+            elif kind == "put":
+                end.put_from(peer, payload, *rest)
+            elif kind == "get":
+                end.get_from(peer, *rest)
+            elif kind == "cancel":
+                end.cancel_from(peer, *rest)
+            elif kind == "size":
+                self.post(peer, ("size_is", name, rest[0], end.qsize()))
+            elif kind == "close":
+                end.close(*rest)
+            elif kind == "room":
+                end.room_for(*rest)
+            elif kind == "got":
+                end.answer(rest[0], payload, last=rest[1])
+            elif kind == "given_up":
+                end.answer(rest[0])
+            elif kind == "size_is":
+                end.answer(rest[0], size=rest[1])
+            elif kind == "shut":
+                end.answer(rest[0], closed=(rest[1], rest[2]))
+            elif kind == "closed":
+                end.closed_by(*rest)
+        except Exception as error:  # of a choose policy, or an item that cannot be sent: those who wait must hear of it
+            traceback.print_exc()
+            end.close(self.name, f"{type(error).__name__}: {error}")
+
+    def _host_died(self, host: str, worker: str, cause: str, restarts: bool) -> None:
+        with self._lock:
+            self._dead[host] = (worker, cause, restarts)
+            ends = list(self._ends.values())
+        for end in ends:
+            if isinstance(end, Queue):
+                end.forget(host)
+            elif end.home == host:
+                end.home_died(worker, cause, restarts)
+
+    def _host_revived(self, host: str) -> None:
+        """A host that died was started again: the channels at home there begin anew, empty."""
+        with self._lock:
+            self._dead.pop(host, None)
+            ends = [end for end in self._ends.values() if isinstance(end, Remote) and end.home == host]
+        for end in ends:
+            end.open()
+
+    def note(self, producer: str, consumer: str) -> None:
+        """An item went from one worker to another through a channel at home here."""
+        now = time.perf_counter()
+        first, _ = self.flows.get((producer, consumer), (now, now))
+        self.flows[producer, consumer] = first, now
+
+    # Who is calling
+
+    def enter(self, spec: WorkerSpec) -> None:
+        self._current.spec = spec
+
+    def caller(self) -> str:
+        """The worker whose thread this is, otherwise the host."""
+        spec = getattr(self._current, "spec", None)
+        return spec.name if spec is not None else self.name
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """While the worker whose thread this is waits on a channel: it may be silent then."""
+        spec = getattr(self._current, "spec", None)
+        return nullcontext() if spec is None else self._progress.waiting(spec.slot)
+
+    def tick(self) -> str:
+        """-> the caller."""
+        spec = getattr(self._current, "spec", None)
+        if spec is None:
+            return self.name
+        self._progress.tick(spec.slot)
+        return spec.name
+
+    def tick_slot(self, slot: int) -> None:
+        self._progress.tick(slot)
+
+
+class _WorkerThread(threading.Thread):
+    """Runs one worker: constructs it, then serves its calls in order."""
+
+    def __init__(self, host: Host, spec: WorkerSpec, call_id: int, packed: Any) -> None:
+        super().__init__(name=spec.name, daemon=True)
+        self.host = host
+        self.spec = spec
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._worker: Worker | None = None
+        self._stopped = False
+        self._constructed = False
+        self._early: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # urgent calls before that
+        self.submit(call_id, "__init__", packed)
+        self.start()
+
+    def submit(self, call_id: int, method: str, packed: Any, urgent: bool = False) -> None:
+        """`urgent` is for the driver to say where it knows the class; of one named by text the worker knows it."""
+        task = partial(self._call, call_id, method, packed)
+        if not (urgent or getattr(getattr(self._worker, method, None), "served_while_busy", False)):
+            self._tasks.put(task)
+            return
+        self._early.put(task)
+        if self._constructed:
+            self._serve_early()
+
+    def stop(self) -> None:
+        """Ends after the call in progress; calls that have not begun are dropped."""
+        self._stopped = True
+        self._tasks.put(None)
+
+    def run(self) -> None:
+        self.host.enter(self.spec)
+        while (task := self._tasks.get()) is not None and not self._stopped:
+            task()
+            self._constructed = True
+            self._serve_early()
+            del task  # with it the arguments, which may hold shared memory
+        if self._worker is not None:
+            try:
+                self._worker.close()
+            except Exception:
+                traceback.print_exc()
+
+    def _serve_early(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._early.get_nowait()()
+
+    def _call(self, call_id: int, method: str, packed: Any) -> None:
+        self.host.tick_slot(self.spec.slot)
+        start = time.perf_counter()
+        try:
+            result = self._construct(packed) if method == "__init__" else self._run_method(method, packed)
+            seconds = time.perf_counter() - start
+            message, packed_result = ("done", call_id, seconds), self.host.pack(result)
+        except BaseException as error:  # SystemExit too: a worker that calls exit() must not vanish silently
+            message, packed_result = self._failure(call_id, error), None
+        self.host.tick_slot(self.spec.slot)
+        self.host.report(message, packed_result)
+
+    def _construct(self, packed: Any) -> None:
+        import_from(self.spec.module, self.spec.file)
+        cls, args, kwargs = self.host.unpack(packed)
+        if isinstance(cls, str):
+            cls = getattr(sys.modules[self.spec.module], cls.partition(":")[2])
+        worker = cls.__new__(cls)
+        worker.name, worker.rank, worker.world_size = self.spec.name, self.spec.rank, self.spec.world_size
+        worker.timers = Timers()
+        worker.tick = lambda: self.host.tick_slot(self.spec.slot)
+        worker.waiting = self.host.waiting
+        worker.__init__(*args, **kwargs)
+        self._worker = worker
+
+    def _run_method(self, method: str, packed: Any) -> Any:
+        if self._worker is None:
+            raise EmbodiedError("its constructor failed")
+        args, kwargs = self.host.unpack(packed)
+        call = getattr(self._worker, method)
+        if getattr(call, "served_while_busy", False):  # a look from outside, no work of its own
+            return call(*args, **kwargs)
+        with self._worker.timers.measure(method):
+            return call(*args, **kwargs)
+
+    def _failure(self, call_id: int, error: BaseException) -> tuple:
+        error.__traceback__ = _below_us(error.__traceback__)
+        text = "".join(traceback.format_exception(error))
+        name = "" if isinstance(error, EmbodiedError) else f"{type(error).__name__}: "
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+        held = f" (this process held {readable(resident_bytes())})" if isinstance(error, MemoryError) else ""
+        cause = f"{name}{error}"[:_MAX_CAUSE_CHARS] + held + where
+        follows = (error.peer, error.cause) if isinstance(error, ChannelClosed) else None
+        retry = isinstance(error, Unusable) or not isinstance(error, EmbodiedError)
+        code = error.exit_code if isinstance(error, EmbodiedError) else WorkerFailed.exit_code
+        return "failed", call_id, cause, text[-_MAX_CAUSE_CHARS * 8 :], follows, retry, code
+
+
+def _below_us(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that is the worker's."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def import_from(module: str, file: str | None) -> None:
+    """Makes a module importable under its name even where it is not on the path (a test file, a script)."""
+    import importlib.util
+
+    with _import_lock:  # or another worker would find it half loaded
+        if module in sys.modules or module == "__main__":
+            return
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if file is None or not module.startswith(str(error.name)):
+                raise
+            spec = importlib.util.spec_from_file_location(module, file)
+            sys.modules[module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[module])
+
+
+def ranges(cores: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) -> "0-2,5"."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and core == parts[-1][1] + 1:
+            parts[-1][1] = core
+        else:
+            parts.append([core, core])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,1 @@
+"""The Ray backend: hosts as actors on one or many nodes."""

@@ -1,0 +1,230 @@
+"""Hosts as actors of a Ray cluster: a private one on this machine, or a running one that the driver joins by address.
+
+Ray starts the processes, tells that they are alive, and moves large parts between machines. What it does not do is done
+by the parent of each host's process (ray_guard.py): cores before any import, the end with the driver, the exit code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from embodied.runtime.backend import START_S, Events
+from embodied.runtime.exit_status import describe_exit
+from embodied.runtime.host import DRIVER, Host, HostPlan, Links
+from embodied.runtime.processes import KILL_S, HostProcess, Processes, boot_order, check_cores, progress_memory
+from embodied.runtime.progress import PROGRESS_BYTES, Progress
+from embodied.runtime.ray import guard
+from embodied.runtime.ray.host_actor import actor_class
+from embodied.runtime.ray.nodes import Connection, Node, last_words, move, run_on
+from embodied.runtime.ray.object_store import Stored, decode, encode, pack_message, unpack_message
+
+_EXIT_BYTES = 16  # after the progress: how the process ended
+_LAST_WORDS_S = 10.0  # how long it may take to fetch the log of a host on another machine
+_LOST_S = 45.0  # how long Ray may take to say that a node is lost
+
+# Ray would hide every GPU from an actor that asks it for none; which ones a host sees is the plan's business.
+_LEAVE_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+@dataclass
+class _Process(HostProcess):
+    life: int
+    at: Node
+    actor: Any
+    memory_fd: int
+    printed_to: str | None  # its log, or a file on another machine that is fetched when the host ends
+    exit_file: str
+    listener: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.node = self.at.name
+        self.here = self.at.here
+        self.end_s = KILL_S + _LAST_WORDS_S * (not self.here)
+
+    def free(self) -> None:
+        self.listener.join(KILL_S)
+        super().free()
+        os.close(self.memory_fd)
+
+
+class RayBackend(Processes):
+    name = "ray"
+
+    def __init__(
+        self,
+        run: str,
+        log_dir: Path | None,
+        timeout_s: float,
+        events: Events,
+        address: str | None = None,
+        modules: Sequence[str] = (),
+        start_s: float = START_S,
+    ) -> None:
+        super().__init__()
+        self.pack, self.unpack = encode, decode
+        self._run = run
+        self._log_dir = log_dir.absolute() if log_dir is not None else None
+        self._timeout_s = timeout_s
+        self._events = events
+        self._lives = itertools.count(1)
+        self._stopping = False
+        self._connection = Connection(address, modules, start_s)
+        links = Links(encode, decode, self._post, lambda *told: events.on_report(DRIVER, *told))
+        self.host = Host(run, [DRIVER], links, Progress(bytearray(PROGRESS_BYTES)), timeout_s)
+        self._actor_class = actor_class()
+
+    def spawn(self, plan: HostPlan) -> None:
+        before = self._processes.get(plan.name)
+        plan = plan if before is None else self._plan_of_next(before)
+        node, life = self._connection.node(plan.node), next(self._lives)
+        check_cores(plan, node.cores, f"node {node.name}" if plan.node else "this process")
+        memory_fd, memory = progress_memory(_EXIT_BYTES)
+        log = str(self._log_dir / f"{plan.name}.log") if self._log_dir is not None else None
+        shared_file = f"/proc/{os.getpid()}/fd/{memory_fd}"
+        exit_file = shared_file if node.here else f"{node.folder}/embodied-{self._run}-{life}.exit"
+        printed_to = log if node.here or log is None else exit_file.replace(".exit", ".log")
+        actor = self._actor_class.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            runtime_env={
+                "env_vars": {**plan.environment(), **_LEAVE_DEVICES},
+                "py_executable": _guarded(plan, node, exit_file),
+            },
+        ).remote(self._boot(plan, life, printed_to, shared_file if node.here else None))
+        process = _Process(plan, log, memory, life, node, actor, memory_fd, printed_to, exit_file)
+        process.listener = threading.Thread(target=self._listen, args=(process,), name=f"ray-{plan.name}", daemon=True)
+        self._processes[plan.name] = process
+        for other in self._processes.values():
+            if other is not process:
+                other.actor.meet.remote(plan.name, life, actor)
+                actor.meet.remote(other.plan.name, other.life, other.actor)
+        if before is not None:
+            before.free()
+        process.listener.start()
+
+    def call(self, host: str, message: tuple, packed: Stored | None = None) -> None:
+        arguments = packed.arguments() if packed is not None else ()
+        self._processes[host].actor.control.remote(pack_message(message), *arguments)
+
+    def kill(self, host: str) -> None:
+        process = self._processes[host]
+        if process.pid is not None and process.here and not process.ended.is_set():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        else:
+            with suppress(RayError):
+                ray.kill(process.actor)
+
+    def stop(self, seconds: float) -> None:
+        self._stopping = True
+        super().stop(seconds)
+
+    # Inside
+
+    def _close(self) -> None:
+        self._connection.close()
+
+    def _boot(self, plan: HostPlan, life: int, log: str | None, progress_file: str | None) -> dict[str, Any]:
+        order = boot_order(self._run, plan, self._timeout_s)
+        order["path"] = order["path"] if progress_file else None  # on this machine
+        driver = os.getpid() if progress_file else None
+        told = {"life": life, "log": log, "folder": os.getcwd(), "progress_file": progress_file, "driver": driver}
+        return {**order, **told}
+
+    def _plan_of_next(self, before: _Process) -> HostPlan:
+        """The plan of a host that is started again: the same, or moved if its node is lost."""
+        if not self._connection.lost(before.at):
+            return before.plan
+        taken = [(process.node, core) for process in self._processes.values() for core in process.plan.cores]
+        return move(before.plan, self._connection.others(before.at), Counter(taken))
+
+    def _post(self, host: str, message: tuple, payload: Stored | None = None) -> None:
+        self.call(host, ("channel", message), payload)  # in order with calls and news of deaths
+
+    def _listen(self, process: _Process) -> None:
+        """A thread per host: takes what it tells, until its end."""
+        failed = ""
+        try:
+            for told in process.actor.listen.remote():
+                self._take(process, *ray.get(told))
+        except RayError as error:
+            failed = str(error)
+        code = self._exit_code(process)
+        cause = describe_exit(code) if code is not None else self._why_it_vanished(process, failed)
+        process.stopped.set()
+        process.ended.set()
+        if not self._stopping:
+            self._events.on_death(process.plan.name, cause)
+
+    def _why_it_vanished(self, process: _Process, failed: str) -> str:
+        if not process.here and self._connection.lost(process.at):
+            return f"was lost with node {process.at.name} of the cluster, which Ray no longer reaches"
+        return f"could not run: {failed.strip()}"
+
+    def _take(self, process: _Process, kind: str, message: bytes, *payload: Any) -> None:
+        told = unpack_message(message)
+        packed = Stored(*payload[:2], ref=payload[2] if len(payload) > 2 else None) if payload else None
+        if packed is not None and packed.ref is not None:
+            packed.parts = ray.get(packed.ref)  # now: who wrote it may die
+        if kind == "report":
+            self._events.on_report(process.plan.name, told, packed)
+        elif kind == "channel":
+            self.host.serve_channel(process.plan.name, told, packed)
+        elif kind == "progress":
+            process.progress.note(told)
+        elif kind == "up":
+            process.pid = told
+            self._events.on_start(process.plan.name, told)
+        elif kind == "stopped":
+            process.stopped.set()
+
+    def _exit_code(self, process: _Process) -> int | None:
+        """From the guard, also of a process that ended before it told its number. None if nobody can say."""
+        if not process.here:
+            return self._last_words(process) if process.pid is not None else None
+        until = time.monotonic() + KILL_S
+        while time.monotonic() < until:
+            told = os.pread(process.memory_fd, _EXIT_BYTES, PROGRESS_BYTES).rstrip(b"\0")
+            if told.endswith(b"\n"):
+                return int(told)
+            time.sleep(0.01)
+        return None
+
+    def _last_words(self, process: _Process) -> int | None:
+        asked = run_on(process.at.id, last_words, process.exit_file, process.printed_to)
+        try:
+            code, printed = ray.get(asked, timeout=_LAST_WORDS_S)
+        except RayError:  # the machine is gone, which Ray takes its time to notice
+            until = time.monotonic() + _LOST_S
+            while not (self._stopping or self._connection.lost(process.at)) and time.monotonic() < until:
+                time.sleep(0.5)
+            return None
+        if process.log is not None:
+            Path(process.log).parent.mkdir(parents=True, exist_ok=True)
+            with open(process.log, "ab") as log:
+                log.write(printed)
+        return code
+
+
+def _guarded(plan: HostPlan, node: Node, exit_file: str) -> str:
+    """What Ray puts before the arguments of a host's process."""
+    order = {"cores": list(plan.cores), "driver": os.getpid() if node.here else None, "exit_file": exit_file}
+    order["exit_at"] = PROGRESS_BYTES if node.here else 0
+    source = Path(guard.__file__).read_text()
+    return shlex.join([node.python, "-I", "-S", "-c", source, json.dumps(order), node.python])

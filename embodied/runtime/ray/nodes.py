@@ -1,0 +1,253 @@
+"""The driver's connection to a Ray cluster, and the nodes there."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants, services, worker
+from ray._raylet import AuthenticationTokenLoader, Config
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.runtime.backend import START_S
+from embodied.runtime.host import HostPlan
+from embodied.runtime.ray.private_cluster import ENVIRONMENT, TOKEN, PrivateCluster
+from embodied.runtime.ray.runtime_env import pack_modules
+
+OF_CARDS = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")
+_REACH_S = 5.0  # to reach an address
+_LOOK_S = 60.0  # to start a process on every node that looks around there
+_END_S = 5.0  # how long the parent of a host that ended may take to say how
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    id: str
+    cores: tuple[int, ...]  # that Ray may use there
+    python: str
+    here: bool  # on the driver's machine: they see the same files and processes
+    folder: str  # where Ray keeps its logs
+    num_gpus: int = 0
+
+
+class Connection:
+    """Joins the cluster at an address, or a private one that is started for it. A connection that the program has
+    made before (`ray.init`) is used and left as it is."""
+
+    def __init__(self, address: str | None, modules: Sequence[str] = (), start_s: float = START_S) -> None:
+        self._private: PrivateCluster | None = None
+        self._ours = not ray.is_initialized()
+        self._nodes: dict[str, Node] = {}
+        try:
+            if self._ours and address is None:
+                self._private = PrivateCluster(start_s=start_s)
+                connect_to_private(self._private)
+            elif self._ours:
+                join(address, modules)
+            if address is None:
+                self.own = Node("", ray.get_runtime_context().get_node_id(), _cores(), sys.executable, True, "")
+            else:
+                self._look_around()
+        except BaseException:
+            self.close()
+            raise
+
+    def node(self, name: str) -> Node:
+        """`""` is the one the driver is on."""
+        if name and name not in self._nodes:
+            known = (
+                f"the cluster has: {', '.join(sorted(self._nodes))}" if self._nodes else "no cluster.address is given"
+            )
+            raise ConfigError(f"placement names the node {name!r}, but {known}")
+        return self._nodes[name] if name else self.own
+
+    def lost(self, node: Node) -> bool:
+        """Ray has noticed that this node is gone."""
+        return all(known["NodeID"] != node.id or not known["Alive"] for known in ray.nodes())
+
+    def others(self, lost: Node) -> list[Node]:
+        """The nodes that are still there."""
+        return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
+
+    def ask(self, function: Callable[[int], Any]) -> dict[str, Any]:
+        """What it says on every node, ours first, given how many GPUs Ray counts there."""
+        nodes = sorted(self._nodes.values(), key=lambda node: (node.id != self.own.id, node.name))
+        return dict(zip([n.name for n in nodes], answers([(node.id, (node.num_gpus,)) for node in nodes], function)))
+
+    def close(self) -> None:
+        if self._ours:
+            ray.shutdown()
+        if self._private is not None:
+            self._private.stop()
+
+    def _look_around(self) -> None:
+        own = ray.get_runtime_context().get_node_id()
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        with _secret() as secret:
+            seen = answers([(node["NodeID"], secret) for node in alive], look)
+        for node, (cores, python, here, folder) in zip(alive, seen):
+            gpus = int(node["Resources"].get("GPU", 0))
+            one = Node(node["NodeName"], node["NodeID"], cores, python, here, folder, gpus)
+            if node["NodeID"] == own:
+                self.own = one
+            if one.name in self._nodes:
+                raise ConfigError(
+                    f"two nodes of the Ray cluster are called {one.name!r}; start them with ray start --node-name=..."
+                )
+            self._nodes[one.name] = one
+
+
+def move(plan: HostPlan, nodes: Sequence[Node], busy: Mapping[tuple[str, int], int]) -> HostPlan:
+    """The same host on the least busy of these nodes, with as many cores, those that the fewest hosts have."""
+    if any("gpu:" in device for device in plan.devices):
+        raise EmbodiedError(f"node {plan.node} is lost, and {plan.name} needs a GPU of it")
+    node = min(nodes, key=lambda node: sum(busy.get((node.name, core), 0) for core in node.cores) / len(node.cores))
+    free_first = sorted(node.cores, key=lambda core: busy.get((node.name, core), 0))
+    env = {key: value for key, value in plan.env.items() if key not in OF_CARDS}  # one that only drew draws on cores
+    return replace(plan, node=node.name, cores=tuple(sorted(free_first[: len(plan.cores)])), env=env)
+
+
+def answers(nodes: Sequence[tuple[str, tuple]], function: Callable) -> list[Any]:
+    """Of a function on these nodes, with the arguments of each."""
+    try:
+        return ray.get([run_on(node_id, function, *arguments) for node_id, arguments in nodes], timeout=_LOOK_S)
+    except RayError as err:
+        raise EmbodiedError(f"a node of the Ray cluster cannot run our code: {_last_line(err)}") from None
+
+
+def run_on(node_id: str, function: Any, *arguments: Any) -> Any:
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(*arguments)
+
+
+def look(file: str, content: bytes) -> tuple[tuple[int, ...], str, bool, str]:
+    """On a node: cores, interpreter, whether the driver is on this machine, and where Ray keeps its logs."""
+    with suppress(OSError):
+        here = Path(file).read_bytes() == content
+        return _cores(), sys.executable, here, worker.global_worker.node.get_logs_dir_path()
+    return _cores(), sys.executable, False, worker.global_worker.node.get_logs_dir_path()
+
+
+def last_words(exit_file: str, log: str | None) -> tuple[int | None, bytes]:
+    """On a node: how a host ended, and what it printed. Removes both files."""
+    until, code = time.monotonic() + _END_S, b""
+    while not code.endswith(b"\n") and time.monotonic() < until:
+        with suppress(FileNotFoundError):
+            code = Path(exit_file).read_bytes()
+        time.sleep(0.02)
+    printed = Path(log).read_bytes() if log is not None and os.path.exists(log) else b""
+    for path in (exit_file, log):
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+    return int(code) if code else None, printed
+
+
+def join(address: str, modules: Sequence[str]) -> None:
+    """The user's own cluster: with the token that the user has, and with our code and the user's for its nodes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"cluster.address={address}: write host:port, as `ray start --head` prints it")
+    if not _answers(host, int(port)):
+        raise EmbodiedError(
+            f"cluster.address={address}: nothing answers there; is `ray start --head` running, and is the port open?"
+        )
+    with pack_modules(modules) as folder:
+        with _loopback(not _answers(services.get_node_ip_address(), int(port)) and host in ("127.0.0.1", "localhost")):
+            _connect(address, {"working_dir": str(folder)})
+
+
+def connect_to_private(cluster: PrivateCluster) -> None:
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=TOKEN, RAY_TMPDIR=str(cluster.folder))
+    try:
+        with _loopback(True):
+            _connect(cluster.address, None)
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def _loopback(only: bool) -> Iterator[None]:
+    """Ray takes 127.0.0.1 for this machine's other address, unless its nodes listen on no other."""
+    anywhere = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = anywhere and not only
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = anywhere
+
+
+def _connect(address: str, runtime_env: dict | None) -> None:
+    Config.initialize("")  # Ray has read the environment when it was imported
+    AuthenticationTokenLoader.instance().reset_cache()
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    print_errors, worker.listen_error_messages = (
+        worker.listen_error_messages,
+        lambda *_: None,
+    )  # deaths are ours to tell
+    try:
+        ray.init(address=address, runtime_env=runtime_env, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, RayError) as err:
+        raise EmbodiedError(f"cluster.address={address}: {_why(err)}") from err
+    finally:
+        worker.listen_error_messages = print_errors
+        if main:
+            signal.signal(signal.SIGTERM, handler)  # Ray sets one that exits
+
+
+def _why(error: BaseException) -> str:
+    told = f"{error}\n{error.__cause__}\n{error.__context__}"
+    if "Authentication" in told or "InvalidAuthToken" in told:
+        return (
+            "the cluster does not take this token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to what its nodes were "
+            "started with"
+        )
+    if "node_ip_address" in told or "raylet" in told.lower():
+        return f"this machine is no node of the cluster; run `ray start --address` here first ({_last_line(error)})"
+    return _last_line(error)
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), _REACH_S):
+            return True
+    except OSError:
+        return False
+
+
+def _cores() -> tuple[int, ...]:
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+@contextmanager
+def _secret() -> Iterator[tuple[str, bytes]]:
+    """A file that only processes of this machine and user can open, and what is in it."""
+    content = secrets.token_bytes(32)
+    fd = os.memfd_create("embodied-here", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, content)
+        yield f"/proc/{os.getpid()}/fd/{fd}", content
+    finally:
+        os.close(fd)

@@ -1,0 +1,145 @@
+"""Tensors as bytes: what is moved, stored and checked without knowing torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied.core.errors import CheckpointError
+
+ALIGNMENT = 64
+ROW = 4096  # words of a checksum that may swap places unnoticed
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+SAFETENSORS = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "BOOL": "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a tensor is like; `dtype` by torch's name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A tensor's bytes; `data` is uint8 and flat, often a view of memory that belongs to somebody else."""
+
+    spec: Spec
+    data: np.ndarray
+
+
+def blob_of(tensor: Any) -> Blob:
+    """The bytes of a torch tensor, without a copy where it is contiguous and on the CPU."""
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    # By way of DLPack, since a storage of which numpy() was asked could never again be emptied to leave its device.
+    data = torch.from_dlpack(flat.view(torch.uint8)).numpy() if flat.numel() else np.empty(0, np.uint8)
+    return Blob(spec_of(tensor), data)
+
+
+def spec_of(tensor: Any) -> Spec:
+    return Spec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def tensor_of(blob: Blob) -> Any:
+    """A torch tensor on the same memory."""
+    import torch
+
+    dtype = getattr(torch, blob.spec.dtype)
+    if not len(blob.data):
+        return torch.empty(blob.spec.shape, dtype=dtype)
+    return torch.frombuffer(blob.data, dtype=dtype).view(blob.spec.shape)
+
+
+def array_of(blob: Blob) -> np.ndarray:
+    """A numpy array; bfloat16, which numpy does not know, as the same numbers in float32."""
+    if blob.spec.dtype == "bfloat16":
+        return (blob.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(blob.spec.shape)
+    return blob.data.view(blob.spec.dtype).reshape(blob.spec.shape)
+
+
+def checksum(data: np.ndarray) -> int:
+    """Of bytes, at the speed of reading them; tells wrong, missing and misplaced parts (64-bit sums of rows of words,
+    weighted by place)."""
+    words = np.ascontiguousarray(data[: len(data) // 8 * 8]).view(np.uint64)
+    whole = len(words) // ROW * ROW
+    rows = np.append(np.add.reduce(words[:whole].reshape(-1, ROW), axis=1), np.add.reduce(words[whole:]))
+    tail = int.from_bytes(data[len(data) // 8 * 8 :].tobytes(), "little")
+    weights = np.arange(1, len(rows) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (int(np.add.reduce(rows * weights)) + 31 * tail + len(data)) % 2**64
+
+
+def place(specs: Mapping[str, Spec], start: int = 0) -> tuple[dict[str, int], int]:
+    """An offset for each tensor in one piece of memory, and its size."""
+    offsets, end = {}, start
+    for name, spec in specs.items():
+        offsets[name] = end
+        end += -(-spec.size_bytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def read_safetensors(path: Path) -> dict[str, Blob]:
+    """The tensors of a file; their bytes are read when they are used."""
+    try:
+        raw = np.memmap(path, np.uint8, "c")
+        head = int.from_bytes(raw[:8].tobytes(), "little")
+        entries = json.loads(raw[8 : 8 + head].tobytes())
+        entries.pop("__metadata__", None)
+        blobs = {}
+        for name, entry in entries.items():
+            spec, (begin, end) = Spec(SAFETENSORS[entry["dtype"]], tuple(entry["shape"])), entry["data_offsets"]
+            data = raw[8 + head + begin : 8 + head + end]
+            if len(data) != spec.size_bytes:
+                raise ValueError(f"{name} has {len(data)} bytes instead of {spec.size_bytes}")
+            blobs[name] = Blob(spec, data)
+        return blobs
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise CheckpointError(f"{path} is damaged: {err}") from None
+
+
+def write_safetensors(path: Path, specs: Mapping[str, Spec], blobs: Iterable[tuple[str, Blob]]) -> None:
+    """A file of these tensors, written one by one as they come, in any order."""
+    names = {ours: theirs for theirs, ours in SAFETENSORS.items()}
+    entries, end = {"__metadata__": {"format": "pt"}}, 0  # published OpenVLA code refuses others
+    for name, spec in specs.items():
+        entries[name] = {
+            "dtype": names[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.size_bytes],
+        }
+        end += spec.size_bytes
+    head = json.dumps(entries).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb", buffering=0) as file:
+        start = file.write(len(head).to_bytes(8, "little")) + file.write(head)
+        os.posix_fallocate(file.fileno(), 0, start + end)  # a full disk says so now
+        missing = set(specs)
+        for name, blob in blobs:
+            assert blob.spec == specs[name], (name, blob.spec, specs[name])
+            at = start + entries[name]["data_offsets"][0]
+            done = 0
+            while done < len(blob.data):  # the kernel writes at most 2 GiB at a time
+                done += os.pwrite(file.fileno(), blob.data[done:], at + done)
+            missing.remove(name)
+        assert not missing, missing

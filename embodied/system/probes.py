@@ -1,0 +1,124 @@
+"""What `doctor` tries out in processes of their own: python -m embodied.probes NAME. The last line is a JSON object.
+
+Each probe uses the code a run uses, so that what works here works there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FLAT = 1.0  # a picture whose grey values spread less than this shows nothing
+
+
+def torch() -> dict[str, Any]:
+    """Arithmetic on every device torch sees."""
+    import torch
+
+    devices = ["cpu", *[f"cuda:{i}" for i in range(torch.cuda.device_count())]]
+    for device in devices:
+        ones = torch.ones(64, 64, device=device)
+        if float((ones @ ones).sum()) != 64.0**3:
+            raise SystemExit(f"torch computes wrong sums on {device}")
+    names = [torch.cuda.get_device_name(device) for device in devices[1:]]
+    return {"version": torch.__version__, "gpus": names, "built_for": torch.version.cuda}
+
+
+def frame(kind: str) -> dict[str, Any]:
+    """Make one env of this kind, begin an episode, draw it."""
+    import numpy as np
+    from pydantic import TypeAdapter
+
+    from embodied.core.episodes import EpisodeList
+    from embodied.envs import make_env
+    from embodied.envs.config import EnvConfig
+
+    config = TypeAdapter(EnvConfig).validate_python({"name": kind, "num_envs": 1})
+    env = make_env(config, 1)
+    if problem := env.film_problem():
+        raise SystemExit(problem)
+    env.reset(options={"reset_mask": np.array([True]), "episodes": EpisodeList(0, "eval", env.tasks(config)).first(1)})
+    picture = env.render_rows(np.array([0]))[0]
+    env.close()
+    if picture.std() < FLAT:
+        raise SystemExit(f"the picture of {config.task} is blank")
+    return {"task": config.task, "size": list(picture.shape[:2]), "backend": env.env_spec.backend}
+
+
+def mujoco() -> dict[str, Any]:
+    """Draw a box without a screen, as LIBERO draws."""
+    import mujoco
+
+    box = "<geom type='box' size='.2 .2 .2' rgba='1 0 0 1'/>"
+    model = mujoco.MjModel.from_xml_string(f"<mujoco><worldbody><light pos='0 0 2'/>{box}</worldbody></mujoco>")
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    with mujoco.Renderer(model, 64, 64) as renderer:
+        renderer.update_scene(data)
+        picture = renderer.render()
+    if picture.std() < FLAT:
+        raise SystemExit("MuJoCo's picture is blank")
+    return {"through": os.environ.get("MUJOCO_GL", "")}
+
+
+def film() -> dict[str, Any]:
+    """Two frames to an mp4."""
+    import numpy as np
+
+    from embodied.reporting.videos import VideoWriter
+
+    with tempfile.TemporaryDirectory() as folder, VideoWriter(Path(folder), fps=2) as writer:
+        for shade in (0, 255):
+            writer.add(np.full((64, 64, 3), shade, np.uint8))
+        return {"bytes": writer.finish("two-frames.mp4").stat().st_size}
+
+
+def ray() -> dict[str, Any]:
+    """Start Ray on this machine and let a process of it answer."""
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=tempfile.gettempdir())
+    try:
+        answer = ray.get(ray.remote(process_id).remote(), timeout=120)
+    finally:
+        ray.shutdown()
+    if answer == os.getpid():
+        raise SystemExit("Ray ran the task in the calling process")
+    return {"version": ray.__version__}
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def tasks() -> dict[str, Any]:
+    """ManiSkill's tasks: step limit, rewards, and which downloads each lacks here."""
+    from embodied.envs.config import REWARD_MODES
+    from embodied.envs.maniskill.choices import reward_modes
+    from embodied.envs.maniskill.tasks import SEVERAL, has_several_robots, missing_assets, registered
+    from embodied.system.vulkan import ensure_vulkan
+
+    ensure_vulkan()
+    return {
+        name: {
+            "steps": spec.max_episode_steps,
+            "missing": missing_assets(name),
+            "several": SEVERAL if has_several_robots(spec.cls) else "",
+            "rewards": [mode for mode in reward_modes(spec.cls) if mode in REWARD_MODES],
+        }
+        for name, spec in sorted(registered().items())
+    }
+
+
+PROBES: dict[str, Callable[..., dict[str, Any]]] = {
+    probe.__name__: probe for probe in (torch, frame, mujoco, film, ray, tasks)
+}
+
+
+if __name__ == "__main__":
+    print(json.dumps(PROBES[sys.argv[1]](*sys.argv[2:])))

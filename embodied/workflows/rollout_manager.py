@@ -1,0 +1,196 @@
+"""The sim workers and policy workers of a run at work, and what happens when one of them dies.
+
+They work in rounds: some sims play, the policy workers serve them until all are done. A host that dies in a round, or
+while learners update, is started again at once, and its successors are given what they lack:
+
+    policy worker   its policy and the current weights, or the next ones where those are published while it builds; the
+                    stages it serves ask their last question again, so nothing is lost
+    sim worker      its envs, and the next episode of every row; what the dead one has played in this round is lost,
+                    and the caller decides whether it is played again
+
+Who notices and who decides is the runtime's business (`Cluster.settle`, `supervision.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from embodied.core.episodes import EpisodeList
+from embodied.core.types import ActRequest, AskAgain, EnvSpec, Route
+from embodied.runtime import Budget, Channel, Cluster, Handle, WorkerGroup
+from embodied.runtime.failures import Failure
+from embodied.workflows.episode_counter import EpisodeCounter
+from embodied.workflows.weight_sync import WeightSync
+
+SAME_ERROR = 3  # times that a worker fails at one line before it ends a round: no accident, its next life would as well
+
+
+class RolloutManager:
+    def __init__(
+        self,
+        cluster: Cluster,
+        sims: WorkerGroup,
+        policies: WorkerGroup,
+        num_stages: int,
+        journal: Channel,
+        num_envs: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        """`tell` hears one line per restart."""
+        self.cluster, self.sims, self.policies = cluster, sims, policies
+        self.num_stages = num_stages
+        self.journal = journal
+        self.episode_counter = EpisodeCounter(num_envs)
+        self.tell = tell
+        self.rounds = 0
+        self.restarts = 0
+        self.abandoned_episodes = 0
+        self.errors: Counter[tuple[str, str]] = Counter()  # (worker, line that raised) since it last came to an end
+        self.has_memory: Callable[[str], bool] = lambda worker: True  # on its device, as far as turns are taken there
+
+    def start(self, spec: EnvSpec, episodes: EpisodeList | None, weight_sync: WeightSync, budget: Budget) -> None:
+        """Lay the channels: requests live with the policy workers, replies with the sims. From now on who dies is
+        replaced. `episodes` are those of training."""
+        self.spec, self.episodes, self.weight_sync = spec, episodes, weight_sync
+        channel, stages = self.cluster.channel, range(self.num_stages)
+        sims, policies = range(len(self.sims)), range(len(self.policies))
+        self.requests = [channel(f"requests-{p}", home=self.policies[p]) for p in policies]
+        self.replies = [[channel(f"replies-sim-{s}/{i}", home=self.sims[s]) for i in stages] for s in sims]
+        self.budget = budget
+        self.cluster.supervise([self.sims, self.policies], [self.policies], budget)
+
+    def rows(self, sim: int) -> range:
+        """The env rows of a sim worker."""
+        size = len(self.episode_counter.begun) // len(self.sims)
+        return range(sim * size, (sim + 1) * size)
+
+    # Work
+
+    def play(
+        self,
+        sims: Iterable[int],
+        begin: Callable[[int, Route], Handle],
+        stages: int,
+        temperature: float,
+        stream: str,
+        asked: bool = True,
+    ) -> tuple[dict[int, Handle], dict[int, Route]]:
+        """A round: call `begin` for these sims and let the policy workers serve so many stages of each, if they are
+        asked at all. -> the calls, which have succeeded but for sims that died, and the routes they took."""
+        self.settle()
+        self.rounds += 1
+        routes = {sim: self._route(sim, stages) for sim in sims}
+        calls = {sim: begin(sim, route) for sim, route in routes.items()}
+        serve = partial(self._serve, routes, temperature=temperature, stream=stream)
+        serving = {policy: serve(policy) for policy in range(len(self.policies) if asked else 0)}
+        while losses := self.cluster.settle(*calls.values()):
+            if stream != "eval":  # there an episode that fails costs itself alone
+                self._refuse_repeated(losses.values())
+            for policy in serving.keys() & self._replace(losses):
+                serving[policy] = serve(policy)
+                for source, replies in self._served(policy, routes).items():
+                    replies.put(AskAgain(source))
+        for policy in serving:
+            self.requests[policy].put(ActRequest("the driver", done=True))
+        self.settle(*serving.values())
+        failed = {self.sims.workers[sim] for sim, call in calls.items() if not call.succeeded()}
+        self.errors = Counter({error: count for error, count in self.errors.items() if error[0] in failed})
+        return calls, routes
+
+    def settle(self, *handles: Handle) -> None:
+        """Wait for calls, replacing who dies meanwhile; their calls have failed then."""
+        while losses := self.cluster.settle(*handles):
+            self._replace(losses)
+
+    def ask(self, call: Callable[[], Handle]) -> list[Any]:
+        """The results of a call to idle workers, made again if one had to be replaced meanwhile."""
+        while True:
+            handle = call()
+            self.settle(handle)
+            if handle.succeeded():
+                return handle.wait()
+
+    # Replacing
+
+    def _refuse_repeated(self, losses: Iterable[Failure]) -> None:
+        for failure in losses:
+            if failure.raised_at:
+                self.errors[failure.worker, failure.raised_at] += 1
+                if self.errors[failure.worker, failure.raised_at] == SAME_ERROR:
+                    raise failure.final(
+                        "this line has now failed three times in a row, so it is not tried again"
+                    ).error()
+
+    def _replace(self, losses: dict[str, Failure]) -> list[int]:
+        """New lives for dead hosts, building while others work; -> the policy workers among them."""
+        found = []
+        for host, failure in losses.items():
+            sims, policies = (
+                [rank for rank, h in enumerate(group.hosts) if h == host] for group in (self.sims, self.policies)
+            )
+            built = self.cluster.replace(host)
+            built += [self.sims[sim].spec() for sim in sims]
+            built += [self.policies[policy].build(self.spec) for policy in policies]
+            loads = self.weight_sync.reload(policies)
+            absent = [policy for policy in policies if not self.has_memory(self.policies.workers[policy])]
+            loads += [self.policies[policy].offload() for policy in absent]  # after it has loaded into that memory
+            self.cluster.rebuilt_by(host, built, loads)
+            abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
+            self.restarts += 1
+            self.abandoned_episodes += abandoned
+            self._tell(host, failure, abandoned)
+            found += policies
+        return found
+
+    def _begin_anew(self, sim: int) -> int:
+        """Every row of a replaced sim goes on with its next episode; -> how many are lost."""
+        self.read_journal()
+        rows = self.rows(sim)
+        abandoned = self.episode_counter.abandon(rows)
+        self.sims[sim].begin(self.episodes, self.episode_counter.begun[rows.start : rows.stop].copy())
+        return abandoned
+
+    def take_abandoned(self) -> int:
+        """Episodes that were abandoned since the last call."""
+        count, self.abandoned_episodes = self.abandoned_episodes, 0
+        return count
+
+    def read_journal(self) -> None:
+        while self.journal.qsize():
+            self.episode_counter.begin(self.journal.get().begun)
+
+    def _tell(self, host: str, failure: Failure, abandoned: int) -> None:
+        count, budget = self.cluster.restarts(host), self.budget
+        lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
+        self.tell(
+            f"{failure.worker} is started again (restart {count}, at most {budget.max_restarts} in "
+            f"{budget.window_s:g} s): {failure.cause}{lost}"
+        )
+
+    # Routes
+
+    def _route(self, sim: int, stages: int) -> Route:
+        total = len(self.sims) * self.num_stages
+        asked = [(sim * self.num_stages + stage) * len(self.policies) // total for stage in range(stages)]
+        return Route(
+            tuple(f"sim-{sim}/{stage}#{self.rounds}" for stage in range(stages)),
+            tuple(self.requests[policy] for policy in asked),
+            tuple(self.replies[sim][:stages]),
+        )
+
+    def _served(self, policy: int, routes: dict[int, Route]) -> dict[str, Channel]:
+        """Source -> where its answers go."""
+        return {
+            source: replies
+            for route in routes.values()
+            for source, requests, replies in zip(route.sources, route.requests, route.replies, strict=True)
+            if requests is self.requests[policy]
+        }
+
+    def _serve(self, routes: dict[int, Route], policy: int, temperature: float, stream: str) -> Handle:
+        return self.policies[policy].serve(
+            self.requests[policy], self._served(policy, routes), self.weight_sync.version, temperature, stream
+        )

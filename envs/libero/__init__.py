@@ -1,0 +1,1 @@
+"""LIBERO tasks on MuJoCo: states, images, stored initial states, experts."""

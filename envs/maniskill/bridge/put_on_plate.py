@@ -1,0 +1,299 @@
+"""PutOnPlate-25: one of 25 things on a table goes onto one of 17 plates, before one of 21 photographs of tables. And
+the variants of `plate_variants`, which ask what a policy makes of what it has not seen.
+
+All things a task may draw are in the scene; those an episode does not play with lie behind the camera.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import sapien
+import torch
+from mani_skill import ASSET_DIR
+from mani_skill.envs.sapien_env import BaseEnv
+from mani_skill.envs.tasks.digital_twins.bridge_dataset_eval.base_env import WidowX250SBridgeDatasetFlatTable
+from mani_skill.utils import sapien_utils
+from mani_skill.utils.registration import register_env
+from mani_skill.utils.structs.pose import Pose
+from mani_skill.utils.structs.types import SimConfig
+
+from embodied.envs.maniskill.bridge.plate_variants import TEMPLATES, Episode, variant, variants
+from embodied.envs.maniskill.bridge.scene import BASES, BridgeScene
+from embodied.envs.maniskill.bridge.tasks import OBJECTS, PLATES
+
+FOLDER = ASSET_DIR / "tasks" / OBJECTS
+QPOS = (-0.01840777, 0.0398835, 0.22242722, -0.00460194, 1.36524296, 0.00153398, 0.037, 0.037)
+TABLE, STEPS = 0.870, 80  # the height of the table top; env steps
+ENOUGH, HELD = 5, 0.03  # steps of holding that count as held; newtons between object and plate
+MARGIN, GAP = 0.01, 0.05  # metres beside and above a plate that still are on it
+JUMP = 5  # the step at which an object jumps
+SHELF = 0.5  # the height of the ground behind the camera
+
+
+class Models:
+    """A folder of things with model_db.json, which says in which order they count and how large they are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        named = json.loads((folder / "model_db.json").read_text(encoding="utf-8"))
+        self.names, self.about = list(named), list(named.values())
+
+    def folder(self, number: int, below: str = "") -> Path:
+        return self.path / below / self.names[number]
+
+    def size(self, number: int) -> np.ndarray:
+        box = self.about[number]["bbox"]
+        return np.subtract(box["max"], box["min"])
+
+
+class PutOnPlate(BridgeScene, BaseEnv):
+    scene_setting = "flat_table"
+    name = "Main-v3"
+
+    def __init__(self, object_set: str | None = None, **options: Any) -> None:
+        self.variant = variant(self.name, object_set)
+        objects = {*self.variant.objects, *(self.variant.extras if self.variant.extra == "object" else ())}
+        plates = {*self.variant.plates, *(self.variant.extras if self.variant.extra == "plate" else ())}
+        self.things = [*product(["object"], sorted(objects)), *product(["plate"], sorted(plates))]
+        self.models = {"object": Models(FOLDER / "more_carrot"), "plate": Models(FOLDER / "more_plate")}
+        self.tables = Models(FOLDER / "more_table")
+        super().__init__(robot_uids=WidowX250SBridgeDatasetFlatTable, **options)
+
+    @property
+    def _default_sim_config(self) -> SimConfig:
+        return SimConfig(sim_freq=500, control_freq=5, spacing=20)
+
+    # The scene
+
+    def _load_agent(self, options: dict) -> None:
+        super()._load_agent(options, sapien.Pose(*BASES[self.scene_setting]))
+
+    def _load_lighting(self, options: dict) -> None:
+        """As in ManiSkill's twins."""
+        self.scene.set_ambient_light([0.3] * 3)
+        for direction, strength in (([0, 0, -1], 2.2), ([-1, -0.5, -1], 0.7), ([1, 1, -1], 0.7)):
+            self.scene.add_directional_light(direction, [strength] * 3)
+
+    def _load_scene(self, options: dict) -> None:
+        for robot in self.agent.robot._objs:
+            sapien_utils.set_articulation_render_material(robot, specular=0.9, roughness=0.3)
+        self._add_box("table", [-0.1, 0.0, TABLE - 0.05], [0.6, 0.6, 0.05])
+        self._add_box("shelf", [1.75, 4.0, SHELF - 0.05], [1.0, 4.5, 0.05])
+        self.actors = {thing: self._add_thing(*thing) for thing in self.things}
+        count = self.num_envs
+        self.episodes: list[Episode | None] = [None] * count
+        self._held = torch.zeros(count, dtype=torch.int32, device=self.device)
+        self._grasped, self._held_long = torch.zeros((2, count), dtype=torch.bool, device=self.device)
+        self._half = torch.zeros((count, 2, 3), device=self.device)  # sides of the boxes around object and plate
+
+    def _add_box(self, name: str, place: list[float], half: list[float]) -> None:
+        builder = self.scene.create_actor_builder()
+        builder.add_box_collision(half_size=half)
+        builder.add_box_visual(half_size=half)
+        builder.initial_pose = sapien.Pose(place)
+        builder.build_static(name)
+
+    def _add_thing(self, kind: str, number: int) -> Any:
+        folder, about = self.models[kind].folder(number), self.models[kind].about[number]
+        builder = self.scene.create_actor_builder()
+        rough = sapien.physx.PhysxMaterial(static_friction=1.0, dynamic_friction=1.0, restitution=0.0)
+        builder.add_multiple_convex_collisions_from_file(
+            str(folder / "collision.obj"), material=rough, density=about.get("density", 1000)
+        )
+        drawn = [folder / f"textured.{ending}" for ending in ("obj", "dae", "glb")]
+        builder.add_visual_from_file(str(next(path for path in drawn if path.exists())))
+        builder.initial_pose = sapien.Pose(parked(kind, number))
+        return builder.build(f"{kind}-{number}")
+
+    # Episodes
+
+    def _initialize_episode(self, env_idx: torch.Tensor, options: dict) -> None:
+        """The draw is the CPU's, so that a seed means the same on a GPU."""
+        drawn = torch.randint(len(self.variant), (len(env_idx),), device="cpu")
+        rows, before = env_idx.tolist(), list(self.episodes)
+        for row, number in zip(rows, options.get("episode_id", drawn).tolist(), strict=True):
+            self.episodes[row] = self.variant.episode(number)
+        for thing, actor in self.actors.items():
+            poses = [self._pose(thing, self.episodes[row]) for row in rows]
+            if len(rows) > 1 or poses[0] or before[rows[0]] is None or self._pose(thing, before[rows[0]]):
+                placed = [pose or ([*parked(*thing)], [1, 0, 0, 0]) for pose in poses]
+                p, q = (torch.tensor(np.array(part), dtype=torch.float32, device=self.device) for part in zip(*placed))
+                actor.set_pose(Pose.create_from_pq(p, q))
+        start = np.stack([np.add(QPOS, np.append(self.episodes[row].start, [0, 0])) for row in rows])
+        self.agent.robot.set_pose(sapien.Pose(*BASES[self.scene_setting]))
+        self.agent.reset(init_qpos=torch.tensor(start, dtype=torch.float32, device=self.device))
+        for row in rows:
+            episode = self.episodes[row]
+            sizes = [self._box("object", episode.object, episode.turn), self._box("plate", episode.plate, 0.0)]
+            self._half[row] = torch.tensor(np.array(sizes) / 2, dtype=torch.float32)
+        self._held[env_idx] = 0
+        self._grasped[env_idx] = self._held_long[env_idx] = False
+        self.__dict__.pop("_kept", None)
+
+    def _pose(self, thing: tuple[str, int], episode: Episode | None) -> tuple[list, list] | None:
+        """Where a thing is dropped, if the episode plays with it."""
+        if episode is None:
+            return None
+        heights, places = self.variant.heights, episode.places
+        used = [("object", episode.object), ("plate", episode.plate), *([episode.extra] if episode.extra else [])]
+        if thing not in used:
+            return None
+        at = used.index(thing)
+        return [*places[at], heights[at]], turned(episode.turn if thing[0] == "object" else 0.0)
+
+    def _box(self, kind: str, number: int, turn: float) -> np.ndarray:
+        """Sides of the box along the world's axes around a thing turned so."""
+        x, y, z = self.models[kind].size(number)
+        c, s = abs(np.cos(np.radians(turn))), abs(np.sin(np.radians(turn)))
+        return np.array([c * x + s * y, s * x + c * y, z])
+
+    def _before_control_step(self) -> None:
+        """The jump of PositionChangeTo."""
+        rows = torch.nonzero(self._elapsed_steps == JUMP)[:, 0].tolist() if self.variant.jumps else []
+        if not rows:
+            return
+        mask = self.scene._reset_mask
+        for row in rows:
+            episode = self.episodes[row]
+            self.scene._reset_mask = torch.zeros_like(mask)
+            self.scene._reset_mask[row] = True
+            place = [*episode.places[2], self.variant.heights[2]]
+            actor = self.actors["object", episode.object]
+            actor.set_pose(Pose.create_from_pq(torch.tensor([place]), torch.tensor([turned(episode.turn)])))
+            actor.set_linear_velocity(torch.zeros(3, device=self.device))
+            actor.set_angular_velocity(torch.zeros(3, device=self.device))
+        self.scene._reset_mask = mask
+        if self.gpu_sim_enabled:
+            self.scene._gpu_apply_all()
+            self.scene._gpu_fetch_all()
+
+    # What comes of it
+
+    def evaluate(self) -> dict[str, torch.Tensor]:
+        grasped = self._of_each(lambda episode: ("object", episode.object), self.agent.is_grasping)
+        self._held = torch.where(grasped, self._held + 1, 0)
+        self._grasped = self._grasped | grasped
+        self._held_long = self._held_long | (self._held >= ENOUGH)
+        over = self._poses("object")[:, :3] - self._poses("plate")[:, :3]
+        beside = torch.linalg.norm(over[:, :2], dim=1) <= self._half[:, 1, :2].amax(1) + MARGIN
+        above = (over[:, 2] > 0) & (over[:, 2] - self._half[:, :, 2].sum(1) <= GAP)
+        touching = self._of_each(
+            lambda episode: (("object", episode.object), ("plate", episode.plate)),
+            lambda pair: torch.linalg.norm(self.scene.get_pairwise_contact_forces(*pair), dim=1) > HELD,
+        )
+        success = beside & above & touching
+        return {
+            "is_src_obj_grasped": self._grasped.clone(),
+            "consecutive_grasp": self._held_long.clone(),
+            "src_on_target": success,
+            "success": success,
+        }
+
+    def laid_out(self) -> tuple[torch.Tensor, ...]:
+        sizes = np.stack([self.models["object"].size(episode.object) for episode in self.episodes])
+        tops = torch.tensor([self.models["plate"].about[episode.plate]["bbox"]["max"][2] for episode in self.episodes])
+        held = self._of_each(lambda episode: ("object", episode.object), self.agent.is_grasping)
+        return self._poses("object"), self._poses("plate"), torch.as_tensor(sizes), tops, held
+
+    def _of_each(self, what: Callable, ask: Callable) -> torch.Tensor:
+        """[N]: of every row's own thing or things; `ask` answers for all rows at once."""
+        wanted = [what(episode) for episode in self.episodes]
+        answer = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        for thing in dict.fromkeys(wanted):
+            actors = self.actors.get(thing) or tuple(self.actors[part] for part in thing)
+            mine = torch.tensor([one == thing for one in wanted], device=self.device)
+            answer |= mine & ask(actors)
+        return answer
+
+    def _poses(self, kind: str) -> torch.Tensor:
+        """[N, 7]: of every row's object or plate."""
+        mine = [self.actors[kind, getattr(episode, kind)] for episode in self.episodes]
+        return torch.stack([actor.pose.raw_pose[row] for row, actor in enumerate(mine)])
+
+    def get_language_instruction(self) -> list[str]:
+        return [self._told(episode) for episode in self.episodes]
+
+    def _told(self, episode: Episode) -> str:
+        names = self.models["object"].about[episode.object]["name"], self.models["plate"].about[episode.plate]["name"]
+        return TEMPLATES[episode.template].format(*names)
+
+    def _get_obs_extra(self, info: dict) -> dict[str, torch.Tensor]:
+        """Where things are, for those who may know."""
+        if self._obs_mode != "state":
+            return {}
+        return {"places": torch.cat([self._poses("object"), self._poses("plate")], dim=1)}
+
+    # Pictures
+
+    @cached_property
+    def _kept(self) -> torch.Tensor:
+        """Dropped at every reset."""
+        robot = torch.stack([link.per_scene_id for link in self.agent.robot.get_links()], dim=1)
+        ids = []
+        for row, episode in enumerate(self.episodes):
+            things = [("object", episode.object), ("plate", episode.plate), *([episode.extra] if episode.extra else [])]
+            mine = [self.actors[thing].per_scene_id[row] for thing in things]
+            ids.append(torch.cat([robot[row], torch.stack(mine)]))
+        return torch.stack(ids)
+
+    def kept_ids(self) -> torch.Tensor:
+        return self._kept
+
+    def photo(self, scene: int, height: int, width: int, square: bool) -> np.ndarray:
+        return self.read_photo(str(self.tables.folder(self.episodes[scene].picture, "imgs")), height, width, square)
+
+    def before_photo(self, seen: np.ndarray, segments: np.ndarray, scene: int, square: bool) -> np.ndarray:
+        whole = super().before_photo(seen, segments, scene, square)
+        mix = self.variant.weight * self.tables.about[self.episodes[scene].texture]["mix"]
+        front = np.isin(segments, self._kept[scene].cpu().numpy())
+        return paint_over(whole, front, self._texture(scene), mix, self.variant.everywhere) if mix else whole
+
+    def before_photos(self, seen: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+        if not self.variant.weight:
+            return super().before_photos(seen, segments)
+        rows = zip(seen.cpu().numpy(), segments[..., 0].cpu().numpy())
+        pictures = [self.before_photo(*row, scene, False) for scene, row in enumerate(rows)]
+        return torch.as_tensor(np.stack(pictures), device=seen.device)
+
+    def _texture(self, scene: int) -> str:
+        return str(FOLDER / "more_table" / "textures" / self.tables.about[self.episodes[scene].texture]["texture"])
+
+
+def parked(kind: str, number: int) -> tuple[float, float, float]:
+    return (1.0 if kind == "object" else 2.0, 0.3 * number, SHELF + 0.1)
+
+
+def turned(degrees: float) -> list[float]:
+    half = np.radians(degrees) / 2
+    return [float(np.cos(half)), 0.0, 0.0, float(np.sin(half))]
+
+
+def paint_over(picture: np.ndarray, front: np.ndarray, path: str, mix: float, everywhere: bool) -> np.ndarray:
+    """A picture [H, W, 3] into which a texture is mixed: over robot and things (`front` [H, W]) and as large as the box
+    around them; or everywhere, a part of a larger texture that moves with that box."""
+    if not front.any():
+        return picture
+    height, width = front.shape
+    (top, bottom), (left, right) = ((found.min(), found.max() + 1) for found in np.nonzero(front))
+    texture = cv2.cvtColor(cv2.imread(path), cv2.COLOR_BGR2RGB)
+    layer = np.zeros_like(picture)
+    if everywhere:
+        y, x = (top + bottom) // 2, (left + right) // 2
+        layer = cv2.resize(texture, (2 * width, 2 * height))[y : y + height, x : x + width]
+    else:
+        layer[top:bottom, left:right] = cv2.resize(texture, (int(right - left), int(bottom - top)))
+    mixed = np.round(picture * (1 - mix) + layer * mix).astype(np.uint8)
+    return mixed if everywhere else np.where(front[..., None], mixed, picture)
+
+
+for name in variants("all"):
+    kind = type(f"PutOnPlate{name.partition('-')[0]}", (PutOnPlate,), {"name": name})
+    register_env(PLATES + name, max_episode_steps=STEPS)(kind)

@@ -1,0 +1,97 @@
+"""What can be chosen in a ManiSkill task, and refusals that name it: rewards, control modes, cameras, robots."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+from embodied.core.errors import ConfigError
+from embodied.envs.config import ManiSkillConfig, nearest
+from embodied.envs.maniskill.bridge.tasks import TWINS
+from embodied.envs.maniskill.tasks import find_task
+from embodied.envs.own_modules import where
+
+SHAPED = ("dense", "normalized_dense")
+
+
+def reward_modes(cls: type) -> list[str]:
+    """Those a task's class has: what it supports, without shaped ones that nobody wrote."""
+    from mani_skill.envs.sapien_env import BaseEnv
+
+    own_way = cls.get_reward is not BaseEnv.get_reward
+    missing = [mode for mode in SHAPED if not own_way and not has_reward(cls, mode, BaseEnv)]
+    return [mode for mode in cls.SUPPORTED_REWARD_MODES if mode not in missing]
+
+
+def has_reward(cls: type, mode: str, base: type) -> bool:
+    name = f"compute_{mode}_reward"
+    return getattr(cls, name) is not getattr(base, name)
+
+
+def class_of(task: str) -> type:
+    """The class that plays a task: of ManiSkill's bridge tasks one of ours, with rewards."""
+    if task in TWINS:
+        from embodied.envs.maniskill.bridge.twins import KINDS
+
+        return KINDS[task]
+    return find_task(task).cls
+
+
+def check_reward(config: ManiSkillConfig) -> None:
+    cls = class_of(config.task)
+    known = reward_modes(cls)
+    if config.reward_mode in known:
+        return
+    told = f"env.reward_mode={config.reward_mode}: {config.task} has {', '.join(known)}"
+    if config.reward_mode in cls.SUPPORTED_REWARD_MODES:
+        told += f"; its class does not write compute_{config.reward_mode}_reward"
+    raise ConfigError(told + nearest(config.reward_mode, known))
+
+
+def check_robot(config: ManiSkillConfig) -> None:
+    from mani_skill.agents.registration import REGISTERED_AGENTS
+
+    if config.robot is not None and config.robot not in REGISTERED_AGENTS:
+        raise ConfigError(
+            f"env.robot={config.robot}: no robot of this name is registered{nearest(config.robot, REGISTERED_AGENTS)}; "
+            "one of your own is registered by a module that env.modules names"
+        )
+
+
+def refused(config: ManiSkillConfig, err: Exception) -> ConfigError:
+    """ManiSkill's words for an option that a task does not have, in ours."""
+    mode = config.control_mode
+    _, found, known = str(err).partition(f"{mode} not in supported modes: ")
+    if found:
+        names = ast.literal_eval(known)
+        return ConfigError(f"env.control_mode={mode}: the robot has {', '.join(names)}{nearest(mode, names)}")
+    asked = ", ".join(f"env.{name}={getattr(config, name)}" for name in ("control_mode", "reward_mode"))
+    return ConfigError(f"ManiSkill refuses {config.task} with {asked}: {' '.join(str(err).split())}{where(err)}")
+
+
+def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
+    """Of a built env: what there is, the chosen one first where it is a choice."""
+    from embodied.envs.maniskill.images import cameras_of
+
+    spec = find_task(config.task)
+    cls = type(env)
+    robot = env.robot_uids if isinstance(env.robot_uids, str) else ", ".join(map(str, env.robot_uids))
+    supported = [str(one) for one in cls.SUPPORTED_ROBOTS or () if one != robot]
+    agents = getattr(env.agent, "agents", None) or [env.agent]
+    controls = list(dict.fromkeys(mode for agent in agents for mode in agent.supported_control_modes))
+    cameras = [f"{name} ({camera.config.width}x{camera.config.height})" for name, camera in cameras_of(env).items()]
+    limit = f"{spec.max_episode_steps} an episode" if spec.max_episode_steps else "no limit of its own: 100 an episode"
+    return {
+        "class": f"{cls.__name__} in {inspect.getsourcefile(cls)}",
+        "steps": f"{limit}, {env.control_freq:g} a second",
+        "rewards": first(env.reward_mode, reward_modes(cls), "env.reward_mode"),
+        "controls": first(env.control_mode, controls, "env.control_mode"),
+        "robots": first(robot, [robot, *supported], "env.robot"),
+        "cameras": ", ".join(cameras) + " (env.cameras=[...]; none is observed unless named)" if cameras else "none",
+    }
+
+
+def first(chosen: Any, names: list[str], key: str) -> str:
+    others = [name for name in names if name != chosen]
+    return f"{chosen} (chosen)" + (f"; {key}= also takes {', '.join(others)}" if others else "")

@@ -1,0 +1,381 @@
+"""ManiSkill tasks from states and images, on the CPU or on ManiSkill's own GPU physics.
+
+Three backends: `cpu_batched` (many envs in one process, for tasks where that was proven equal), `cpu` (plain
+ManiSkill envs one
+after the other) and `cuda`. Whatever the backend, an episode's initial state follows from its own seed, never from
+which other
+rows are reset with it: ManiSkill draws from torch's global generator, so each row's draw gets a generator of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied.core.arrays import tensor_of
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.envs.base import StepResult, VectorEnv
+from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.bridge.tasks import TWINS, is_bridge
+from embodied.envs.maniskill.tasks import (
+    BATCHED_CONTROLS,
+    BATCHED_TASKS,
+    SEVERAL,
+    check_bridge,
+    check_task,
+    control_of,
+    find_task,
+    is_listed,
+    maker,
+    quiet,
+    to_prove,
+)
+from embodied.envs.own_modules import explained, try_out
+from embodied.envs.protocols import AS_TRAINED, Protocol
+from embodied.system.vulkan import ensure_vulkan, has_nvidia
+
+DRAWING = threading.RLock()  # torch.rand and torch's generator belong to the process: one env draws at a time
+
+
+RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"
+TO_THE_END = {"on_success": "continue", "on_failure": "continue"}
+PROTOCOL = Protocol("maniskill-v1", RULES, TO_THE_END)
+BRIDGE_RULES = "the task's own initial states in turn, all of them before any twice; played to the step limit"
+
+
+class ManiSkillEnv(VectorEnv):
+    draws_on_gpus = True
+
+    @classmethod
+    def plays_together(cls, config: ManiSkillConfig) -> bool:
+        return config.backend != "cpu"
+
+    @classmethod
+    def longest_episode(cls, config: ManiSkillConfig) -> int | None:
+        return config.max_episode_steps or max((BATCHED_TASKS.get(task, 0) for task in cls.tasks(config)), default=0)
+
+    @classmethod
+    def protocols(cls, config: ManiSkillConfig) -> tuple[Protocol, ...]:
+        states = {TWINS.get(task) for task in cls.tasks(config)}
+        if len(states) > 1 or None in states:
+            return PROTOCOL, AS_TRAINED
+        return Protocol("bridge-v1", BRIDGE_RULES, TO_THE_END, stored_states=states.pop()), PROTOCOL, AS_TRAINED
+
+    @classmethod
+    def resolve(cls, config: ManiSkillConfig) -> ManiSkillConfig:
+        backend = config.backend
+        if backend == "auto":
+            backend = "cpu_batched" if is_listed(config) else "cpu"
+        return config.model_copy(update={"backend": backend, "control_mode": control_of(config)})
+
+    @classmethod
+    def proven(cls, config: ManiSkillConfig, proofs: Path) -> ManiSkillConfig:
+        """With batched physics where a proof is kept here; refused where somebody asks for it without."""
+        if config.backend not in ("cpu_batched", "auto") or not isinstance(config.task, str) or is_listed(config):
+            return config
+        from embodied.envs.maniskill.equality_proof import read_proof
+
+        config = config.model_copy(update={"control_mode": control_of(config)})
+        found = read_proof(config, proofs)
+        if found and found.equal:
+            return config.model_copy(update={"backend": "cpu_batched"})
+        if config.backend == "cpu_batched":
+            told = f"does not hold here: {found.problem}" if found else f"is not proven: {to_prove(config)} plays both"
+            raise ConfigError(
+                f"env.backend=cpu_batched for {config.task} with env.control_mode={config.control_mode} {told}; "
+                + (
+                    "try env.backend=cpu"
+                    + f" or env.control_mode={BATCHED_CONTROLS[0]}" * (config.task in BATCHED_TASKS)
+                )
+            )
+        return config
+
+    @classmethod
+    def remarks(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
+        """Step limits that are not the task's, and what playing single envs costs."""
+        told = []
+        own = BATCHED_TASKS.get(config.task) or find_task(config.task).max_episode_steps
+        if config.max_episode_steps not in (None, own):
+            its = f"the task's own limit is {own}" if own else "the task has no limit of its own"
+            told.append(f"episodes end after {config.max_episode_steps} env steps, by env.max_episode_steps; {its}")
+        if config.backend == "cpu":
+            from embodied.envs.maniskill.equality_proof import cost_of_single
+
+            told.append(cost_of_single(config, proofs))
+        return told
+
+    @classmethod
+    def rehearse(cls, config: ManiSkillConfig) -> None:
+        """Build one env, which only then knows its control modes and cameras; of listed tasks they are known."""
+        plain = config.reward == "own" and not (config.cameras or config.modules or config.robot)
+        if plain and is_listed(config):
+            return
+        with cls.explained(config):
+            try_out(cls(cls.plain(config), 1))
+
+    @classmethod
+    def plain(cls, config: ManiSkillConfig) -> ManiSkillConfig:
+        """As ManiSkill itself plays it."""
+        return cls.resolve(config.model_copy(update={"backend": "cuda" if config.backend == "cuda" else "cpu"}))
+
+    @classmethod
+    def explained(cls, config: ManiSkillConfig) -> AbstractContextManager[None]:
+        return explained(config.task)
+
+    @classmethod
+    def prove(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
+        """Play batched and single envs, and keep whether they are equal."""
+        from embodied.envs.maniskill.equality_proof import figures, prove
+
+        config = config.model_copy(update={"control_mode": control_of(config)})
+        found, path = prove(cls, config, proofs)
+        gain = f"{found.speedup:.1f} times as fast as single envs here" if found.speedup else "not timed"
+        if found.equal:
+            told = f"batched equals single envs ({figures(found.worst)}), {gain}; env.backend=auto uses it"
+            return [told, f"proof: {path}"]
+        why = f"Batched physics is not used for this task: {found.problem}; {gain}"
+        return [f"single envs only. {why}", f"kept: {path}"]
+
+    def facts(self) -> dict[str, str]:
+        from embodied.envs.maniskill.choices import facts
+
+        return facts(self.envs[0], self.config)
+
+    @classmethod
+    def check(cls, config: ManiSkillConfig) -> None:
+        ensure_vulkan()
+        for task in cls.tasks(config):
+            if task not in BATCHED_TASKS or config.robot or config.modules:
+                from embodied.envs.maniskill.choices import check_reward, check_robot
+
+                one = config.model_copy(update={"task": task})
+                check_task(task)
+                check_reward(one)
+                check_robot(one)
+        check_bridge(config)
+
+    def __init__(self, config: ManiSkillConfig, num_envs: int) -> None:
+        config = self.resolve(config)
+        self.envs = build(config, num_envs)
+        self.batched = config.backend != "cpu"
+        env = self.envs[0]
+        if len(getattr(env.agent, "agents", ())) > 1:
+            raise ConfigError(f"env.task={config.task} has several robots; {SEVERAL}")
+        low, high = env.single_action_space.low, env.single_action_space.high
+        self._scale, self._offset = (high - low) / 2, (high + low) / 2
+        if is_bridge(config.task):
+            metres, radians = config.action_units or (1.0, 1.0)
+            self._scale = self.units = np.array([metres] * 3 + [radians] * 3 + [1.0], np.float32)
+        with DRAWING:
+            info = env.reset(seed=0)[1]
+        limit = config.max_episode_steps or find_task(config.task).max_episode_steps or 100
+        seen = numbers(env, info, config.privileged)
+        spec = EnvSpec(
+            action=ActionSpec(env.single_action_space.shape[0]),
+            state_dim=int(seen["state"].shape[-1]),
+            privileged_dim=int(seen["privileged"].shape[-1]) if config.privileged else None,
+            images=dict.fromkeys(config.cameras, (*config.image_size, 3)),
+            instruction=hasattr(env, "get_language_instruction"),
+            max_episode_steps=limit,
+            has_success="success" in info,
+            control_hz=float(env.control_freq),
+            backend=config.backend,
+        )
+        if config.cameras:
+            from embodied.envs.maniskill.images import check_cameras
+
+            check_cameras(env, config.cameras)
+        super().__init__(config, num_envs, spec)
+        for each in self.envs:
+            self._prepare(each)
+        self._numbers = {name: np.zeros((num_envs, part.shape[-1]), np.float32) for name, part in seen.items()}
+        self._info_now: dict[str, Any] | None = None  # of the batched env, while its state is not observed yet
+        self._cameras: dict[int, Any] = {}
+
+    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray | None:
+        if self.batched:
+            from embodied.envs.maniskill.cpu_reset import begin_episodes
+
+            seeds, states = ([getattr(one, key) for one in episodes] for key in ("seed", "init_state_id"))
+            self._info_now = info = begin_episodes(self.envs[0], rows, seeds, states)
+            return to_numpy(info["success"])[rows] if self.env_spec.has_success else None
+        import torch
+
+        success = np.zeros(len(rows), bool)
+        for i, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
+            chosen = {"episode_id": torch.tensor([episode.init_state_id])} if episode.init_state_id >= 0 else {}
+            with DRAWING:
+                obs, info = self.envs[row].reset(seed=episode.seed, options=chosen)
+            if info["reconfigure"]:
+                self._cameras.pop(row, None)  # it looked into the scene that is gone
+                self._prepare(self.envs[row])
+            self._see(row, obs, info)
+            success[i] = bool(info.get("success", False))
+        return success
+
+    def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        if self.batched:
+            return self._step_batch(actions, active)
+        actions = (actions * self._scale + self._offset).astype(np.float32)
+        rewards, failed, success = np.zeros(self.num_envs, np.float32), *np.zeros((2, self.num_envs), bool)
+        for row in np.flatnonzero(active):
+            obs, reward, _, _, info = self.envs[row].step(actions[row])
+            self._see(row, obs, info)
+            rewards[row] = float(reward)
+            failed[row], success[row] = bool(info.get("fail", False)), bool(info.get("success", False))
+        return StepResult(rewards, self._ends(failed), success if self.env_spec.has_success else None)
+
+    def _step_batch(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """ManiSkill's own step without the observation, which is wanted only at the end of a chunk."""
+        import torch
+
+        env = self.envs[0]
+        with torch.no_grad():
+            if self.config.backend == "cpu_batched":
+                env.scene.px.advance_only(np.flatnonzero(active).tolist())
+            scale, offset = (torch.from_numpy(array).to(env.device) for array in (self._scale, self._offset))
+            taken = env._step_action(tensor_of(actions, env.device).float() * scale + offset)
+            env._elapsed_steps += 1
+            info = env.get_info()
+            reward = env.get_reward(obs=None, action=taken, info=info)
+        self._info_now = info
+        failed = to_numpy(info["fail"]) if "fail" in info else np.zeros(self.num_envs, bool)
+        success = to_numpy(info["success"]) if "success" in info else None
+        return StepResult(to_numpy(reward), self._ends(failed), success)
+
+    def _ends(self, failed: np.ndarray) -> np.ndarray:
+        return failed if self.config.on_failure == "terminate" else np.zeros_like(failed)
+
+    def _observe(self) -> Observation:
+        if self._info_now is not None:
+            import torch
+
+            with torch.no_grad():
+                seen = numbers(self.envs[0], self._info_now, self.config.privileged)
+                as_kept = to_numpy if self.config.backend != "cuda" else lambda tensor: tensor
+                self._numbers = {name: as_kept(part.float()) for name, part in seen.items()}
+            self._info_now = None
+        told = {"instruction": self._instructions()} if self.env_spec.instruction else {}
+        if self.config.backend != "cuda":
+            return {**{name: part.copy() for name, part in self._numbers.items()}, **told}
+        return {**self._numbers, **self._all_images(), **told}
+
+    def _instructions(self) -> list[str]:
+        return [text for env in self.envs for text in env.get_language_instruction()]
+
+    def _see(self, row: int, obs: Any, info: dict[str, Any]) -> None:
+        """Keep the numbers of a plain env, which has computed all of a full state already."""
+        full = self.config.state == "full"
+        seen = {"state": obs} if full else numbers(self.envs[row], info, self.config.privileged)
+        for name, part in seen.items():
+            self._numbers[name][row] = to_numpy(part)[0]
+
+    def _prepare(self, env: Any) -> None:
+        """What a scene needs after ManiSkill has built it."""
+        if self.config.fast_images:
+            from embodied.envs.maniskill.images import thin
+
+            thin(env)
+
+    def _all_images(self) -> Observation:
+        """Those of all rows at once, as a GPU draws them."""
+        if not self.config.cameras:
+            return {}
+        from embodied.envs.maniskill.images import paint_all
+
+        return {"images": paint_all(self.envs[0], self.config.cameras)}
+
+    def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        from embodied.envs.maniskill.images import paint
+
+        where = [(self.envs[0], row) if self.batched else (self.envs[row], 0) for row in rows.tolist()]
+        seen = [paint(env, scene, self.config.cameras) for env, scene in where]
+        return {camera: np.stack([images[camera] for images in seen]) for camera in self.config.cameras}
+
+    def render_rows(self, rows: np.ndarray) -> np.ndarray:
+        from embodied.envs.maniskill.human_view import film
+
+        if self.config.backend == "cuda":
+            return to_numpy(self.envs[0].render_rgb_array())[rows]
+        return film(self.envs, self.batched, rows, self._cameras, self.config.video_size)
+
+    def close_extras(self, **_: Any) -> None:
+        for env in self.envs:
+            env.close()
+
+
+def draws_on_gpu() -> bool:
+    """Whether this process has a GPU to draw on, and a driver for it; SAPIEN finds the one that CUDA sees. Containers
+    often lack the driver's graphics part: pictures are drawn on cores then."""
+    return bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
+
+
+def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
+    """One batched env, or `num_envs` plain ones."""
+    from embodied.envs.maniskill.choices import check_reward, check_robot, refused
+
+    ensure_vulkan()
+    height, width = config.image_size
+    view = {"height": height, "width": width} if config.cameras else {}
+    if config.image_fov is not None:
+        view["fov"] = math.radians(config.image_fov)
+    with quiet(), DRAWING:
+
+        def make(num_envs: int = 1) -> Any:
+            try:
+                return maker(config.task)(
+                    num_envs=num_envs,
+                    obs_mode="state" if config.state == "full" else "none",
+                    control_mode=config.control_mode,
+                    reward_mode=config.reward_mode,
+                    sim_backend="physx_cuda" if config.backend == "cuda" else "physx_cpu",
+                    render_backend="gpu" if config.backend == "cuda" or draws_on_gpu() else "cpu",
+                    sensor_configs=view,
+                    human_render_camera_configs={"shader_pack": config.shader, **view},
+                    **({"robot_uids": config.robot} if config.robot else {}),
+                    **({"object_set": config.object_set} if config.object_set else {}),
+                )
+            except (AssertionError, NotImplementedError) as err:  # ManiSkill's words for options a task does not have
+                raise refused(config, err) from None
+
+        check_task(config.task)
+        check_reward(config)
+        check_robot(config)
+        if config.backend == "cpu_batched":
+            from embodied.envs.maniskill.cpu_batch import make_batched
+
+            return [make_batched(make, num_envs, numbers, trimmed=config.task in BATCHED_TASKS)]
+        if config.backend == "cuda":
+            return [make(num_envs).unwrapped]
+        return [make().unwrapped for _ in range(num_envs)]
+
+
+def numbers(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[str, Any]:
+    """The observed numbers [N, D], tensors: what ManiSkill calls the state, or what of it goes with images and, apart
+    from that, what does not."""
+    from mani_skill.utils import common
+
+    full = env.obs_mode == "state"  # some tasks have a way of their own to tell it
+    extra = {} if full else env._get_obs_extra(info)
+    parts = {"state": env._get_obs_state_dict(info) if full else {"agent": env._get_obs_agent(), "extra": extra}}
+    if privileged:
+        before = env._obs_mode, env.obs_mode_struct.state  # tasks ask one or the other what to tell
+        env._obs_mode, env.obs_mode_struct.state = "state", True
+        try:
+            parts["privileged"] = {name: part for name, part in env._get_obs_extra(info).items() if name not in extra}
+        finally:
+            env._obs_mode, env.obs_mode_struct.state = before
+        if not parts["privileged"]:
+            raise ConfigError(f"env.privileged=true, but {env.spec.id} hides no numbers where there are images")
+    return {name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()}
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    return tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else np.asarray(tensor)

@@ -1,0 +1,183 @@
+"""Is batched physics equal to single envs for a task? Played both ways, compared, timed, and kept for this machine.
+
+For tasks that come with ManiSkill the answer is in `BATCHED_TASKS`; for others `python -m embodied.check` writes a
+proof beside the profiles. It holds for the source of the task (its classes, own robots, `env.modules`), the versions of
+the simulator, and the options that decide what is simulated and rewarded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied.core.errors import EmbodiedError
+from embodied.core.types import EpisodeSpec
+from embodied.envs.base import VectorEnv
+from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.tasks import BATCHED_GAIN, find_task, is_listed, to_prove
+from embodied.envs.own_modules import file_name, where
+
+RESULT = "benchmarks/results/maniskill_stepping.json"
+ROWS, TOLERANCE = 6, 1e-4
+TIMED_ROWS, TIMED_STEPS = 32, 20
+DECIDES = ("task", "control_mode", "reward_mode", "robot", "modules", "object_set")
+OURS = ("mani_skill", "embodied")
+
+
+@dataclass(frozen=True)
+class Proof:
+    equal: bool
+    problem: str  # why batched physics cannot be used; empty where it is equal
+    worst: dict[str, float]  # the largest differences
+    speedup: float | None  # batched to single, at TIMED_ROWS rows on this machine
+    date: str
+
+
+def compare(env_class: type[VectorEnv], config: ManiSkillConfig) -> tuple[dict[str, Any], list[VectorEnv]]:
+    """The largest differences over whole episodes in ROWS rows: all together, then two that begin while others go on.
+    Returns also the envs, the batched one first."""
+    both = [config.model_copy(update={"backend": name, "on_success": "continue"}) for name in ("cpu_batched", "cpu")]
+    envs = [env_class(one, ROWS) for one in both]
+    worst = {"initial": 0.0, "state": 0.0, "reward": 0.0, "success": 0}
+    rng = np.random.default_rng(0)
+    limit = envs[0].env_spec.max_episode_steps
+    play(envs, range(ROWS), 100, limit, rng, worst)
+    play(envs, range(ROWS), 200, limit // 3, rng, worst)
+    play(envs, (1, ROWS - 1), 300, limit, rng, worst)
+    figures = [worst["initial"], worst["state"], worst["reward"]]
+    worst["equal"] = bool(np.isfinite(figures).all() and max(figures) < TOLERANCE and not worst["success"])
+    return worst, envs
+
+
+def play(envs: list[VectorEnv], rows: Any, seed: int, steps: int, rng: Any, worst: dict[str, Any]) -> None:
+    """Begin episodes in these rows and move all of them at random, noting the largest differences."""
+    mask = np.isin(np.arange(ROWS), list(rows))
+    episodes = [EpisodeSpec("", -1, seed + row, row) if mask[row] else None for row in range(ROWS)]
+    a, b = (env.reset(options={"reset_mask": mask, "episodes": episodes})[0]["state"] for env in envs)
+    worst["initial"] = larger(worst["initial"], (a - b)[mask])
+    for _ in range(steps):
+        actions = rng.uniform(-1, 1, (ROWS, 1, envs[0].env_spec.action.dim)).astype(np.float32)
+        a, b = (env.step_chunk(actions) for env in envs)
+        live = a.mask[:, 0] & b.mask[:, 0]
+        if not live.any():
+            break
+        worst["state"] = larger(worst["state"], (a.obs["state"] - b.obs["state"])[live])
+        worst["reward"] = larger(worst["reward"], (a.rewards - b.rewards)[live])
+        worst["success"] += 0 if a.success is None else int((a.success != b.success)[live].sum())
+        worst["success"] += int((a.terminated != b.terminated)[live].sum())
+
+
+def larger(worst: float, difference: np.ndarray) -> float:
+    return float(max(worst, np.abs(difference).max(initial=0.0)))
+
+
+def prove(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Path) -> tuple[Proof, Path]:
+    """Compare and time, and keep the answer in this folder."""
+    from embodied.envs.check import check_vector_env
+
+    worst, speedup, problem = {}, None, ""
+    try:
+        worst, (batched, single) = compare(env_class, config)
+        problem = "" if worst.pop("equal") else f"it differs: {figures(worst)}"
+        if not problem:
+            check_vector_env(batched, atol=TOLERANCE)
+        speedup = round(speed(env_class(batched.config, TIMED_ROWS)) / speed(single), 2)
+    except EmbodiedError as err:
+        problem = f"it fails: {err}"
+    except Exception as err:
+        problem = f"it fails: {type(err).__name__}: {err}{where(err)}"
+    found = Proof(not problem, " ".join(problem.split()), worst, speedup, str(date.today()))
+    path = proof_path(config, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    said = {"task": config.task, "versions": versions(), **asdict(found)}
+    path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    return found, path
+
+
+def figures(worst: dict[str, float]) -> str:
+    told = ", ".join(f"{name} {worst[name]:.1e}" for name in ("initial", "state", "reward"))
+    return f"{told}, {worst['success']} other ends or successes"
+
+
+def speed(env: VectorEnv) -> float:
+    """Env steps per second."""
+    env.reset(seed=0)
+    actions = np.zeros((env.num_envs, TIMED_STEPS, env.env_spec.action.dim), np.float32)
+    env.step_chunk(actions[:, :2])
+    env.reset(seed=0)
+    started = time.perf_counter()
+    steps = sum(int(env.step_chunk(actions[:, t : t + 1]).mask.sum()) for t in range(TIMED_STEPS))
+    return steps / (time.perf_counter() - started)
+
+
+def read_proof(config: ManiSkillConfig, folder: Path) -> Proof | None:
+    """What was found for this task as it is now; None if nobody has looked, or it has changed since."""
+    path = proof_path(config, folder)
+    if not path.is_file():
+        return None
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        return Proof(**{name: said[name] for name in Proof.__dataclass_fields__})
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def proof_path(config: ManiSkillConfig, folder: Path) -> Path:
+    said = config.model_dump(mode="json", include=set(DECIDES))
+    said["task"] = name = find_task(config.task).uid  # its class and its name mean the same task
+    digest = hashlib.sha256(json.dumps([said, versions()], sort_keys=True).encode())
+    for path in sources(config):
+        digest.update(path.read_bytes())
+    return folder / f"physics-{file_name(name)}-{digest.hexdigest()[:12]}.json"
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("mani_skill", "sapien", "torch")}
+
+
+def sources(config: ManiSkillConfig) -> list[Path]:
+    """The files that say what the task is: of its classes, of robots that are not ManiSkill's, of `env.modules`."""
+    found = {*files(find_task(config.task).cls)}
+    from mani_skill.agents.registration import REGISTERED_AGENTS
+
+    for spec in REGISTERED_AGENTS.values():
+        if spec.agent_cls.__module__.partition(".")[0] not in OURS:
+            found |= {*files(spec.agent_cls)}
+    found |= {Path(inspect.getfile(importlib.import_module(name))) for name in config.modules}
+    return sorted(found)
+
+
+def files(cls: type) -> Iterator[Path]:
+    for base in cls.__mro__:
+        path = getattr(sys.modules.get(base.__module__), "__file__", None)
+        if path and base.__module__.partition(".")[0] != "builtins":
+            yield Path(path)
+
+
+def cost_of_single(config: ManiSkillConfig, proofs: Path) -> str:
+    """What it costs that envs are stepped one after the other, as far as anybody has measured it."""
+    found = None if is_listed(config) else read_proof(config, proofs)
+    if found is None:
+        gain = (
+            "single envs, one after the other; on PushCube-v1 batched physics is "
+            f"{BATCHED_GAIN} times as fast ({RESULT})"
+        )
+        if is_listed(config):
+            return f"{gain}, and this task has it: env.backend=auto"
+        return f"{gain}. It is used where it was found equal: {to_prove(config)} finds out"
+    if found.equal:
+        return f"single envs; batched physics is equal here and {found.speedup} times as fast: env.backend=auto"
+    times = f"would be {found.speedup} times as fast" if found.speedup else "cannot be used"
+    return f"single envs, one after the other: batched physics {times}, but {found.problem} ({found.date})"

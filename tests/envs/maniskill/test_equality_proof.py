@@ -1,0 +1,194 @@
+"""Batched physics is used for a task of one's own once both were played here and were equal; else it is said what
+single envs cost."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+from embodied import check, train
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.envs import env_class
+from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.equality_proof import compare
+from embodied.envs.maniskill.tasks import BATCHED_GAIN, BATCHED_TASKS
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
+pytest.importorskip("mani_skill")
+
+ROOT = Path(__file__).parents[2]
+TASKS = """
+import torch
+from mani_skill.envs.tasks.tabletop.push_cube import PushCubeEnv
+from mani_skill.utils.registration import register_env
+
+
+@register_env("Plain{n}-v1", max_episode_steps=6)
+class Plain{n}(PushCubeEnv):
+    pass
+
+
+@register_env("ByCompany{n}-v1", max_episode_steps=6)
+class ByCompany{n}(PushCubeEnv):
+    def compute_normalized_dense_reward(self, obs, action, info):
+        return super().compute_normalized_dense_reward(obs, action, info) * self.num_envs
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def write(folder: Path, number: int) -> str:
+    (folder / f"proved_{number}.py").write_text(TASKS.replace("{n}", str(number)))
+    return f"proved_{number}"
+
+
+def dry(capsys, *arguments: str) -> str:
+    assert train.main(["recipe=maniskill_ppo", "--dry-run", *arguments]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow  # docs/own_task.md is tested to do the same
+def test_a_task_found_equal_is_simulated_in_a_batch_from_then_on(folder, capsys):
+    module = write(folder, 1)
+    task = f"env.task={module}:Plain1-v1"
+    before = dry(capsys, task)
+    assert "physics cpu note" in before
+    assert f"python -m embodied.check {task} env.control_mode=pd_joint_delta_pos finds out" in before
+    assert check.main([task]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "contract kept" in told and "batched equals single envs" in told and "6 an episode" in told
+    after = dry(capsys, f"env.task={module}:Plain1")  # the same task, by its class
+    assert "physics cpu_batched" in after and "single envs" not in after
+    assert "physics cpu note" in dry(capsys, task, "env.control_mode=pd_ee_delta_pos")
+    assert "physics cpu note" in dry(capsys, task, f"run.dir={folder / 'elsewhere'}")
+    (folder / f"{module}.py").write_text((folder / f"{module}.py").read_text() + "\n# changed since\n")
+    assert "physics cpu note" in dry(capsys, task)
+
+
+@pytest.mark.slow
+def test_a_task_found_different_stays_with_single_envs_and_it_is_said_why(folder, capsys):
+    module = write(folder, 2)
+    task = f"env.task={module}:ByCompany2-v1"
+    assert check.main([task]) == 0
+    assert "Batched physics is not used for this task: it differs: initial 0.0e+00" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    (kept,) = (folder / "runs" / "profiles").glob("physics-ByCompany2-v1-*.json")
+    proof = json.loads(kept.read_text())
+    assert proof["equal"] is False and proof["worst"]["reward"] > 0.1 and proof["speedup"] > 0
+    assert f"batched physics would be {proof['speedup']} times as fast, but it differs" in dry(capsys, task)
+    assert train.main(["recipe=maniskill_ppo", "--dry-run", task, "env.backend=cpu_batched"]) == 2
+    assert "does not hold here: it differs" in capsys.readouterr().err
+
+
+def test_the_gain_that_the_first_screen_names_is_the_measured_one():
+    measured = json.loads((ROOT / "benchmarks" / "results" / "maniskill_stepping.json").read_text())
+    assert measured["task"] == "PushCube-v1"
+    assert pytest.approx(statistics.median(measured["ratio"]), abs=0.05) == BATCHED_GAIN
+
+
+def test_the_limits_that_are_known_without_maniskill_are_its_own():
+    from embodied.envs.maniskill.tasks import registered
+
+    assert {task: registered()[task].max_episode_steps for task in BATCHED_TASKS} == BATCHED_TASKS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limit"),
+    [
+        ([], 50),
+        (["env.task=PushCube-v1"], 50),
+        (["env.task=RollBall-v1"], None),
+        (["env.task=RollBall-v1", "env.max_episode_steps=20"], 20),
+        (["env.task=my_tasks:Mine-v1"], None),
+    ],
+)
+def test_a_recipes_step_limit_is_that_of_its_own_task(arguments, limit):
+    assert load(["recipe=maniskill_ppo", *arguments]).config.env.max_episode_steps == limit
+
+
+def test_a_users_recipe_for_another_task_does_not_inherit_the_limit(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("extends: maniskill_ppo\nenv: {task: RollBall-v1}\n")
+    assert load([f"recipe={recipe}"]).config.env.max_episode_steps is None
+    recipe.write_text("extends: maniskill_ppo\nenv: {task: RollBall-v1, max_episode_steps: 33}\n")
+    assert load([f"recipe={recipe}"]).config.env.max_episode_steps == 33
+
+
+def test_an_imposed_limit_is_on_the_first_screen(folder, capsys):
+    told = dry(capsys, "env.task=RollBall-v1", "env.max_episode_steps=20")
+    assert "episodes end after 20 env steps, by env.max_episode_steps; the task's own limit is 80" in told
+    assert "episodes end" not in dry(capsys)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("env.control_mode=pd_joint_delta_pso", "did you mean 'pd_joint_delta_pos'"),
+        ("env.cameras=[basecamera]", "PushCube-v1 has no such camera; it has base_camera, render_camera"),
+        ("env.reward_mode=densse", "did you mean 'dense'"),
+        ("env.robot=pandaa", "env.robot=pandaa: no robot of this name is registered; did you mean 'panda'"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_task_does_not_have(folder, argument, message, capsys):
+    assert train.main(["recipe=maniskill_ppo", "env.task=PushCube-v1", "--dry-run", argument]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+def test_rewards_nobody_wrote_are_refused_with_those_that_are_there(folder):
+    (folder / "unshaped.py").write_text(
+        "from mani_skill.envs.sapien_env import BaseEnv\n\n\nclass Unshaped(BaseEnv):\n    pass\n"
+    )
+    config = ManiSkillConfig(task="unshaped:Unshaped")
+    with pytest.raises(ConfigError, match="has sparse, none; its class does not write compute_normalized_dense_reward"):
+        env_class(config).check(config)
+    env_class(config).check(config.model_copy(update={"reward_mode": "sparse"}))
+
+
+def test_batched_scenes_all_have_a_ground(folder):
+    """ManiSkill gives a plane to the first scene of a batch only."""
+    (folder / "on_the_ground.py").write_text(GROUND)
+    config = ManiSkillConfig(task="on_the_ground:Lies", control_mode="pd_joint_delta_pos", max_episode_steps=8)
+    worst, envs = compare(env_class(config), config)
+    assert worst["equal"], worst
+    assert [env.config.backend for env in envs] == ["cpu_batched", "cpu"]
+
+
+GROUND = """
+import sapien
+import torch
+from mani_skill.envs.sapien_env import BaseEnv
+from mani_skill.utils.building import actors
+from mani_skill.utils.building.ground import build_ground
+
+
+class Lies(BaseEnv):
+    def __init__(self, *args, robot_uids="panda", **options):
+        super().__init__(*args, robot_uids=robot_uids, **options)
+
+    def _load_scene(self, options):
+        build_ground(self.scene)
+        self.ball = actors.build_sphere(self.scene, 0.1, [1, 0, 0, 1], "ball", initial_pose=sapien.Pose([1, 0, 0.3]))
+
+    def _initialize_episode(self, env_idx, options):
+        self.agent.reset(torch.tensor(self.agent.keyframes["rest"].qpos).float().repeat(len(env_idx), 1))
+        self.ball.set_pose(sapien.Pose([1, 0, 0.3]))
+
+    def evaluate(self):
+        return {}
+
+    def _get_obs_extra(self, info):
+        return {"ball": self.ball.pose.p}
+
+    def compute_normalized_dense_reward(self, obs, action, info):
+        return self.ball.pose.p[:, 2]
+"""

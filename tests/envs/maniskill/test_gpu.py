@@ -1,0 +1,77 @@
+"""ManiSkill's GPU physics: what it gives stays on the card, and episodes begin as they do on the CPU."""
+
+import numpy as np
+import pytest
+
+from embodied.config.recipe import load
+from embodied.core.arrays import host, map_obs
+from embodied.core.errors import ConfigError
+from embodied.core.types import EpisodeSpec
+from embodied.envs import make_env
+from embodied.envs.check import check_vector_env
+from embodied.envs.config import ManiSkillConfig
+from embodied.placement.topology import Gpu
+from embodied.run import launch
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
+pytest.importorskip("mani_skill")
+
+EPISODES = [EpisodeSpec("task", -1, seed, seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    env = make_env(ManiSkillConfig(task="PickCube-v1", backend="cuda", max_episode_steps=10), 4)
+    yield env
+    env.close()
+
+
+@pytest.mark.gpu
+def test_observations_are_tensors_on_the_card(simulated):
+    import torch
+
+    state = simulated.reset(options={"episodes": EPISODES})[0]["state"]
+    assert state.device.type == "cuda" and state.shape == (4, simulated.env_spec.state_dim)
+    result = simulated.step_chunk(torch.zeros((4, 2, 8), device="cuda"))
+    assert result.obs["state"].device.type == "cuda" and isinstance(result.rewards, np.ndarray)
+
+
+@pytest.mark.gpu
+def test_episodes_begin_as_on_the_cpu(simulated):
+    on_cpu = make_env(ManiSkillConfig(task="PickCube-v1", backend="cpu_batched"), 4)
+    ours, theirs = (env.reset(options={"episodes": EPISODES})[0]["state"] for env in (simulated, on_cpu))
+    np.testing.assert_allclose(host(ours), theirs, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_the_contract_holds_on_the_card(simulated, monkeypatch):
+    observe = simulated._observe
+    monkeypatch.setattr(simulated, "_observe", lambda: map_obs(observe(), host, list))  # the check compares arrays
+    check_vector_env(simulated, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_gpu_recipe_trains(tmp_path):
+    from embodied.train import main
+
+    short = ["run.iterations=2", "run.env_steps=null", "run.eval_every=null", "eval.episodes=4", "eval.num_envs=4"]
+    small = ["env.num_envs=64", "algo.minibatch_size=800", "eval.videos=1", f"run.dir={tmp_path}"]
+    assert main(["recipe=maniskill_ppo_gpu", *short, *small]) == 0
+
+
+def test_without_a_gpu_its_physics_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr("embodied.system.discovery.gpus", lambda *sys: [])
+    with pytest.raises(ConfigError, match=r"env\.backend=cuda needs an NVIDIA GPU.*try env\.backend=auto"):
+        launch.planned(load(["recipe=maniskill_ppo_gpu"]).config)
+
+
+def test_the_same_recipe_takes_the_same_path_beside_a_gpu_and_the_gpus_recipe_holds_the_gpu(monkeypatch):
+    without = launch.planned(load(["recipe=maniskill_ppo"]).config)
+    monkeypatch.setattr("embodied.system.discovery.gpus", lambda *sys: [Gpu(0, "H100", card=0)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config, plan = launch.planned(load(["recipe=maniskill_ppo"]).config)
+    assert (config, plan) == without and config.env.backend == "cpu_batched"
+    config, plan = launch.planned(load(["recipe=maniskill_ppo_gpu"]).config)
+    assert config.env.backend == "cuda"
+    assert [(host.roles, host.device) for host in plan.hosts] == [(("sim", "policy"), "gpu:0"), (("learner",), "gpu:0")]

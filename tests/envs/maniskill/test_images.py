@@ -1,0 +1,122 @@
+"""Pictures of real ManiSkill scenes, drawn on the CPU: few, small and coarse, so that the file takes seconds."""
+
+import numpy as np
+import pytest
+
+from embodied.core.errors import ConfigError
+from embodied.core.types import EpisodeSpec
+from embodied.envs import make_env
+from embodied.envs.check import check_vector_env
+from embodied.envs.config import ManiSkillConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
+pytest.importorskip("mani_skill")
+
+OPTIONS = {"cameras": ("base_camera",), "image_size": 32, "state": "proprio", "privileged": True}
+
+
+def build(num_envs, **options):
+    return make_env(ManiSkillConfig(**{**OPTIONS, "fast_images": True, **options}), num_envs)
+
+
+def reset(env, seeds):
+    episodes = [EpisodeSpec("task", -1, seed, seed) for seed in seeds]
+    return env.reset(options={"episodes": episodes})[0]
+
+
+@pytest.fixture(scope="module")
+def batched():
+    env = build(3, backend="cpu_batched", max_episode_steps=5)
+    yield env
+    env.close()
+
+
+@pytest.mark.slow
+def test_the_contract_holds_with_images(batched):
+    check_vector_env(batched, atol=2e-5)
+
+
+def test_batched_rows_look_like_single_envs(batched):
+    single = build(1, backend="cpu", max_episode_steps=5)
+    many, one = reset(batched, [11, 12, 13]), reset(single, [12])
+    np.testing.assert_array_equal(one["images"]["base_camera"][0], many["images"]["base_camera"][1])
+    np.testing.assert_allclose(one["state"][0], many["state"][1], atol=1e-6)
+    np.testing.assert_allclose(one["privileged"][0], many["privileged"][1], atol=1e-6)
+    actions = np.random.default_rng(0).uniform(-1, 1, (3, 5, 8)).astype(np.float32)
+    many, one = batched.step_chunk(actions).obs, single.step_chunk(actions[1:2]).obs
+    difference = one["images"]["base_camera"][0].astype(int) - many["images"]["base_camera"][1]
+    assert np.abs(difference).mean() < 0.5 and (np.abs(difference) > 40).mean() < 0.01
+    from embodied.envs.maniskill.images import paint, paint_all
+
+    both = ("base_camera", "render_camera")
+    together, alone = paint_all(single.envs[0], both), paint(single.envs[0], 0, both)
+    for camera in both:
+        np.testing.assert_array_equal(together[camera].numpy()[0], alone[camera])
+    assert not np.array_equal(alone["base_camera"], alone["render_camera"])
+    single.close()
+
+
+def test_proprio_tells_nothing_of_the_cube(batched):
+    assert batched.env_spec.state_dim == 9 + 9 + 7  # joints, their speeds, the hand's pose
+    states, images = ([reset(batched, [seed, 0, 0])[part] for seed in (1, 2)] for part in ("state", "images"))
+    assert np.abs(images[0]["base_camera"][0].astype(int) - images[1]["base_camera"][0]).max() > 50
+    assert np.abs(states[0][0] - states[1][0]).max() < 0.2  # only the arm's own start differs
+
+
+def test_privileged_numbers_are_those_of_the_scene(batched):
+    known = reset(batched, [1, 2, 3])["privileged"]
+    cube, goal = batched.envs[0].obj.pose, batched.envs[0].goal_region.pose
+    assert batched.env_spec.privileged_dim == 3 + 7
+    np.testing.assert_allclose(known, np.concatenate([goal.p, cube.raw_pose], axis=1), atol=1e-6)
+    assert batched.step_chunk(np.ones((3, 1, 8), np.float32)).obs["privileged"].shape == (3, 10)
+
+
+def test_fast_images_show_the_same_scene_with_a_fraction_of_the_triangles(batched):
+    fine = build(1, backend="cpu", fast_images=False)
+    a, b = (
+        reset(env, seeds)["images"]["base_camera"][0].astype(int) for env, seeds in ((batched, [3, 4, 5]), (fine, [3]))
+    )
+    assert triangles(batched) < triangles(fine) / 8
+    assert 0 < np.abs(a - b).mean() < 8
+    fine.close()
+
+
+def triangles(env) -> int:
+    from sapien.render import RenderBodyComponent
+
+    bodies = [entity.find_component_by_type(RenderBodyComponent) for entity in env.envs[0].scene.sub_scenes[0].entities]
+    shapes = [shape for body in bodies if body is not None for shape in body.render_shapes]
+    return sum(len(part.triangles) for shape in shapes if hasattr(shape, "parts") for part in shape.parts)
+
+
+def test_what_people_are_shown_is_hidden_from_the_policy():
+    """The goal of PickCube-v1 is a green ball in the air."""
+    from embodied.envs.maniskill.images import cameras_of, paint, picture
+
+    env = build(1, task="PickCube-v1", backend="cpu_batched", cameras=("render_camera",), image_size=128)
+    reset(env, [2])
+    raw = env.envs[0]
+    raw.scene.sub_scenes[0].update_render()
+    shown = picture(cameras_of(raw)["render_camera"].camera._render_cameras[0])
+    hidden = paint(raw, 0, ("render_camera",))["render_camera"]
+    differs = (shown != hidden).any(axis=-1)
+    assert 10 < differs.sum() < 400
+    assert shown[differs][:, 1].mean() > hidden[differs][:, 1].mean() + 20  # it is green
+    env.close()
+
+
+def test_an_unknown_camera_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match="PushCube-v1 has no such camera; it has base_camera, render_camera"):
+        build(1, cameras=("wrist",))
+
+
+@pytest.mark.parametrize("task", ["PushCube-v1", "PokeCube-v1"])
+def test_rows_that_are_drawn_together_begin_as_rows_drawn_one_by_one(task, monkeypatch):
+    from embodied.envs.maniskill.env import cpu_reset
+
+    env = make_env(ManiSkillConfig(task=task, backend="cpu_batched"), 3)
+    assert task in cpu_reset.DRAWN_TOGETHER
+    together = reset(env, [1, 2, 3])["state"]
+    monkeypatch.setattr(cpu_reset, "DRAWN_TOGETHER", ())
+    np.testing.assert_array_equal(together, reset(env, [1, 2, 3])["state"])
+    env.close()

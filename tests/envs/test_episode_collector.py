@@ -1,0 +1,91 @@
+"""Whole episodes: who plays them, and in which company, changes nothing of what is recorded."""
+
+import numpy as np
+import pytest
+
+from embodied.core.episodes import (
+    EpisodeList,
+    arrays_of,
+    choose_episodes,
+    episodes_from,
+    join_episodes,
+)
+from embodied.core.rng import uniform
+from embodied.core.types import ActReply, PolicyOutput
+from embodied.envs import make_env
+from embodied.envs.config import PointMassConfig
+from embodied.envs.episode_collector import Player, play_whole
+from embodied.runtime import Timers
+
+CHUNK = 3
+EPISODES = EpisodeList(0, "train", ("reach",), group_size=4).first(12)
+
+
+class Policy:
+    """A line to a policy that goes to the target, more or less as episode and decision say, and counts who asks."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, obs, episodes, decisions):
+        assert len(obs["state"]) == len(obs["instruction"]) == len(episodes)
+        self.asked += zip(episodes.tolist(), decisions.tolist(), strict=True)
+        noise = uniform(0, "test", episodes, decisions, 2 * CHUNK)
+        self.output = PolicyOutput(
+            actions=(2 * noise - 1).reshape(-1, CHUNK, 2) + 2 * obs["state"][:, None, 4:],
+            logprobs=noise.reshape(-1, CHUNK, 2),
+            values=noise[:, 0],
+            replay={"noise": noise},
+        )
+
+    def answer(self):
+        return ActReply("", 0, self.output, self.output.values, None, 7)
+
+
+def play(rows, stages=1, episodes=EPISODES):
+    config = PointMassConfig(name="pointmass", dtype="float64", max_episode_steps=20, instruction=True)
+    lines = [Policy() for _ in range(stages)]
+    shares = [episodes[i::stages] for i in range(stages)]
+    players = [Player(make_env(config, rows), share, line, Timers()) for share, line in zip(shares, lines, strict=True)]
+    return play_whole(players), players, [question for line in lines for question in line.asked]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return play(1)
+
+
+@pytest.mark.parametrize(("rows", "stages"), [(5, 1), (12, 1), (20, 1), (2, 3)])
+def test_what_is_recorded_does_not_depend_on_the_company(alone, rows, stages):
+    ours, theirs = arrays_of(play(rows, stages)[0]), arrays_of(alone[0])
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_rows_that_have_finished_ask_nothing(alone):
+    played, players, asked = play(5)
+    expected = [(int(e), d) for e, length in zip(played.episodes, played.lengths, strict=True) for d in range(length)]
+    assert sorted(asked) == expected
+    lengths = {result.index: result.length for player in players for result in player.results}
+    ends = np.cumsum(played.lengths)
+    for episode, end, length in zip(played.episodes.tolist(), ends, played.lengths, strict=True):
+        mask = played.mask[end - length : end]
+        assert mask.sum() == lengths[episode] and mask[:-1].all() and mask[-1].any()
+    assert len(set(lengths.values())) > 1, "episodes of different lengths"
+
+
+def test_a_group_begins_alike(alone):
+    played = alone[0]
+    begins = played.obs["state"][np.concatenate([[0], np.cumsum(played.lengths)[:-1]])]
+    assert all((begins[start : start + 4] == begins[start]).all() for start in (0, 4, 8))
+    assert len(np.unique(begins, axis=0)) == 3
+
+
+def test_episodes_are_chosen_joined_and_stored_without_loss(alone):
+    whole = alone[0]
+    even, odd = (choose_episodes(whole, range(first, 12, 2), "sim-0#1") for first in (0, 1))
+    assert even.source == "sim-0#1" and even.episodes.tolist() == [0, 2, 4, 6, 8, 10]
+    again = episodes_from(arrays_of(join_episodes([odd, even])))
+    assert again.obs["instruction"] == whole.obs["instruction"]
+    ours, theirs = arrays_of(again), arrays_of(whole)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)

@@ -1,0 +1,84 @@
+"""What a learner needs, counted without memory, against what one holds."""
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.algorithms.config import PPOConfig
+from embodied.config.recipe import load
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.learners.collective import Alone
+from embodied.learners.config import LearnerConfig
+from embodied.learners.memory_estimate import count, estimate, made_up
+from embodied.learners.model import Model
+from embodied.learners.optimizer import Optimizer
+from embodied.policies import make_policy
+from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig
+
+SPEC = EnvSpec(ActionSpec(7), state_dim=8, images={"top": (64, 64, 3)}, instruction=True)
+
+
+def build(kind, **options):
+    return make_policy(kind(**options), SPEC, 0)
+
+
+def held(policy, config):
+    """Bytes that a real update holds: weights, training state with the gradients on their way, kept activations."""
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    model, optimizer = Model(policy, config), Optimizer(policy, PPOConfig(), Alone())
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (tensor, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = model.score(made_up(policy, 2))
+    (scores.logprobs.sum() + scores.values.sum()).backward()
+    grads = sum(p.numel() * (4 if p.grad is None else p.grad.element_size()) for p in optimizer.params)
+    optimizer.exchange(torch.zeros(1))
+    optimizer.step(1.0, 1.0)
+    state = sum(t.numel() * t.element_size() for s in optimizer.adam.state.values() for t in s.values() if t.ndim)
+    copies = sum(m.numel() * 4 for m, p in zip(optimizer.masters, optimizer.params) if p.dtype == torch.bfloat16)
+    return state + copies + grads + optimizer.flat.numel() * 4, sum(size for _, size in kept.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": OpenVLAConfig, "name": "openvla"},
+        {"kind": OpenVLAConfig, "name": "openvla", "dtype": "bfloat16"},
+        {"kind": OpenVLAOFTConfig, "name": "openvla_oft", "chunk": 4, "head": "l1", "proprio": True},
+    ],
+    ids=["openvla", "bfloat16", "oft"],
+)
+def test_what_is_counted_is_what_a_small_learner_holds(options):
+    config = LearnerConfig()
+    training, activations = held(build(**options), config)
+    counted = count(build(**options), config, made_up(build(**options), 2))
+    assert counted.training == pytest.approx(training, rel=0.01)
+    assert 0.9 * activations <= counted.activations <= 1.25 * activations  # other kernels keep other things
+
+
+def test_checkpointing_keeps_less_and_adapters_train_less():
+    plain, again = (
+        count(p, LearnerConfig(checkpoint_activations=flag), made_up(p, 2))
+        for flag in (False, True)
+        for p in (build(OpenVLAConfig, name="openvla"),)
+    )
+    assert again.activations < 0.5 * plain.activations and again.training == plain.training
+
+
+def test_a_reference_is_counted_as_a_copy_of_what_is_trained():
+    recipe = "recipe=pointmass_grpo_openvla_oft_tiny"
+    plain, compared = (estimate(load([recipe, f"algo.kl_coef={coef}"]).config) for coef in (0.0, 0.1))
+    assert compared.total - plain.total == compared.reference == 4 * plain.num_trained
+    assert "reference" in str(compared) and "reference" not in str(plain)
+
+
+@pytest.mark.slow
+def test_the_full_size_is_counted_without_memory():
+    found = estimate(load(["recipe=maniskill_ppo_openvla"]).config)
+    assert found.num_weights == pytest.approx(7.6e9, rel=0.02) and found.num_trained < 0.15e9
+    assert found.weights == pytest.approx(15.2e9, rel=0.02) and np.isfinite(found.activations)

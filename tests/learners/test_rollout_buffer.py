@@ -1,0 +1,123 @@
+"""A rollout that comes in pieces is the rollout that comes whole, and so is what frozen parts see in it."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.core.types import Trajectory
+from embodied.learners import rollout_buffer
+from embodied.learners.rollout_buffer import PER_DECISION, Frozen, RolloutBuffer, cut
+
+HORIZON = 7
+
+
+def rollout(source, rows, seed=0):
+    draw = np.random.default_rng(seed)
+
+    def some(*shape):
+        return draw.normal(size=(HORIZON, len(rows), *shape))
+
+    spans = {"actions": (1, 2), "logprobs": (1, 2), "final_values": (), "versions": (), "episodes": ()}
+    arrays = {name: some(*spans.get(name, (1,))) for name in PER_DECISION}
+    obs = {
+        "state": some(3),
+        "images": {"top": some(2, 2, 3)},
+        "instruction": [[f"{t} {r}" for r in rows] for t in range(7)],
+    }
+    values = draw.normal(size=(HORIZON + 1, len(rows)))
+    return Trajectory(env_ids=np.array(rows), obs=obs, values=values, replay={"kind": some()}, source=source, **arrays)
+
+
+def pieces(whole, *sizes):
+    begin = 0
+    for size in sizes:
+        part = slice(begin, begin + size)
+        yield replace(
+            whole,
+            obs=cut(whole.obs, part),
+            values=whole.values[begin : begin + size + 1],
+            replay={name: array[part] for name, array in whole.replay.items()},
+            first=begin,
+            last=begin + size == HORIZON,
+            **{name: getattr(whole, name)[part] for name in PER_DECISION},
+        )
+        begin += size
+
+
+class Looking:
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, obs):
+        self.sizes.append(len(obs["instruction"]))
+        return {
+            "seen": obs["state"].sum(dim=1, keepdim=True),
+            "said": torch.tensor([[len(t)] for t in obs["instruction"]]),
+        }
+
+
+def taken(*arriving, rows=range(5), lot=6):
+    """What came and was seen, looked at after every piece."""
+    look = Looking()
+    found = RolloutBuffer(HORIZON, lot)
+    found.frozen = Frozen(look, np.array(rows), HORIZON)
+    for piece in arriving:
+        found.add(piece)
+        found.look()
+    return found, look
+
+
+FIRST, SECOND = rollout("sim-0/0#1", [0, 1, 2], 1), rollout("sim-1/0#1", [3, 4], 2)
+SOURCES = (FIRST.source, SECOND.source)
+
+
+@pytest.mark.parametrize("sizes", [(7,), (3, 4), (1,) * 7, (6, 1)], ids=str)
+def test_pieces_of_any_size_give_the_same_bits(sizes):
+    whole, looked = taken(FIRST, SECOND)
+    assert sorted(looked.sizes) == [2, 3, 6, 6, 6, 6, 6]  # two decisions of three rows, three of two, and what is left
+    found, look = taken(*pieces(SECOND, *sizes), *pieces(FIRST, *sizes))
+    assert found.has(SOURCES) and sorted(look.sizes) == sorted(looked.sizes)
+    for ours, theirs in zip(found.trajectories(SOURCES), (FIRST, SECOND), strict=True):
+        same(ours, theirs)
+    for name, tensor in found.frozen.of(np.arange(5)).items():
+        assert torch.equal(tensor, whole.frozen.known[name])
+    state = np.concatenate([each.obs["state"].swapaxes(0, 1).reshape(-1, 3) for each in (FIRST, SECOND)])
+    np.testing.assert_allclose(found.frozen.known["seen"][:, 0], state.sum(axis=1))
+
+
+def test_looking_begins_before_the_rollout_has_ended():
+    first, *_ = pieces(FIRST, 5, 2)
+    found, look = taken(first)
+    assert look.sizes == [6, 6] and not found.has(SOURCES[:1])  # four of five decisions, in lots of two
+
+
+def test_what_a_dead_worker_played_is_forgotten_when_its_successor_plays():
+    again = rollout("sim-1/0#2", [3, 4], 3)
+    early, *_ = pieces(SECOND, 6, 1)
+    found, _ = taken(early, FIRST, *pieces(again, 2, 5))
+    sources = (FIRST.source, again.source)
+    assert found.has(sources) and not found.has(SOURCES)
+    same(found.trajectories(sources)[1], again)
+    assert torch.equal(found.frozen.known["seen"], taken(FIRST, again)[0].frozen.known["seen"])
+    assert torch.equal(found.frozen.of(FIRST.env_ids)["seen"], taken(FIRST, rows=range(3))[0].frozen.known["seen"])
+
+
+def test_nothing_more_is_looked_at_where_it_could_not_be_kept(monkeypatch):
+    monkeypatch.setattr(rollout_buffer, "KEPT_BYTES", 16 * 5 * HORIZON - 1)
+    found, look = taken(FIRST, SECOND)
+    assert look.sizes == [6] and found.frozen.known == {}
+
+
+def same(ours, theirs):
+    for field in fields(Trajectory):
+        a, b = getattr(ours, field.name), getattr(theirs, field.name)
+        if field.name == "obs":
+            np.testing.assert_array_equal(a["state"], b["state"])
+            np.testing.assert_array_equal(a["images"]["top"], b["images"]["top"])
+            assert a["instruction"] == b["instruction"]
+        elif field.name == "replay":
+            np.testing.assert_array_equal(a["kind"], b["kind"])
+        else:
+            np.testing.assert_array_equal(a, b)

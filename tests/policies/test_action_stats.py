@@ -1,0 +1,75 @@
+"""The ranges of a model that nobody has published: from demonstrations, kept with its weights."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.policies import load_policy, make_policy
+from embodied.policies.config import OpenVLAOFTConfig
+
+SPEC = EnvSpec(ActionSpec(3), state_dim=2, images={"top": (16, 16, 3)}, instruction=True)
+ACTION = {"q01": [-0.5, 0.0, -1.0], "q99": [0.5, 0.0, 1.0], "min": [-1.0, 0.0, -1.0], "max": [1.0, 0.0, 1.0]}
+STATE = {"q01": [0.0, 2.0], "q99": [0.04, 4.0], "min": [0.0, 1.0], "max": [0.05, 5.0]}
+
+
+def build(spec=SPEC, **options):
+    return make_policy(OpenVLAOFTConfig(name="openvla_oft", chunk=2, head="l1", proprio=True, **options), spec, 0)
+
+
+@pytest.fixture
+def demos(tmp_path):
+    folder = tmp_path / "demos"
+    (folder / "meta").mkdir(parents=True)
+    (folder / "meta" / "stats.json").write_text(json.dumps({"action": ACTION, "observation.state": STATE}))
+    return folder
+
+
+def test_ranges_of_demonstrations_travel_with_the_weights(demos, tmp_path):
+    made = build(statistics=str(demos))
+    assert made.felt.to_unit(np.array([[0.04, 3.0]])).round(6).tolist() == [[1.0, 0.0]]
+    assert made.actions_of(np.array([1.0, 0.3, -1.0])).round(6).tolist() == [0.5, 0.0, -1.0]
+    made.save_pretrained(tmp_path / "policy")
+    (demos / "meta" / "stats.json").unlink()
+    again, plain = load_policy(tmp_path / "policy"), build()
+    plain.load_weights({name: tensor.numpy() for name, tensor in made.state_dict().items()})
+    for policy in (again, plain):
+        assert policy.statistics.low.tolist() == ACTION["q01"] and policy.felt.high.tolist() == STATE["q99"]
+    assert again.config.statistics is None and build().statistics.low.tolist() == [-1.0] * 3
+
+
+def test_ranges_stay_exact_whatever_the_weights_are(demos):
+    assert build(statistics=str(demos), dtype="bfloat16").felt.high.tolist() == STATE["q99"]
+
+
+def test_a_published_model_takes_the_ranges_of_a_dataset(demos, tmp_path):
+    build().save_published(tmp_path / "published")
+    made = build(pretrained=str(tmp_path / "published"), statistics=str(demos))
+    assert made.statistics.high.tolist() == ACTION["q99"]
+    made.save_pretrained(tmp_path / "policy")
+    again = load_policy(tmp_path / "policy")
+    assert again.statistics.high.tolist() == ACTION["q99"] and again.config.statistics == "demos"
+
+
+def test_a_dataset_of_another_robot_is_refused(demos, tmp_path):
+    with pytest.raises(ConfigError, match="action has 3 numbers, the env 4"):
+        build(EnvSpec(ActionSpec(4), state_dim=2, images=SPEC.images, instruction=True), statistics=str(demos))
+    with pytest.raises(ConfigError, match=r"policy\.statistics=.*nowhere is neither"):
+        build(statistics=str(tmp_path / "nowhere"))
+
+
+def test_a_number_that_no_demonstration_moves_does_not_drown_the_others(demos):
+    """Its fitted scale goes to nothing; as a likelihood its gradient would grow without end."""
+    made, draw = build(statistics=str(demos)), np.random.default_rng(0)
+    frames = draw.integers(0, 256, (2, 16, 16, 3), np.uint8)
+    obs = {"images": {"top": frames}, "state": np.ones((2, 2), np.float32), "instruction": ["go"] * 2}
+    inputs = {"obs": obs, "actions": torch.full((2, 2, 3), 0.4)}
+    with torch.no_grad():
+        made.log_scale.copy_(torch.tensor([-2.0, -20.0, -2.0]))
+    made.imitate(inputs, None).mean().backward()
+    gradient = made.action_head.model.fc2.bias.grad.abs()
+    assert float(gradient.max()) <= 1.0 and float(gradient[0]) > 0
+    assert made.log_scale.grad.abs().min() > 0

@@ -1,0 +1,74 @@
+"""What an evaluation that is not over leaves, and what whoever goes on makes of it."""
+
+import json
+
+import pytest
+
+from embodied.core.types import EpisodeResult
+from embodied.reporting.partial_evaluation import PartialEvaluation, partial_in
+from embodied.reporting.results import read_episodes
+from embodied.reporting.run_page import report
+from embodied.reporting.runs import read_run
+
+ASKED = {"policy": {"sha256": "a"}, "eval": {"episodes": 10, "seed": 1}}
+
+
+def over(*indices):
+    return [EpisodeResult(index, "reach", -1, 7 + index, 5, 0.1 * index, True, True, False) for index in indices]
+
+
+def begun(folder, *indices, asked=ASKED, clock=lambda: 0.0):
+    kept = PartialEvaluation(folder, asked, {"name": "toy"}, clock)
+    kept.add(over(*indices))
+    kept.write()
+    return kept
+
+
+def test_what_is_over_comes_back_to_the_last_digit(tmp_path):
+    begun(tmp_path, 3, 0, 7)
+    again = begun(tmp_path)
+    assert again.finished == {one.index: one for one in over(0, 3, 7)} and str(again) == "3 of 10 episodes"
+    assert len(again.provenance()["earlier"]) == 1
+
+
+@pytest.mark.parametrize("change", [{"policy": {"sha256": "b"}}, {"eval": {"episodes": 10, "seed": 2}}])
+def test_a_part_of_something_else_does_not_count(tmp_path, change):
+    begun(tmp_path, 1, 2)
+    assert not begun(tmp_path, asked=ASKED | change).finished
+
+
+@pytest.mark.parametrize("name", ["partial.json", "episodes.csv"])
+@pytest.mark.parametrize("text", ["", "{", "index,task\nx,y\n", "[1]", "\xff"])
+def test_a_part_that_cannot_be_read_is_played_again(tmp_path, name, text):
+    begun(tmp_path, 1, 2)
+    (tmp_path / name).write_text(text, encoding="latin-1")
+    assert not begun(tmp_path).finished
+    assert partial_in(tmp_path)["over"] == 0
+
+
+def test_what_a_killed_process_leaves_is_about_a_second_old(tmp_path):
+    """An episode ends every 0.4 s; it is written every second."""
+    now = [0.0]
+    kept = begun(tmp_path, clock=lambda: now[0])
+    written = []
+    for index in range(10):
+        now[0] += 0.4
+        kept.add(over(index))
+        written.append(json.loads((tmp_path / "partial.json").read_text())["over"])
+    assert written == [0, 0, 3, 3, 3, 6, 6, 6, 9, 9]
+    assert [one.index for one in read_episodes(tmp_path)] == list(range(9))
+
+
+def test_results_take_the_place_of_the_part(tmp_path):
+    kept = begun(tmp_path, 1)
+    kept.end()
+    assert partial_in(tmp_path) is None
+
+
+def test_the_report_says_how_far_an_evaluation_is_and_gives_no_rates(tmp_path):
+    (tmp_path / "run.json").write_text('{"state": "stopped"}')
+    (tmp_path / "config.yaml").write_text("env: {name: pointmass}\n")
+    begun(tmp_path / "eval" / "v000002", 0, 1, 2)
+    for folder in (tmp_path, tmp_path / "eval" / "v000002"):
+        page = report(read_run(folder), folder)
+        assert "Evaluation v000002 is partial: 3 of 10 episodes are over" in page and "success_once" not in page

@@ -1,0 +1,293 @@
+"""The report page: whole, self-contained, with every number, and safe whatever the texts in it say."""
+
+import base64
+import errno
+import json
+import os
+import re
+import shutil
+
+import pytest
+
+from embodied.core.errors import EmbodiedError
+from embodied.core.types import EpisodeResult
+from embodied.report import main
+from embodied.reporting.html import Html, join, tag
+from embodied.reporting.results import write_results
+from embodied.reporting.run_page import report, report_or_say_why, write_report
+from embodied.reporting.runs import read_run
+from embodied.reporting.success_stats import summarize
+from embodied.reporting.timeline import TraceWriter
+from embodied.run.folder import RunFolder
+
+CONFIG = "env: {name: pointmass, task: reach}\npolicy: {name: mlp}\nalgo: {name: ppo}\n"
+NASTY = '<script>alert("x")</script> & </style>'
+
+
+def metrics(iteration):
+    return {
+        "iteration": iteration,
+        "policy_version": iteration,
+        "env_steps": 1111 * iteration,
+        "train_s": 2.0 * iteration,
+        "steps_per_s": 555.5,
+        "episodes": 10,
+        "recent_episodes": min(100, 10 * iteration),
+        "success_once": iteration / 10,
+        "success_at_end": iteration / 20,
+        "return": 1.5,
+        "length": 30.0,
+        "faults/restarts": int(iteration == 3),
+        "faults/lost_decisions": 64 * (iteration == 3),
+        "time/rollout_s": 1.2,
+        "time/step_s": 0.6,
+        "time/reset_s": 0.1,
+        "time/act_s": 0.4,
+        "time/publish_s": 0.05,
+        "train/policy_loss": -0.01 * iteration,
+        "train/epochs": 4.0,
+    }
+
+
+def episode(index, task, success, error=""):
+    return EpisodeResult(
+        index, task, -1, 7 + index, 10 + index, 0.5 * index, success, success and index != 1, False, error
+    )
+
+
+def add_evaluation(run, name, version, episodes, videos=()):
+    folder = run / "eval" / name
+    protocol = {
+        "name": "toy-v1",
+        "env": {"name": "pointmass", "task": "reach"},
+        "eval": {"seed": 1, "temperature": 0.0},
+    }
+    results = {"policy_version": version, "protocol": protocol, **summarize(episodes), "provenance": {}}
+    write_results(folder, results, episodes)
+    for name, size in videos:
+        (folder / "videos").mkdir(exist_ok=True)
+        (folder / "videos" / name).write_bytes(b"m" * size)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder as training leaves it, small."""
+    run = tmp_path / "toy-1"
+    run.mkdir()
+    info = {
+        "state": "finished",
+        "started": "2026-01-01T00:00:00+00:00",
+        "ended": "2026-01-01T00:01:30+00:00",
+        "cause": "",
+        "provenance": {"command": ["train.py", "recipe=toy"], "commit": "abc123", "packages": {"torch": "9.9"}},
+        "placement": {
+            "mode": "auto",
+            "reason": "collocated",
+            "num_envs": 8,
+            "idle": [2],
+            "hosts": [
+                {"name": "sim+policy-0", "roles": ["sim", "policy"], "cores": [0]},
+                {"name": "learner-0", "roles": ["learner"], "cores": [0, 1]},
+            ],
+        },
+    }
+    (run / "run.json").write_text(json.dumps(info))
+    (run / "config.yaml").write_text(CONFIG)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(metrics(i)) + "\n" for i in range(1, 9)))
+    writer = TraceWriter(run / "trace.json", [("driver", "driver"), ("sim-0", "sim+policy-0")])
+    writer.add("driver", [("rollout", 0.0, 1.0)], 1)
+    writer.add("sim-0", [("step", 0.0, 0.5), ("wait", 0.5, 0.5)], 1)
+    writer.close()
+    add_evaluation(run, "v000004", 4, [episode(i, "reach", i > 6) for i in range(10)])
+    last = [*[episode(i, "reach", i > 1) for i in range(10)], *[episode(i, "push", i % 2 == 0) for i in range(10, 14)]]
+    videos = [("episode-000_failure_reach_seed7.mp4", 100), ("episode-003_success_reach_seed10.mp4", 100)]
+    add_evaluation(run, "v000008", 8, [*last, episode(14, "push", None, "it broke")], videos)
+    return run
+
+
+def test_the_page_is_whole_and_loads_nothing(run, page_checker):
+    page_checker(write_report(run).read_text())
+
+
+def test_every_number_is_there(run, page_checker):
+    page = page_checker(report(read_run(run), run))
+    # 8 of 10 reach and 2 of 4 push succeed at some point: 10 of 14, Wilson 45.4% to 88.3%
+    for number in ("71.4%", "[45.4%, 88.3%] 10/14", "80%", "8/10", "50%", "2/4", "30%", "3/10"):
+        assert number in page.text, number
+    for fact in ("8,888", "16.0 s", "8 iterations", "556", "v000004", "4,444", "abc123", "torch 9.9", "recipe=toy"):
+        assert fact in page.text, fact
+    assert "workers restarted" in page.text and "64 decisions lost" in page.text
+    assert "finished" in page.text and "2026-01-01 00:00 UTC, 90.0 s" in page.text
+    for host in ("sim+policy-0", "learner-0", "driver", "sim-0"):
+        assert host in page.text
+    told = " ".join(value for _, key, value in page.attributes if key == "data-y")
+    assert "80%" in told and "-0.08" in told and "555.5" in told
+    assert "epochs 4" in page.text  # never changed: words, no chart
+    counts = re.findall(r"(\d+) (success|failure)", page.text)
+    assert sum(int(n) for n, kind in counts if kind == "success") == 2 * 10  # in both histograms
+    assert "errors" in page.text and "neither success nor failure" in page.text
+
+
+def test_small_clips_are_inside_and_large_ones_beside(run, monkeypatch, page_checker):
+    monkeypatch.setattr("embodied.reporting.evaluation_page.CLIP_BYTES", 150)
+    (run / "eval/v000008/videos/episode-004_success_reach_seed 11.mp4").write_bytes(b"x" * 200)
+    page = page_checker(report(read_run(run), run))
+    sources = [value for name, key, value in page.attributes if (name, key) == ("video", "src")]
+    inside = [source for source in sources if source.startswith("data:video/mp4;base64,")]
+    assert [base64.b64decode(source.partition(",")[2]) for source in inside] == [b"m" * 100] * 2
+    assert [source for source in sources if source not in inside] == [
+        "eval/v000008/videos/episode-004_success_reach_seed%2011.mp4"
+    ]
+    assert page.text.index("failure reach, episode 0, 10 steps") < page.text.index("success reach, episode 3")
+
+
+def test_all_films_in_one_come_first_and_the_protocol_is_named(run, page_checker):
+    (run / "eval/v000008/videos/mosaic.mp4").write_bytes(b"all")
+    page = page_checker(report(read_run(run), run))
+    sources = [value for name, key, value in page.attributes if (name, key) == ("video", "src")]
+    assert base64.b64decode(sources[0].partition(",")[2]) == b"all" and len(sources) == 3
+    assert "All 2 films: green succeeds, red fails" in page.text and re.search(r"toy-v1, \d+ episodes", page.text)
+
+
+def test_texts_from_elsewhere_are_only_text(run, page_checker):
+    info = json.loads((run / "run.json").read_text())
+    info.update(state="failed", cause=NASTY)
+    info["provenance"]["command"] = [NASTY]
+    info["placement"]["hosts"][0]["name"] = NASTY
+    (run / "run.json").write_text(json.dumps(info))
+    (run / "config.yaml").write_text(CONFIG + f"x: '{NASTY}'\n")
+    add_evaluation(run, "v000008", 8, [episode(i, f"reach{NASTY}", True) for i in range(3)])
+    page = page_checker(report(read_run(run), run))
+    assert page.text.count(NASTY) >= 5
+    assert "failed" in page.text
+
+
+def test_an_evaluation_folder_has_a_report_of_its_own(run, page_checker):
+    page = page_checker(write_report(run / "eval" / "v000008").read_text())
+    assert "10/14" in page.text and "env steps per second" not in page.text
+
+
+def test_a_run_that_has_just_begun_has_a_report(run, page_checker):
+    for gone in ("metrics.jsonl", "trace.json"):
+        (run / gone).unlink()
+    shutil.rmtree(run / "eval")
+    (run / "run.json").write_text('{"state": "running", "started": "2026-01-01T00:00:00+00:00"}')
+    page = page_checker(report(read_run(run), run))
+    assert "running" in page.text and "since 2026-01-01 00:00 UTC" in page.text
+
+
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_a_run_that_was_killed_is_not_said_to_be_running(tmp_path, page_checker, monkeypatch):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    assert "running" in page_checker(report(read_run(folder.path), folder.path)).text
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr("fcntl.flock", no_locks)
+        assert "running" in page_checker(report(read_run(folder.path), folder.path)).text
+    os.close(folder._lock)  # what the kernel does when a process dies
+    page = page_checker(report(read_run(folder.path), folder.path))
+    assert "killed" in page.text and f"python -m embodied.train resume={folder.path}" in page.text
+    folder.record(resumed=[{"provenance": {"host": "elsewhere"}}])
+    assert "running" in page_checker(report(read_run(folder.path), folder.path)).text
+
+
+def test_what_cannot_be_read_is_named(run, page_checker):
+    (run / "eval/v000004/episodes.csv").write_text("nonsense\n1\n")
+    (run / "metrics.jsonl").write_text('{"iteration": 1, oops}\n')
+    page = page_checker(report(read_run(run), run))
+    assert "v000004/episodes.csv cannot be read" in page.text and "metrics.jsonl cannot be read" in page.text
+
+
+def test_the_line_a_killed_run_was_writing_is_left_out(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 9, "env')
+    assert len(read_run(run).metrics) == 8
+
+
+def test_an_env_without_success_has_a_report(run, page_checker):
+    episodes = [EpisodeResult(i, "gym", -1, i, 5, float(i), None, None) for i in range(4)]
+    shutil.rmtree(run / "eval")
+    add_evaluation(run, "v000008", 8, episodes)
+    rows = [metrics(i) | {"success_once": None, "success_at_end": None, "return": None} for i in range(1, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_checker(report(read_run(run), run))
+    results = page.text.partition("Where the time went")[0]
+    assert re.findall(r"\d+%", results) == ["95%"]  # the note on intervals; no rate of anything
+
+
+def test_a_report_that_cannot_be_written_is_a_line(tmp_path, capsys):
+    report_or_say_why(tmp_path / "nowhere")
+    told = capsys.readouterr().err
+    assert told.startswith("no report: EmbodiedError: ") and told.count("\n") == 1
+    assert "python -m embodied.report" in told
+
+
+def test_the_command_names_what_it_wrote_and_what_it_cannot_read(run, capsys):
+    assert main([str(run)]) == 0 and main([str(run / "eval/v000004")]) == 0
+    assert capsys.readouterr().out.split() == [str(run / "report.html"), str(run / "eval/v000004/report.html")]
+    assert main([str(run.parent)]) == 1
+    assert "neither a run's folder" in capsys.readouterr().err
+    assert main([]) == 2 and main(["--what"]) == 2
+    with pytest.raises(EmbodiedError, match="neither"):
+        write_report(run / "eval")
+
+
+def test_text_is_escaped_unless_a_tag_made_it():
+    assert (
+        tag("p", "a < b", tag("b", "&"), None, class_="x y", hidden=False) == '<p class="x y">a &lt; b<b>&amp;</b></p>'
+    )
+    assert tag("i", title='"><script>') == '<i title="&quot;&gt;&lt;script&gt;"></i>'
+    assert isinstance(join("<"), Html) and join("<", Html("<br>")) == "&lt;<br>"
+
+
+PLAY = """(async () => {
+  const video = document.querySelector("video");
+  await video.play();
+  await new Promise((resolve) => { video.ontimeupdate = () => video.currentTime > 0 && resolve(); });
+  return [video.readyState, video.duration, video.videoWidth, document.querySelectorAll("video").length];
+})()"""
+HOVER = """(() => {
+  const chart = document.querySelector("svg[data-x]");
+  const box = chart.getBoundingClientRect();
+  const at = { clientX: box.left + box.width * 0.98, clientY: box.top + 20, bubbles: true };
+  chart.dispatchEvent(new PointerEvent("pointermove", at));
+  return document.querySelector(".readout").textContent;
+})()"""
+
+
+@pytest.fixture
+def filmed(run):
+    """A run whose clips are real films: one inside the page, one beside it."""
+    import numpy as np
+
+    from embodied.reporting.videos import VideoWriter
+
+    for name in ("episode-000_failure_reach_seed7.mp4", "episode-003_success_reach_seed10.mp4"):
+        with VideoWriter(run / "eval/v000008/videos", fps=10) as writer:
+            for shade in range(0, 250, 25):
+                writer.add(np.full((64, 64, 3), shade, np.uint8))
+            writer.finish(name)
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 900)])
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_shows_the_page_and_plays_its_clips(filmed, browser, width, height, dark, monkeypatch):
+    browser.open(write_report(filmed), width, height, dark)
+    across, visible = browser.run("[document.documentElement.scrollWidth, window.innerWidth]")
+    assert across <= visible, "the page is wider than the screen"
+    ready, duration, video_width, clips = browser.run(PLAY)
+    assert ready >= 2 and duration == pytest.approx(1.0, abs=0.15) and (video_width, clips) == (64, 2)
+    told = browser.run(HOVER)
+    assert "training: 80% [70%, 87.3%] at 8888" in told and "evaluation: 71.4%" in told
+    shade = browser.run("getComputedStyle(document.body).backgroundColor")
+    assert (int(re.search(r"\d+", shade)[0]) < 60) == dark
+    assert not browser.complaints()
+    assert not [url for url in browser.requests() if not url.startswith(("file:", "data:"))]
+    monkeypatch.setattr("embodied.reporting.evaluation_page.CLIP_BYTES", 10)
+    browser.open(write_report(filmed), width, height, dark)
+    assert browser.run(PLAY)[3] == 2 and not browser.complaints()

@@ -1,0 +1,242 @@
+import errno
+import itertools
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied.core.errors import CheckpointError
+from embodied.run import checkpoints
+from embodied.run.checkpoints import COUNTERS, SaveClock, locate, newest, prune, read_sims, verify, write_checkpoint
+
+
+def fill(folder: Path) -> None:
+    (folder / "policy").mkdir()
+    (folder / "policy" / "config.json").write_text("{}")
+    (folder / "policy" / "model.safetensors").write_bytes(b"x" * 1000)
+
+
+def write(run: Path, version: int) -> Path:
+    (run / "run.json").write_text("{}")
+    return write_checkpoint(run / "checkpoints", version, fill, state_of(version), {"rows.length": np.arange(3)})
+
+
+def state_of(version: int) -> dict:
+    return dict.fromkeys(COUNTERS, 0) | {"version": version}
+
+
+def test_a_checkpoint_comes_back_as_it_was_written(tmp_path):
+    path = write(tmp_path, 7)
+    assert path.name == "v000007"
+    assert verify(path) == state_of(7)
+    assert read_sims(path)["rows.length"].tolist() == [0, 1, 2]
+    assert newest(tmp_path) == path
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "v000007\n"
+    assert locate(str(tmp_path)) == (path / "policy", path, tmp_path)
+    assert locate(str(path)) == (path / "policy", path, tmp_path)
+    assert locate(str(path / "policy")) == (path / "policy", None, None)
+
+
+CALLS = [
+    (os, "fsync"),
+    (os, "rename"),
+    (os, "replace"),
+    (os, "open"),
+    (Path, "write_text"),
+    (Path, "write_bytes"),
+    (Path, "mkdir"),
+    (np, "savez"),
+]
+
+
+def test_whatever_write_call_fails_the_checkpoint_is_whole_or_absent(tmp_path, monkeypatch):
+    old = write(tmp_path, 1)
+    failures = 0
+    for attempt in itertools.count():
+        count = itertools.count()
+
+        def failing(real, count=count, attempt=attempt):
+            def call(*args, **kwargs):
+                if next(count) == attempt:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return real(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for owner, name in CALLS:
+                patch.setattr(owner, name, failing(getattr(owner, name)))
+            try:
+                write_checkpoint(tmp_path / "checkpoints", 2, fill, state_of(2), {"a": np.zeros(2)})
+                failed = False
+            except OSError:
+                failed = True
+        found = newest(tmp_path)
+        verify(found)
+        if not failed:
+            break
+        failures += 1
+        whole = tmp_path / "checkpoints" / "v000002"
+        assert found == (whole if whole.exists() else old)
+        assert not list((tmp_path / "checkpoints").glob(".writing-v*"))
+        if whole.exists():  # only `latest` was missing: begin again without it
+            import shutil
+
+            shutil.rmtree(whole)
+    assert failures > 12
+    assert found.name == "v000002"
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(tmp_path):
+    write(tmp_path, 1)
+    second = write(tmp_path, 2)
+    (second / "policy" / "model.safetensors").write_bytes(b"y" * 1000)
+    with pytest.raises(CheckpointError, match=r"policy/model.safetensors does not match"):
+        verify(second)
+    assert newest(tmp_path).name == "v000001"
+    (second / "policy" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model.safetensors is missing"):
+        verify(second)
+
+
+def test_latest_is_only_a_hint(tmp_path):
+    write(tmp_path, 1)
+    for nonsense in ("v000009\n", "../../etc\n", ""):
+        (tmp_path / "checkpoints" / "latest").write_text(nonsense)
+        assert newest(tmp_path).name == "v000001"
+
+
+def test_an_empty_run_says_so(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({}))
+    with pytest.raises(CheckpointError, match="nothing was saved yet"):
+        newest(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        locate(str(tmp_path / "nowhere"))
+
+
+def test_saving_the_same_version_twice_keeps_the_first(tmp_path):
+    first = write(tmp_path, 3)
+    stamp = first.stat().st_mtime_ns
+    assert write(tmp_path, 3) == first
+    assert first.stat().st_mtime_ns == stamp
+    assert checkpoints.name_of(3) == "v000003"
+
+
+@pytest.mark.parametrize("manifest", ["[]", "{}", '{"files": []}', '{"files": {}}', "null", "{"])
+def test_a_manifest_that_lists_nothing_proves_nothing(tmp_path, manifest):
+    first, second = write(tmp_path, 1), write(tmp_path, 2)
+    (second / "manifest.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        verify(second)
+    assert newest(tmp_path) == first
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_version_is_saved_again(tmp_path):
+    path = write(tmp_path, 3)
+    (path / "policy" / "model.safetensors").write_bytes(b"y" * 1000)
+    assert verify(write(tmp_path, 3)) == state_of(3)
+
+
+def test_falling_back_to_an_older_checkpoint_is_said(tmp_path, capsys):
+    write(tmp_path, 1)
+    (write(tmp_path, 2) / "manifest.json").unlink()
+    newest(tmp_path)
+    assert "v000002/manifest.json cannot be read" in (said := capsys.readouterr().err)
+    assert "using v000001" in said
+
+
+def saves(clock, lengths, cost_s=0.0):
+    """The iterations (of these lengths in seconds) after which a run is saved."""
+    train_s, found = 0.0, []
+    for iteration, seconds in enumerate(lengths, 1):
+        train_s += seconds
+        if clock.due(iteration, train_s):
+            clock.saved(iteration, train_s, cost_s)
+            found.append(iteration)
+    return found
+
+
+def test_a_run_is_saved_before_more_than_five_minutes_of_training_could_be_lost():
+    """Iterations of 100 s: after the second, a third makes 300 s, no more; after the third, a fourth would make 400."""
+    assert saves(SaveClock(None, 5), [100] * 7) == [3, 6]
+    assert saves(SaveClock(None, 5), [1] * 900) == [300, 600, 900]
+    assert saves(SaveClock(None, 5), [400] * 3) == [1, 2, 3]  # longer than that: after each
+    assert saves(SaveClock(None, 5), [10] * 20) == []
+
+
+def test_saves_by_iterations_and_by_time_do_not_exclude_each_other():
+    assert saves(SaveClock(4, 5), [100] * 8) == [3, 4, 7, 8]
+    assert saves(SaveClock(4, None), [1000] * 8) == [4, 8]
+    assert saves(SaveClock(None, None), [1000] * 8) == []
+
+
+def test_saves_that_take_long_are_made_less_often():
+    """A save of 60 s after every 5 minutes would be a fifth of the time; after 20 minutes it is 5%."""
+    assert saves(SaveClock(None, 5), [100] * 40, cost_s=60) == [3, 15, 27, 39]
+
+
+def versions(run: Path) -> list[int]:
+    return sorted(int(path.name[1:]) for path in (run / "checkpoints").glob("v*"))
+
+
+def evaluated(run: Path, name: str, rate: float | None, total: float) -> None:
+    folder = run / "eval" / name
+    folder.mkdir(parents=True)
+    success = None if rate is None else {"rate": rate}
+    overall = {"success_once": success, "return": total}
+    (folder / "results.json").write_text(json.dumps({"overall": overall}))
+
+
+def test_the_newest_checkpoints_stay_and_the_best_and_what_was_asked_for_by_hand(tmp_path):
+    for version in range(1, 9):
+        write(tmp_path, version)
+    evaluated(tmp_path, "v000001", 0.5, 9.0)
+    evaluated(tmp_path, "v000002", 0.9, 1.0)  # the best
+    evaluated(tmp_path, "v000003", 0.9, 0.5)
+    evaluated(tmp_path, "v000004-evaluate-2", 0.0, 0.0)
+    prune(tmp_path, 8, keep=2)
+    assert versions(tmp_path) == [2, 4, 7, 8]
+    assert newest(tmp_path).name == "v000008"
+
+
+def test_without_a_success_the_return_decides_which_is_the_best(tmp_path):
+    for version in range(1, 5):
+        write(tmp_path, version)
+        evaluated(tmp_path, f"v{version:06d}", None, -abs(version - 2.0))
+    prune(tmp_path, 4, keep=1)
+    assert versions(tmp_path) == [2, 4]
+
+
+def test_what_we_did_not_write_is_never_removed(tmp_path):
+    for version in range(1, 7):
+        write(tmp_path, version)
+    parent = tmp_path / "checkpoints"
+    (parent / "v000001" / "notes.txt").write_text("the one of the paper")
+    (parent / "v000002").rename(parent / "v000002-good")
+    (parent / "v000003").rename(tmp_path / "elsewhere")
+    (parent / "v000003").symlink_to(tmp_path / "elsewhere")
+    (parent / "v000004" / "manifest.json").write_text("{")
+    prune(tmp_path, 6, keep=1)
+    left = {path.name for path in parent.iterdir()}
+    assert left == {"v000001", "v000002-good", "v000003", "v000004", "v000006", "latest"}
+    assert (tmp_path / "elsewhere" / "manifest.json").is_file()
+
+
+def test_damaged_checkpoints_of_a_later_version_do_not_displace_the_one_that_was_just_written(tmp_path):
+    for version in (5, 8, 9):
+        write(tmp_path, version)
+    for version in (8, 9):
+        (tmp_path / "checkpoints" / f"v{version:06d}" / "state.json").unlink()
+    write(tmp_path, 6)
+    prune(tmp_path, 6, keep=1)
+    assert newest(tmp_path).name == "v000006" and versions(tmp_path) == [6, 8, 9]
+
+
+def test_what_a_killed_run_left_half_written_goes_with_the_next_save(tmp_path):
+    write(tmp_path, 1)
+    for name in (".writing-v000002", ".removing-v000000"):
+        (tmp_path / "checkpoints" / name / "policy").mkdir(parents=True)
+    prune(tmp_path, 1, keep=3)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"v000001", "latest"}

@@ -1,0 +1,84 @@
+"""The run's folder: never overwritten, and readable whatever happened."""
+
+import errno
+import json
+import shutil
+
+import pytest
+
+from embodied.core.errors import CheckpointError
+from embodied.run import checkpoints
+from embodied.run.folder import RunFolder
+from embodied.run.launch import Interruption, closing
+
+
+def row(iteration):
+    return {"iteration": iteration, "env_steps": 10 * iteration}
+
+
+def test_two_runs_of_one_second_get_folders_of_their_own(tmp_path):
+    first, second = (RunFolder.create(tmp_path, "toy", "seed: 0\n") for _ in range(2))
+    assert first.path != second.path
+
+
+def test_a_resumed_run_makes_the_metrics_after_its_checkpoint_again(tmp_path):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    for iteration in (1, 2, 3):
+        folder.log(row(iteration))
+    folder.finish("stopped")
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 4, "env')  # the line a killed run was writing
+    again = RunFolder.reopen(folder.path)
+    again.keep_metrics(2)
+    again.log(row(3))
+    again.finish("finished")
+    lines = (folder.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
+    assert again.info()["state"] == "finished" and len(again.info()["resumed"]) == 1
+
+
+def test_a_run_that_fails_before_its_first_iteration_says_why(tmp_path):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    folder.finish("failed", "no such task")
+    assert folder.info()["cause"] == "no such task"
+
+
+def test_a_folder_that_was_removed_is_named_and_hides_no_cause(tmp_path, capsys):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    shutil.rmtree(folder.path)
+    with pytest.raises(FileNotFoundError), closing(folder, Interruption()):
+        folder.note("iteration 1")
+    assert f"{folder.path} was removed" in capsys.readouterr().err
+
+
+def test_a_failed_write_keeps_the_old_text_and_leaves_no_draft(tmp_path, monkeypatch):
+    def no_space(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "latest").write_text("v000001\n")
+    monkeypatch.setattr(checkpoints, "flush", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.replace_text(tmp_path / "latest", "v000002\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+    assert (tmp_path / "latest").read_text() == "v000001\n"
+
+
+def test_a_run_that_goes_on_is_not_continued_by_another(tmp_path):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    before = folder.info()
+    with pytest.raises(CheckpointError, match="going on in another process"):
+        RunFolder.reopen(folder.path)
+    assert folder.info() == before
+    folder.finish("stopped")
+    RunFolder.reopen(folder.path).finish("finished")
+
+
+def test_lines_that_a_crash_has_broken_are_dropped_from_the_metrics(tmp_path):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    folder.log(row(1))
+    folder.finish("stopped")
+    path = folder.path / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"iteration": 2, "a":\n}\n{}\n[]\n\xff\x00}\n')
+    folder.keep_metrics(5)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [row(1)]

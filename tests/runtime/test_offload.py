@@ -1,0 +1,98 @@
+"""Tensors leave their device and come back with every alias intact."""
+
+import pytest
+import torch
+
+from embodied.runtime.offload import Belongings, Offloader, num_bytes
+from embodied.runtime.tensor_bytes import blob_of
+from embodied.runtime.timers import Timers
+
+
+def trained(device="cpu"):
+    """A network, its optimizer after a step, and a view of its first weight."""
+    network = torch.nn.Linear(64, 64).to(device)
+    adam = torch.optim.Adam(network.parameters())
+    network(torch.ones(2, 64, device=device)).sum().backward()
+    adam.step()
+    adam.zero_grad(set_to_none=True)
+    return network, adam, network.weight.detach()[3:5]
+
+
+def tensors_of(network, adam):
+    return [*network.parameters(), *(value for state in adam.state.values() for value in state.values())]
+
+
+def test_weights_that_were_published_can_leave_still():
+    weights = torch.nn.Parameter(torch.ones(8))
+    assert blob_of(weights).data.ctypes.data == weights.data_ptr()  # without a copy
+    assert Offloader().offload([weights]) == 32
+
+
+def test_what_was_offloaded_takes_no_memory_and_comes_back_with_its_views():
+    network, adam, view = trained()
+    tensors = tensors_of(network, adam)
+    before, shown = [tensor.clone() for tensor in tensors], view.clone()
+    residence = Offloader()
+    assert residence.offload([*tensors, view]) == num_bytes(tensors)  # shared storage counts once
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    assert residence.away
+    residence.onload()
+    assert all(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True))
+    assert torch.equal(view, shown)
+    with torch.no_grad():
+        network.weight.add_(1)
+    assert torch.equal(view, shown + 1)
+
+
+def test_every_part_is_moved_and_told_on_its_own():
+    timers, weights, scratch = Timers(), torch.arange(1000.0), torch.ones(500)
+    belongings = Belongings(timers)
+    timers.record(True)
+    belongings.offload({"weights": [weights], "cache": [scratch], "optimizer": []}, emptied=("cache",))
+    assert belongings.away and not weights.untyped_storage().nbytes() + scratch.untyped_storage().nbytes()
+    belongings.onload()
+    assert not belongings.away and torch.equal(weights, torch.arange(1000.0)) and scratch.untyped_storage().nbytes()
+    told = [name for name, _, _ in timers.record(False).spans]
+    parts = ("weights, 0.004 MB", "cache, 0.002 MB")
+    assert told == [*(f"offload {part}" for part in parts), *(f"onload {part}" for part in parts)]
+
+
+def test_every_turn_uses_the_copy_of_the_first():
+    weights, residence, copies = torch.arange(8.0), Offloader(), set()
+    for _ in range(3):
+        residence.offload([weights.view(2, 4)])
+        copies.update(copy.data_ptr() for _, _, copy in residence._away)
+        residence.onload()
+    assert len(copies) == len(residence._copies) == 1 and torch.equal(weights, torch.arange(8.0))
+
+
+def test_memory_of_somebody_else_stays():
+    mapped = torch.frombuffer(bytearray(32), dtype=torch.float32)
+    assert Offloader().offload([mapped]) == 0
+    assert mapped.untyped_storage().nbytes() == 32
+
+
+def test_what_changed_in_between_is_what_comes_back():
+    network, adam, _ = trained()
+    residence = Offloader()
+    for value in (1.0, 2.0):
+        torch.nn.init.constant_(network.weight, value)
+        residence.offload(tensors_of(network, adam))
+        residence.onload()
+        assert network.weight.unique().tolist() == [value]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_the_memory_is_free_again_and_the_copies_are_pinned():
+    torch.cuda.empty_cache()
+    baseline = torch.cuda.memory_allocated()
+    network, adam, _ = trained("cuda")
+    tensors = tensors_of(network, adam)
+    before = [tensor.clone().cpu() for tensor in tensors]
+    residence = Offloader()
+    residence.offload(tensors)
+    assert torch.cuda.memory_allocated() <= baseline + 4096
+    assert all(copy.is_pinned() for tensor, _, copy in residence._away if tensor.is_cuda)
+    residence.onload()
+    assert all(torch.equal(tensor.cpu(), was) for tensor, was in zip(tensors, before, strict=True))

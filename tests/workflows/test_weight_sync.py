@@ -1,0 +1,47 @@
+"""Where a policy worker is decides how it gets at weights; one that lacks the current version acts no more."""
+
+from dataclasses import replace
+
+import pytest
+
+from embodied.config.recipe import load
+from embodied.core.errors import WorkerFailed
+from embodied.placement import make_plan
+from embodied.run import launch
+from embodied.workflows.embodied import EmbodiedLoop
+
+ARGUMENTS = [
+    "recipe=pointmass_ppo",
+    "env.num_envs=4",
+    "policy.hidden=[8]",
+    "algo.rollout_decisions=4",
+    "algo.minibatch_size=16",
+    "faults.timeout_s=60",
+    "faults.hang_s=30",
+    "faults.max_restarts=0",
+    "run.iterations=9",
+]
+TOGETHER, APART = {"sim": "cpu:0", "policy,learner": "cpu:0"}, {"sim,policy": "cpu:0", "learner": "cpu:0"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "placement", "route"),
+    [("inline", APART, "shared"), ("local", TOGETHER, "shared"), ("local", APART, "snapshot")],
+    ids=["inline", "together", "apart"],
+)
+def test_a_policy_acts_with_delivered_weights_only(tmp_path, backend, placement, route):
+    config = load([*ARGUMENTS, f"cluster.backend={backend}"]).config
+    plan = make_plan(placement, (0,), config.env.num_envs)
+    plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
+    with launch.cluster(config, plan, tmp_path) as cluster:
+        loop = EmbodiedLoop(config, cluster)
+        loop.start()
+        loop.publish(0)
+        assert loop.weight_sync.routes == [route]
+        assert loop.iterate(0, 9)[1]["env_steps"] == 16 and loop.version == 1
+        for handle in loop.weight_sync.reload([0]):  # as for one that was started again
+            handle.wait()
+        loop.iterate(1, 9)
+        loop.learners.publish(3).wait()
+        with pytest.raises(WorkerFailed, match="acts with version 2, but"):
+            loop.iterate(2, 9)
