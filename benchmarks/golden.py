@@ -26,7 +26,7 @@ RECIPES = {
     "maniskill_ppo": (),
     "maniskill_grpo": (),
     "maniskill_ppo_rgb": ("env.num_envs=16",),
-    "libero_ppo": ("env.num_envs=2",),
+    "libero_ppo": (),
 }
 TIMES = ("time/", "memory/", "train_s", "steps_per_s", "faults/")
 
