@@ -61,7 +61,7 @@ def reset(env, task: str) -> None:
 
 def restored(env) -> np.ndarray:
     """The simulation's numbers right after the stored state was set, before the steps in which it settles."""
-    from embodied.envs.libero.env import scene
+    from embodied.envs.libero import scene
     from embodied.envs.libero.tasks import task_files
 
     row = env.row(0)

@@ -6,7 +6,7 @@ from pathlib import Path
 from embodied.algorithms.config import PRESETS, GRPOConfig
 from embodied.config.recipe import load
 from embodied.envs.config import REWARDS
-from embodied.workflows.group_collector import GroupedEpisodes, Groups
+from embodied.workflows.group_collector import GroupCollector, GroupedEpisodes
 
 PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
 
@@ -31,7 +31,7 @@ def test_the_table_of_relatives_is_that_of_the_presets():
 def test_every_reward_and_every_number_of_groups_is_named():
     assert all(f"| `{reward}` |" in PAGE for reward in REWARDS)
     config = load(["recipe=pointmass_grpo"]).config
-    groups = Groups(config, ("reach",))
+    groups = GroupCollector(config, ("reach",))
     groups.start(type("Crew", (), {"sims": [None]})(), None, [])
     numbers = groups.numbers(GroupedEpisodes(0))
     assert all(f"`{name}`" in PAGE for name in numbers if name.startswith(("groups/", "faults/")))

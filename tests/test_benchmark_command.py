@@ -16,8 +16,8 @@ from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import traced_edges
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile
+from embodied.profiling import calibration, measure
 from embodied.profiling.channel_probe import copied
-from embodied.profiling.measure import calibration, measure
 from embodied.profiling.role_probe import ProbeWorker, num_decisions, real
 from embodied.profiling.store import cost_key, newest_profile, repeated, workflow_of
 from embodied.profiling.timed_run import Round, Trial

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from embodied.config.recipe import load
-from embodied.envs.pointmass.env import env
+from embodied.envs.pointmass import env as pointmass
 from embodied.learners import update
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
@@ -67,13 +67,13 @@ def reference(tmp_path_factory):
 def test_the_reference_run_learns_and_stays_clear_of_every_threshold(tmp_path, monkeypatch):
     """Else two plans could differ by far more than rounding: a clip, a success or a wall could flip."""
     rewards, margins = [], {"success": [], "wall": [], "clip": []}
-    step, loss = env.PointMassEnv._step, update.ppo_loss_sum
+    step, loss = pointmass.PointMassEnv._step, update.ppo_loss_sum
 
     def watched_step(env, actions, active):
-        moved = env._position + env.DRAG * env._velocity + env.PUSH * env.config.size * actions
+        moved = env._position + pointmass.DRAG * env._velocity + pointmass.PUSH * env.config.size * actions
         margins["wall"].append(np.abs(np.abs(moved) - env.config.size).min())
         result = step(env, actions, active)
-        margins["success"].append(np.abs(env._distance() - env.REACH * env.config.size).min())
+        margins["success"].append(np.abs(env._distance() - pointmass.REACH * env.config.size).min())
         rewards.extend(result.rewards)
         return result
 
@@ -83,7 +83,7 @@ def test_the_reference_run_learns_and_stays_clear_of_every_threshold(tmp_path, m
         margins["clip"] += [float((ratio - edge).abs().min()) for edge in (1 - config.clip_low, 1 + config.clip_high)]
         return loss(logprobs, entropy, values, items, config)
 
-    monkeypatch.setattr(env.PointMassEnv, "_step", watched_step)
+    monkeypatch.setattr(pointmass.PointMassEnv, "_step", watched_step)
     monkeypatch.setattr(update, "ppo_loss_sum", watched_loss)
     _, norms = trained(tmp_path, ONE_OF_EACH)
     assert np.std(rewards) > 0.01 and min(rewards) < 0 < 0.9 < max(rewards)  # progress, setbacks and successes

@@ -10,7 +10,7 @@ from embodied import benchmark, plan, train
 from embodied.benchmark import MODES
 from embodied.placement import make_plan
 from embodied.placement.topology import read_topology
-from embodied.profiling.measure import measure
+from embodied.profiling import measure
 from embodied.reporting.timeline import read_trace
 
 PAGE = (Path(__file__).parents[1] / "docs/placement.md").read_text()

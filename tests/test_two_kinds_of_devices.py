@@ -11,7 +11,7 @@ from embodied.config.recipe import load
 from embodied.placement import Topology
 from embodied.placement.profile import read_profile
 from embodied.placement.topology import GB, Gpu, Node
-from embodied.profiling.measure import measure
+from embodied.profiling import measure
 from embodied.run import devices, launch
 
 RECIPE = (

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from embodied.core.errors import ConfigError
-from embodied.envs.maniskill.env import ManiSkillEnv, panda, to_numpy
+from embodied.envs.maniskill import panda
+from embodied.envs.maniskill.env import ManiSkillEnv, to_numpy
 
 BASE = np.array([-0.615, 0.0, 0.0])  # of the arm
 MOST = 0.1  # radians of a joint that an action of 1 asks for

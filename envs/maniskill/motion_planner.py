@@ -18,7 +18,8 @@ import gymnasium
 import numpy as np
 
 from embodied.core.errors import ConfigError
-from embodied.envs.maniskill.env import DRAWING, ManiSkillEnv, build, panda, to_numpy
+from embodied.envs.maniskill import panda
+from embodied.envs.maniskill.env import DRAWING, ManiSkillEnv, build, to_numpy
 from embodied.envs.maniskill.tasks import quiet
 
 SOLUTIONS = "mani_skill.examples.motionplanning.panda.solutions"

@@ -14,7 +14,7 @@ from embodied.envs.config import GymConfig, LiberoConfig, ManiSkillConfig, Point
 from embodied.envs.episode_player import play_episodes
 from embodied.envs.experts import make_expert
 from embodied.envs.libero.expert import rims
-from embodied.envs.maniskill.env import panda
+from embodied.envs.maniskill import panda
 from embodied.envs.pointmass.env import PointMassEnv
 from embodied.runtime import Timers
 

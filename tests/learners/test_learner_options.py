@@ -182,7 +182,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.types import EnvSpec
 from embodied.core.episodes import env_blocks
 from embodied.learners.config import LearnerConfig
-from embodied.learners.rendezvous import MeetingFile
+from embodied.learners.rendezvous import RendezvousFile
 from embodied.learners.update import prepare, update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.config import MLPConfig
@@ -192,7 +192,7 @@ def learner(seed):
     worker = LearnerWorker(
         toy.make(dtype=dtype).config, PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=3, lr=1e-2),
         LearnerConfig(shard=True, micro_batch_size=2, checkpoint_activations=True), seed,
-        MeetingFile(str(out / "meet"), 60.0),
+        RendezvousFile(str(out / "meet"), 60.0),
     )
     worker.rank, worker.world_size, worker.timers = rank, size, Timers()
     return worker
@@ -273,7 +273,7 @@ import toy
 from embodied.algorithms.config import PPOConfig
 from embodied.core.episodes import env_blocks
 from embodied.learners.config import LearnerConfig
-from embodied.learners.rendezvous import MeetingFile
+from embodied.learners.rendezvous import RendezvousFile
 from embodied.learners.update import prepare, update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.runtime import Timers
@@ -283,7 +283,7 @@ actor = toy.make()
 actor.save_pretrained(out / f"start-{rank}")
 algo = PPOConfig(rollout_decisions=toy.T, epochs=1, minibatch_size=toy.T * toy.N, lr=1e-2)
 config = LearnerConfig(shard=True, micro_batch_size=1)
-worker = LearnerWorker(toy.make(dtype="bfloat16").config, algo, config, 0, MeetingFile(str(out / "meet"), 60.0))
+worker = LearnerWorker(toy.make(dtype="bfloat16").config, algo, config, 0, RendezvousFile(str(out / "meet"), 60.0))
 worker.rank, worker.world_size, worker.timers = rank, 2, Timers()
 worker.build(toy.ENV, "0" * 16, True, out / f"start-{rank}")
 block = env_blocks(toy.N, 2)[rank]

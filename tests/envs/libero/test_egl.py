@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from embodied.envs.libero import egl
 from embodied.envs.libero.egl import choose_card
-from embodied.envs.libero.env import egl
 from embodied.system.vulkan import loads
 
 HYBRID = ["renderD128", "renderD131", "renderD130", "renderD129", ""]  # another maker's first, software last

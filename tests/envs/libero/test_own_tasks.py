@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # robosuite's, numba's and bddl's own
     pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO"),
 ]
-PAGE = (Path(__file__).parents[2] / "docs" / "libero.md").read_text().partition("## Your own task")[2].split("\n## ")[0]
+PAGE = (Path(__file__).parents[3] / "docs" / "libero.md").read_text().partition("## Your own task")[2].split("\n## ")[0]
 COMMANDS = re.findall(r"^python .*", PAGE, re.M)
 INLINE = ["cluster.backend=inline", "eval.episodes=2", "eval.videos=0"]
 

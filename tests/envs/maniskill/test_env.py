@@ -13,8 +13,8 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
 from embodied.envs.check import check_vector_env
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill import tasks
 from embodied.envs.maniskill.bridge.tasks import SVG
-from embodied.envs.maniskill.env import tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 pytest.importorskip("mani_skill")

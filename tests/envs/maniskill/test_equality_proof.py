@@ -19,7 +19,7 @@ from embodied.envs.maniskill.tasks import BATCHED_GAIN, BATCHED_TASKS
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 pytest.importorskip("mani_skill")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TASKS = """
 import torch
 from mani_skill.envs.tasks.tabletop.push_cube import PushCubeEnv

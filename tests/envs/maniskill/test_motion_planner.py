@@ -14,7 +14,8 @@ from embodied.envs.action_source import ExpertActions
 from embodied.envs.config import ManiSkillConfig, PointMassConfig
 from embodied.envs.episode_player import play_episodes
 from embodied.envs.experts import make_expert
-from embodied.envs.maniskill.env import ManiSkillEnv, motion_planner, panda
+from embodied.envs.maniskill import motion_planner, panda
+from embodied.envs.maniskill.env import ManiSkillEnv
 from embodied.envs.maniskill.motion_planner import CONTROLS, SOLVERS, Plan, PlannerExpert, Replay
 from embodied.runtime import Timers
 
