@@ -1,6 +1,7 @@
-"""Write meta/stats.json, with quantiles, of a dataset that has none: python -m embodied.datasets.figures FOLDER
+"""Write quantiles into meta/stats.json of a dataset that has none: python -m embodied.datasets.figures FOLDER
 
-LeRobot 2.1 stores no quantiles, and models want some (`policy.statistics=FOLDER`). Counted are actions and states.
+LeRobot 2 stores none, nor did the first 3.0, and models want some (`policy.statistics=FOLDER`). Counted are actions and
+states; what the file says of other features stays.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import numpy as np
 from embodied.datasets.draft import as_lists
 from embodied.datasets.layout import ACTION, STATE, STATS
 from embodied.datasets.reader import read_dataset
-from embodied.datasets.stats import of_values
+from embodied.datasets.stats import QUANTILES, of_values
 from embodied.errors import EmbodiedError
 
 
 def write_figures(folder: Path) -> Path:
-    if (folder / STATS).exists():
-        raise EmbodiedError(f"{folder / STATS} is there already")
+    dataset = read_dataset(folder, images=False)
+    wanted = [name for name in (ACTION, STATE) if name in dataset.features]
+    if all(QUANTILES.keys() <= dataset.stats.get(name, {}).keys() for name in wanted):
+        raise EmbodiedError(f"{folder / STATS} has quantiles already")
     actions, states = [], []
-    for episode in read_dataset(folder, images=False):
+    for episode in dataset:
         actions.append(episode.actions)
         states.append(episode.obs.get("state"))
-    found = {ACTION: of_values(np.concatenate(actions))}
+    found = dataset.stats | {ACTION: of_values(np.concatenate(actions))}
     if states[0] is not None:
         found[STATE] = of_values(np.concatenate(states))
     draft = folder / f"{STATS}.{os.getpid()}"

@@ -126,10 +126,26 @@ def test_its_figures_are_counted_for_models_that_want_quantiles(sound, tmp_path,
     with pytest.raises(ConfigError, match=r"python -m embodied\.datasets\.figures .* writes it"):
         make_policy(config, spec)
     assert figures([str(path)]) == 0 and figures([str(path)]) == 2 and figures([]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "has quantiles already" in capsys.readouterr().err
     actions = np.concatenate([episode.actions for episode in read_dataset(path)])
     assert make_policy(config, spec).statistics.low == pytest.approx(np.quantile(actions, 0.01, axis=0), abs=1e-6)
     assert read_dataset(path).stats["action"]["count"] == [22]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_figures_without_quantiles_get_them(sound, tmp_path, newer):
+    """As LeRobot 2.0 stores them, and 3.0 did at first."""
+    path = shutil.copytree(sound.parent / "new" if newer else sound, tmp_path / "toy")
+    stats = read_dataset(sound.parent / "new").stats | {"more": {"min": np.array([3.0])}}
+    kept = {name: {k: v.tolist() for k, v in each.items() if k[0] != "q"} for name, each in stats.items()}
+    (path / "meta/stats.json").write_text(json.dumps(kept))
+    spec = EnvSpec(ActionSpec(2), images={"front": (64, 64, 3)}, instruction=True)
+    config = OpenVLAOFTConfig(name="openvla_oft", statistics=str(path))
+    with pytest.raises(ConfigError, match=r"no q01 and no q99 of action; .*figures .* writes them"):
+        make_policy(config, spec)
+    assert figures([str(path)]) == 0 and make_policy(config, spec).statistics.low.tolist()
+    now = json.loads((path / "meta/stats.json").read_text())
+    assert now["more"] == {"min": [3.0]} and "q01" in now["action"]
 
 
 def line(file, number, **changes):
