@@ -20,8 +20,9 @@ from embodied.datasets.stats import QUANTILES, of_values
 from embodied.errors import EmbodiedError
 
 
-def write_figures(folder: Path) -> Path:
-    dataset = read_dataset(folder, images=False)
+def write_figures(folder: Path, names: dict[str, str]) -> Path:
+    """`names` as sft.names; the figures are written under LeRobot's."""
+    dataset = read_dataset(folder, images=False, names=names)
     wanted = [name for name in (ACTION, STATE) if name in dataset.features]
     if all(QUANTILES.keys() <= dataset.stats.get(name, {}).keys() for name in wanted):
         raise EmbodiedError(f"{folder / STATS} has quantiles already")
@@ -39,11 +40,12 @@ def write_figures(folder: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1 or argv[0].startswith("-"):
-        print("usage: python -m embodied.datasets.figures FOLDER", file=sys.stderr)
+    names = dict(word.split("=", 1) for word in argv[1:] if "=" in word)
+    if not argv or argv[0].startswith("-") or len(names) != len(argv) - 1 or not names.keys() <= {"action", "state"}:
+        print("usage: python -m embodied.datasets.figures FOLDER [action=NAME] [state=NAME]", file=sys.stderr)
         return 2
     try:
-        print(f"written {write_figures(Path(argv[0]))}")
+        print(f"written {write_figures(Path(argv[0]), names)}")
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return 2

@@ -132,6 +132,50 @@ def test_its_figures_are_counted_for_models_that_want_quantiles(sound, tmp_path,
     assert read_dataset(path).stats["action"]["count"] == [22]
 
 
+OTHERS = {"action": "actions", "observation.state": "state", CAMERA: "image"}
+
+
+def rename(path):
+    """The features' names of others, and pictures described with their colours in front."""
+    info = json.loads((path / INFO).read_text())
+    info["features"] = {OTHERS.get(name, name): feature for name, feature in info["features"].items()}
+    if "image" in info["features"]:
+        info["features"]["image"] |= {"shape": [3, 64, 96], "names": ["channels", "height", "width"]}
+    (path / INFO).write_text(json.dumps(info))
+    for file in [*path.glob("data/*/*.parquet"), *path.glob("meta/episodes/*/*.parquet")]:
+        table = pq.read_table(file)
+        changed = [
+            name.replace(CAMERA, "image") if "/" in name else OTHERS.get(name, name) for name in table.column_names
+        ]
+        pq.write_table(table.rename_columns(changed), file)
+    for folder in path.glob(f"videos/**/{CAMERA}"):
+        folder.rename(folder.with_name("image"))
+    return path
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_features_of_other_names_are_read_by_these(filmed, tmp_path, newer):
+    source = filmed.parent / "new" if newer else filmed
+    path = rename(shutil.copytree(source, tmp_path / "toy"))
+    with pytest.raises(ConfigError, match=r"no feature 'action'; it has .*actions.*sft\.names="):
+        read_dataset(path)
+    with pytest.raises(ConfigError, match="no feature 'acts'; it has"):
+        read_dataset(path, names={"action": "acts"})
+    theirs = read_dataset(path, names={"action": "actions", "state": "state", "front": "image"})
+    for one, other in zip(read_dataset(source), theirs, strict=True):
+        same(one, other)
+        assert np.array_equal(one.obs["images"]["front"], other.obs["images"]["front"])
+
+
+def test_the_command_learns_from_features_of_other_names(sound, tmp_path, capsys):
+    path = rename(shutil.copytree(sound, tmp_path / "toy"))
+    told = [*LEARN, f"run.dir={tmp_path / 'runs'}", "eval.episodes=1", "eval.videos=0", f"sft.data={path}"]
+    assert sft(told) == 2 and "sft.names={action: NAME}" in capsys.readouterr().err
+    assert sft([*told, "sft.names={action: actions, state: state}"]) == 0
+    assert figures([str(path), "action=actions", "state=state"]) == 0
+    assert {"action", "observation.state"} <= read_dataset(path, names={"action": "actions"}).stats.keys()
+
+
 @pytest.mark.parametrize("newer", [False, True])
 def test_figures_without_quantiles_get_them(sound, tmp_path, newer):
     """As LeRobot 2.0 stores them, and 3.0 did at first."""
