@@ -183,6 +183,7 @@ def test_adapters_that_cannot_be_taken_are_refused(official, base, tmp_path, cha
         ({"target_modules": r".*language_model.*\.(q|v)_proj"}, 8),
         ({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1, 2]}, 4),
         ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]}, 4),
+        ({"target_modules": ["q_proj"], "use_rslora": True}, 4),
     ],
 )
 def test_layers_that_peft_chose_by_a_pattern_are_those_of_the_file(base, tmp_path, asked, count):
