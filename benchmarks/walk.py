@@ -64,7 +64,9 @@ def modules_of(arguments: list[str]) -> dict[str, int]:
         threading.setprofile(None)
     ours = {Path(name).resolve() for name in seen if name.endswith(".py")}
     kept = [path for path in ours if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "benchmarks")]
-    return {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in kept if ".venv" not in path.parts}
+    return {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in kept if ".venv" not in path.parts
+    }
 
 
 if __name__ == "__main__":

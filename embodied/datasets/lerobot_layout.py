@@ -98,6 +98,24 @@ def place(number: int) -> dict[str, int]:
     return {"chunk_index": chunk, "file_index": file}
 
 
+def feature_named(name: str) -> str:
+    """The feature that is called "action", "state" or as the env calls a camera."""
+    return {"action": ACTION, "state": STATE}.get(name, CAMERA + name)
+
+
+def renamed(found: dict[str, Any], theirs: dict[str, str]) -> dict[str, Any]:
+    """By our features; `theirs` says what the dataset calls some of them."""
+    ours = {other: name for name, other in theirs.items()}
+    return {ours.get(name, name): value for name, value in found.items() if name in ours or name not in theirs}
+
+
+def picture_shape(feature: dict[str, Any]) -> tuple[int, ...]:
+    """[H, W, 3] of one that is described as [3, H, W], too."""
+    shape = tuple(feature["shape"])
+    channels_first = feature["dtype"] in ("video", "image") and len(shape) == 3 and shape[0] == 3 != shape[2]
+    return (*shape[1:], 3) if channels_first else shape
+
+
 def check_pyarrow() -> None:
     if find_spec("pyarrow") is None:
         raise ConfigError("LeRobot datasets are parquet files; to use them: pip install 'embodied-loop[datasets]'")

@@ -70,7 +70,7 @@ def check_dataset(config: SFTConfig, spec: EnvSpec, learners: int) -> None:
     """Refuse demonstrations of another robot or with other observations, and too few of them."""
     if spec.privileged_dim:
         raise ConfigError("demonstrations hold no privileged numbers; set env.privileged=false")
-    dataset = read_dataset(config.data, images=False)
+    dataset = read_dataset(config.data, images=False, names=config.names)
     wanted = {ACTION: (spec.action.dim,), **({STATE: (spec.state_dim,)} if spec.state_dim else {})}
     wanted |= {CAMERA + camera: tuple(size) for camera, size in spec.images.items()}
     there = {name: tuple(feature["shape"]) for name, feature in dataset.features.items()}
