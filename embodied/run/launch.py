@@ -136,6 +136,10 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
     plan = plan if learn else plan.without("learner")
+    replan = lambda changed, there: replanned(changed, there, learn)  # noqa: E731
+    if learn and config.learner.shard and plan.count("learner") == 1:  # then it would hold everything
+        whole = config.learner.model_copy(update={"shard": False})
+        check_memory(config.model_copy(update={"learner": whole}), plan, there, learn, replan)
     if learn:
         check_learners(config, plan)
     if not is_large(config):
@@ -143,8 +147,18 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
         check_simulators(config, plan.count("sim"), memory)
         if learn:
             check_pictures(config, memory)
-    found = check_memory(config, plan, there, learn, lambda changed, there: placed(changed, there, learn)[1])
+    found = check_memory(config, plan, there, learn, replan)
     return config, replace(plan, memory=tuple(describe_memory(found)))
+
+
+def replanned(config: RunConfig, machines: Topology, learn: bool) -> PlacementPlan:
+    """The plan of a recipe that nobody has loaded. Refuses what loading it and `planned` would."""
+    RunConfig.model_validate(dict(config), context={"unused": () if learn else ("algo",)})
+    config, plan = placed(config, machines, learn)
+    check_devices(config, plan)
+    if learn:
+        check_learners(config, plan)
+    return plan
 
 
 def check_learners(config: RunConfig, plan: PlacementPlan) -> None:
@@ -204,6 +218,10 @@ def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
     """The config with the backend decided."""
     several = several or bool(named_nodes(config.placement))
     backend = choose_backend(config.cluster.backend, config.cluster.address, several)
+    if several and backend != "ray":
+        raise ConfigError(
+            f"cluster.backend={backend} keeps to one machine, and here are several; try cluster.backend=auto"
+        )
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
 
 

@@ -48,6 +48,7 @@ class Trained:
             loop.save_learners(folder / "saved")
             self.moves = [(move.verb, move.worker) for move in loop.turns.moves]
             self.bytes = {name: claim.num_bytes for name, claim in loop.turns.coordinator.claims.items()}
+            self.here = {name for name in self.bytes if loop.rollouts.has_memory(name)}
             self.used = {d: loop.turns.coordinator.used_bytes(d) for d in loop.turns.coordinator.capacity}
             timeline.end()
         self.spans = {(span.worker, span.name) for span in read_trace(folder / "trace.json")}
@@ -74,6 +75,8 @@ def test_policies_and_learners_swap_while_sims_keep_their_devices(roomy, tmp_pat
     assert tight.moves == to_learn[:1] + to_act + 3 * (to_learn + to_act) + to_learn
     assert {("learner-0", "onload"), ("learner-0", "offload"), ("policy-0", "onload")} <= tight.spans
     assert ("driver", "switch") in tight.spans
+    # who is started again away from its turn gives its memory back at once
+    assert tight.here == {"sim-0", "sim-1", "learner-0"} and roomy.here == {*tight.here, "policy-0"}
     assert all(np.array_equal(tight.weights[name], roomy.weights[name]) for name in roomy.weights)
 
 
