@@ -20,9 +20,8 @@ from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.policies.request_batching import Merging
 from embodied.run import devices
-from embodied.runtime import Budget, Cluster, Handle, Timers, WorkerGroup
+from embodied.runtime import Budget, Cluster, Handle, Timers, WorkerGroup, take_turns
 from embodied.runtime.weights import new_name
-from embodied.workflows.device_claims import ROLLOUT, UPDATE, take_turns
 from embodied.workflows.eval_outputs import first_recording, to_film_again, write_dataset
 from embodied.workflows.fixed_episodes import Heard, ignore, never, play_fixed
 from embodied.workflows.group_collector import GroupCollector
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 SIM = "embodied.envs.worker:SimWorker"
 POLICY = "embodied.policies.worker:PolicyWorker"
 LEARNER = "embodied.learners.worker:LearnerWorker"
+
+ROLLOUT, UPDATE = "rollout", "update"  # the phases of an iteration, which take turns on devices
 
 
 class EmbodiedLoop:
@@ -135,8 +136,9 @@ class EmbodiedLoop:
         self.rollouts.start(spec, self.collection.noted if self.learners else None, self.weight_sync, budget)
         if self.learners:
             self.collection.start(self.rollouts, self.learners, self.trajectories)
-        groups = (self.sims, self.policies, self.learners)
-        self.turns = take_turns(self.cluster, *groups, self.config.cluster.memory_gb, self.timers)
+        phases = {ROLLOUT: [self.sims, self.policies], **({UPDATE: [self.learners]} if self.learners else {})}
+        sharing = [group for group in (self.policies, self.learners) if group]
+        self.turns = take_turns(self.cluster, phases, self.timers, self.config.cluster.memory_gb, sharing)
         self.rollouts.has_memory = self.turns.has_memory
         return spec
 
