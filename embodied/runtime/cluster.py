@@ -135,12 +135,11 @@ class Cluster:
 
     def call(self, group: WorkerGroup, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle:
         handle = Handle(self, f"{group.role}.{method}", group.workers)
-        urgent = getattr(getattr(group.cls, method, None), "served_while_busy", False)
         packed, packed_arguments = None, None
         for worker, host, arguments in zip(group.workers, group.hosts, per_rank):
             if arguments is not packed_arguments:  # the same for all ranks: packed once
                 packed, packed_arguments = self._backend.pack(arguments), arguments
-            self._send(handle, worker, host, ("call", worker, method, urgent), packed, arguments)
+            self._send(handle, worker, host, ("call", worker, method), packed, arguments)
         return handle
 
     def wait_for(self, handle: Handle, timeout_s: float | None, without_losses: bool = False) -> None:
