@@ -20,14 +20,14 @@ from typing import Any
 
 from embodied.core.errors import DeadlineExceeded, WorkerFailed
 from embodied.runtime.awake_clock import LOOK_S, AwakeClock
-from embodied.runtime.backend import START_S, Events, describe_backend, make_backend
+from embodied.runtime.backend import Events, describe_backend, make_backend
 from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Choose
-from embodied.runtime.failures import Failure, readable
+from embodied.runtime.failures import Call, Failure, Watchdog
 from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.host import DRIVER, HostPlan, WorkerSpec
-from embodied.runtime.progress import MAX_WORKERS, Sign
+from embodied.runtime.processes import START_S
+from embodied.runtime.progress import MAX_WORKERS, Sign, readable
 from embodied.runtime.supervision import Budget, Supervisor
-from embodied.runtime.watchdog import Call, Watchdog
 from embodied.runtime.worker import Worker
 
 _FIRST_CAUSE_S = 0.5  # how long a consequence waits for its cause to be reported
