@@ -6,8 +6,7 @@ roles of a user's own come with the workflow that declares them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,7 @@ from embodied.core.types import EnvSpec, EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.run import devices
-from embodied.runtime import Channel, Cluster, Handle, Timers, WorkerGroup
-from embodied.runtime.device_sharing import Turns
-from embodied.runtime.leases import GB, Claim, Coordinator
+from embodied.runtime import Channel, Cluster, Handle, Timers, Turns, take_turns
 from embodied.runtime.weights import new_name
 from embodied.workflows.contract import ROLLOUT, UPDATE, BatchSource, Role, check_roles
 from embodied.workflows.rollout_manager import RolloutManager
@@ -75,7 +72,7 @@ class Workers:
         for build in builds:
             build.wait()
         self.weight_sync = WeightSync(self.cluster, self.policies)
-        self.turns = take_turns(self)
+        self.turns = self._take_turns()
         self.rollouts = RolloutManager(self, source and source.journaled)
         if source:
             source.start(self)
@@ -88,6 +85,13 @@ class Workers:
             self.learners.meet_at(address).wait()
         others = {*self.policies.process().wait()} - {*learning}
         return self.learners.build(self.spec, new_name(), snapshot=bool(others), start=start_folder)
+
+    def _take_turns(self) -> Turns:
+        """The turns that the roles' phases take on devices. All groups are built, and so have their memory."""
+        by_phase = {phase: [self.groups[r.name] for r in self.roles if r.phase == phase] for phase in (ROLLOUT, UPDATE)}
+        phases = {phase: groups for phase, groups in by_phase.items() if groups}
+        sharing = [self.groups[role.name] for role in self.roles if role.holds_policy]
+        return take_turns(self.cluster, phases, self.timers, self.config.cluster.memory_gb, sharing)
 
     def trajectory_channels(self) -> list[Channel]:
         """One to each learner, bounded by what a batch is: nothing is taken before it is whole."""
@@ -117,61 +121,3 @@ def eval_rows(num_episodes: int, num_envs: int, num_sims: int) -> int:
     most = max(1, min(-(-num_envs // num_sims), share))
     turns = max(1, -(-share // most))
     return max(1, -(-share // turns))
-
-
-# Device sharing: workers of a phase hold the devices of their hosts. Memory moves only where a limit is known and both
-# phases do not fit: a GPU's own, or `cluster.memory_gb`.
-
-Part = tuple[WorkerGroup, list[bool]]  # a gang's workers of a role, and which of them share weights with another's
-
-
-def take_turns(workers: Workers) -> Turns:
-    """The turns that phases take on devices. All groups are built, and so have their memory."""
-    cluster, memory_gb = workers.cluster, workers.config.cluster.memory_gb
-    devices = {host.name: host.devices or (host.name,) for host in cluster.hosts}
-    parts = parts_of(workers)
-    gangs = {phase: [claim for part in some for claim in claims_of(*part, devices)] for phase, some in parts.items()}
-    limits = {
-        device: host.device_bytes if memory_gb is None else memory_gb * GB
-        for host in cluster.hosts
-        for device in devices[host.name]
-    }
-    everyone = [claim.worker for gang in gangs.values() for claim in gang]
-    # How much memory work takes is known when it was done; where nothing is limited it need not be.
-    limited = min(limits.values()) < float("inf")
-    growing = {phase: partial(claims_now, some, devices) for phase, some in parts.items()} if limited else {}
-    return Turns(Coordinator(limits, gangs, resident=everyone), workers.groups, workers.timers, growing)
-
-
-def parts_of(workers: Workers) -> dict[str, list[Part]]:
-    """Phase -> its groups, and which of their workers are in one process with another role's copy of the policy."""
-    held = {role.name: workers.groups[role.name].process().wait() for role in workers.roles if role.holds_policy}
-    parts: dict[str, list[Part]] = {}
-    for phase in (ROLLOUT, UPDATE):
-        for role in (role for role in workers.roles if role.phase == phase):
-            group = workers.groups[role.name]
-            others = {where for name, places in held.items() if name != role.name for where in places}
-            shared = [where in others for where in held.get(role.name, [None] * len(group))]
-            parts.setdefault(phase, []).append((group, shared))
-    return parts
-
-
-def claims_now(parts: Iterable[Part], devices: Mapping[str, tuple[str, ...]]) -> list[Claim]:
-    """Claims of the workers that have not died."""
-    return [claim for group, shared in parts for claim in claims_of(group, shared, devices, some=True)]
-
-
-def claims_of(
-    group: WorkerGroup, shared: list[bool], devices: Mapping[str, tuple[str, ...]], some: bool = False
-) -> list[Claim]:
-    """What a group's workers need, spread over the devices of each; `some`: without those that have died."""
-    asked = group.needs.each([(one,) for one in shared])
-    needs = asked.survivors() if some else dict(zip(group.workers, asked.wait(), strict=True))
-    claims = []
-    for worker, host in zip(group.workers, group.hosts, strict=True):
-        if worker not in needs:
-            continue
-        held, need = devices[host], needs[worker]
-        movable = need.num_bytes > need.kept_bytes
-        claims.append(Claim(worker, held, need.num_bytes / len(held), need.kept_bytes / len(held), movable))
-    return claims

@@ -21,7 +21,7 @@ from embodied.learners.worker import LearnerWorker
 from embodied.policies.baselines import RandomPolicy
 from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Timers
-from embodied.runtime.offload import Offloader, num_bytes
+from embodied.runtime.device_memory import Offloader, num_bytes
 from embodied.runtime.tensor_bytes import read_safetensors, tensor_of
 
 HERE = Path(__file__).parent
