@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied import report
+from embodied import let_call, report
+from embodied.config.cli import from_python
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
 from embodied.core.types import EpisodeResult
@@ -25,10 +26,11 @@ from embodied.envs.own_modules import file_name
 from embodied.envs.protocols import choose_protocol
 from embodied.placement import PlacementPlan
 from embodied.reporting.console import describe_causes, describe_results, describe_tasks, warn_of_errors
-from embodied.reporting.paired_outcomes import describe_comparison, write_comparison
+from embodied.reporting.paired_outcomes import COMPARISON, describe_comparison, write_comparison
 from embodied.reporting.partial_evaluation import PartialEvaluation, is_part_of, mark, unmark
 from embodied.reporting.results import RESULTS, read_results, write_results
 from embodied.reporting.run_page import report_or_say_why
+from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import causes, summarize
 from embodied.reporting.video_mosaic import write_mosaic
 from embodied.run import launch
@@ -51,15 +53,31 @@ def main(argv: list[str] | None = None) -> int:
 def start(argv: list[str]) -> int:
     """Find the policies, take env and protocol from the first one's recipe, play, write and print the results."""
     loaded = load(argv, entry="evaluate")
-    if loaded is None:
-        return 0
+    if loaded is not None:
+        play(loaded)
+    return 0
+
+
+def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluate from Python, as the command does; returns what results.json says (for several policies
+    comparison.json): embodied.evaluate(run, "eval.episodes=200"). `policy` is all that `checkpoint=` may be."""
+    checkpoint = policy.folder if isinstance(policy, Run) else policy
+    loaded = load([f"checkpoint={checkpoint}", *from_python(words)], entry="evaluate")
+    if loaded is None or loaded.dry_run:
+        raise ConfigError("--help, --cfg and --dry-run are for the command line")
+    out = play(loaded)
+    return read_json(out / (RESULTS if (out / RESULTS).is_file() else COMPARISON))
+
+
+def play(loaded: Loaded) -> Path | None:
+    """Returns the folder of the results; None for a dry run."""
     targets = find_all(loaded)
     parts = [planned(part, targets, loaded.dry_run) for part in one_env_each(loaded.config)]
     announce(loaded, parts, targets)
     if loaded.dry_run:
         for config, _ in parts:
             launch.rehearse(config)
-        return 0
+        return None
     policies = {target.name: target.described() for target in targets}
     asked = [asked_for(parts, target.config, policies[target.name]) for target in targets]
     wanted = asked[0] if len(asked) == 1 else {"policies": asked}
@@ -70,7 +88,7 @@ def start(argv: list[str]) -> int:
             refuse_errors_only({name: evaluate(parts, targets[0], policies[name], out)}, out)
         else:
             compare(parts, targets, policies, wanted, out)
-    return 0
+    return out
 
 
 def planned(part: RunConfig, targets: list[Target], dry: bool) -> Part:
@@ -297,5 +315,6 @@ def played_by(evaluators: list[Evaluator]) -> dict[str, Any]:
     }
 
 
+let_call(__name__)
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -319,6 +320,9 @@ class Interruption:
         return 0 if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> Interruption:
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return self  # a notebook's or a server's thread: signals are its own business
         ends = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup asks to outlive the terminal
             ends.append(signal.SIGHUP)
