@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,18 @@ class BeforeARun:
     def longest_episode(cls, config: Any) -> int | None:
         """In env steps, as far as it is known without the simulator."""
         return config.max_episode_steps
+
+    @classmethod
+    def knows(cls, task: str) -> bool:
+        """Whether this name alone says that the task is this env's, for evaluations that name no env."""
+        return False
+
+    @classmethod
+    def missing_files(
+        cls, config: Any, environ: Mapping[str, str], exists: Callable[[Path], bool] = Path.exists
+    ) -> dict[str, str]:
+        """Files that the config's task needs and that are not here: name -> how it is had."""
+        return {}
 
     @classmethod
     def check(cls, config: Any) -> None:
