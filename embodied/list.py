@@ -162,7 +162,7 @@ def tasks_of_options(env: str) -> list[tuple[str, str]]:
 def problem_of_env(env: EnvConfig, machine: Machine) -> str:
     if problem := why_not(ENVS.get(env.name, NOTHING), machine):
         return problem
-    return lacks(env_class(env).missing_files(env, machine.environ, machine.exists))
+    return lacks(env_class(env).missing_files(env, machine))
 
 
 def problem_of_policy(name: str, machine: Machine) -> str:

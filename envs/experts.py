@@ -5,17 +5,11 @@ planner. Imported only when asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 
 from embodied.core.errors import ConfigError
 from embodied.envs.action_source import Expert
 from embodied.envs.base import VectorEnv
-
-SCRIPTED = {  # by env.name
-    "pointmass": "embodied.envs.pointmass.expert:PointMassExpert",
-    "maniskill": "embodied.envs.maniskill.expert:scripted",
-    "libero": "embodied.envs.libero.expert:LiberoExpert",
-}
+from embodied.envs.maniskill.bridge.tasks import is_bridge
 
 
 def make_expert(env: VectorEnv, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
@@ -27,7 +21,20 @@ def make_expert(env: VectorEnv, kind: str = "scripted", tick: Callable[[], None]
         from embodied.envs.maniskill.motion_planner import PlannerExpert
 
         return PlannerExpert(env, tick)
-    if name not in SCRIPTED:
-        raise ConfigError(f"there is no expert for env.name={name}; name a policy that solves it: checkpoint=runs/...")
-    module, _, expert = SCRIPTED[name].partition(":")
-    return getattr(import_module(module), expert)(env)
+    if name == "pointmass":
+        from embodied.envs.pointmass.expert import PointMassExpert
+
+        return PointMassExpert(env)
+    if name == "maniskill" and is_bridge(env.config.task):
+        from embodied.envs.maniskill.bridge.expert import BridgeExpert
+
+        return BridgeExpert(env)
+    if name == "maniskill":
+        from embodied.envs.maniskill.expert import ManiSkillExpert
+
+        return ManiSkillExpert(env)
+    if name == "libero":
+        from embodied.envs.libero.expert import LiberoExpert
+
+        return LiberoExpert(env)
+    raise ConfigError(f"there is no expert for env.name={name}; name a policy that solves it: checkpoint=runs/...")

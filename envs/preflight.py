@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,19 @@ class BeforeARun:
         return False
 
     @classmethod
-    def longest_episode(cls, config: Any) -> int | None:
-        """In env steps, as far as it is known without the simulator."""
-        return config.max_episode_steps
-
-    @classmethod
     def knows(cls, task: str) -> bool:
         """Whether this name alone says that the task is this env's, for evaluations that name no env."""
         return False
 
     @classmethod
-    def missing_files(
-        cls, config: Any, environ: Mapping[str, str], exists: Callable[[Path], bool] = Path.exists
-    ) -> dict[str, str]:
-        """Files that the config's task needs and that are not here: name -> how it is had."""
+    def missing_files(cls, config: Any, machine: Any) -> dict[str, str]:
+        """Files that the config's task needs and this `system.machine.Machine` lacks: name -> how to get it."""
         return {}
+
+    @classmethod
+    def longest_episode(cls, config: Any) -> int | None:
+        """In env steps, as far as it is known without the simulator."""
+        return config.max_episode_steps
 
     @classmethod
     def check(cls, config: Any) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -63,13 +62,11 @@ class ManiSkillEnv(VectorEnv):
         return is_bridge(task)
 
     @classmethod
-    def missing_files(
-        cls, config: ManiSkillConfig, environ: Mapping[str, str], exists: Callable[[Path], bool] = Path.exists
-    ) -> dict[str, str]:
+    def missing_files(cls, config: ManiSkillConfig, machine: Any) -> dict[str, str]:
         """Files of the bridge tasks; what others need only ManiSkill knows."""
-        here = asset_folder(environ)
+        here = asset_folder(machine.environ)
         tasks = [task for task in cls.tasks(config) if is_bridge(task)]
-        return {asset: source_of(asset) for task in tasks for asset in absent(task, here, exists)}
+        return {asset: source_of(asset) for task in tasks for asset in absent(task, here, machine.exists)}
 
     @classmethod
     def longest_episode(cls, config: ManiSkillConfig) -> int | None:

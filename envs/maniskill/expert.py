@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from embodied.core.errors import ConfigError
-from embodied.envs.action_source import Expert
 from embodied.envs.maniskill import panda
-from embodied.envs.maniskill.bridge.tasks import is_bridge
 from embodied.envs.maniskill.env import ManiSkillEnv, to_numpy
 
 BASE = np.array([-0.615, 0.0, 0.0])  # of the arm
@@ -186,12 +184,3 @@ RULES: dict[str, Callable[[World], Wish]] = {
     "PickCube-v1": pick_cube,
     "StackCube-v1": stack_cube,
 }
-
-
-def scripted(env: ManiSkillEnv) -> Expert:
-    """The script of this env's task."""
-    if is_bridge(env.config.task):
-        from embodied.envs.maniskill.bridge.expert import BridgeExpert
-
-        return BridgeExpert(env)
-    return ManiSkillExpert(env)
