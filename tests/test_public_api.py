@@ -42,7 +42,7 @@ def test_three_lines_train_evaluate_and_say_what_the_commands_wrote(tmp_path, mo
 
 def test_the_same_checks_as_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="try algo.minibatch_size=512"):
+    with pytest.raises(ConfigError, match=r"try algo\.minibatch_size=512"):
         embodied.train("pointmass_ppo", {"algo.minibatch_size": 100_000})
     with pytest.raises(ConfigError, match="for the command line"):
         embodied.train("pointmass_ppo", "--dry-run")
