@@ -174,7 +174,9 @@ class EmbodiedLoop:
                 publishing = self.learners.publish(version)
                 self.rollouts.settle(publishing)
             with self.turns.phase(ROLLOUT):
-                loading = self.weight_sync.deliver(publishing.wait()[0], self.learners[0].send, self.rollouts.ask)
+                loading = self.weight_sync.deliver(
+                    publishing.wait()[0], self.learners[0].send_weights, self.rollouts.ask
+                )
                 self.rollouts.settle(*loading)
         return publishing.seconds("max")
 
