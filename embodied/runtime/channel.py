@@ -30,7 +30,7 @@ hosts_of_runs: dict[str, Host] = {}  # the host of each running cluster in this 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a choose policy sees of an item: `choose(waiting) -> index of the one to hand out next`."""
+    """What a choose function sees of an item: `choose(waiting) -> index of the one to hand out next`."""
 
     key: Any
     weight: float

@@ -212,7 +212,7 @@ class Cluster:
             self._watchdog.rebuilt_by(host, construction, weights)
 
     def restarts(self, host: str) -> int:
-        """Of this host in this run."""
+        """How often this host was started again in this run."""
         return self._watchdog.supervisor.restarts(host)
 
     def close(self, seconds: float = CLOSE_S) -> None:

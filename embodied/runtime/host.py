@@ -50,7 +50,7 @@ class HostPlan:
 
     @property
     def gpu(self) -> str:
-        """The one it holds, by the plan's name."""
+        """The GPU it holds, by the plan's name, or ""."""
         return next((name for name in self.devices if name.startswith("gpu:")), "")
 
     def environment(self) -> dict[str, str]:
@@ -64,7 +64,7 @@ class HostPlan:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Who a worker is. `slot` is its place in the progress memory."""
+    """Names a worker and its class. `slot` is its place in the progress memory."""
 
     name: str
     rank: int
@@ -188,7 +188,7 @@ class Host:
                 end.answer(rest[0], closed=(rest[1], rest[2]))
             elif kind == "closed":
                 end.closed_by(*rest)
-        except Exception as error:  # of a choose policy, or an item that cannot be sent: those who wait must hear of it
+        except Exception as error:  # of a choose function, or an item that cannot be sent: it must reach all that wait
             traceback.print_exc()
             end.close(self.name, f"{type(error).__name__}: {error}")
 

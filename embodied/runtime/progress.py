@@ -99,7 +99,7 @@ def _ago_s(ticks: int, when: int) -> float:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """The memory that this process holds."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

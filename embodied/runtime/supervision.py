@@ -4,7 +4,7 @@ It is told what happened and when, and answers what to do; doing it is the calle
 
     healthy <-> suspect      silent for half of hang_s, or heard again
     any -> restarting        it died, while it was built again too, and the budget allows another life
-    restarting -> stale      its workers are constructed, but a policy among them has no weights yet
+    restarting -> stale      its workers are constructed, but one among them has no weights yet
     restarting -> healthy    constructed, and nothing is missing
     stale -> healthy         it has the current weights
     any -> dead              it died once too often, or holds what cannot be had again: the run ends

@@ -128,7 +128,7 @@ def move(plan: HostPlan, nodes: Sequence[RayNode], busy: Mapping[tuple[str, int]
 
 
 def answers(nodes: Sequence[tuple[str, tuple]], function: Callable) -> list[Any]:
-    """Of a function on these nodes, with the arguments of each."""
+    """Returns what a function returns on each of these nodes, given the arguments of each."""
     try:
         return ray.get([run_on(node_id, function, *arguments) for node_id, arguments in nodes], timeout=_LOOK_S)
     except RayError as err:
