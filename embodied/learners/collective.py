@@ -1,4 +1,4 @@
-"""How learner ranks agree: sums and gathers in rank order, so that every rank holds the same bits."""
+"""Agreement among learner ranks: sums and gathers in rank order, so that every rank holds the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded
-from embodied.learners.rendezvous import Meeting, RendezvousAddress, RendezvousFile, RendezvousRoom
+from embodied.learners.rendezvous import Rendezvous, RendezvousAddress, RendezvousFile, RendezvousRoom
 from embodied.runtime import Worker
 
 SPINS = 20_000  # times that a waiting rank reads the counters before it begins to sleep in between
@@ -179,7 +179,7 @@ class Measured:
 Collective = Alone | Threads | Gloo | Measured
 
 
-def join(rendezvous: Meeting | None, worker: Worker, device: str) -> Collective:
+def join(rendezvous: Rendezvous | None, worker: Worker, device: str) -> Collective:
     """Waits for the other ranks and returns what sums and gathers over them; `device` is where gradients are."""
     rank, world_size = worker.rank, worker.world_size
     if world_size == 1:

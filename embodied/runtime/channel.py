@@ -1,7 +1,7 @@
 """A named queue between workers, with optional keys and weights; channels may form cycles.
 
 The queue itself lives in one host, its home: put it where the items are consumed. Within a host an item is handed over
-as it is, the object itself: who puts a thing must not change it afterwards. From another host it arrives as a copy
+as it is, the object itself: the producer must not change it afterwards. From another host it arrives as a copy
 whose large arrays are read-only.
 
 `capacity` bounds what one producer may have waiting: its next put blocks until the consumer takes something.
@@ -30,7 +30,7 @@ hosts_of_runs: dict[str, Host] = {}  # the host of each running cluster in this 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a choose function sees of an item: `choose(waiting) -> index of the one to hand out next`."""
+    """An item as a choose function sees it: `choose(waiting) -> index of the one to hand out next`."""
 
     key: Any
     weight: float

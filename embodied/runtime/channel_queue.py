@@ -76,7 +76,7 @@ class Queue:
         self._getters: deque[Getter] = deque()
         self._order = itertools.count()
         self._unread: dict[str, int] = defaultdict(int)  # items waiting per producer of this host
-        self._taken: dict[tuple[str, str], int] = defaultdict(int)  # room not yet told to producers elsewhere
+        self._taken: dict[tuple[str, str], int] = defaultdict(int)  # room not yet reported to producers elsewhere
         self._closed: tuple[str, str] | None = None
         self._source_dead: tuple[str, str] | None = None  # the worker and the cause, while the only producer is dead
 
@@ -150,7 +150,7 @@ class Queue:
     # For the driver's news of other hosts and of workers
 
     def host_died(self, host: str, worker: str, cause: str, restarts: bool) -> None:
-        """Nobody waits there any more. What it has put stays, but who waits for more of a dead only producer fails."""
+        """Nobody waits there any more. What it has put stays, but gets that wait for a dead only producer fail."""
         self._forget(host)
         if self.pair is None or self.pair.source_host != host:
             return
@@ -167,7 +167,7 @@ class Queue:
             self._source_dead = None
 
     def worker_failed(self, worker: str, cause: str) -> None:
-        """What goes straight from it or to it ends; what it has sent can still be taken."""
+        """Ends what goes straight from it or to it; what it has sent can still be taken."""
         if self.pair and worker in (self.pair.source, self.pair.receiver):
             self.close(worker, cause, drain=worker == self.pair.source)
 
@@ -262,7 +262,7 @@ class Queue:
         return self._gone(entry)
 
     def _gone(self, entry: Entry) -> Entry:
-        """Gives the producer its room back; producers elsewhere hear of it in lots of half the capacity."""
+        """Gives the producer its room back; producers elsewhere in portions of half the capacity."""
         if self.capacity is None or entry.put_back:
             return entry
         if entry.peer is None:

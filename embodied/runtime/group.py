@@ -43,7 +43,7 @@ class Handle:
         return all(worker in self._results for worker in self.workers)
 
     def seconds(self, reduce: str = "max") -> float:
-        """How long the call took on its ranks, after `wait`: "max", "min" or "mean"."""
+        """Returns how long the call took on its ranks, after `wait`: "max", "min" or "mean"."""
         return _REDUCE[reduce]([self._seconds[worker] for worker in self.workers])
 
     def running(self) -> list[str]:

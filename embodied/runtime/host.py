@@ -76,8 +76,8 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Links:
-    """What a backend provides to a host: `pack` and `unpack` move an object across, `post` reaches another host's
-    `serve_channel`, `report` the driver."""
+    """The ways out of a host, made by its backend: `pack` and `unpack` move an object across, `post` reaches another
+    host's `serve_channel`, `report` the driver."""
 
     pack: Callable[..., Any]  # (item, reader's GPU="")
     unpack: Callable[[Any], Any]
@@ -110,7 +110,7 @@ class Host:
         self._failed: dict[str, str] = {}  # worker -> cause
         self._lock = threading.RLock()
         self._current = threading.local()
-        self.flows: dict[tuple[str, str], tuple[float, float]] = {}  # who gave to whom, from when to when
+        self.flows: dict[tuple[str, str], tuple[float, float]] = {}  # (giver, taker) -> from when to when
         hosts_of_runs[run] = self
 
     # What the driver asks for

@@ -138,7 +138,7 @@ class Remote:
             self.open()
 
     def worker_failed(self, worker: str, cause: str) -> None:
-        """What goes straight from it or to it ends."""
+        """Ends what goes straight from it or to it."""
         if self.pair and worker in (self.pair.source, self.pair.receiver):
             self.closed_by(worker, cause)
 

@@ -237,7 +237,7 @@ class WeightReader:
         self._offsets: dict[str, int] = {}
 
     def route(self, publication: Publication) -> str:
-        """How this process gets at a store's weights: "shared", "snapshot" or "buckets"."""
+        """Returns how this process gets at a store's weights: "shared", "snapshot" or "buckets"."""
         store = stores_here.get(publication.store)
         if store is not None and store.live is not None:
             return "shared"
@@ -305,7 +305,7 @@ class WeightReader:
         return self._memory[16:24].view(np.int64)
 
     def _check(self, publication: Publication, blobs: dict[str, Blob]) -> bool:
-        """Whether the snapshot holds this version undamaged; False where a newer one has taken its place."""
+        """Returns whether the snapshot holds this version undamaged; False where a newer one has taken its place."""
         try:
             if not self._overwritten(publication):
                 for name, blob in blobs.items():
@@ -322,7 +322,7 @@ class WeightReader:
         return held != publication.version
 
     def _receive(self, publication: Publication, channel: Channel, names: Iterable[str]) -> bool:
-        """Whether this version came, whole; False where a newer one came instead."""
+        """Returns whether this version came, whole; False where a newer one came instead."""
         missing = {name: publication.specs[name].size_bytes for name in names}
         number, last = 0, False
         while not last:
