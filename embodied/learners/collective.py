@@ -1,4 +1,4 @@
-"""How learner ranks agree: sums and gathers in rank order, so that every rank holds the same bits."""
+"""Agreement among learner ranks: sums and gathers in rank order, so that every rank holds the same bits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded
-from embodied.learners.rendezvous import Meeting, RendezvousAddress, RendezvousFile, RendezvousRoom
+from embodied.learners.rendezvous import Rendezvous, RendezvousAddress, RendezvousFile, RendezvousRoom
 from embodied.runtime import Worker
 
-SPINS = 20_000  # looks at the counters before a waiting rank begins to sleep between looks
+SPINS = 20_000  # times that a waiting rank reads the counters before it begins to sleep in between
 
 
 class Alone:
@@ -83,27 +83,24 @@ class Gloo:
         return [part[: int(count)].numpy() for part, count in zip(parts, counts, strict=True)]
 
 
-class Nccl:
-    """GPU tensors are summed by NCCL, arrays gathered by gloo."""
+class Nccl(Gloo):
+    """GPU tensors are summed by NCCL."""
 
     def __init__(self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int) -> None:
         import torch.distributed as dist
 
-        self.gloo = Gloo(rendezvous, rank, world_size)
-        self.group = dist.ProcessGroupNCCL(rendezvous.store("nccl", world_size), rank, world_size)
+        super().__init__(rendezvous, rank, world_size)
+        self.gpus = dist.ProcessGroupNCCL(rendezvous.store("nccl", world_size), rank, world_size)
 
     def sum(self, values: Tensor) -> Tensor:
         if not values.is_cuda:
-            return self.gloo.sum(values)
-        self.group.allreduce([values]).wait()
+            return super().sum(values)
+        self.gpus.allreduce([values]).wait()
         return values
 
-    def gather(self, rows: np.ndarray) -> list[np.ndarray]:
-        return self.gloo.gather(rows)
 
-
-class SharedMemory:
-    """Gloo for everything, but sums of processes on one machine go through a mapped file, several times faster.
+class SharedMemory(Gloo):
+    """Sums of processes on one machine go through a mapped file, several times faster than by gloo.
 
     Every rank has two slots and a counter. It writes its part into the slot of this round's parity, raises its counter,
     waits until all counters have come as far, and adds the parts in rank order. A slot is written again two rounds
@@ -112,8 +109,8 @@ class SharedMemory:
     """
 
     def __init__(self, file: RendezvousFile, rank: int, world_size: int) -> None:
-        self.gloo = Gloo(file, rank, world_size)
-        self.rank, self.world_size, self.timeout_s = rank, world_size, file.timeout_s
+        super().__init__(file, rank, world_size)
+        self.rank, self.timeout_s = rank, file.timeout_s
         self.path = file.path + "-sums"
         self.round = 0
         self.slots: np.ndarray | None = None
@@ -131,9 +128,6 @@ class SharedMemory:
         for part in slots[2:]:
             mine += part
         return values
-
-    def gather(self, rows: np.ndarray) -> list[np.ndarray]:
-        return self.gloo.gather(rows)
 
     def _wait(self) -> None:
         counters, until = self.counters[:, 0], time.monotonic() + self.timeout_s
@@ -154,23 +148,23 @@ class SharedMemory:
         if self.rank == 0:
             Path(path).write_bytes(b"")
             os.truncate(path, total)
-        self.gloo.gather(np.zeros(1))
+        self.gather(np.zeros(1))
         memory = np.memmap(path, np.uint8, "r+", shape=(total,))
-        self.gloo.gather(np.zeros(1))
+        self.gather(np.zeros(1))
         if self.rank == 0:
             os.unlink(path)
         head = self.world_size * 64
         self.counters = memory[:head].view(np.uint64).reshape(self.world_size, 8)
         self.slots = memory[head:].reshape(self.world_size, 2, size)
         self.counters[self.rank, 0] = self.round
-        self.gloo.gather(np.zeros(1))
+        self.gather(np.zeros(1))
 
 
 class Measured:
     """Another collective; the time in it, waiting for the slowest rank included, is measured as "sync". A rank that
     waits there may be silent, so the one it waits for is found hung."""
 
-    def __init__(self, ranks: Threads | Gloo | Nccl | SharedMemory, worker: Worker) -> None:
+    def __init__(self, ranks: Threads | Gloo, worker: Worker) -> None:
         self.ranks, self.worker = ranks, worker
 
     def sum(self, values: Tensor) -> Tensor:
@@ -182,11 +176,11 @@ class Measured:
             return self.ranks.gather(rows)
 
 
-Collective = Alone | Threads | Gloo | Nccl | SharedMemory | Measured
+Collective = Alone | Threads | Gloo | Measured
 
 
-def join(rendezvous: Meeting | None, worker: Worker, device: str) -> Collective:
-    """Meet the other ranks; a file is gone when all have met. `device` is where gradients are."""
+def join(rendezvous: Rendezvous | None, worker: Worker, device: str) -> Collective:
+    """Waits for the other ranks and returns what sums and gathers over them; `device` is where gradients are."""
     rank, world_size = worker.rank, worker.world_size
     if world_size == 1:
         return Alone()

@@ -29,7 +29,7 @@ class RendezvousFile:
         return dist.FileStore(f"{self.path}-{purpose}", world_size)
 
     def remove(self) -> None:
-        """What was needed to meet."""
+        """Removes the files that were needed to meet."""
         whole = Path(self.path)
         for file in whole.parent.glob(f"{whole.name}*"):
             file.unlink(missing_ok=True)
@@ -37,7 +37,7 @@ class RendezvousFile:
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Ranks on several machines find their peers through rank 0, which listens there. Nobody is asked for a password:
+    """Ranks on several machines find their peers through rank 0, which listens there. There is no password:
     this belongs on a network of one's own."""
 
     host: str
@@ -66,13 +66,14 @@ class RendezvousRoom:
         self.seats: list = [None] * world_size
 
 
-Meeting = RendezvousFile | RendezvousAddress | RendezvousRoom
+Rendezvous = RendezvousFile | RendezvousAddress | RendezvousRoom
 
 
 def rendezvous_point(
     ranks: int, backend: str, folder: Path, timeout_s: float
 ) -> RendezvousFile | RendezvousRoom | None:
-    """For the learner ranks of a run on one machine; the file lies in a folder that only this run uses."""
+    """Returns where the learner ranks of a run on one machine meet, None for a single rank. A file lies in a folder
+    that only this run uses."""
     if ranks == 1:
         return None
     if backend == "inline":

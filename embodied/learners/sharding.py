@@ -59,7 +59,7 @@ def shard(policy: nn.Module, rendezvous: RendezvousFile | RendezvousAddress, ran
 
 
 def sum_gradients_now(policy: nn.Module, now: bool) -> None:
-    """Whether the next backward pass ends with gradients summed over ranks, or only adds to this rank's own."""
+    """Sets whether the next backward pass ends with gradients summed over ranks, or only adds to this rank's own."""
     if hasattr(policy, "set_requires_gradient_sync"):
         policy.set_requires_gradient_sync(now)
 
@@ -72,7 +72,7 @@ def leave() -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Who has not imported DTensor, which takes most of a second, has none."""
+    """Returns whether a tensor is a DTensor. A process that never imported that class, which is slow, has none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

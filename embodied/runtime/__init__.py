@@ -1,4 +1,18 @@
-"""Hosts, workers and channels. Imports neither torch nor ray, so that a host starts in a blink."""
+"""Workers on devices: what a program of one's own needs to run roles side by side, on one machine or a cluster.
+
+    Cluster, HostPlan      starts the processes of a plan and launches groups of workers there
+    Worker                 the base of a role: its public methods are called on the group; send, recv, broadcast
+    WorkerGroup, Handle    all replicas of a role, and a call to them that may still run
+    Channel, Waiting       a named queue between workers; what a choose function sees of its items
+    Turns, take_turns      groups that share devices work there in turns, phase by phase
+    Needs                  what a worker reports of its device memory
+    Budget                 how often a process that died or hangs is started again
+    Timers                 measures named pieces of work
+    served_while_busy      marks a method that answers while the worker is at work
+    choose_backend, describe_backend, nodes_of    inline, local or ray, and the nodes of a Ray cluster
+
+Imports neither torch nor ray, so that a host starts in a blink. Weights and device memory have modules of their own.
+"""
 
 from embodied.runtime.backend import choose_backend, describe_backend, nodes_of
 from embodied.runtime.channel import Channel, Waiting

@@ -1,7 +1,7 @@
 """Time that counts for deadlines: it stands still while this process, or the driver it works for, is stopped.
 
 A process that is stopped (Ctrl-Z, a paused container) notices nothing; when it goes on, all others seem to have been
-silent for as long. Who waits looks at the time at least every second, so a much longer gap between two looks is such a
+silent for as long. A wait reads the time at least every second, so a much longer gap between two readings is such a
 stop, or work in which it waited for nobody: neither is anybody else's delay.
 """
 
@@ -52,7 +52,7 @@ def wait_awake(attempt: Callable[[float], bool], seconds: float, driver: int | N
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped this process of this machine."""
+    """Returns whether a signal has stopped this process of this machine."""
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
     return False

@@ -1,4 +1,6 @@
-"""What a backend supplies: start a host, call it, move a payload, tell that it died, end it. All else is shared."""
+"""The duties of a backend: start a host, call it, move a payload, report its death, end it; all else is shared. The
+simplest backend, inline, is here.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Events:
-    """What a backend tells the cluster, from any thread."""
+    """A backend's reports to the cluster, from any thread."""
 
     on_report: Callable[[str, tuple, Any], None]  # (host name, message, packed result): a host answers
     on_start: Callable[[str, int], None]  # (host name, process id): a life of it has begun
-    on_death: Callable[[str, str], None]  # (host name, cause): its process ended, and all it has sent here is told
+    on_death: Callable[[str, str], None]  # (host name, cause): its process ended, and all it sent was delivered
 
 
 PROMISES = {  # what a user can expect of each
@@ -66,14 +68,14 @@ class Backend(Protocol):
         """Has a host write into its log what its threads are at, even inside a native call; whether it can be asked."""
 
     def kill(self, host: str) -> None:
-        """Ends a host's process at once, even a stopped one; its death is then told as any other."""
+        """Ends a host's process at once, even a stopped one; its death is then reported as any other."""
 
     def stop(self, seconds: float) -> None:
         """Ends every host: workers get that long to close, then processes are killed."""
 
 
 def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
-    """What `auto` means here. Refuses what cannot be."""
+    """Returns the backend that `auto` means here, or the one named; refuses what cannot be."""
     if name == "auto":
         name = "ray" if address is not None or several_nodes else "local"
     if name != "ray" and address is not None:
@@ -84,8 +86,8 @@ def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
 
 
 def nodes_of(address: str, describe: Callable[[int], Any]) -> dict[str, Any]:
-    """The nodes of a running Ray cluster, the one we are on first: what `describe` says there, which is told how many
-    GPUs Ray counts."""
+    """Returns the nodes of a running Ray cluster, the one we are on first, and what `describe` returns there, given how
+    many GPUs Ray counts."""
     from embodied.runtime.ray.nodes import Connection
 
     connection = Connection(address)

@@ -1,8 +1,8 @@
 """Starts the hosts of a plan, launches worker groups on them, makes channels, and leaves nothing behind.
 
 One rule for errors: whatever fails first is what every wait reports. A failed worker closes the channels it was given,
-so those who wait for it there are told at once; the ChannelClosed they raise follows from it and never hides it.
-The exception are hosts that are supervised: what happens there is a loss that `settle` tells and `replace` mends.
+so those who wait for it there notice at once; the ChannelClosed they raise follows from it and never hides it.
+The exception are hosts that are supervised: what happens there is a loss that `settle` reports and `replace` mends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from embodied.runtime.supervision import Budget, Supervisor
 from embodied.runtime.worker import Worker
 
 _FIRST_CAUSE_S = 0.5  # how long a consequence waits for its cause to be reported
-_RANK_DEATH_S = 10.0  # the same where another rank of the role must have died: not every backend tells at once
+_RANK_DEATH_S = 10.0  # the same where another rank of the role must have died: not every backend reports it at once
 CLOSE_S = 5.0  # how long workers may take to close before they are killed
 CLOSE_AFTER_ERROR_S = 1.0
 
@@ -51,7 +51,7 @@ class Cluster:
         on_start: Callable[[str, int], None] = lambda host, pid: None,
     ) -> None:
         """`address` is that of a running Ray cluster; `modules` are those of the user's that its nodes may lack. A
-        private cluster has `start_s` to start. `on_start` is told every host's process id, of its next lives too."""
+        private cluster has `start_s` to start. `on_start` gets the process id of every life of a host."""
         names = [plan.name for plan in hosts]
         if len({*names, DRIVER}) != len(names) + 1:
             raise ValueError(f"host names must differ from each other and from {DRIVER!r}: {names}")
@@ -64,11 +64,13 @@ class Cluster:
         self._failures: list[Failure] = []
         self._groups: dict[str, WorkerGroup] = {}
         self._makings: dict[str, tuple[WorkerSpec, Any, Any]] = {}  # worker -> (spec, packed arguments, arguments)
+        roles = {role: None for plan in hosts for role in plan.roles}
+        self._homes = {role: [(plan.name, plan.gpu) for plan in hosts if role in plan.roles] for role in roles}
         self._channels: dict[str, Channel] = {}
         self._channels_of: dict[str, set[str]] = defaultdict(set)  # worker -> names of the channels it was given
         self._started: list[str] = []  # hosts
         self._dead_hosts: dict[str, Failure] = {}
-        self._losses: dict[str, Failure] = {}  # dead hosts to be replaced that `settle` has not told yet
+        self._losses: dict[str, Failure] = {}  # dead hosts to be replaced that `settle` has not reported yet
         self._watchdog: Watchdog | None = None
         self._clock = AwakeClock()
         self._closed = False
@@ -92,11 +94,10 @@ class Cluster:
     # What programs use
 
     def launch(self, cls: type[Worker], role: str, *args: Any, **kwargs: Any) -> WorkerGroup:
-        """Starts one replica on every host that lists the role. Returns at once: waits tell if a constructor failed."""
-        hosts = [plan.name for plan in self.hosts for r in plan.roles if r == role]
-        if not hosts:
-            known = sorted({r for plan in self.hosts for r in plan.roles})
-            raise ValueError(f"no host runs the role {role!r}; the plan has: {', '.join(known)}")
+        """Starts one replica on every host that lists the role. Returns at once; waits report failed constructors."""
+        if role not in self._homes:
+            raise ValueError(f"no host runs the role {role!r}; the plan has: {', '.join(sorted(self._homes))}")
+        hosts = [host for host, _ in self._homes[role]]
         if role in self._groups:
             raise ValueError(f"the role {role!r} is already launched")
         workers = [f"{role}-{rank}" for rank in range(len(hosts))]
@@ -104,7 +105,7 @@ class Cluster:
             raise ValueError(f"a cluster runs at most {MAX_WORKERS} workers")
         group = self._groups[role] = WorkerGroup(self, cls, role, workers, hosts)
         handle = Handle(self, f"{role}.__init__", workers)
-        packed = self._backend.pack((cls, args, kwargs))
+        packed = self._backend.pack((cls, args, kwargs, self._homes))
         module = cls.partition(":")[0] if isinstance(cls, str) else cls.__module__
         file = getattr(sys.modules.get(module), "__file__", None)
         for rank, worker in enumerate(workers):
@@ -160,7 +161,7 @@ class Cluster:
     # Supervision
 
     def supervise(self, groups: Sequence[WorkerGroup], stale: Sequence[WorkerGroup], budget: Budget) -> None:
-        """From now on hosts that run only these groups are replaced when they die or hang; one that hangs with another
+        """Replaces from now on hosts that run only these groups when they die or hang; one that hangs with another
         role ends the run. `stale` groups need weights before they are themselves again. A backend that isolates nothing
         cannot replace or end anything."""
         roles, stale_roles = {g.role for g in groups}, {g.role for g in stale}
@@ -173,7 +174,7 @@ class Cluster:
 
     def settle(self, *handles: Handle) -> dict[str, Failure]:
         """Blocks until the handles are done (then {}), or hosts have died that can be replaced: host -> what happened,
-        each told once. Raises what cannot be mended."""
+        each reported once. Raises what cannot be mended."""
         started = self._clock()
         with self._changed:
             while True:
@@ -211,7 +212,7 @@ class Cluster:
             self._watchdog.rebuilt_by(host, construction, weights)
 
     def restarts(self, host: str) -> int:
-        """Of this host in this run."""
+        """Returns how often this host was started again in this run."""
         return self._watchdog.supervisor.restarts(host)
 
     def close(self, seconds: float = CLOSE_S) -> None:
@@ -264,13 +265,13 @@ class Cluster:
             self._watchdog.check(self._calls.values())
 
     def _silence(self, handles: Sequence[Handle]) -> float:
-        """Seconds since one of those who are waited for last did something."""
+        """Seconds since the last sign of life of those waited for."""
         waited = [worker for handle in handles for worker in handle.running()]
         signs = [self._backend.progress(self._host_of(worker), self._slot(worker)) for worker in waited]
         return min(self._clock.awake_s(), *(sign.ago_s for sign in signs))
 
     def _failure_for(self, handle: Handle) -> Failure | None:
-        """What this wait must report. Called with the lock."""
+        """Returns what this wait must report. Called with the lock."""
         if (cause := self._news()) is not None or not handle.failed:
             return cause
         failure = next(iter(handle.failed.values()))
@@ -348,8 +349,11 @@ class Cluster:
         with self._changed:
             self._failures.append(failure)
             names = {name for worker in workers for name in self._channels_of[worker]}
+            others = [host for host in self._started if host not in self._dead_hosts and not self._closed]
         for name in names:
             self._channels[name].end.close(failure.worker, failure.cause)
+        for host in others:  # what its peers expect of it straight
+            self._backend.call(host, ("failed", failure.worker, failure.cause))
         with self._changed:
             self._mark(calls, failure)
 

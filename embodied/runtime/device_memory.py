@@ -22,7 +22,7 @@ from embodied.runtime.timers import Timers
 
 
 class Belongings:
-    """What a worker has on its device, part by part; each move is measured under the part's name and its bytes."""
+    """A worker's tensors on its device, part by part; each move is measured under the part's name and its bytes."""
 
     def __init__(self, timers: Timers) -> None:
         self.timers = timers
@@ -33,16 +33,16 @@ class Belongings:
         return any(part.away for part in self.parts.values())
 
     def offload(self, parts: Mapping[str, Iterable[Any]], emptied: Collection[str] = ()) -> None:
-        """What is in the parts `emptied` is not needed when they are back."""
+        """Moves these parts away; what is in those `emptied` is not needed when they are back."""
         for name, tensors in parts.items():
             residence = self.parts.setdefault(name, Offloader(keeps=name not in emptied))
-            self._told("offload", name, residence.offload, tensors)
+            self._measured("offload", name, residence.offload, tensors)
 
     def onload(self) -> None:
         for name, residence in self.parts.items():
-            self._told("onload", name, residence.onload)
+            self._measured("onload", name, residence.onload)
 
-    def _told(self, verb: str, name: str, move: Callable[..., int], *tensors: Any) -> None:
+    def _measured(self, verb: str, name: str, move: Callable[..., int], *tensors: Any) -> None:
         started = perf_counter()
         if moved := move(*tensors):
             self.timers.add(f"{verb} {name}, {moved / 1e6:.3g} MB", started)
@@ -150,7 +150,7 @@ class Computing:
 
 
 def free_bytes() -> int:
-    """Of the GPU that this process holds; 0 where it holds none."""
+    """Returns the free memory of the GPU that this process holds; 0 where it holds none."""
     if not own_gpu():
         return 0
     import torch
@@ -168,7 +168,7 @@ def begin_peak() -> int:
 
 
 def allocated_bytes() -> tuple[int, int]:
-    """Of tensors, now and at most since `begin_peak`."""
+    """Returns bytes of tensors now, and the most since `begin_peak`."""
     if not on_gpu():
         return 0, 0
     cuda = sys.modules["torch"].cuda
@@ -176,7 +176,7 @@ def allocated_bytes() -> tuple[int, int]:
 
 
 def give_back_unused() -> None:
-    """What torch keeps for the next time."""
+    """Gives back what torch keeps for the next time."""
     if on_gpu():
         sys.modules["torch"].cuda.empty_cache()
 

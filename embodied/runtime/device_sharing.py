@@ -55,7 +55,7 @@ class Turns:
             self._carry_out(self.coordinator.release(name))
 
     def has_memory(self, worker: str) -> bool:
-        """Whether its memory lies on its device: one that is started again gives it back at once where it does not."""
+        """Returns whether a worker's memory lies on its device; where not, its successor gives it back at once."""
         return worker in self.coordinator.resident
 
     def _carry_out(self, actions: list[Action]) -> None:
@@ -114,8 +114,8 @@ def claims_of(
     devices: Mapping[str, tuple[str, ...]],
     survivors: bool = False,
 ) -> list[Claim]:
-    """What the workers of these groups report to need, spread over the devices of each; `survivors`: only those that
-    have not died."""
+    """Returns what the workers of these groups report to need, spread over the devices of each; `survivors`: without
+    those that have died."""
     claims = []
     for group in groups:
         asked = group.needs.each([(worker in shared,) for worker in group.workers])

@@ -1,4 +1,4 @@
-"""What goes wrong in a worker or its process, and the watchdog: finds hung hosts, ends them, and decides with
+"""Failures of workers and their processes, and the watchdog, which finds hung hosts, ends them, and decides by
 `supervision.py` which dead ones are started again. The cluster calls it from its waits and callbacks, under its lock.
 """
 
@@ -76,19 +76,19 @@ class Watchdog:
         self._rebuilt_by: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}  # host -> (construction, weights)
 
     def replaceable(self, host: str) -> bool:
-        """What fails there now is mended by a new life of the host."""
+        """Returns whether a new life of the host mends what fails there now."""
         self._advance()
         return self.supervisor.replaces(host) and self.supervisor.at_work(host)
 
     def condemn(self, host: str, failure: Failure) -> None:
-        """Ends the process of a worker that failed; the first reason is the one that is told."""
+        """Ends the process of a worker that failed; the first reason is the one reported."""
         if host not in self._condemned:
             self._condemned[host] = failure
             self._backend.kill(host)
 
     def ended(self, peer: str) -> Failure | None:
-        """Why a worker, or one of a role, is being killed for good; its death may be told only after what follows from
-        it."""
+        """Returns why a worker, or one of a role, is being killed for good; what follows from its death may be reported
+        before it."""
         for host, failure in self._condemned.items():
             if not self.supervisor.replaces(host) and peer in (failure.worker, failure.worker.rpartition("-")[0]):
                 return failure.final("")
@@ -118,7 +118,7 @@ class Watchdog:
                 self.condemn(host, Failure(call.worker if call else host, cause))
 
     def died(self, host: str, failure: Failure) -> tuple[Failure, bool]:
-        """What to say of it, and whether the host is to be started again."""
+        """Returns the failure to report, and whether the host is to be started again."""
         self._advance()
         failure = self._condemned.pop(host, failure)
         self._rebuilt_by.pop(host, None)

@@ -17,7 +17,7 @@ class Handle:
     """A call that may still run. Results are in rank order."""
 
     def __init__(self, cluster: Cluster, what: str, workers: Sequence[str]) -> None:
-        self.what = what  # "sim.collect"
+        self.what = what  # "critic.score"
         self.workers = tuple(workers)
         self._cluster = cluster
         self._results: dict[str, Any] = {}
@@ -31,7 +31,7 @@ class Handle:
         return [self._cluster.unpack(self._results[worker]) for worker in self.workers]
 
     def survivors(self) -> dict[str, Any]:
-        """Like `wait`, but of those whose host did not die and wait to be replaced: worker -> result."""
+        """Like `wait`, without the ranks whose host died and waits to be replaced: worker -> result."""
         self._cluster.wait_for(self, None, without_losses=True)
         return {worker: self._cluster.unpack(result) for worker, result in self._results.items()}
 
@@ -43,7 +43,7 @@ class Handle:
         return all(worker in self._results for worker in self.workers)
 
     def seconds(self, reduce: str = "max") -> float:
-        """How long the call took on its ranks, after `wait`: "max", "min" or "mean"."""
+        """Returns how long the call took on its ranks, after `wait`: "max", "min" or "mean"."""
         return _REDUCE[reduce]([self._seconds[worker] for worker in self.workers])
 
     def running(self) -> list[str]:
@@ -61,7 +61,7 @@ class WorkerGroup:
         self, cluster: Cluster, cls: type[Worker] | str, role: str, workers: Sequence[str], hosts: Sequence[str]
     ) -> None:
         self.role = role
-        self.workers = tuple(workers)  # "sim-0", "sim-1", ...
+        self.workers = tuple(workers)  # "critic-0", "critic-1", ...
         self.hosts = tuple(hosts)  # the host of each
         self._cluster = cluster
         self.cls = cls

@@ -1,7 +1,7 @@
-"""Who may use which devices now, and whose memory lies there: one coordinator, a state machine without threads.
+"""Grants devices to gangs of workers, and knows whose memory lies there; a state machine without threads.
 
 A gang is granted all its devices at once or none, for a phase. Residency is apart from that: a worker keeps its memory
-after its turn, until somebody else's does not fit beside it; then idle residents are asked to give theirs back, the one
+after its turn, until another's does not fit beside it; then idle residents are asked to give theirs back, the one
 that has been idle longest first. Gangs that share no device never wait for each other and nothing of theirs moves.
 
 Waiting gangs take over in the order of the workflow, producers before their consumers. Acting on what the coordinator
@@ -24,7 +24,7 @@ class LeaseError(EmbodiedError):
 
 @dataclass(frozen=True)
 class Claim:
-    """What one worker needs for its work: devices, and bytes on each of them."""
+    """A worker's needs at work: devices, and bytes on each of them."""
 
     worker: str
     devices: tuple[str, ...]
@@ -35,7 +35,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Action:
-    """To be carried out before the grant of `gang`: a worker's `onload` or `offload`."""
+    """A worker's `onload` or `offload`, to be carried out before the grant of `gang`."""
 
     verb: str
     worker: str
@@ -83,7 +83,7 @@ class Coordinator:
     # Asking and giving back
 
     def acquire(self, gang: str) -> list[Action]:
-        """Ask for a gang's devices. -> what has to happen first, for this gang or for others that can go on now."""
+        """Asks for a gang's devices. Returns what has to happen first, for it or for others that can go on now."""
         if gang in self.waiting or gang in self.switching or gang in self.holders.values():
             raise LeaseError(f"{gang} asks for devices that it has or waits for already")
         self.waiting.append(gang)
@@ -121,7 +121,7 @@ class Coordinator:
         return claim.worker in self.resident or self.turn > 0
 
     def _go_on(self) -> list[Action]:
-        """Choose who of those that wait can have their devices now."""
+        """Chooses which of the waiting gangs can have their devices now."""
         actions: list[Action] = []
         kept: set[str] = set()  # devices that somebody earlier in the workflow waits for
         for gang in sorted(self.waiting, key=self.order.index):
@@ -135,7 +135,7 @@ class Coordinator:
         return actions
 
     def _switch(self, gang: str) -> list[Action]:
-        """What has to move before this gang is at work: others out first, then its own in."""
+        """Returns what has to move before this gang is at work: others out first, then its own in."""
         self.turn += 1
         mine = {claim.worker for claim in self.gangs[gang]}
         out = [Action("offload", worker, gang) for worker in self._leaving(gang, mine)]

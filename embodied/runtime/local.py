@@ -128,7 +128,7 @@ class LocalBackend(Processes):
             **boot_order(self._run, plan, self._timeout_s),
             "control_fd": control_fd,
             "progress_fd": memory_fd,
-            # A process is told of the end of the *thread* that started it, so only the main thread's counts.
+            # A process is signalled at the end of the *thread* that started it, so only the main thread's counts.
             "driver": os.getpid() if threading.current_thread() is threading.main_thread() else None,
         }
         output = None

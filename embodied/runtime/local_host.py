@@ -65,11 +65,11 @@ def _serve(boot: dict[str, Any]) -> None:
 
     def connect(name: str, fd: int) -> None:
         peers[name] = wire = MessageSocket(socket.socket(fileno=fd))
-        # The end of a peer needs no action here: the driver says who died, and of what.
+        # The end of a peer needs no action here: the driver reports deaths and their causes.
         channels.add(wire, lambda message, payload, _: host.serve_channel(name, message, payload), lambda: None)
 
     def forget(name: str) -> None:
-        """What the last life of a peer has sent comes before anything of the next."""
+        """Serves what the last life of a peer has sent before anything of the next."""
         drained = threading.Event()
         channels.submit(lambda: (channels.drain(peers[name]), drained.set()))
         drained.wait()
@@ -118,7 +118,7 @@ def find_main_lazily(module: str | None, file: str | None) -> None:
     """Classes of the driver's main program are found when one is needed; otherwise it is never imported here."""
     main = sys.modules["__mp_main__"] = sys.modules["__main__"]
 
-    lock, loaded = threading.RLock(), []  # several workers may look at once
+    lock, loaded = threading.RLock(), []  # several workers may search at once
 
     def find(name: str) -> Any:
         import runpy
@@ -145,7 +145,7 @@ def show_title(host: str) -> None:
     """Shows `embodied a+b-0` for this process in `ps` and `top`, and `a+b-0` where only a short name is shown.
 
     The system shows the bytes of the command line where the process got them, so they are written over. A last byte
-    that is not zero tells Linux that they are a title now, which ends at the first zero.
+    that is not zero marks them as a title for Linux, which ends at the first zero.
     """
     with suppress(OSError, ValueError):  # a system that has no such files shows what it likes
         Path("/proc/self/comm").write_text(host[:SHORT])

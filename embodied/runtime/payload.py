@@ -1,8 +1,8 @@
 """Moves an object to another process: large buffers through anonymous shared memory, the rest as a short message.
 
-The writer copies every buffer of 64 KiB or more once into a memory file without a name (segments.py); its descriptor
-travels with the message and the reader maps it. Arrays arrive read-only. Torch CPU tensors arrive writable, on pages
-that are private to the reader, because torch knows no read-only tensors.
+The writer copies every buffer of 64 KiB or more once into a memory file without a name (`shared_memory.py`); its
+descriptor travels with the message and the reader maps it. Arrays arrive read-only. Torch CPU tensors arrive writable,
+on pages that are private to the reader, because torch knows no read-only tensors.
 
 A tensor on a GPU stays there, and a handle of its memory travels, where the one reader holds the same GPU. A process
 sees its own GPU alone, as `cuda:0` like all others see theirs, and cannot open handles of another: so to everybody else

@@ -1,4 +1,4 @@
-"""What the backends share whose hosts are processes: how one is started, looked at from outside, and ended."""
+"""Shared by the backends whose hosts are processes: how one is started, watched from outside, and ended."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HostProcess:
 
 
 class Processes:
-    """A backend's half that only looks at its `HostProcess`es; starting, calling and killing one is the other."""
+    """The half of a backend that only reads its `HostProcess`es; starting, calling and killing them is the other."""
 
     isolates = True
     host: Host
@@ -119,7 +119,7 @@ def check_cores(plan: HostPlan, usable: Iterable[int], who: str = "this process"
 
 
 def boot_order(run: str, plan: HostPlan, timeout_s: float) -> dict[str, Any]:
-    """What a host must know before anything else, as plain values."""
+    """Returns what a host must know before anything else, as plain values."""
     main = sys.modules["__main__"]
     sys.modules.setdefault("__mp_main__", main)  # its name in the hosts
     return {
@@ -134,7 +134,7 @@ def boot_order(run: str, plan: HostPlan, timeout_s: float) -> dict[str, Any]:
 
 
 def describe_exit(code: int) -> str:
-    """`code` as `subprocess` gives it: negative is a signal."""
+    """Puts an exit code of `subprocess` into words; a negative one is a signal."""
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -1,8 +1,8 @@
 """Signs of life in memory that the driver reads even while a host is stuck: per worker, and one of the whole process.
 
-A worker that computes must tick now and then; one that waits on a channel need not, so who waits for a hung worker is
-not taken for hung itself. The process beats from a thread of its own: a host that was stopped, or whose native code
-never lets other threads run, falls silent whatever its workers do.
+A worker that computes must tick now and then; one that waits on a channel need not, so a worker that waits for a hung
+one is not taken for hung itself. The process beats from a thread of its own: a host that was stopped, or whose native
+code never lets other threads run, falls silent whatever its workers do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BEAT_S = 0.5
 
 
 class Sign(NamedTuple):
-    """What a worker last showed."""
+    """The last sign of life of a worker."""
 
     ticks: int
     ago_s: float
@@ -30,7 +30,7 @@ class Sign(NamedTuple):
 
 
 class Pulse(NamedTuple):
-    """What a process last showed."""
+    """The last heartbeat of a process."""
 
     ago_s: float
     resident_bytes: int
@@ -68,14 +68,14 @@ class Progress:
         return Pulse(_ago_s(beats, when), resident)
 
     def news(self, seen: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """What differs from `seen`: slot -> words to `note`. For a driver that cannot read this memory."""
+        """Returns what differs from `seen`: slot -> words to `note`, for a driver that cannot read this memory."""
         words = (
             (slot, (self._words[at], self._words[at + 2])) for slot, at in enumerate(range(0, len(self._words), _WORDS))
         )
         return {slot: pair for slot, pair in words if pair != seen.get(slot, (0, 0))}
 
     def note(self, news: dict[int, tuple[int, int]]) -> None:
-        """What another process told; the clock is ours."""
+        """Takes over what another process sent; the clock is ours."""
         for slot, (ticks, extra) in news.items():
             at = _WORDS * slot
             self._words[at], self._words[at + 1], self._words[at + 2] = ticks, time.monotonic_ns(), extra
@@ -84,7 +84,7 @@ class Progress:
         self._words.release()
 
     def start_beating(self) -> None:
-        """For as long as the process lives."""
+        """Beats in a thread of its own for as long as the process lives."""
 
         def beat() -> None:
             while True:
@@ -99,7 +99,7 @@ def _ago_s(ticks: int, when: int) -> float:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Returns the memory that this process holds."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

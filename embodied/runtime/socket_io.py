@@ -45,8 +45,8 @@ class MessageSocket:
         return self._sock.fileno()
 
     def post(self, message: tuple, payload: Payload | None = None, fd: int = -1) -> None:
-        """Sends now, or later if the peer's buffer is full. A peer that is gone is silently skipped: its death is told
-        by whoever watches it. `fd` hands over a descriptor that is not a payload's."""
+        """Sends now, or later if the peer's buffer is full. A peer that is gone is silently skipped: the process that
+        watches it reports its death. `fd` hands over a descriptor that is not a payload's."""
         layout = payload.layout if payload is not None else None
         head = pickle.dumps((message, payload is not None, layout), protocol=5)
         if len(head) > _MAX_MESSAGE_BYTES:
@@ -90,7 +90,7 @@ class MessageSocket:
         """-> (message, payload, descriptor or -1). Raises BlockingIOError when there is none, EOFError at the end."""
         try:
             data, ancillary, _, _ = self._sock.recvmsg(3 * OUT_OF_BAND_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionResetError as error:  # told once when the peer ended; what it sent before is still readable
+        except ConnectionResetError as error:  # raised once when the peer ended; what it sent before is still readable
             raise BlockingIOError from error
         if not data:
             raise EOFError
@@ -146,8 +146,8 @@ class Loop:
         self.submit(lambda: self._selector.register(fd, selectors.EVENT_READ, (fd, on_ready)))
 
     def drain(self, wire: MessageSocket) -> None:
-        """In the loop's thread: serves what a peer that ended has still sent."""
-        misses = 0  # a reset connection is told as one miss; a wire that a grandchild keeps open never ends
+        """Serves what a peer that ended has still sent; call it in the loop's thread."""
+        misses = 0  # a reset connection counts as one miss; a wire that a grandchild keeps open never ends
         while wire in self._wires and misses < 2:
             misses += not self._serve(*self._selector.get_key(wire).data, selectors.EVENT_READ)
 

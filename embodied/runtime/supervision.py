@@ -1,10 +1,10 @@
 """When a host is suspected, killed, replaced or given up: a state machine without processes, threads or a clock.
 
-It is told what happened and when, and answers what to do; doing it is the caller's business (`failures.py`).
+It gets what happened and when, and answers what to do; doing it is the caller's business (`failures.py`).
 
     healthy <-> suspect      silent for half of hang_s, or heard again
     any -> restarting        it died, while it was built again too, and the budget allows another life
-    restarting -> stale      its workers are constructed, but a policy among them has no weights yet
+    restarting -> stale      its workers are constructed, but one among them has no weights yet
     restarting -> healthy    constructed, and nothing is missing
     stale -> healthy         it has the current weights
     any -> dead              it died once too often, or holds what cannot be had again: the run ends
@@ -28,7 +28,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much patience there is with a host."""
+    """Limits of patience with a host."""
 
     max_restarts: int  # of one host within the window
     window_s: float

@@ -30,7 +30,7 @@ SAFETENSORS = {
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor is like; `dtype` by torch's name."""
+    """A tensor's shape and dtype, by torch's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -80,8 +80,8 @@ def array_of(blob: Blob) -> np.ndarray:
 
 
 def checksum(data: np.ndarray) -> int:
-    """Of bytes, at the speed of reading them; tells wrong, missing and misplaced parts (64-bit sums of rows of words,
-    weighted by place)."""
+    """Returns a checksum of bytes, at the speed of reading them, that finds wrong, missing and misplaced parts (64-bit
+    sums of rows of words, weighted by place)."""
     words = np.ascontiguousarray(data[: len(data) // 8 * 8]).view(np.uint64)
     whole = len(words) // ROW * ROW
     rows = np.append(np.add.reduce(words[:whole].reshape(-1, ROW), axis=1), np.add.reduce(words[whole:]))

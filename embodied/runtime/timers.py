@@ -24,7 +24,7 @@ class Total:
 
 @dataclass(frozen=True)
 class RecordedSpans:
-    """What one worker recorded: (name, start, seconds) by its own clock, in the order in which the pieces ended."""
+    """Spans that one worker recorded: (name, start, seconds) by its own clock, in the order of their ends."""
 
     spans: list[tuple[str, float, float]]
     lost: int  # spans beyond MAX_SPANS

@@ -1,4 +1,4 @@
-"""Versioned weights: written once by who trains, seen by who acts only when published, and never half-changed.
+"""Versioned weights: written once by the trainer, seen by readers only when published, and never half-changed.
 
 Where a reader is decides how it gets at a version:
 
@@ -55,12 +55,12 @@ class Publication:
 
 
 def new_name() -> str:
-    """For a store, or for those of all learners that hold the same weights."""
+    """Returns a name for a store, or for the stores of all ranks that hold the same weights."""
     return secrets.token_hex(8)
 
 
 class WeightStore:
-    """The side of who trains. One thread updates and publishes; `send` and readers may come at any time."""
+    """Trainer side: writes and publishes versions. One thread does that; `send` and readers may come at any time."""
 
     _fd = -1  # of the snapshot
 
@@ -97,7 +97,7 @@ class WeightStore:
                 raise EmbodiedError("an update of these weights is open already")
             if self._acting:
                 raise EmbodiedError(
-                    f"{self._acting} policy workers act with the live weights while an update begins; "
+                    f"{self._acting} workers act with the live weights while an update begins; "
                     "acting and updating must take turns where they share storage"
                 )
             self._updating, self.visible = True, NONE
@@ -108,7 +108,7 @@ class WeightStore:
 
     def publish(self, version: int, blobs: Iterable[tuple[str, Blob]]) -> Publication:
         """Make this version the current one. `blobs` are the tensors that changed since the last; the first time all.
-        They are looked at one by one, and only if there is a snapshot to write them to."""
+        They are read one by one, and only if there is a snapshot to write them to."""
         if self._updating:
             raise EmbodiedError(f"version {version} cannot be published while an update is open")
         if version <= self.version:
@@ -134,7 +134,7 @@ class WeightStore:
                 put_all(channels, bucket)
 
     def send_aside(self, channels: tuple[Channel, ...], whole: bool = False) -> None:
-        """The same in a thread of its own. Who waits at a channel hears of errors."""
+        """Sends in a thread of its own; errors close the channels with their cause."""
 
         def work() -> None:
             try:
@@ -227,7 +227,7 @@ def sums_of(parts: Iterable[tuple[str, int, np.ndarray]]) -> tuple[int, ...]:
 
 
 class WeightReader:
-    """The side of who acts. It has no version, and so must not act, until it has loaded one whole."""
+    """Reader side: loads published versions. It has none, and so must not act, until it has loaded one whole."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -237,7 +237,7 @@ class WeightReader:
         self._offsets: dict[str, int] = {}
 
     def route(self, publication: Publication) -> str:
-        """How this process gets at a store's weights: "shared", "snapshot" or "buckets"."""
+        """Returns how this process gets at a store's weights: "shared", "snapshot" or "buckets"."""
         store = stores_here.get(publication.store)
         if store is not None and store.live is not None:
             return "shared"
@@ -279,7 +279,7 @@ class WeightReader:
         """Inside, the weights are whole and of this version, the current one; otherwise raises StaleWeights."""
         if self.version != version:
             has = "has no weights yet" if self.version is None else f"has version {self.version}"
-            raise StaleWeights(f"this policy worker {has}, but version {version} is current, so it answers nothing")
+            raise StaleWeights(f"this worker {has}, but version {version} is current, so it answers nothing")
         if self._route == "shared":
             with self._store.acting(version):
                 yield
@@ -295,17 +295,17 @@ class WeightReader:
         return self._memory[start : start + publication.specs[name].size_bytes]
 
     def _check_snapshot(self) -> None:
-        """Whoever owns it may not overwrite it while it is used."""
+        """Raises if the owner overwrites the snapshot while it is used."""
         if self._route == "snapshot" and (now := int(self._head[0])) != self.version:
             what = "is being overwritten" if now == NONE else f"holds version {now} by now"
-            raise StaleWeights(f"this policy worker acts with version {self.version}, but its snapshot {what}")
+            raise StaleWeights(f"this worker acts with version {self.version}, but its snapshot {what}")
 
     @property
     def _head(self) -> np.ndarray:
         return self._memory[16:24].view(np.int64)
 
     def _check(self, publication: Publication, blobs: dict[str, Blob]) -> bool:
-        """Whether the snapshot holds this version undamaged; False where a newer one has taken its place."""
+        """Returns whether the snapshot holds this version undamaged; False where a newer one has taken its place."""
         try:
             if not self._overwritten(publication):
                 for name, blob in blobs.items():
@@ -322,7 +322,7 @@ class WeightReader:
         return held != publication.version
 
     def _receive(self, publication: Publication, channel: Channel, names: Iterable[str]) -> bool:
-        """Whether this version came, whole; False where a newer one came instead."""
+        """Returns whether this version came, whole; False where a newer one came instead."""
         missing = {name: publication.specs[name].size_bytes for name in names}
         number, last = 0, False
         while not last:

@@ -1,4 +1,4 @@
-"""The base of every role: sim worker, policy worker, learner, and whatever a user adds.
+"""The base of every role, those that a user's program adds included.
 
 Each replica lives in one host and does its work in a thread of its own there: constructor, methods and `close` all run
 in that thread, one call after the other.
@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from embodied.runtime.channel import hosts_of_runs
+from embodied.runtime.channel import Peers, hosts_of_runs, put_all
 from embodied.runtime.timers import RecordedSpans, Timers, Total
 
 SIGN_S = 5.0
@@ -38,18 +38,32 @@ class Needs:
 class Worker:
     """Public methods are callable on the group and timed per rank. The attributes are set before the constructor."""
 
-    name: str  # role and rank, like "sim-0"
+    name: str  # role and rank, like "critic-0"
     rank: int
     world_size: int
     timers: Timers
+    peers: Peers
     tick: Callable[[], None] = staticmethod(lambda: None)
-    """Says "still alive" from inside long work, to the host; every call and channel operation ticks too."""
+    """Shows from inside long work that the worker is alive; every call and channel operation ticks too."""
     waiting: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
-    """Inside, it waits for another worker and may be silent; channel operations do that themselves."""
+    """Inside, the worker waits for another one and may be silent; channel operations do that themselves."""
+
+    def send(self, item: Any, to: tuple[str, int], tag: Any = None, timeout_s: float | None = None) -> None:
+        """Sends an item straight to a worker, by role and rank; blocks while many that it sent there wait."""
+        self.peers.to(*to).put(item, tag, timeout_s=timeout_s)
+
+    def recv(self, source: tuple[str, int], tag: Any = None, timeout_s: float | None = None) -> Any:
+        """Takes the next item that a worker sent here under this tag, or the next of all without one. Raises
+        ChannelClosed where the worker failed or died, DeadlineExceeded after `timeout_s`."""
+        return self.peers.source(*source).get(tag, timeout_s)
+
+    def broadcast(self, item: Any, to: str, tag: Any = None, timeout_s: float | None = None) -> None:
+        """Sends an item to all workers of a role, but for this one; for other processes it is encoded once."""
+        put_all(self.peers.all_of(to), item, tag, timeout_s)
 
     @contextmanager
     def alive(self, at_most_s: float) -> Iterator[None]:
-        """Says so every few seconds inside one long call of a library, which cannot."""
+        """Ticks every few seconds inside one long call of a library, which cannot."""
         over = threading.Event()
 
         def live() -> None:
@@ -67,7 +81,7 @@ class Worker:
             thread.join()
 
     def needs(self, shared: bool = False) -> Needs:
-        """Its device memory; `shared`: that of its weights is also used by another role in this process."""
+        """Returns its device memory; `shared`: another role in this process uses the same weights."""
         return Needs()
 
     def onload(self) -> None:
@@ -86,7 +100,7 @@ class Worker:
 
     @served_while_busy
     def record(self, on: bool) -> RecordedSpans:
-        """Begins (or ends) keeping every measured piece of work; what was kept since the last call."""
+        """Begins (or ends) keeping every measured piece of work; returns those kept since the last call."""
         return self.timers.record(on)
 
     @served_while_busy
@@ -96,8 +110,8 @@ class Worker:
 
     @served_while_busy
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
-        """Who has given items to whom through the channels at home in this process since the last call, from when to
-        when."""
+        """Returns which worker gave items to which through the channels at home in this process, and from when to when,
+        since the last call."""
         found = {}
         for host in list(hosts_of_runs.values()):
             flows, host.flows = host.flows, {}
@@ -106,12 +120,12 @@ class Worker:
 
     @served_while_busy
     def process(self) -> tuple[str, int]:
-        """The machine and the process it runs in."""
+        """Returns the machine and the process it runs in."""
         return machine(), os.getpid()
 
     @served_while_busy
     def peak_bytes(self) -> int:
-        """Of the host's memory that its process had at its fullest."""
+        """Returns the most memory of the machine that its process has held."""
         lines = Path("/proc/self/status").read_text().splitlines()
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 

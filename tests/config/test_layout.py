@@ -133,6 +133,14 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not circles(edges)
 
 
+def test_the_runtime_knows_no_role_by_name():
+    """But for the help text of options, which users of the loop read."""
+    for path in SOURCES:
+        if path.is_relative_to(ROOT / "embodied/runtime") and path.name != "config.py":
+            named = re.findall(r"(?<![a-z])(?:sims?|policy|learners?)(?![a-z0-9])", path.read_text(), re.IGNORECASE)
+            assert not named, f"{path}: {named}"
+
+
 def test_options_are_free_of_heavy_imports():
     for path in SOURCES:
         if path.name in ("config.py", "options.py"):

@@ -1,7 +1,7 @@
 """Hosts as actors of a Ray cluster: a private one on this machine, or a running one that the driver joins by address.
 
-Ray starts the processes, tells that they are alive, and moves large parts between machines. What it does not do is done
-by the parent of each host's process (ray_guard.py): cores before any import, the end with the driver, the exit code.
+Ray starts the processes, reports that they live, and moves large parts between machines. What it does not do is done
+by the parent of each host's process (`guard.py`): cores before any import, the end with the driver, the exit code.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class RayBackend(Processes):
         self.call(host, ("channel", message), payload)  # in order with calls and news of deaths
 
     def _listen(self, process: RayProcess) -> None:
-        """A thread per host: takes what it tells, until its end."""
+        """A thread per host: takes what it sends, until its end."""
         failed = ""
         try:
             for told in process.actor.listen.remote():
@@ -191,7 +191,7 @@ class RayBackend(Processes):
         told = unpack_message(message)
         packed = Stored(*payload[:2], ref=payload[2] if len(payload) > 2 else None) if payload else None
         if packed is not None and packed.ref is not None:
-            packed.parts = ray.get(packed.ref)  # now: who wrote it may die
+            packed.parts = ray.get(packed.ref)  # now: its writer may die
         if kind == "report":
             self._events.on_report(process.plan.name, told, packed)
         elif kind == "channel":
@@ -205,7 +205,7 @@ class RayBackend(Processes):
             process.stopped.set()
 
     def _exit_code(self, process: RayProcess) -> int | None:
-        """From the guard, also of a process that ended before it told its number. None if nobody can say."""
+        """Returns what the guard wrote, also of a process that never reported its number; None if it wrote nothing."""
         if not process.here:
             return self._last_words(process) if process.pid is not None else None
         until = time.monotonic() + KILL_S
@@ -233,7 +233,7 @@ class RayBackend(Processes):
 
 
 def _guarded(plan: HostPlan, node: RayNode, exit_file: str) -> str:
-    """What Ray puts before the arguments of a host's process."""
+    """Returns what Ray puts before the arguments of a host's process."""
     order = {"cores": list(plan.cores), "driver": os.getpid() if node.here else None, "exit_file": exit_file}
     order["exit_at"] = PROGRESS_BYTES if node.here else 0
     source = Path(guard.__file__).read_text()

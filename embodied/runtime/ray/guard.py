@@ -1,7 +1,7 @@
 """The parent of a host's process on a Ray node. Runs by itself, before anything of Ray or of ours is imported.
 
 It sets the cores the host will find from its first instruction on, ends it when the driver or the node's Ray ends,
-kills what it leaves behind, and writes down how it ended, which Ray does not tell.
+kills what it leaves behind, and writes down how it ended, which Ray does not report.
 """
 
 import ctypes

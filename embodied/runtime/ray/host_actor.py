@@ -75,7 +75,7 @@ class RayHost:
 
     @ray.method(concurrency_group="reports", num_returns="streaming")
     def listen(self) -> Iterator[tuple]:
-        """All that this host has to tell the driver, in order."""
+        """Yields all that this host sends the driver, in order."""
         while True:
             yield self._reports.get()
 
@@ -133,7 +133,7 @@ class RayHost:
         return progress
 
     def _report_progress(self, progress: Progress) -> None:
-        """To a driver on another machine."""
+        """Sends signs of life to a driver on another machine."""
         seen: dict[int, tuple[int, int]] = {}
         while True:
             time.sleep(BEAT_S)
@@ -167,7 +167,8 @@ def _write_to(log: str | None) -> None:
 
 
 def _die_of_what_kills() -> None:
-    """With a Python traceback and the signal it was. Ray's handler takes seconds, and ends in SIGABRT if it is slow."""
+    """Lets a fatal signal end the process, with a Python traceback. Ray's own handler takes seconds, and ends in
+    SIGABRT if it is slow."""
     faulthandler.disable()
     for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
         signal.signal(number, signal.SIG_DFL)

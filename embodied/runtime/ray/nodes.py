@@ -90,7 +90,7 @@ class Connection:
         return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
 
     def ask(self, function: Callable[[int], Any]) -> dict[str, Any]:
-        """What it says on every node, ours first, given how many GPUs Ray counts there."""
+        """Returns what it returns on every node, ours first, given how many GPUs Ray counts there."""
         nodes = sorted(self._nodes.values(), key=lambda node: (node.id != self.own.id, node.name))
         return dict(zip([n.name for n in nodes], answers([(node.id, (node.num_gpus,)) for node in nodes], function)))
 
@@ -128,7 +128,7 @@ def move(plan: HostPlan, nodes: Sequence[RayNode], busy: Mapping[tuple[str, int]
 
 
 def answers(nodes: Sequence[tuple[str, tuple]], function: Callable) -> list[Any]:
-    """Of a function on these nodes, with the arguments of each."""
+    """Returns what a function returns on each of these nodes, given the arguments of each."""
     try:
         return ray.get([run_on(node_id, function, *arguments) for node_id, arguments in nodes], timeout=_LOOK_S)
     except RayError as err:
@@ -207,7 +207,7 @@ def _connect(address: str, runtime_env: dict | None) -> None:
     print_errors, worker.listen_error_messages = (
         worker.listen_error_messages,
         lambda *_: None,
-    )  # deaths are ours to tell
+    )  # we report deaths ourselves
     try:
         ray.init(address=address, runtime_env=runtime_env, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, RayError) as err:

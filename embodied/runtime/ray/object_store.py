@@ -30,7 +30,8 @@ class Stored(Payload):
         self.ref = ref
 
     def arguments(self) -> tuple:
-        """For a remote call: Ray replaces the reference, if there is one, by the parts. `Stored(*arguments)` there."""
+        """Returns the arguments of a remote call, from which `Stored(*arguments)` is made there: Ray replaces the
+        reference, if there is one, by the parts."""
         if self.parts is not None and self.ref is None:  # passed on
             self.ref = _put(self.parts)
         return (self.body, self.tensors) if self.ref is None else (self.body, self.tensors, self.ref)
@@ -59,7 +60,7 @@ def _put(parts: list) -> Any:
 
 
 def pack_message(message: tuple) -> bytes:
-    """By ourselves: what Ray fails to unpack never reaches the host, and nobody would hear of it."""
+    """Packs by ourselves: what Ray fails to unpack never reaches the host, and no error is raised anywhere."""
     return pickle.dumps(message, protocol=5)
 
 
