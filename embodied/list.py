@@ -20,8 +20,7 @@ from embodied.envs.libero.suites import SUITES
 from embodied.envs.maniskill.bridge.tasks import absent, asset_folder, is_bridge, source_of
 from embodied.policies import FAMILIES
 from embodied.run import launch
-from embodied.system.machine import Machine
-from embodied.system.requirements import ENVS, POLICIES, Need, why_not
+from embodied.system.machine import ENVS, POLICIES, Machine, Requirement, why_not
 
 NVIDIA = "/dev/nvidiactl"
 USAGE = """Say what there is, what it needs, and whether it runs here.
@@ -34,7 +33,7 @@ usage: python -m embodied.list [recipes|envs|tasks|policies] [--help]
   policies                      policy.name=NAME: families of robot policies
 
 Without a word: recipes, envs and policies."""
-NOTHING = Need()
+NOTHING = Requirement()
 LACKS = "lacks "
 
 

@@ -20,8 +20,8 @@ from embodied.config.mistakes import config_error, explain
 from embodied.config.schema import leaves, root
 from embodied.core.errors import ConfigError
 from embodied.run import launch
-from embodied.serving.codec import check_packages
 from embodied.serving.config import TOKEN, ServeConfig
+from embodied.serving.protocol import check_packages
 
 if TYPE_CHECKING:
     from embodied.policies.base import Policy

@@ -1,6 +1,6 @@
 """Write meta/stats.json, with quantiles, of a dataset that has none: python -m embodied.datasets.figures FOLDER
 
-LeRobot 2.1 stores no quantiles, and models want some (`policy.statistics=FOLDER`). Counted are actions and states.
+LeRobot 2.1 stores no quantiles, and some models need them (`policy.statistics=FOLDER`). Only actions and states count.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from embodied.datasets.reader import read_dataset
 
 
 def write_figures(folder: Path) -> Path:
+    """Compute and write stats.json; returns its path."""
     if (folder / STATS).exists():
         raise EmbodiedError(f"{folder / STATS} is there already")
     actions, states = [], []
