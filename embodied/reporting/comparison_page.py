@@ -10,7 +10,6 @@ from typing import Any
 
 from embodied.config.cli import read_yaml
 from embodied.reporting.evaluation_page import (
-    FIGURES,
     MEASURES,
     MOST_VIDEOS,
     PageVideos,
@@ -36,6 +35,7 @@ SAME = (
     "backend",
     "max_episode_steps",
 )  # keys of a protocol that decide how an episode is played
+SHOWN = (*MEASURES, "return", "episodes")  # figures of each run in the first table
 IRRELEVANT = {("env", "num_envs"), ("eval", "num_envs"), ("eval", "videos")}  # keys that change no episode
 
 
@@ -104,8 +104,8 @@ def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
             steps, seconds = (run.metrics[-1][key] for key in ("env_steps", "train_s"))
             trained = [f"{steps:,}", f"{seconds:,.0f}", f"{steps / max(seconds, 1e-9):,.0f}"]
         state = run.info.get("state", "evaluation")
-        rows.append([join(swatch(entry), name), *figure_cells(figures), *trained, state])
-    return table(["run", *FIGURES, "env steps", "training s", "steps/s", "state"], rows)
+        rows.append([join(swatch(entry), name), *figure_cells(figures, SHOWN), *trained, state])
+    return table(["run", *SHOWN, "env steps", "training s", "steps/s", "state"], rows)
 
 
 def overlaid(entries: list[ComparedRun]) -> list[Html]:

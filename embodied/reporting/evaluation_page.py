@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,14 @@ def evaluations_table(run: Run) -> Html:
     return table(["evaluation", "env steps", *FIGURES], rows)
 
 
-def figure_cells(figures: dict[str, Any]) -> list[object]:
-    """The cells of a table under FIGURES; an evaluation that is not there has dashes."""
-    return [
-        *[measure_cell(figures.get(name)) for name in MEASURES],
-        *[figures.get(name, "-") for name in ("episodes", "errors")],
-        *["-" if figures.get(name) is None else short(figures[name]) for name in ("return", "length")],
-    ]
+def figure_cells(figures: dict[str, Any], names: Sequence[str] = FIGURES) -> list[object]:
+    """A table's cells under these names; a dash for a figure that is not there."""
+    show = {**dict.fromkeys(MEASURES, measure_cell), "return": short, "length": short}
+    return ["-" if figures.get(name) is None else show.get(name, str)(figures[name]) for name in names]
 
 
-def measure_cell(measure: dict[str, Any] | None) -> object:
+def measure_cell(measure: dict[str, Any]) -> Html:
     """`88.5% [83.3%, 92.2%] 177/200`"""
-    if not measure:
-        return "-"
     rate, rest = describe_measure(measure)
     return join(rate, " ", tag("small", *[join(tag("span", word), " ") for word in rest.rsplit(" ", 1)]))
 
