@@ -115,14 +115,14 @@ def check_packages(machine: Machine) -> list[Finding]:
         name: version for name, version in have.items() if lock and lock.get(name, public(version)) != public(version)
     }
     if other and lock:
-        told = ", ".join(f"{name} {version} (locked: {lock[name]})" for name, version in list(other.items())[:5])
+        detail = ", ".join(f"{name} {version} (locked: {lock[name]})" for name, version in list(other.items())[:5])
         more = f", and {len(other) - 5} more" if len(other) > 5 else ""
         pins = " ".join(f"{name}=={lock[name]}" for name in other)
-        findings.append(Finding("packages", WARNING, told + more, f"python -m pip install --no-deps {pins}"))
+        findings.append(Finding("packages", WARNING, detail + more, f"python -m pip install --no-deps {pins}"))
     if not findings:
         locked = len([name for name in have if name in lock]) if lock else 0
-        told = f"{locked} as locked" if lock else "all there; no lock beside the package to compare versions with"
-        findings.append(Finding("packages", OK, told))
+        detail = f"{locked} as locked" if lock else "all there; no lock beside the package to compare versions with"
+        findings.append(Finding("packages", OK, detail))
     return [*findings, *check_unwanted(have)]
 
 
@@ -152,12 +152,12 @@ def check_torch(machine: Machine) -> list[Finding]:
     if done.problem:
         return [Finding("torch", FAILED, done.problem, set_up())]
     answer, cards = done.answer, graphics_cards(machine)
-    told = f"{answer['version']}, {', '.join(answer['gpus']) or 'CPU only'}"
+    detail = f"{answer['version']}, {', '.join(answer['gpus']) or 'CPU only'}"
     if cards and not answer["gpus"]:
         why = "is built without CUDA" if not answer["built_for"] else f"(CUDA {answer['built_for']}) cannot use them"
         fix = set_up() if not answer["built_for"] else "nvidia-smi; the driver must be as new as torch's CUDA"
-        return [Finding("torch", WARNING, f"{told}; there are {len(cards)} NVIDIA cards, but torch {why}", fix)]
-    return [Finding("torch", OK, told)]
+        return [Finding("torch", WARNING, f"{detail}; there are {len(cards)} NVIDIA cards, but torch {why}", fix)]
+    return [Finding("torch", OK, detail)]
 
 
 # Devices, simulators and videos
@@ -197,8 +197,8 @@ def check_frames(machine: Machine) -> list[Finding]:
         name = f"{kind} frame"
         missing = absent(need, machine)
         if missing:
-            told = f"not installed: {', '.join(missing)}"
-            findings.append(Finding(name, ABSENT, told, install(need, machine)))
+            detail = f"not installed: {', '.join(missing)}"
+            findings.append(Finding(name, ABSENT, detail, install(need, machine)))
             continue
         done = machine.probe("frame", kind)
         if done.problem:
@@ -265,12 +265,12 @@ def check_shared_memory(machine: Machine) -> list[Finding]:
 
 
 def amount(name: str, free: int, least: float, enough: float, where: str, fix: str) -> Finding:
-    told = f"{free / GIB:.1f} GiB free in {where}"
+    detail = f"{free / GIB:.1f} GiB free in {where}"
     if free < least * GIB:
-        return Finding(name, FAILED, f"{told}; at least {least:g} GiB are needed", fix)
+        return Finding(name, FAILED, f"{detail}; at least {least:g} GiB are needed", fix)
     if free < enough * GIB:
-        return Finding(name, WARNING, f"{told}; {enough:g} GiB are comfortable", fix)
-    return Finding(name, OK, told)
+        return Finding(name, WARNING, f"{detail}; {enough:g} GiB are comfortable", fix)
+    return Finding(name, OK, detail)
 
 
 def check_memory(machine: Machine) -> list[Finding]:
@@ -293,9 +293,9 @@ def check_cores(machine: Machine) -> list[Finding]:
     quota, _, period = machine.read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
     if quota.isdigit() and int(quota) / int(period) < cores - 0.5:
         share = int(quota) / int(period)
-        told = f"{cores} cores are visible, but this container may use {share:.1f} of them"
+        detail = f"{cores} cores are visible, but this container may use {share:.1f} of them"
         fix = f"taskset -c 0-{max(int(share), 1) - 1} python -m embodied.train ..., or raise the limit"
-        return [Finding("cores", WARNING, told, fix)]
+        return [Finding("cores", WARNING, detail, fix)]
     return [Finding("cores", OK, f"{cores}")]
 
 
@@ -311,9 +311,9 @@ def check_assets(machine: Machine) -> list[Finding]:
     ready = sum(not task["missing"] for task in tasks.values())
     findings = [Finding("ManiSkill tasks", OK, f"{ready} of {len(tasks)} need no further download")]
     if lacking:
-        told = ", ".join(f"{asset} ({count} task{'s' * (count > 1)})" for asset, count in sorted(lacking.items()))
+        detail = ", ".join(f"{asset} ({count} task{'s' * (count > 1)})" for asset, count in sorted(lacking.items()))
         fix = f"{source_of(min(lacking))}, and so on; or MS_ASSET_DIR=folder with data/"
-        findings.append(Finding("ManiSkill assets", ABSENT, told, fix))
+        findings.append(Finding("ManiSkill assets", ABSENT, detail, fix))
     return findings
 
 
