@@ -28,11 +28,12 @@ WARM_UP = 2  # rounds whose memory is not counted: allocators and caches fill up
 
 
 def configured(arguments, folder: Path):
-    """The loop, ready to evaluate, in this process."""
+    """The workers of an evaluation, in this process."""
     from embodied.config.recipe import load
     from embodied.run import launch
     from embodied.run.policy_source import find_all
-    from embodied.workflows.embodied import EmbodiedLoop
+    from embodied.workflows.embodied import PLAYERS
+    from embodied.workflows.workers import Workers
 
     told = [f"checkpoint={arguments.checkpoint}", "recipe=maniskill_ppo", f"env.task={arguments.task}"]
     told += [f"eval.episodes={arguments.episodes}", f"eval.videos={arguments.videos}", "cluster.backend=inline"]
@@ -42,7 +43,7 @@ def configured(arguments, folder: Path):
     config, plan = launch.planned(loaded.config, learn=False)
     config = config.model_copy(update={"policy": target.config})
     cluster = launch.cluster(config, plan, folder / "logs")
-    return config, target, cluster, lambda: EmbodiedLoop(config, cluster.__enter__(), learn=False)
+    return config, target, cluster, lambda: Workers(PLAYERS, config, cluster.__enter__())
 
 
 def cost(work) -> tuple[float, float]:
@@ -132,19 +133,21 @@ def main() -> None:
     torch.set_num_threads(1)
     from embodied.envs import make_env
     from embodied.envs.base import VectorEnv
-    from embodied.workflows.embodied import eval_rows
+    from embodied.workflows.evaluator import Evaluator
+    from embodied.workflows.workers import eval_rows
 
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         config, target, cluster, make = configured(arguments, Path(folder))
-        loop = make()
-        loop.adopt(target.weights_for(loop.start()))
-        env = make_env(loop.eval_env, eval_rows(arguments.episodes, config.env.num_envs, 1))
+        workers = make()
+        workers.adopt(target.weights_for(workers.start()))
+        evaluator = Evaluator(workers)
+        env = make_env(evaluator.env, eval_rows(arguments.episodes, config.env.num_envs, 1))
         with recorded(VectorEnv) as asked:
-            loop.evaluate(Path(folder) / "recorded")
+            evaluator.evaluate(Path(folder) / "recorded")
         asked = list(asked)
         for number in range(arguments.rounds):
-            row = measured(loop, env, asked, Path(folder) / str(number), arguments)
+            row = measured(evaluator, env, asked, Path(folder) / str(number), arguments)
             for name, value in row.items():
                 found.setdefault(name, []).append(round(value, 3))
             print(row, flush=True)
@@ -159,9 +162,9 @@ def main() -> None:
     write_json(RESULTS / arguments.out, told | found | {"mb_per_100_episodes": growth})
 
 
-def measured(loop, env, asked: list[tuple[str, Any]], out: Path, arguments) -> dict[str, float]:
+def measured(evaluator, env, asked: list[tuple[str, Any]], out: Path, arguments) -> dict[str, float]:
     """One round of every side."""
-    played, played_wall = cost(lambda: loop.evaluate(out))
+    played, played_wall = cost(lambda: evaluator.evaluate(out))
     random, random_wall = cost(lambda: bare_stepping(env, arguments.episodes))
     same, _ = cost(lambda: replay(env, asked))
     row = {"evaluate": played, "random_actions": random, "same_actions": same}

@@ -14,18 +14,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from embodied import train
 from embodied.config.recipe import load
 from embodied.run import launch
 from embodied.runtime import Timers
-from embodied.workflows import embodied
+from embodied.workflows.embodied import EmbodiedLoop
 
 FOLDER = "STRIKE_GATES"
 HOLD = "hold"
 HOLD_S = 60.0  # at most, at a gate that nobody opens
 PHASES = ("publish", "save")
+GATED = {"sim": "GatedSim", "policy": "GatedPolicy", "learner": "GatedLearner"}
 
 
 def arrive(who: str, place: str) -> str:
@@ -59,17 +61,15 @@ class GatedTimers(Timers):
             yield
 
 
-class GatedLoop(embodied.EmbodiedLoop):
-    learner = "benchmarks.gated_workers:GatedLearner"
+class GatedLoop(EmbodiedLoop):
+    roles = tuple(replace(role, worker=f"benchmarks.gated_workers:{GATED[role.name]}") for role in EmbodiedLoop.roles)
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.timers = GatedTimers()
+        self.timers = self.workers.timers = GatedTimers()
 
 
 def main() -> int:
-    embodied.SIM = "benchmarks.gated_workers:GatedSim"
-    embodied.POLICY = "benchmarks.gated_workers:GatedPolicy"
     return launch.run(lambda: train.follow(load(sys.argv[1:]), GatedLoop), lost=launch.UNSAVED)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -25,7 +26,9 @@ from embodied.core.types import Recording
 from embodied.policies.request_batching import Merging
 from embodied.policies.worker import PolicyWorker
 from embodied.run import launch
-from embodied.workflows import embodied as workflow
+from embodied.workflows.embodied import POLICY, SIM
+from embodied.workflows.evaluator import Evaluator
+from embodied.workflows.workers import Workers
 
 STEPS = 12  # decisions of an episode
 FAMILIES = {
@@ -78,23 +81,24 @@ def table(found: dict[str, dict]) -> list[list[str]]:
 
 def compare(family: str, sims: int, rounds: int) -> dict[str, dict]:
     """Medians over the rounds of a way."""
-    workflow.POLICY = "benchmarks.merged_questions:Switching"
+    roles = (SIM, replace(POLICY, worker="benchmarks.merged_questions:Switching"))
     config, plan = launch.planned(load(arguments_of(family, sims)).config, learn=False)
     samples: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in WAYS}
     outcomes = set()
     with tempfile.TemporaryDirectory() as folder, launch.cluster(config, plan, Path(folder)) as cluster:
-        loop = workflow.EmbodiedLoop(config, cluster, learn=False)
-        loop.start()
-        loop.adopt(None)
+        workers = Workers(roles, config, cluster)
+        workers.start()
+        workers.adopt(None)
+        evaluator = Evaluator(workers)
         (process,) = [pid for name, pid in hosts(Path(folder)).items() if name.startswith("policy")]
         for _ in range(rounds + 1):
             for way, merging in WAYS.items():
-                loop.policies.merge(merging).wait()
-                started, cpu, acted = perf_counter(), process_cpu_s(process), loop.policies.acted().wait()[0]
-                played = loop._play(loop.eval_episodes, Recording())
+                workers.policies.merge(merging).wait()
+                started, cpu, acted = perf_counter(), process_cpu_s(process), workers.policies.acted().wait()[0]
+                played = evaluator.play(evaluator.episodes, Recording())
                 samples[way]["wall_s"].append(perf_counter() - started)
                 samples[way]["cpu_s"].append(process_cpu_s(process) - cpu)
-                samples[way]["calls"].append(loop.policies.acted().wait()[0] - acted)
+                samples[way]["calls"].append(workers.policies.acted().wait()[0] - acted)
                 outcomes.add(tuple((one.index, one.length, one.success_once) for one in played))
     if len(outcomes) > 1:
         raise SystemExit(f"{family}: the episodes do not end alike")

@@ -13,8 +13,9 @@ import tempfile
 from pathlib import Path
 
 from embodied.config.recipe import Loaded, RunConfig, load
+from embodied.core.episodes import EpisodeList
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.types import EnvSpec, EpisodeResult
+from embodied.core.types import EnvSpec, EpisodeResult, Recording
 from embodied.envs import env_class
 from embodied.envs.protocols import AS_TRAINED
 from embodied.reporting.console import describe_results, describe_tasks
@@ -104,14 +105,24 @@ def as_played(config: RunConfig, target: Target) -> RunConfig:
 def play(
     config: RunConfig, plan, target: Target, drafts: Path, expert: str | None
 ) -> tuple[EnvSpec, list[EpisodeResult]]:
-    from embodied.workflows.demonstrations import DemonstrationLoop
+    """Play episodes that neither training nor evaluation plays, dead workers replaced, a draft per episode into this
+    folder; returns what the env offers, and the outcomes in episode order. An expert asks no policy worker."""
+    from embodied.workflows.embodied import PLAYERS
+    from embodied.workflows.evaluator import Evaluator
+    from embodied.workflows.workers import Workers
 
     with launch.cluster(config, plan, drafts / "logs") as cluster:
-        loop = DemonstrationLoop(config, cluster, learn=False, tell=lambda line: print(line, flush=True))
-        spec = loop.start()
+        workers = Workers(PLAYERS, config, cluster, tell=launch.say)
+        spec = workers.start()
         check_fits(target, config.env, spec)
-        loop.adopt(target.weights_for(spec))
-        return loop.demonstrate(drafts, expert)
+        workers.adopt(target.weights_for(spec))
+        evaluator, noise = Evaluator(workers), config.collect.noise
+        spec = evaluator.read_spec()
+        if noise and spec.action.discrete:
+            raise ConfigError(f"collect.noise={noise:g} needs continuous actions; leave it out")
+        tasks = env_class(config.env).tasks(config.env)
+        episodes = EpisodeList(config.seed, "demonstrations", tasks).first(config.collect.episodes)
+        return spec, evaluator.play(episodes, Recording(drafts=drafts, noise=noise, seed=config.seed), expert)
 
 
 def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeResult], drafts: Path) -> int:

@@ -44,7 +44,7 @@ from embodied.run.policy_source import Target, check_fits, find_all, other_train
 from embodied.run.published import describe
 
 if TYPE_CHECKING:
-    from embodied.workflows.embodied import EmbodiedLoop
+    from embodied.workflows.evaluator import Evaluator
 
 Part = tuple[RunConfig, PlacementPlan | None]  # tasks that one env can play, and who runs where
 
@@ -180,32 +180,33 @@ def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
 
 def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Path) -> list[EpisodeResult]:
     """Play all tasks with fresh workers, write and print the results of one policy."""
-    from embodied.workflows.embodied import EmbodiedLoop
+    from embodied.workflows.embodied import PLAYERS
+    from embodied.workflows.evaluator import Evaluator
+    from embodied.workflows.workers import Workers
 
     tasks = tuple(task for config, _ in parts for task in env_class(config.env).tasks(config.env))
     kept: PartialEvaluation | None = None
     episodes: list[EpisodeResult] = []
-    loops = []
+    evaluators = []
     for config, plan in parts:
         config = config.model_copy(update={"policy": target.config})
         part = file_name(config.env.task) if len(parts) > 1 else ""
         logs = out / "logs" / part
         with launch.cluster(config, plan, logs) as cluster:
-            loop = EmbodiedLoop(
-                config, cluster, learn=False, tell=lambda line: print(line, flush=True), eval_tasks=tasks
-            )
-            spec = loop.start()
+            workers = Workers(PLAYERS, config, cluster, tell=launch.say, eval_tasks=tasks)
+            spec = workers.start()
             check_fits(target, config.env, spec)
-            loop.adopt(target.weights_for(spec))
+            workers.adopt(target.weights_for(spec))
+            evaluator = Evaluator(workers)
             dataset = out / "dataset" / part
             if kept is None:  # what is refused leaves nothing behind
                 kept = PartialEvaluation(out, asked_for(parts, target.config, policy), policy)
                 if kept.finished:
                     print(f"going on    {kept} were over already", flush=True)
             with going_on_later(kept):
-                episodes += loop.evaluate(out, dataset, kept)
-            loops.append(loop)
-    results = write_evaluation(kept, loops, episodes)
+                episodes += evaluator.evaluate(out, dataset, kept)
+            evaluators.append(evaluator)
+    results = write_evaluation(kept, evaluators, episodes)
     print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
     print(f"  results     {out / 'results.json'}")
     print(f"  report      {out / 'report.html'}")
@@ -227,43 +228,44 @@ def going_on_later(kept: PartialEvaluation) -> Iterator[None]:
         raise
 
 
-def begin_in_run(loop: EmbodiedLoop, out: Path, checkpoint: Path) -> PartialEvaluation:
+def begin_in_run(evaluator: Evaluator, out: Path, checkpoint: Path) -> PartialEvaluation:
     """The evaluation of the version that acts now and was saved there, new or begun earlier."""
     policy = {
         "name": checkpoint.name,
-        "family": loop.config.policy.name,
+        "family": evaluator.config.policy.name,
         "folder": str(checkpoint / "policy"),
         "sha256": read_json(checkpoint / MANIFEST)["files"].get(WEIGHTS),
     }
-    return PartialEvaluation(out, asked_for([(loop.config, None)], loop.config.policy, policy), policy)
+    config = evaluator.config
+    return PartialEvaluation(out, asked_for([(config, None)], config.policy, policy), policy)
 
 
-def evaluate_in_run(loop: EmbodiedLoop, kept: PartialEvaluation, stop: Callable[[], bool]) -> dict[str, Any] | None:
+def evaluate_in_run(evaluator: Evaluator, kept: PartialEvaluation, stop: Callable[[], bool]) -> dict[str, Any] | None:
     """Play it to the end; None where `stop` ended it before."""
     try:
-        episodes = loop.evaluate(kept.folder, kept=kept, stop=stop)
+        episodes = evaluator.evaluate(kept.folder, kept=kept, stop=stop)
     except EvaluationStopped:
         return None
     finally:
         kept.write()
-    return write_evaluation(kept, [loop], episodes)
+    return write_evaluation(kept, [evaluator], episodes)
 
 
 def write_evaluation(
-    kept: PartialEvaluation, loops: list[EmbodiedLoop], episodes: list[EpisodeResult]
+    kept: PartialEvaluation, evaluators: list[Evaluator], episodes: list[EpisodeResult]
 ) -> dict[str, Any]:
-    """results.json, episodes.csv and the report of what these loops (one per env) have played."""
+    """results.json, episodes.csv and the report of what these evaluators (one per env) have played."""
     results = {
-        "policy_version": loops[0].version,
+        "policy_version": evaluators[0].version,
         "policy": kept.policy,
-        "protocol": played_by(loops),
+        "protocol": played_by(evaluators),
         **summarize(episodes),
         "causes": causes(episodes),
         "provenance": kept.provenance(),
     }
     write_results(kept.folder, results, episodes)
     kept.end()
-    if loops[0].config.eval.mosaic:
+    if evaluators[0].config.eval.mosaic:
         write_mosaic(kept.folder / "videos")
     report_or_say_why(kept.folder)
     return results
@@ -284,18 +286,19 @@ def asked_for(parts: list[Part], played: Any, policy: dict[str, Any]) -> dict[st
     }
 
 
-def played_by(loops: list[EmbodiedLoop]) -> dict[str, Any]:
+def played_by(evaluators: list[Evaluator]) -> dict[str, Any]:
     """How the episodes were played."""
-    env = loops[0].eval_env.model_dump(mode="json")
-    if len(loops) > 1:
-        env["task"] = [loop.eval_env.task for loop in loops]
+    first = evaluators[0]
+    env = first.env.model_dump(mode="json")
+    if len(evaluators) > 1:
+        env["task"] = [evaluator.env.task for evaluator in evaluators]
     return {
-        "name": loops[0].protocol.name,
-        "rules": loops[0].protocol.rules,
+        "name": first.protocol.name,
+        "rules": first.protocol.rules,
         "env": env,
-        "eval": loops[0].config.eval.model_dump(mode="json"),
-        "backend": ", ".join(dict.fromkeys(loop.eval_spec.backend for loop in loops)),
-        "max_episode_steps": max(loop.eval_spec.max_episode_steps for loop in loops),
+        "eval": first.config.eval.model_dump(mode="json"),
+        "backend": ", ".join(dict.fromkeys(evaluator.spec.backend for evaluator in evaluators)),
+        "max_episode_steps": max(evaluator.spec.max_episode_steps for evaluator in evaluators),
     }
 
 

@@ -24,9 +24,10 @@ def start(argv: list[str]) -> int:
     loaded = load(argv, entry="sft")
     if loaded is None:
         return 0
-    if loaded.config.sft.data is None:
+    demos = loaded.config.sft
+    if demos.data is None:
         raise ConfigError("which demonstrations? sft.data=demos/NAME; python -m embodied.collect makes some")
-    read_dataset(loaded.config.sft.data, images=False)  # refuses what is none
+    read_dataset(demos.data, images=False, names=demos.names)  # refuses what is none
     return follow(loaded, ImitationLoop)
 
 

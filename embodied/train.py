@@ -1,6 +1,7 @@
 """Train a policy: python -m embodied.train recipe=maniskill_ppo [key=value ...]
 
-`train` is the whole story of a run; each step is one word further down in `workflows/` and `reporting/`.
+`train` is the whole story of a run; each step is one word further down in `workflows/` and `reporting/`. What it drives
+is any `Workflow`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from embodied.reporting.console import Console
 from embodied.reporting.partial_evaluation import partial_in
 from embodied.reporting.results import RESULTS
 from embodied.reporting.run_page import report_or_say_why
-from embodied.reporting.timeline import Timeline
 from embodied.run import launch
-from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims, write_checkpoint
+from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims
 from embodied.run.folder import RunFolder
 from embodied.run.policy_source import Target, check_continues, check_fits, find_start
+from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
 
 
@@ -38,7 +39,7 @@ def start(argv: list[str]) -> int:
     return 0 if loaded is None else follow(loaded, EmbodiedLoop)
 
 
-def follow(loaded: Loaded, program: type[EmbodiedLoop], clock: Callable[[], float] = time.perf_counter) -> int:
+def follow(loaded: Loaded, program: type[Workflow], clock: Callable[[], float] = time.perf_counter) -> int:
     """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
     happened."""
     config, plan = launch.planned(loaded.config, dry=loaded.dry_run)
@@ -73,7 +74,7 @@ def open_folder(loaded: Loaded, command: str) -> tuple[RunFolder, Path | None]:
 
 
 def train(
-    program: type[EmbodiedLoop],
+    program: type[Workflow],
     config: RunConfig,
     plan,
     origin: Target | None,
@@ -100,12 +101,12 @@ def train(
         saves = SaveClock(config.run.save_every, config.run.save_minutes)
         if checkpoint:
             saves.saved(state["version"], state["train_s"])
-        with Timeline(loop.groups, loop.timers, folder.new_trace(), config.run.trace) as timeline:
+        with loop.timeline(folder.new_trace(), config.run.trace) as timeline:
             if checkpoint and owes_evaluation(config, folder, state, total):
                 evaluate(loop, folder, console, interruption)
-            while state["iteration"] < total and not interruption.requested and not loop.collection.exhausted:
+            while state["iteration"] < total and not interruption.requested and not loop.exhausted:
                 iterate(loop, state, total, folder, console, clock)
-                last = state["iteration"] == total or bool(loop.collection.exhausted)
+                last = state["iteration"] == total or bool(loop.exhausted)
                 judge = last or due(state["iteration"], config.run.eval_every)
                 if saves.due(state["iteration"], state["train_s"]) or judge:  # an evaluation takes long
                     save(loop, state, saves, folder, console)
@@ -115,19 +116,19 @@ def train(
             if interruption.requested and saves.version != state["version"]:
                 save(loop, state, saves, folder, console)
             spent = timeline.end()
-        exhausted = loop.collection.exhausted
+        exhausted = loop.exhausted
     console.end(state, interruption.requested or bool(exhausted), spent)
     if exhausted:
         raise NothingToLearn(exhausted)
 
 
-def fresh(loop: EmbodiedLoop, folder: RunFolder) -> dict:
+def fresh(loop: Workflow, folder: RunFolder) -> dict:
     folder.keep_metrics(0)  # of a run that was begun before, and not saved
     loop.publish(0)
     return {"iteration": 0, "version": 0, "env_steps": 0, "abandoned_episodes": 0, "train_s": 0.0}
 
 
-def resume(loop: EmbodiedLoop, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
+def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
     """Continue from a checkpoint: weights, optimizer, env rows, counters; later metrics are dropped and made again."""
     state = read_counters(checkpoint)
     folder.keep_metrics(state["iteration"])
@@ -147,23 +148,22 @@ def restarted(folder: RunFolder, console: Console, line: str) -> None:
     console.say(line)
 
 
-def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, console: Console, clock) -> None:
+def iterate(loop: Workflow, state: dict, total: int, folder: RunFolder, console: Console, clock) -> None:
     started = clock()
     finished, numbers = loop.iterate(state["iteration"], total)
     elapsed = clock() - started
     state["iteration"] += 1
     state["version"] = loop.version
     state["env_steps"] += int(numbers["env_steps"])
-    state["abandoned_episodes"] += loop.rollouts.take_abandoned()
+    state["abandoned_episodes"] += loop.take_abandoned()
     state["train_s"] += elapsed
     folder.log(console.iteration(state, finished, numbers, elapsed, total))
 
 
-def save(loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:
+def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:
     """A checkpoint of the version that acts, and fewer of the old ones."""
     started, version = time.perf_counter(), state["version"]
-    with loop.timers.measure("save"):
-        console.saved(write_checkpoint(folder.checkpoints, version, loop.save_learners, state, loop.save_sims()))
+    console.saved(loop.save(folder.checkpoints, state))
     saves.saved(version, state["train_s"], time.perf_counter() - started)
     try:
         if keep := loop.config.run.keep:
@@ -172,12 +172,12 @@ def save(loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, c
         console.say(f"old checkpoints could not be removed: {err}")
 
 
-def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interruption) -> None:
-    """Of the version that was just saved, or resumed from; what an interruption leaves is resumed with the run."""
+def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption) -> None:
+    """Evaluate the version that was saved, or resumed from; what an interruption leaves is resumed with the run."""
     version = loop.version
-    kept = begin_in_run(loop, folder.evaluation(version), folder.checkpoints / name_of(version))
+    kept = begin_in_run(loop.evaluator, folder.evaluation(version), folder.checkpoints / name_of(version))
     console.evaluating(version, kept.num_episodes, len(kept.finished))
-    if results := evaluate_in_run(loop, kept, stop=lambda: interruption.requested):
+    if results := evaluate_in_run(loop.evaluator, kept, stop=lambda: interruption.requested):
         console.evaluated(version, results)
     else:
         console.not_evaluated(version, kept)

@@ -80,6 +80,21 @@ class CommonEnvConfig(Strict):
         "holds early and late parts of episodes from the start; evaluation is not affected.",
     )
 
+    @property
+    def physics(self) -> str:
+        """The kind of physics, where the simulator has several."""
+        return ""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the simulator itself runs on a GPU."""
+        return self.physics == "cuda"
+
+    @property
+    def observed_cameras(self) -> tuple[str, ...]:
+        """Cameras whose images are observed, as far as the options say."""
+        return ()
+
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tasks
 
@@ -140,6 +155,14 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of filmed frames, in pixels.")
 
+    @property
+    def physics(self) -> str:
+        return self.backend
+
+    @property
+    def observed_cameras(self) -> tuple[str, ...]:
+        return self.cameras
+
     @model_validator(mode="after")
     def _something_is_hidden(self) -> ManiSkillConfig:
         check_privileged(self)
@@ -172,6 +195,10 @@ class PointMassConfig(CommonEnvConfig):
     image_size: ImageSize = Field((32, 32), description=SIZE_HELP)
     instruction: bool = Field(False, description="Observe an instruction text as well.")
     dtype: Literal["float32", "float64"] = Field("float32", description="Precision of the physics, states and rewards.")
+
+    @property
+    def observed_cameras(self) -> tuple[str, ...]:
+        return self.cameras
 
     @model_validator(mode="after")
     def _something_is_hidden(self) -> PointMassConfig:
@@ -231,6 +258,10 @@ class LiberoConfig(CommonEnvConfig):
             raise ValueError(f"env.initial_states=stored: {tasks[0]} has no stored states; set env.states_file")
         return self
 
+    @property
+    def observed_cameras(self) -> tuple[str, ...]:
+        return self.cameras
+
     def worker_bytes(self, rows: int) -> float:
         """Of a sim worker with so many env rows: a task's scene weighs, a row in it hardly does."""
         loaded = min(len(tasks_of(self.task)), max(rows, self.tasks_in_memory))
@@ -267,6 +298,10 @@ class RobosuiteConfig(CommonEnvConfig):
     cameras: tuple[str, ...] = Field((), description="Cameras whose images are observed: agentview, frontview, ...")
     image_size: int = Field(84, ge=16, le=1024, description="Width and height of these images, in pixels.")
     video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of filmed frames.")
+
+    @property
+    def observed_cameras(self) -> tuple[str, ...]:
+        return self.cameras
 
     def worker_bytes(self, rows: int) -> float:
         """Of a sim worker with so many env rows."""

@@ -18,7 +18,7 @@ from embodied.envs.experts import make_expert
 from embodied.envs.policy_client import PolicyClient
 from embodied.envs.rollout import Record, Stage
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
-from embodied.runtime.gpu_memory import Taken
+from embodied.runtime.device_memory import Taken
 
 
 class SimWorker(Worker):

@@ -128,17 +128,19 @@ def make_plan(
             plan = PlacementPlan(mode, explicit_hosts(placement, machines), num_envs)
             check_shares(plan, stages)
         except PlacementError as err:
-            raise PlacementError(f"{err}; try placement='{working_map(machines, num_envs, stages)}'") from None
+            works = working_map(machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws)
+            raise PlacementError(f"{err}; try placement='{works}'") from None
     if any(host.node or host.device for host in plan.hosts):
         return plan
     used = {core for host in plan.hosts for core in host.cores}
     return replace(plan, idle=tuple(core for core in machines.nodes[0].core_numbers if core not in used))
 
 
-def working_map(machines: Topology, num_envs: int, stages: int) -> str:
-    """A map that holds on the cores of the machine that the run is started on."""
+def working_map(machines: Topology, num_envs: int, stages: int, networks: str, *how: Any) -> str:
+    """A map that holds on the machine that the run is started on, if it has what the networks compute on."""
     here = Topology(machines.nodes[:1])
-    return json.dumps(modes.choose("collocated", here, num_envs, stages)[0])
+    where = machines if networks == "gpu" and not here.gpus else here
+    return json.dumps(modes.choose("auto", where, num_envs, stages, networks, *how)[0])
 
 
 def named_nodes(placement: str | dict[str, Any]) -> set[str]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodied.placement.grammar import PlacementError, number
+from embodied.placement.grammar import MOST, PlacementError, number
 from embodied.placement.layout import DeviceClass
 
 GB = 1e9
@@ -27,6 +27,7 @@ GPU_GB = {"GPU": 80.0, "H200": 141.0, "H100": 80.0, "A100": 80.0, "L40S": 48.0, 
 CORES_PER_GPU = 16
 CORE_GB = 8.0  # of the machine's memory, for each of its cores
 TEXT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w-]*)")
+NAME = re.compile(r"[\w.-]+")  # as placements can say it
 EXAMPLES = "examples: 8xGPU, 64x8xGPU, 8xH100, 16xCPU, 4xFAKE, or a file.yaml"
 NODE_KEYS = ("name", "count", "gpus", "gpu", "gpu_memory_gb", "cores", "memory_gb", "devices")
 
@@ -130,6 +131,8 @@ def read_topology(text: str) -> Topology:
     nodes, count = int(found["nodes"] or 1), int(found["count"])
     if not nodes or not count:
         raise PlacementError(f"cluster={text} has no device; {EXAMPLES}")
+    if max(nodes, count) > MOST:
+        raise PlacementError(f"cluster={text} counts to {max(nodes, count)}; at most {MOST} can be named")
     if model == "CPU":
         one = Node("", cores=count)
     elif model == "FAKE":
@@ -146,7 +149,7 @@ def read_file(path: Path) -> Topology:
 
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as err:
+    except (OSError, UnicodeError, yaml.YAMLError) as err:
         raise PlacementError(f"cluster={path} cannot be read: {err}") from None
     entries = content.get("nodes") if isinstance(content, Mapping) else None
     if not isinstance(entries, list) or not entries:
@@ -168,23 +171,29 @@ def read_nodes(entry: Any, place: int, path: Path) -> list[Node]:
     if whole["cores"] is None:
         whole["cores"] = whole["gpus"] * CORES_PER_GPU if isinstance(whole["gpus"], int) else 0
     for key, value in whole.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < (1 if key != "gpus" else 0):
-            raise PlacementError(f"{where}: {key}={value!r} should be a whole number, {key}: 8 for example")
+        least = 1 if key != "gpus" else 0
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+            raise PlacementError(
+                f"{where}: {key}={value!r} should be a whole number up to {MOST}, {key}: 8 for example"
+            )
     model = str(entry.get("gpu", "GPU")).upper()
     gpu_gb = number_of(entry, "gpu_memory_gb", GPU_GB.get(model), where)
     memory_gb = number_of(entry, "memory_gb", float("inf"), where)
     gpus = tuple(Gpu(i, model, gpu_gb * GB) for i in range(whole["gpus"]))
-    devices = tuple(map(str, entry.get("devices", ())))
-    name = str(entry.get("name", f"node{place}"))
+    devices, name = entry.get("devices", []), str(entry.get("name", f"node{place}"))
+    if not isinstance(devices, list):
+        raise PlacementError(f'{where}: devices={devices!r} should be a list, devices: ["arm:0"] for example')
+    if not NAME.fullmatch(name):
+        raise PlacementError(f"{where}: name={name!r} should be of letters, digits, dots and dashes")
     names = [name] if whole["count"] == 1 else [f"{name}-{i}" for i in range(whole["count"])]
-    return [Node(n, whole["cores"], gpus, memory_gb * GB, devices=devices) for n in names]
+    return [Node(n, whole["cores"], gpus, memory_gb * GB, devices=tuple(map(str, devices))) for n in names]
 
 
 def number_of(entry: Mapping, key: str, default: float | None, where: str) -> float:
     value = entry.get(key, default)
     if value is None:
         raise PlacementError(f"{where}: a {entry.get('gpu')} is not known here, so say its memory: {key}: 48")
-    if not isinstance(value, int | float) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise PlacementError(f"{where}: {key}={value!r} should be a number of gigabytes")
     return float(value)
 

@@ -20,7 +20,20 @@ def a_set_or_names(value: Any) -> Any:
 LoraTargets = Annotated[Literal[SETS] | tuple[str, ...], BeforeValidator(a_set_or_names)]
 
 
-class ActorCriticConfig(Strict):
+class PolicyOptions(Strict):
+    """What the toolkit asks of every family."""
+
+    merged_rows: ClassVar[int] = 1
+    """Env rows that a policy worker answers at once unless the recipe says otherwise."""
+
+    published: ClassVar[bool] = False
+    """Whether others publish models of this family, which `pretrained` and `preset` choose."""
+
+    mixed_precision: ClassVar[bool] = False
+    """Whether its weights are not all of one precision."""
+
+
+class ActorCriticConfig(PolicyOptions):
     """What small policies with an actor and a critic have in common."""
 
     hidden: tuple[PositiveInt, ...] = Field((256, 256, 256), min_length=1, description="Width of each hidden layer.")
@@ -74,10 +87,11 @@ class CNNConfig(ActorCriticConfig):
 MERGED_ROWS = 64  # of a large network, most of whose time goes into reading its weights
 
 
-class VLAConfig(Strict):
+class VLAConfig(PolicyOptions):
     """What vision-language-action families have in common."""
 
-    merged_rows: ClassVar = MERGED_ROWS
+    merged_rows = MERGED_ROWS
+    published = True
 
     pretrained: str | None = Field(
         None, description="Folder of a published model, or of a policy of ours; its weights are the initial ones."
@@ -144,6 +158,8 @@ class PrismaticConfig(VLAConfig):
 
 
 class OpenVLAConfig(PrismaticConfig):
+    chunk: ClassVar[int] = 1
+
     name: Literal["openvla"] = Field(description="One image and an instruction in, an action as seven tokens out.")
     camera: str | None = Field(None, description="Camera it looks through, where the env has several.")
 
@@ -178,8 +194,9 @@ class OpenVLAOFTConfig(PrismaticConfig):
     initial_log_scale: float = Field(-2.0, description="Start of the learned log scale of the l1 head's noise.")
 
 
-class Pi0Config(Strict):
-    merged_rows: ClassVar = MERGED_ROWS
+class Pi0Config(PolicyOptions):
+    merged_rows = MERGED_ROWS
+    published = True
 
     name: Literal["pi0", "pi05"] = Field(
         description="Images, state and an instruction in, a chunk of actions out of noise: Pi0 and Pi0.5."
@@ -238,11 +255,13 @@ class Pi0Config(Strict):
 
     @property
     def mixed_precision(self) -> bool:
-        """Whether its weights are not all of one precision."""
         return self.dtype == "bfloat16"
 
 
-class ExternalPolicyConfig(Strict):
+class ExternalPolicyConfig(PolicyOptions):
+    chunk: ClassVar[int] = 1
+    dtype: ClassVar[str] = ""  # the class's own
+
     name: str = Field(pattern=r"^[\w.]+:\w+$", description="Your own policy class, as my_pkg.my_module:MyPolicy.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to your class as it is.")
 

@@ -20,8 +20,7 @@ from embodied.core.types import ActReply, ActRequest, Array, AskAgain, EnvSpec, 
 from embodied.policies import make_policy
 from embodied.policies.request_batching import Merging, Questions, cut, cut_output, num_rows, side_by_side
 from embodied.runtime import Channel, Needs, Worker
-from embodied.runtime.gpu_memory import Computing, give_back_unused
-from embodied.runtime.offload import Belongings, num_bytes
+from embodied.runtime.device_memory import Belongings, Computing, give_back_unused, num_bytes
 from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
 from embodied.runtime.weights import Publication, WeightReader
 

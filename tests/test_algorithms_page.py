@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 from embodied.algorithms.config import PRESETS, GRPOConfig
 from embodied.config.recipe import load
@@ -32,6 +33,6 @@ def test_every_reward_and_every_number_of_groups_is_named():
     assert all(f"| `{reward}` |" in PAGE for reward in REWARDS)
     config = load(["recipe=pointmass_grpo"]).config
     groups = GroupCollector(config, ("reach",))
-    groups.start(type("Crew", (), {"sims": [None]})(), None, [])
+    groups.rollouts = SimpleNamespace(sims=[None])
     numbers = groups.numbers(GroupedEpisodes(0))
     assert all(f"`{name}`" in PAGE for name in numbers if name.startswith(("groups/", "faults/")))

@@ -13,7 +13,7 @@ import pytest
 from embodied import evaluate
 from embodied.reporting.results import read_results
 from embodied.reporting.success_stats import wilson
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.evaluator import Evaluator
 
 INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
 SWITCH = [*INLINE, "env.name=scripted:Switch", "env.on_success=continue", "env.num_envs=4", "eval.videos=0"]
@@ -190,13 +190,13 @@ def interrupted(monkeypatch):
     @contextmanager
     def interrupted(after):
         with monkeypatch.context() as patched:
-            played = EmbodiedLoop._play
+            played = Evaluator.play
 
-            def play(loop, episodes, *args, **options):
-                played(loop, episodes[:after], *args, **options)
+            def play(evaluator, episodes, *args, **options):
+                played(evaluator, episodes[:after], *args, **options)
                 signal.raise_signal(signal.SIGINT)
 
-            patched.setattr(EmbodiedLoop, "_play", play)
+            patched.setattr(Evaluator, "play", play)
             yield
 
     return interrupted

@@ -25,14 +25,16 @@ def one_gpu(monkeypatch):
     cores = tuple(sorted(os.sched_getaffinity(0)))[:2]
     node = Node("", len(cores), (Gpu(0, "H200", 141 * GB),), core_ids=cores)
     monkeypatch.setattr(devices, "discover", lambda: Topology((node,), "this machine"))
-    monkeypatch.setattr(devices, "torch_device", lambda kind: "cpu")
+    asked = []
+    monkeypatch.setattr(devices, "torch_device", lambda kind: asked.append(kind) or "cpu")
     monkeypatch.setattr(launch, "environment", lambda host: {})  # else workers would ask CUDA what they take
-    return len(cores)
+    return len(cores), asked
 
 
 def test_profile_plan_auto_and_benchmark_follow_each_other_on_cores_and_a_gpu(tmp_path, capsys, one_gpu):
-    arguments = [*RECIPE, f"run.dir={tmp_path}"]
+    arguments, (num_cores, asked) = [*RECIPE, f"run.dir={tmp_path}"], one_gpu
     assert measure.main([*arguments, "seconds=8"]) == 0
+    assert asked[:2] == ["cpu", "gpu"], "of the simulators' probe, and of the networks'"
     (path,) = (tmp_path / "profiles").glob("*.json")
     profile = read_profile(path)
     assert {name: [*on] for name, on in profile.costs.items()} == {
@@ -40,7 +42,7 @@ def test_profile_plan_auto_and_benchmark_follow_each_other_on_cores_and_a_gpu(tm
         "policy": ["gpu-H200"],
         "learner": ["gpu-H200"],
     }
-    assert profile.made["devices"] == {"gpu-H200": 1, "cpu": one_gpu}
+    assert profile.made["devices"] == {"gpu-H200": 1, "cpu": num_cores}
     told = capsys.readouterr().out
     assert "sim on 2 cores, policy and learner on 1 GPU (H200)" in told
 
@@ -56,7 +58,7 @@ def test_profile_plan_auto_and_benchmark_follow_each_other_on_cores_and_a_gpu(tm
     told = capsys.readouterr().out
     assert "1 GPU (H200) and 2 cores" in told and "per GPU" in told
     (found,) = json.loads((tmp_path / "bench/bench.json").read_text())["results"]
-    assert found["devices"] == {"gpu-H200": 1, "cpu": one_gpu}
+    assert found["devices"] == {"gpu-H200": 1, "cpu": num_cores}
     assert found["expected"]["hybrid"]["placement"]["policy,learner"] == "gpu:0"
     assert found["table"]["hybrid"]["measured_s"] > 0
 

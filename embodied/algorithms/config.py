@@ -240,6 +240,11 @@ class SFTConfig(Strict):
     data: LocalPath | None = Field(
         None, description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0."
     )
+    names: dict[str, str] = Field(
+        {},
+        description="What they call action, state and the env's cameras where it is not as LeRobot does, such as "
+        "{action: actions, state: state, agentview: image}.",
+    )
     episodes: int | None = Field(None, gt=0, description="Use only so many of them, from the first; null: all.")
     cache: LocalPath | None = Field(
         None,

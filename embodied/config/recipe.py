@@ -137,7 +137,7 @@ class RunConfig(Strict):
     @property
     def merged_rows(self) -> int:
         """Env rows that a policy worker answers at once, at most; 1: one question after the other."""
-        return self.pipeline.merge_rows or getattr(self.policy, "merged_rows", 1)
+        return self.pipeline.merge_rows or self.policy.merged_rows
 
     def _stages_share_envs(self) -> None:
         envs, stages = self.env.num_envs, self.pipeline.stages
@@ -182,11 +182,11 @@ class RunConfig(Strict):
             raise ValueError(f"env.stagger=true cuts the first episodes short, but {given}; try env.stagger=false")
 
     def _precisions_fit(self) -> None:
-        if self.learner.precision == "bf16" and getattr(self.policy, "dtype", "") == "float64":
+        if self.learner.precision == "bf16" and self.policy.dtype == "float64":
             raise ValueError(
                 "learner.precision=bf16 lowers float32 products, but policy.dtype=float64; try policy.dtype=float32"
             )
-        if self.learner.shard and getattr(self.policy, "mixed_precision", False):
+        if self.learner.shard and self.policy.mixed_precision:
             raise ValueError(
                 f"learner.shard=true splits weights of one precision, but with policy.dtype={self.policy.dtype} "
                 f"policy.name={self.policy.name} keeps its norms in float32; try policy.dtype=float32, with "

@@ -1,6 +1,7 @@
-"""Write meta/stats.json, with quantiles, of a dataset that has none: python -m embodied.datasets.figures FOLDER
+"""Write quantiles into meta/stats.json of a dataset that has none: python -m embodied.datasets.figures FOLDER
 
-LeRobot 2.1 stores no quantiles, and some models need them (`policy.statistics=FOLDER`). Only actions and states count.
+LeRobot 2 and the first 3.0 store none, and some models need them (`policy.statistics=FOLDER`). Only the figures of
+actions and states are computed; those of other features stay.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ import numpy as np
 
 from embodied.core.errors import EmbodiedError
 from embodied.datasets.episode_buffer import as_lists
-from embodied.datasets.feature_stats import of_values
+from embodied.datasets.feature_stats import QUANTILES, of_values
 from embodied.datasets.lerobot_layout import ACTION, STATE, STATS
 from embodied.datasets.reader import read_dataset
 
 
-def write_figures(folder: Path) -> Path:
-    """Compute and write stats.json; returns its path."""
-    if (folder / STATS).exists():
-        raise EmbodiedError(f"{folder / STATS} is there already")
+def write_figures(folder: Path, names: dict[str, str]) -> Path:
+    """Compute and write stats.json under LeRobot's names; returns its path. `names` are those of sft.names."""
+    dataset = read_dataset(folder, images=False, names=names)
+    wanted = [name for name in (ACTION, STATE) if name in dataset.features]
+    if all(QUANTILES.keys() <= dataset.stats.get(name, {}).keys() for name in wanted):
+        raise EmbodiedError(f"{folder / STATS} has quantiles already")
     actions, states = [], []
-    for episode in read_dataset(folder, images=False):
+    for episode in dataset:
         actions.append(episode.actions)
         states.append(episode.obs.get("state"))
-    found = {ACTION: of_values(np.concatenate(actions))}
+    found = dataset.stats | {ACTION: of_values(np.concatenate(actions))}
     if states[0] is not None:
         found[STATE] = of_values(np.concatenate(states))
     draft = folder / f"{STATS}.{os.getpid()}"
@@ -37,11 +40,12 @@ def write_figures(folder: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1 or argv[0].startswith("-"):
-        print("usage: python -m embodied.datasets.figures FOLDER", file=sys.stderr)
+    names = dict(word.split("=", 1) for word in argv[1:] if "=" in word)
+    if not argv or argv[0].startswith("-") or len(names) != len(argv) - 1 or not names.keys() <= {"action", "state"}:
+        print("usage: python -m embodied.datasets.figures FOLDER [action=NAME] [state=NAME]", file=sys.stderr)
         return 2
     try:
-        print(f"written {write_figures(Path(argv[0]))}")
+        print(f"written {write_figures(Path(argv[0]), names)}")
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return 2

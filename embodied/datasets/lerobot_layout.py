@@ -98,6 +98,24 @@ def place(number: int) -> dict[str, int]:
     return {"chunk_index": chunk, "file_index": file}
 
 
+def feature_named(name: str) -> str:
+    """The feature of "action", "state" or an env's camera."""
+    return {"action": ACTION, "state": STATE}.get(name, CAMERA + name)
+
+
+def renamed(found: dict[str, Any], theirs: dict[str, str]) -> dict[str, Any]:
+    """The mapping under our names of features; `theirs` holds the dataset's own names of some of them."""
+    ours = {other: name for name, other in theirs.items()}
+    return {ours.get(name, name): value for name, value in found.items() if name in ours or name not in theirs}
+
+
+def image_shape(feature: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of a feature; an image described as [3, H, W] has [H, W, 3]."""
+    shape = tuple(feature["shape"])
+    channels_first = feature["dtype"] in ("video", "image") and len(shape) == 3 and shape[0] == 3 != shape[2]
+    return (*shape[1:], 3) if channels_first else shape
+
+
 def check_pyarrow() -> None:
     """Raise ConfigError where pyarrow is not installed."""
     if find_spec("pyarrow") is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,13 @@ class RecordedEpisode:
 class Dataset:
     """A sequence of episodes on disk."""
 
-    def __init__(self, path: Path, info: dict[str, Any], images: bool) -> None:
+    def __init__(self, path: Path, info: dict[str, Any], images: bool, theirs: dict[str, str]) -> None:
         self.path, self.images = path, images
+        self.theirs = theirs  # its own names of some of our features
         self.info, self.fps = info, info["fps"]
         self.features: lerobot_layout.Features = {
-            name: {**feature, "shape": tuple(feature["shape"])} for name, feature in info["features"].items()
+            name: {**feature, "shape": lerobot_layout.image_shape(feature)}
+            for name, feature in lerobot_layout.renamed(info["features"], theirs).items()
         }
         if is_older(info):
             self.stats = (
@@ -126,7 +128,7 @@ class Dataset:
         first = entry["dataset_from_index"] - self._begins[file]
         with reading(path, advice=AGAIN):
             table = rows_of(pq.ParquetFile(path), first, entry["length"])
-            columns = {name: as_array(table[name]) for name in table.column_names}
+            columns = lerobot_layout.renamed({name: as_array(table[name]) for name in table.column_names}, self.theirs)
             if len(table) != entry["length"] or not (columns["episode_index"] == entry["episode_index"]).all():
                 wanted = f"rows {first} to {first + entry['length']}"
                 raise ValueError(f"{wanted} are not those of episode {entry['episode_index']}")
@@ -155,22 +157,24 @@ class Dataset:
                 with reading(self.path / lerobot_layout.INFO, advice=f"the images of {name} are others; {AGAIN}"):
                     images[camera_of(name)] = decoded(columns[name], feature["shape"])
             if feature["dtype"] == "video":
-                place = place_fields(self.info, *(entry[f"videos/{name}/{key}"] for key in PLACES["v3."]))
-                where = fill(self.path, "video_path", self.info["video_path"], {"video_key": name, **place})
-                path, begins_s = inside(self.path, where), entry[f"videos/{name}/from_timestamp"]
+                key = self.theirs.get(name, name)
+                place = place_fields(self.info, *(entry[f"videos/{key}/{number}"] for number in PLACES["v3."]))
+                where = fill(self.path, "video_path", self.info["video_path"], {"video_key": key, **place})
+                path, begins_s = inside(self.path, where), entry[f"videos/{key}/from_timestamp"]
                 images[camera_of(name)] = read_frames(path, begins_s, entry["length"], self.fps, feature["shape"])
         return images
 
 
-def read_dataset(path: Path | str, images: bool = True) -> Dataset:
-    """Open the dataset in this folder."""
+def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str] | None = None) -> Dataset:
+    """Open the dataset in this folder; `names` are its own names of "action", "state" or a camera, if not LeRobot's."""
     lerobot_layout.check_pyarrow()
     path = Path(path).expanduser()
     if not (path / lerobot_layout.INFO).is_file():
         raise ConfigError(f"{path} is no LeRobot dataset: there is no {lerobot_layout.INFO} in it")
     info = read_object(inside(path, lerobot_layout.INFO), ConfigError, AGAIN)
-    check_info(path, info)
-    return Dataset(path, info, images)
+    theirs = {lerobot_layout.feature_named(name): other for name, other in (names or {}).items()}
+    check_info(path, info, theirs)
+    return Dataset(path, info, images, theirs)
 
 
 def read_stats(path: Path) -> dict[str, Stats]:

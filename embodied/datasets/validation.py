@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied.core.errors import ConfigError
-from embodied.datasets.lerobot_layout import ACTION, INFO, STATE, VERSION, cameras
+from embodied.datasets.lerobot_layout import ACTION, INFO, STATE, VERSION, cameras, renamed
 
 AGAIN = "download it, or collect it, again"
 PLACEHOLDER = re.compile(r"\{(\w+)(?::0(\d)d)?\}")  # {chunk_index:03d}
@@ -39,8 +39,11 @@ NUMBERS = (
 LARGEST = 2**40  # of counts and indices; nobody has a trillion frames
 
 
-def check_info(path: Path, info: dict[str, Any]) -> None:
-    """Raise ConfigError for an info.json that cannot be true. `path` is the dataset's folder."""
+def check_info(path: Path, info: dict[str, Any], theirs: dict[str, str]) -> None:
+    """Raise ConfigError for an info.json that cannot be true.
+
+    `path` is the dataset's folder, `theirs` its own names of our features.
+    """
     file = path / INFO
     version = str(info.get("codebase_version") or "")
     if not version.startswith("v3.") and version not in OLDER:
@@ -53,8 +56,12 @@ def check_info(path: Path, info: dict[str, Any]) -> None:
         raise ConfigError(f"{file}: fps is {fps!r}, not a number of frames per second; {AGAIN}")
     if not isinstance(features, dict) or not all(map(is_feature, features.values())):
         raise ConfigError(f"{file}: features should say dtype and shape of each; {AGAIN}")
+    if lost := [name for name in theirs.values() if name not in features]:
+        raise ConfigError(f"{path} has no feature {lost[0]!r}; it has {', '.join(features)}")
+    features = renamed(features, theirs)
     if ACTION not in features:
-        raise ConfigError(f"{path} has no feature {ACTION!r}; it has {', '.join(features)}")
+        more = "sft.names={action: NAME} says which it is"
+        raise ConfigError(f"{path} has no feature {ACTION!r}; it has {', '.join(features)}; {more}")
     for name in (ACTION, STATE):
         if name in features and features[name]["dtype"] not in NUMBERS:
             raise ConfigError(f"{file}: {name} is of {features[name]['dtype']!r}; a policy learns from numbers")

@@ -40,7 +40,7 @@ class ImitationLearner(LearnerWorker):
         """Read the demonstrations and take their moments into the observation normaliser. -> how many items there are,
         over all ranks."""
         policy = self.policy
-        dataset = read_dataset(self.algo.data, images=bool(policy.spec.images))
+        dataset = read_dataset(self.algo.data, images=bool(policy.spec.images), names=self.algo.names)
         count = min(self.algo.episodes or len(dataset), len(dataset))
         lengths = [entry["length"] for entry in dataset.entries[:count]]
         steps = -(-sum(lengths) // self.algo.minibatch_size) * self.algo.epochs

@@ -32,8 +32,7 @@ from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
-from embodied.runtime.gpu_memory import Computing, give_back_unused
-from embodied.runtime.offload import Belongings, num_bytes
+from embodied.runtime.device_memory import Belongings, Computing, give_back_unused, num_bytes
 from embodied.runtime.tensor_bytes import ITEM_BYTES, blob_of, spec_of, tensor_of
 from embodied.runtime.weights import Publication, WeightStore
 

@@ -33,7 +33,7 @@ from embodied.policies import make_policy
 from embodied.policies.worker import PolicyWorker
 from embodied.profiling.channel_probe import Directly, Kept, Noise
 from embodied.runtime import Timers, Worker
-from embodied.runtime.gpu_memory import Computing
+from embodied.runtime.device_memory import Computing
 from embodied.runtime.weights import new_name
 
 PAGE = os.sysconf("SC_PAGE_SIZE")

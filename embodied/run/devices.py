@@ -57,12 +57,12 @@ def networks_on(config: RunConfig, machines: Topology) -> str:
         return "gpu" if wanted == "cuda" else "cpu"
     if not machines.gpus:
         return "cpu"
-    return "gpu" if getattr(config.env, "backend", "") == "cuda" or not is_small(config.policy) else "cpu"
+    return "gpu" if config.env.on_gpu or not is_small(config.policy) else "cpu"
 
 
 def check_simulator(config: RunConfig, machines: Topology) -> None:
     """Raise ConfigError where it wants a GPU and there is none."""
-    if getattr(config.env, "backend", "") == "cuda" and not machines.gpus:
+    if config.env.on_gpu and not machines.gpus:
         raise ConfigError("env.backend=cuda needs an NVIDIA GPU, and this machine shows none; try env.backend=auto")
 
 
@@ -76,7 +76,7 @@ def is_small(policy) -> bool:
 
 def draws_on_gpus(env: Any) -> bool:
     """Whether simulators of this env, on cores, draw on the GPUs of their machine."""
-    return bool(getattr(env, "cameras", ())) and env_class(env).draws_on_gpus
+    return bool(env.observed_cameras) and env_class(env).draws_on_gpus
 
 
 def torch_device(kind: str) -> str:
@@ -97,16 +97,16 @@ def environment(host: Host) -> dict[str, str]:
 
 def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
     """Raise ConfigError where the recipe computes elsewhere than the placement says."""
-    wanted, simulator = config.learner.device, getattr(config.env, "backend", "")
+    wanted = config.learner.device
     for host in plan.hosts:
         on_gpu = host.device.startswith("gpu:")
         where = host.device or f"cpu:{','.join(map(str, host.cores))}"
-        if on_gpu and host.roles == ("sim",) and simulator != "cuda":
+        if on_gpu and host.roles == ("sim",) and not config.env.on_gpu:
             raise ConfigError(
                 f"placement: sim on {host.device}, but {config.env.name} simulates on CPU cores here; "
                 f'try sim: {{devices: "cpu:0", render: "{host.device}"}} to draw on the GPU, or env.backend=cuda'
             )
-        if not on_gpu and "sim" in host.roles and simulator == "cuda":
+        if not on_gpu and "sim" in host.roles and config.env.on_gpu:
             raise ConfigError(
                 f"placement: sim on {where}, but env.backend=cuda simulates on a GPU; try gpu:0, or placement=auto"
             )

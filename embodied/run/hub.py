@@ -50,7 +50,7 @@ def fetch(repository: str, key: str = "checkpoint") -> Path:
 
 def with_folder(policy: Any) -> Any:
     """The policy's options, `policy.pretrained` being a folder: a model that is named by its hub id is fetched."""
-    name = getattr(policy, "pretrained", None)
+    name = policy.pretrained if policy.published else None
     if name is None or Path(name).expanduser().exists():
         return policy
     if not is_hub_id(name):

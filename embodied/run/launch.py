@@ -75,7 +75,7 @@ def run(body: Callable[[], int], lost: str = "") -> int:
         return err.exit_code
     except KeyboardInterrupt as err:
         print(f"stopped at once{lost}", file=sys.stderr)
-        return getattr(err, "exit_code", 130)
+        return err.exit_code if isinstance(err, Interrupted) else 130
     except BrokenPipeError:  # who reads what we print, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -88,6 +88,11 @@ def run(body: Callable[[], int], lost: str = "") -> int:
         advice = "free some space or choose another run.dir" if full else "choose another run.dir"
         print(f"error: {err.strerror or err}{where}; {advice}", file=sys.stderr)
         return 1
+
+
+def say(line: str) -> None:
+    """Print at once."""
+    print(line, flush=True)
 
 
 def answer(argv: list[str] | None, usage: str, body: Callable[[list[str]], int]) -> int:
@@ -136,6 +141,10 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
     plan = plan if learn else plan.without("learner")
+    replan = lambda changed, there: replanned(changed, there, learn)  # noqa: E731
+    if learn and config.learner.shard and plan.count("learner") == 1:  # then it would hold everything
+        whole = config.learner.model_copy(update={"shard": False})
+        check_memory(config.model_copy(update={"learner": whole}), plan, there, learn, replan)
     if learn:
         check_learners(config, plan)
     if not is_large(config):
@@ -143,8 +152,18 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
         check_simulators(config, plan.count("sim"), memory)
         if learn:
             check_pictures(config, memory)
-    found = check_memory(config, plan, there, learn, lambda changed, there: placed(changed, there, learn)[1])
+    found = check_memory(config, plan, there, learn, replan)
     return config, replace(plan, memory=tuple(describe_memory(found)))
+
+
+def replanned(config: RunConfig, machines: Topology, learn: bool) -> PlacementPlan:
+    """The plan of a recipe that nobody has loaded. Refuses what loading it and `planned` would."""
+    RunConfig.model_validate(dict(config), context={"unused": () if learn else ("algo",)})
+    config, plan = placed(config, machines, learn)
+    check_devices(config, plan)
+    if learn:
+        check_learners(config, plan)
+    return plan
 
 
 def check_learners(config: RunConfig, plan: PlacementPlan) -> None:
@@ -170,7 +189,7 @@ def proofs(config: RunConfig) -> Path:
 
 def rehearse(config: RunConfig) -> None:
     """For a dry run: refuse what only a built env would refuse."""
-    if config.cluster.machines and getattr(config.env, "backend", "") == "cuda":
+    if config.cluster.machines and config.env.on_gpu:
         return  # of machines that are not here
     env_class(config.env).rehearse(config.env)
 
@@ -192,7 +211,7 @@ def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfi
         env.num_envs,
         config.pipeline.stages,
         networks_on(config, machines),
-        gpu_sims=getattr(env, "backend", "") == "cuda",
+        gpu_sims=env.on_gpu,
         rows=ENVS_PER_SIM if kind.plays_together(env) else 1,
         most_sims=most_sims(config, machines),
         draws=draws_on_gpus(env),
@@ -204,20 +223,24 @@ def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
     """The config with the backend decided."""
     several = several or bool(named_nodes(config.placement))
     backend = choose_backend(config.cluster.backend, config.cluster.address, several)
+    if several and backend != "ray":
+        raise ConfigError(
+            f"cluster.backend={backend} keeps to one machine, and here are several; try cluster.backend=auto"
+        )
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
 
 
 def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None = None) -> str:
     """The first screen: what will run, and where. `weights` is the folder of those played, where
     the recipe does not say it."""
-    env, backend = config.env, getattr(config.env, "backend", "")
+    env, physics = config.env, config.env.physics
     first, *rest = plan.describe()
     tasks = env.task if isinstance(env.task, str) else ", ".join(env.task)
     protocol = choose_protocol(env_class(env), env, config.eval.protocol)
     kind = env_class(env)
     noted = [] if len(kind.tasks(env)) > 1 else kind.remarks(env, proofs(config))
     lines = [
-        f"task        {env.name} {tasks}{f', physics {backend}' if backend else ''}",
+        f"task        {env.name} {tasks}{f', physics {physics}' if physics else ''}",
         *(line for note in noted for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
@@ -231,7 +254,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
     """Where a large policy's weights come from."""
-    if not hasattr(config.policy, "pretrained"):
+    if not config.policy.published:
         return ""
     folder = folder or config.run.start_from or config.policy.pretrained
     if random_weights(config, folder):
@@ -251,7 +274,7 @@ def describe_saving(config: RunConfig) -> str:
 
 def describe_learner(config: RunConfig) -> str:
     """What the policy of a model family needs in a learner that holds all of it."""
-    if not hasattr(config.policy, "pretrained"):
+    if not config.policy.published:
         return ""
     from embodied.learners.memory_estimate import estimate
 

@@ -251,7 +251,6 @@ def fits(
 ) -> bool:
     try:
         plan = replan(config, machines)
-        config.learner.check_ranks(plan.count("learner"), "local")
     except (PlacementError, ConfigError, ValueError):
         return False
     return all(need.least <= need.has for need in needs(config, plan, machines, learn))
@@ -259,7 +258,7 @@ def fits(
 
 def picture_bytes(config: RunConfig) -> int:
     """Of one copy of all pictures of an iteration; 0 without cameras, or where nobody knows how long episodes are."""
-    cameras = getattr(config.env, "cameras", ())
+    cameras = config.env.observed_cameras
     if not cameras:
         return 0
     size = config.env.image_size
@@ -273,7 +272,7 @@ def decisions_of(config: RunConfig) -> int:
     if hasattr(algo, "rollout_decisions"):
         return config.env.num_envs * algo.rollout_decisions
     steps = env_class(config.env).longest_episode(config.env) or 0
-    return algo.groups * algo.group_size * -(-steps // getattr(config.policy, "chunk", 1))
+    return algo.groups * algo.group_size * -(-steps // config.policy.chunk)
 
 
 def check_pictures(config: RunConfig, memory_bytes: float) -> None:

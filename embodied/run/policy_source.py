@@ -148,7 +148,7 @@ def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> No
 
 
 def begins_from_folder(policy: Any) -> bool:
-    return getattr(policy, "pretrained", None) is not None
+    return policy.published and policy.pretrained is not None
 
 
 def differing(section: str, there: Any, here: Any) -> list[str]:

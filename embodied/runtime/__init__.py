@@ -3,6 +3,7 @@
 from embodied.runtime.backend import choose_backend, describe_backend, nodes_of
 from embodied.runtime.channel import Channel, Waiting
 from embodied.runtime.cluster import Cluster
+from embodied.runtime.device_sharing import Turns, take_turns
 from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.host import HostPlan
 from embodied.runtime.supervision import Budget
@@ -17,6 +18,7 @@ __all__ = [
     "HostPlan",
     "Needs",
     "Timers",
+    "Turns",
     "Waiting",
     "Worker",
     "WorkerGroup",
@@ -24,4 +26,5 @@ __all__ = [
     "describe_backend",
     "nodes_of",
     "served_while_busy",
+    "take_turns",
 ]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from embodied.core.errors import ConfigError
-from embodied.runtime.host import Host, HostPlan
-from embodied.runtime.progress import Pulse, Sign
+from embodied.runtime.host import DRIVER, Host, HostPlan, Links
+from embodied.runtime.processes import START_S
+from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign, resident_bytes
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,9 +83,6 @@ def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
     return name
 
 
-START_S = 120.0  # of a private Ray cluster
-
-
 def nodes_of(address: str, describe: Callable[[int], Any]) -> dict[str, Any]:
     """The nodes of a running Ray cluster, the one we are on first: what `describe` says there, which is told how many
     GPUs Ray counts."""
@@ -113,8 +115,6 @@ def make_backend(
         raise ValueError(f"cluster.backend={name!r} is unknown; known: auto, {', '.join(PROMISES)}")
     name = choose_backend(name, address, any(plan.node for plan in plans))
     if name == "inline":
-        from embodied.runtime.inline import InlineBackend
-
         return InlineBackend(run, plans, timeout_s, events)
     if name == "local":
         from embodied.runtime.local import LocalBackend
@@ -123,3 +123,52 @@ def make_backend(
     from embodied.runtime.ray.actors import RayBackend
 
     return RayBackend(run, log_dir, timeout_s, events, address, modules, start_s)
+
+
+class InlineBackend:
+    """All hosts in the calling process, for debugging: workers are threads, objects are handed over as they are."""
+
+    name = "inline"
+    isolates = False
+
+    def __init__(self, run: str, plans: list[HostPlan], timeout_s: float, events: Events) -> None:
+        self._progress = Progress(bytearray(PROGRESS_BYTES))
+        links = Links(self.pack, self.unpack, self._no_other_host, lambda *told: events.on_report(DRIVER, *told))
+        names = [DRIVER, *(plan.name for plan in plans)]
+        self.host = Host(run, names, links, self._progress, timeout_s)
+
+    def spawn(self, plan: HostPlan) -> None:
+        pass
+
+    def call(self, host: str, message: tuple, packed: Any = None) -> None:
+        self.host.control(message, packed)
+
+    def pack(self, item: Any, reader: str = "") -> Any:
+        return item
+
+    def unpack(self, packed: Any) -> Any:
+        return packed
+
+    def where(self, host: str) -> str:
+        return f"pid {os.getpid()}, inline"
+
+    def progress(self, host: str, slot: int) -> Sign:
+        return self._progress.read(slot)
+
+    def pulse(self, host: str) -> Pulse:
+        return Pulse(0.0, resident_bytes())
+
+    def write_stacks(self, host: str) -> bool:
+        return False
+
+    def kill(self, host: str) -> None:
+        raise AssertionError("nothing is isolated here, so nothing is killed")
+
+    def stop(self, seconds: float) -> None:
+        busy = self.host.stop(seconds)
+        if busy:
+            _log.warning("still busy in this process, and cannot be killed: %s", ", ".join(busy))
+
+    @staticmethod
+    def _no_other_host(*message: Any) -> None:
+        raise AssertionError(f"inline has one host, nobody to send {message} to")

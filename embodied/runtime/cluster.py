@@ -20,14 +20,14 @@ from typing import Any
 
 from embodied.core.errors import DeadlineExceeded, WorkerFailed
 from embodied.runtime.awake_clock import LOOK_S, AwakeClock
-from embodied.runtime.backend import START_S, Events, describe_backend, make_backend
+from embodied.runtime.backend import Events, describe_backend, make_backend
 from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Choose
-from embodied.runtime.failures import Failure, readable
+from embodied.runtime.failures import Call, Failure, Watchdog
 from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.host import DRIVER, HostPlan, WorkerSpec
-from embodied.runtime.progress import MAX_WORKERS, Sign
+from embodied.runtime.processes import START_S
+from embodied.runtime.progress import MAX_WORKERS, Sign, readable
 from embodied.runtime.supervision import Budget, Supervisor
-from embodied.runtime.watchdog import Call, Watchdog
 from embodied.runtime.worker import Worker
 
 _FIRST_CAUSE_S = 0.5  # how long a consequence waits for its cause to be reported
@@ -135,12 +135,11 @@ class Cluster:
 
     def call(self, group: WorkerGroup, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle:
         handle = Handle(self, f"{group.role}.{method}", group.workers)
-        urgent = getattr(getattr(group.cls, method, None), "served_while_busy", False)
         packed, packed_arguments = None, None
         for worker, host, arguments in zip(group.workers, group.hosts, per_rank):
             if arguments is not packed_arguments:  # the same for all ranks: packed once
                 packed, packed_arguments = self._backend.pack(arguments), arguments
-            self._send(handle, worker, host, ("call", worker, method, urgent), packed, arguments)
+            self._send(handle, worker, host, ("call", worker, method), packed, arguments)
         return handle
 
     def wait_for(self, handle: Handle, timeout_s: float | None, without_losses: bool = False) -> None:

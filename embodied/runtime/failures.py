@@ -1,11 +1,18 @@
-"""What went wrong in a worker, as the driver keeps and tells it."""
+"""What goes wrong in a worker or its process, and the watchdog: finds hung hosts, ends them, and decides with
+`supervision.py` which dead ones are started again. The cluster calls it from its waits and callbacks, under its lock.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from embodied.core.errors import WorkerFailed
+from embodied.runtime.awake_clock import AwakeClock
+from embodied.runtime.backend import Backend
+from embodied.runtime.supervision import Supervisor
 
 FRAME = re.compile(r'^ *File "(.+", line \d+)', re.MULTILINE)
 
@@ -47,6 +54,96 @@ class Failure:
         return replace(self, cause=f"{self.cause}; {reason}" if reason else self.cause, fatal=True)
 
 
-def readable(num_bytes: int) -> str:
-    """1300234240 -> "1.2 GiB"."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+@dataclass(frozen=True)
+class Call:
+    """A call that a worker has not answered yet."""
+
+    worker: str
+    host: str
+    slot: int
+    handle: Any
+    sent_at: float
+
+
+class Watchdog:
+    def __init__(self, backend: Backend, supervisor: Supervisor, clock: AwakeClock) -> None:
+        self.supervisor = supervisor
+        self.check_s = min(1.0, supervisor.budget.hang_s / 4)
+        self._backend = backend
+        self._clock = clock
+        self._next_check = 0.0
+        self._condemned: dict[str, Failure] = {}  # host -> why it is being killed
+        self._rebuilt_by: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}  # host -> (construction, weights)
+
+    def replaceable(self, host: str) -> bool:
+        """What fails there now is mended by a new life of the host."""
+        self._advance()
+        return self.supervisor.replaces(host) and self.supervisor.at_work(host)
+
+    def condemn(self, host: str, failure: Failure) -> None:
+        """Ends the process of a worker that failed; the first reason is the one that is told."""
+        if host not in self._condemned:
+            self._condemned[host] = failure
+            self._backend.kill(host)
+
+    def ended(self, peer: str) -> Failure | None:
+        """Why a worker, or one of a role, is being killed for good; its death may be told only after what follows from
+        it."""
+        for host, failure in self._condemned.items():
+            if not self.supervisor.replaces(host) and peer in (failure.worker, failure.worker.rpartition("-")[0]):
+                return failure.final("")
+        return None
+
+    def check(self, calls: Iterable[Call]) -> None:
+        """Kills the hosts that have been silent for too long; looks every `check_s`."""
+        now = self._clock()
+        if now < self._next_check:
+            return
+        self._next_check = now + self.check_s
+        self._advance()
+        calls_of: dict[str, list[Call]] = {}
+        for call in calls:
+            calls_of.setdefault(call.host, []).append(call)
+        for host in self.supervisor:
+            if host in self._condemned or not self.supervisor.at_work(host):
+                continue
+            silence, call = self._silence(host, calls_of.get(host, []), now)
+            if self.supervisor.silent(host, silence):
+                where = "; its log says where" if self._backend.write_stacks(host) else ""
+                doing = f" during {call.handle.what}" if call else ""
+                cause = (
+                    f"hung: no sign of life for {silence:.0f} s{doing} (faults.hang_s="
+                    f"{self.supervisor.budget.hang_s:g}), so it was killed{where} [{self._backend.where(host)}]"
+                )
+                self.condemn(host, Failure(call.worker if call else host, cause))
+
+    def died(self, host: str, failure: Failure) -> tuple[Failure, bool]:
+        """What to say of it, and whether the host is to be started again."""
+        self._advance()
+        failure = self._condemned.pop(host, failure)
+        self._rebuilt_by.pop(host, None)
+        reason = self.supervisor.died(host, self._clock())
+        return (replace(failure, mendable=True), True) if reason is None else (failure.final(reason), False)
+
+    def rebuilt_by(self, host: str, construction: Sequence[Any], weights: Sequence[Any]) -> None:
+        """The host is at work again when these calls are done: first the workers, then their weights."""
+        self._rebuilt_by[host] = (construction, weights)
+
+    def _advance(self) -> None:
+        for host, (construction, weights) in list(self._rebuilt_by.items()):
+            if all(handle.succeeded() for handle in construction):
+                self.supervisor.constructed(host)
+                if all(handle.succeeded() for handle in weights):
+                    self.supervisor.current(host)
+                    del self._rebuilt_by[host]
+
+    def _silence(self, host: str, calls: list[Call], now: float) -> tuple[float, Call | None]:
+        """The longest silence of the process or of one of its workers that is at work, and whose it is."""
+        heard_s, pulse = self._clock.awake_s(), self._backend.pulse(host).ago_s
+        longest, whose = min(pulse, heard_s) if pulse < float("inf") else 0.0, next(iter(calls), None)
+        for call in calls:
+            sign = self._backend.progress(host, call.slot)
+            seconds = min(sign.ago_s, now - call.sent_at, heard_s)  # an idle worker is silent without being hung
+            if not sign.waits and seconds > longest:
+                longest, whose = seconds, call
+        return longest, whose

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,8 @@ from typing import Any
 from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed
 from embodied.runtime.channel import Channel, hosts_of_runs
 from embodied.runtime.channel_queue import Queue
-from embodied.runtime.failures import readable
 from embodied.runtime.payload import Payload
-from embodied.runtime.progress import Progress, resident_bytes
+from embodied.runtime.progress import Progress, readable, resident_bytes
 from embodied.runtime.remote_channel import Remote
 from embodied.runtime.timers import Timers
 from embodied.runtime.worker import Worker
@@ -121,8 +120,8 @@ class Host:
             spec, call_id = rest
             self._workers[spec.name] = _WorkerThread(self, spec, call_id, packed)
         elif kind == "call":
-            worker, method, urgent, call_id = rest
-            self._workers[worker].submit(call_id, method, packed, urgent)
+            worker, method, call_id = rest
+            self._workers[worker].submit(call_id, method, packed)
         elif kind == "channel":
             self.serve_channel(DRIVER, rest[0], packed)
         elif kind == "died":
@@ -243,29 +242,30 @@ class Host:
 
 
 class _WorkerThread(threading.Thread):
-    """Runs one worker: constructs it, then serves its calls in order."""
+    """Runs one worker: constructs it, then serves its calls in order; some are served while it is busy."""
 
     def __init__(self, host: Host, spec: WorkerSpec, call_id: int, packed: Any) -> None:
         super().__init__(name=spec.name, daemon=True)
         self.host = host
         self.spec = spec
+        self._construction = partial(self._call, call_id, "__init__", packed)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: Worker | None = None
         self._stopped = False
-        self._constructed = False
-        self._early: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # urgent calls before that
-        self.submit(call_id, "__init__", packed)
+        self._lock = threading.Lock()
+        self._early: list[tuple[str, Callable[[], None]]] | None = []  # calls before it was constructed, by method
         self.start()
 
-    def submit(self, call_id: int, method: str, packed: Any, urgent: bool = False) -> None:
-        """`urgent` is for the driver to say where it knows the class; of one named by text the worker knows it."""
+    def submit(self, call_id: int, method: str, packed: Any) -> None:
         task = partial(self._call, call_id, method, packed)
-        if not (urgent or getattr(getattr(self._worker, method, None), "served_while_busy", False)):
-            self._tasks.put(task)
-            return
-        self._early.put(task)
-        if self._constructed:
-            self._serve_early()
+        with self._lock:
+            if self._early is not None:
+                self._early.append((method, task))
+                return
+            if not self._served_while_busy(method):
+                self._tasks.put(task)
+                return
+        task()
 
     def stop(self) -> None:
         """Ends after the call in progress; calls that have not begun are dropped."""
@@ -274,21 +274,31 @@ class _WorkerThread(threading.Thread):
 
     def run(self) -> None:
         self.host.enter(self.spec)
+        self._construction()
+        del self._construction  # with it the arguments, which may hold shared memory
+        self._sort_early()
         while (task := self._tasks.get()) is not None and not self._stopped:
             task()
-            self._constructed = True
-            self._serve_early()
-            del task  # with it the arguments, which may hold shared memory
+            del task
         if self._worker is not None:
             try:
                 self._worker.close()
             except Exception:
                 traceback.print_exc()
 
-    def _serve_early(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._early.get_nowait()()
+    def _sort_early(self) -> None:
+        """Now that its class is known: serves what need not wait for the work that was asked for before."""
+        with self._lock:
+            early, self._early = self._early, None
+            at_once = [task for method, task in early if self._served_while_busy(method)]
+            for method, task in early:
+                if not self._served_while_busy(method):
+                    self._tasks.put(task)
+        for task in at_once:
+            task()
+
+    def _served_while_busy(self, method: str) -> bool:
+        return getattr(getattr(self._worker, method, None), "served_while_busy", False)
 
     def _call(self, call_id: int, method: str, packed: Any) -> None:
         self.host.tick_slot(self.spec.slot)
@@ -320,7 +330,7 @@ class _WorkerThread(threading.Thread):
             raise EmbodiedError("its constructor failed")
         args, kwargs = self.host.unpack(packed)
         call = getattr(self._worker, method)
-        if getattr(call, "served_while_busy", False):  # a look from outside, no work of its own
+        if self._served_while_busy(method):  # a question from outside, no work of its own
             return call(*args, **kwargs)
         with self._worker.timers.measure(method):
             return call(*args, **kwargs)

@@ -15,14 +15,23 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from embodied.runtime.backend import Events
-from embodied.runtime.exit_status import describe_exit
 from embodied.runtime.host import DRIVER, Host, HostPlan, Links
 from embodied.runtime.payload import Payload, decode, encode, segments
-from embodied.runtime.processes import HostProcess, Processes, boot_order, check_cores, progress_memory
+from embodied.runtime.processes import (
+    HostProcess,
+    Processes,
+    boot_order,
+    check_cores,
+    describe_exit,
+    progress_memory,
+)
 from embodied.runtime.progress import PROGRESS_BYTES, Progress
 from embodied.runtime.socket_io import Loop, MessageSocket, socket_pair
+
+if TYPE_CHECKING:
+    from embodied.runtime.backend import Events
 
 # Runs before anything else in the child: what is imported later must already find the cores and the driver's path.
 _BOOT = """
@@ -38,7 +47,7 @@ main(boot)
 
 
 @dataclass
-class _Process(HostProcess):
+class LocalProcess(HostProcess):
     popen: subprocess.Popen
     control: MessageSocket
     channels: MessageSocket  # the driver's own end
@@ -83,7 +92,7 @@ class LocalBackend(Processes):
             os.close(memory_fd)
         control = MessageSocket(mine)
         channels = self._connect_to_driver(plan.name, control)
-        process = _Process(plan, log, memory, popen, control, channels)
+        process = LocalProcess(plan, log, memory, popen, control, channels)
         before = self._processes.pop(plan.name, None)
         for other in self._processes.values():
             one, two = socket_pair()
@@ -153,13 +162,13 @@ class LocalBackend(Processes):
     def _post(self, host: str, message: tuple, payload: Payload | None = None) -> None:
         self._processes[host].control.post(("channel", message), payload)  # in order with calls and news of deaths
 
-    def _told(self, process: _Process, message: tuple, payload: Payload | None) -> None:
+    def _told(self, process: LocalProcess, message: tuple, payload: Payload | None) -> None:
         if message[0] == "stopped":
             process.stopped.set()
         else:
             self._events.on_report(process.plan.name, message, payload)
 
-    def _died(self, process: _Process) -> None:
+    def _died(self, process: LocalProcess) -> None:
         _kill_session(process.popen)  # what it started; as long as it is not waited for, its number is not reused
         code = process.popen.wait()
         self._control.drain(process.control)  # what it reported before it died comes first,

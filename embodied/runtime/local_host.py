@@ -12,16 +12,19 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from embodied.runtime.exit_status import WRITE_STACKS
 from embodied.runtime.host import Host, Links
 from embodied.runtime.payload import Payload, decode, encode
-from embodied.runtime.process_title import show_title
+from embodied.runtime.processes import WRITE_STACKS
 from embodied.runtime.progress import PROGRESS_BYTES, Progress
 from embodied.runtime.socket_io import Loop, MessageSocket
 
 _PR_SET_PDEATHSIG = 1
+ARGUMENTS = slice(45, 47)  # where they begin and end, among the words of /proc/self/stat after the name
+SHORT = 15  # letters of the name that top shows
 _DELIVERY_S = 5.0  # how long a call that ended may wait until its puts have left
 
 
@@ -132,3 +135,22 @@ def find_main_lazily(module: str | None, file: str | None) -> None:
         return main.__dict__[name]
 
     main.__getattr__ = find
+
+
+def title_of(host: str) -> str:
+    return f"embodied {host}"
+
+
+def show_title(host: str) -> None:
+    """Shows `embodied a+b-0` for this process in `ps` and `top`, and `a+b-0` where only a short name is shown.
+
+    The system shows the bytes of the command line where the process got them, so they are written over. A last byte
+    that is not zero tells Linux that they are a title now, which ends at the first zero.
+    """
+    with suppress(OSError, ValueError):  # a system that has no such files shows what it likes
+        Path("/proc/self/comm").write_text(host[:SHORT])
+        words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        begin, end = map(int, words[ARGUMENTS])
+        if 0 < begin < end:
+            title = title_of(host).encode()[: end - begin - 2]
+            ctypes.memmove(begin, title.ljust(end - begin - 1, b"\0") + b".", end - begin)

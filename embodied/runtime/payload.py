@@ -28,7 +28,7 @@ segments = Segments()  # of this process
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """Where the parts of a payload are in its memory file: (offset, bytes). `body` is None if it travels inline."""
 
     total_bytes: int = 0
@@ -42,7 +42,7 @@ class Payload:
 
     __slots__ = ("body", "fd", "layout")
 
-    def __init__(self, body: bytes | memoryview, layout: Layout | None = None, fd: int = -1) -> None:
+    def __init__(self, body: bytes | memoryview, layout: BufferLayout | None = None, fd: int = -1) -> None:
         self.body = body
         self.layout = layout
         self.fd = fd
@@ -113,7 +113,7 @@ def _write(parts: list[memoryview], tensors: frozenset[int], body: memoryview) -
     fd, memory = segments.take(end)
     for (offset, size), chunk in zip(places, chunks):
         memory[offset : offset + size] = chunk
-    layout = Layout(end, tuple(places[: len(parts)]), tensors, None if inline_body else places[-1])
+    layout = BufferLayout(end, tuple(places[: len(parts)]), tensors, None if inline_body else places[-1])
     return Payload(body if inline_body else b"", layout, fd)
 
 

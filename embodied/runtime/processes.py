@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,13 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied.runtime.exit_status import WRITE_STACKS
 from embodied.runtime.host import Host, HostPlan, ranges
 from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign
 
 _log = logging.getLogger(__name__)
 
+WRITE_STACKS = signal.SIGUSR1  # asks a host to write into its log what its threads are at
 WRITING_S = 0.2  # in which a process writes down what its threads are at
+START_S = 120.0  # how long a private Ray cluster may take to start
 KILL_S = 5.0  # how long a killed process may take to vanish
 
 
@@ -129,3 +131,14 @@ def boot_order(run: str, plan: HostPlan, timeout_s: float) -> dict[str, Any]:
         "main_module": main.__spec__.name if getattr(main, "__spec__", None) is not None else None,
         "main_file": getattr(main, "__file__", None),
     }
+
+
+def describe_exit(code: int) -> str:
+    """`code` as `subprocess` gives it: negative is a signal."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}"

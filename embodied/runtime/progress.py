@@ -102,3 +102,8 @@ def resident_bytes() -> int:
     """Of this process."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def readable(num_bytes: int) -> str:
+    """1300234240 -> "1.2 GiB"."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

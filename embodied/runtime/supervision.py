@@ -1,6 +1,6 @@
 """When a host is suspected, killed, replaced or given up: a state machine without processes, threads or a clock.
 
-It is told what happened and when, and answers what to do; doing it is the caller's business (`watchdog.py`).
+It is told what happened and when, and answers what to do; doing it is the caller's business (`failures.py`).
 
     healthy <-> suspect      silent for half of hang_s, or heard again
     any -> restarting        it died, while it was built again too, and the budget allows another life

@@ -23,7 +23,7 @@ class Total:
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedSpans:
     """What one worker recorded: (name, start, seconds) by its own clock, in the order in which the pieces ended."""
 
     spans: list[tuple[str, float, float]]
@@ -64,10 +64,10 @@ class Timers:
         with self._lock:
             return dict(self._totals)
 
-    def record(self, on: bool) -> Recording:
+    def record(self, on: bool) -> RecordedSpans:
         """Begin (or end) keeping single pieces; returns those kept since the last call."""
         with self._lock:
-            kept = Recording(self._spans or [], self._lost)
+            kept = RecordedSpans(self._spans or [], self._lost)
             self._spans, self._lost = [] if on else None, 0
         return kept
 

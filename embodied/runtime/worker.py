@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from embodied.runtime.channel import hosts_of_runs
-from embodied.runtime.timers import Recording, Timers, Total
+from embodied.runtime.timers import RecordedSpans, Timers, Total
 
 SIGN_S = 5.0
 
@@ -85,7 +85,7 @@ class Worker:
         return self.timers.totals()
 
     @served_while_busy
-    def record(self, on: bool) -> Recording:
+    def record(self, on: bool) -> RecordedSpans:
         """Begins (or ends) keeping every measured piece of work; what was kept since the last call."""
         return self.timers.record(on)
 

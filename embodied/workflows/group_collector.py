@@ -16,11 +16,11 @@ from embodied.algorithms.groups import Group, GroupPool, group_advantages
 from embodied.core.episodes import EpisodeList, env_blocks
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeResult, EpisodeSpec, GroupBatch, RolloutStats, Route
-from embodied.runtime import Channel, Handle, WorkerGroup
-from embodied.workflows.rollout_manager import RolloutManager
+from embodied.runtime import Handle
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
+    from embodied.workflows.workers import Workers
 
 
 @dataclass
@@ -45,22 +45,29 @@ class GroupedEpisodes:
 
 
 class GroupCollector:
-    noted = None  # sims note nothing: episodes of one that died are lost with their groups
+    journaled = None  # episodes of a sim that died are lost with their groups
 
     def __init__(self, config: RunConfig, tasks: tuple[str, ...]) -> None:
         self.config, self.algo = config, config.algo
+        self.stages = config.pipeline.stages
         self.episodes = EpisodeList(config.seed, "train", tasks, group_size=config.algo.group_size)
         self.pool = GroupPool(config.algo)
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
         self.handed = 0  # times that episodes were handed over
 
-    def start(self, rollouts: RolloutManager, learners: WorkerGroup, trajectories: list[Channel]) -> None:
-        self.rollouts, self.learners, self.trajectories = rollouts, learners, trajectories
-        if self.algo.filter_metric == "success" and not rollouts.spec.has_success:
+    def start(self, workers: Workers) -> None:
+        """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
+        self.rollouts, self.learners = workers.rollouts, workers.learners
+        self.trajectories = self.outlets = workers.trajectory_channels()
+        if self.algo.filter_metric == "success" and not workers.spec.has_success:
             raise ConfigError(
                 "algo.filter_metric=success bounds the rate of success, but this env has none; try "
                 "algo.filter_metric=return"
             )
+
+    def total_iterations(self) -> int:
+        """`run.iterations`: how long whole episodes are is not known before."""
+        return self.config.run.iterations
 
     @property
     def exhausted(self) -> str:
@@ -170,7 +177,7 @@ class GroupCollector:
             blocks = env_blocks(len(episodes), len(self.learners))
             wanted = [episodes[block.start : block.stop] if len(block) else episodes[:1] for block in blocks]
             calls = [
-                self.rollouts.sims[sim].hand_over(wanted, self._source(sim), tuple(self.trajectories))
+                self.rollouts.sims[sim].hand_over(wanted, self._source(sim), tuple(self.outlets))
                 for sim in range(len(self.rollouts.sims))
             ]
             self.rollouts.settle(*calls)
@@ -186,7 +193,7 @@ class GroupCollector:
         return f"sim-{sim}#{self.handed}"
 
     def _lose_what_is_gone(self, batch: GroupedEpisodes) -> set[int]:
-        """Sims that were replaced have forgotten what they kept; -> what is still there."""
+        """Sims that were replaced have forgotten what they kept; returns what is still there."""
         there = {episode for kept in self.rollouts.ask(self.rollouts.sims.kept) for episode in kept}
         self._lose([episode for episode in self.pool.held if episode not in there], batch)
         return there

@@ -12,16 +12,16 @@ import numpy as np
 
 from embodied.core.episodes import EpisodeList, env_blocks
 from embodied.core.types import EpisodeResult, RolloutStats, Route
-from embodied.runtime import Channel, Handle, WorkerGroup
-from embodied.workflows.rollout_manager import RolloutManager
+from embodied.runtime import Handle
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
+    from embodied.workflows.workers import Workers
 
 
 @dataclass
-class Batch:
-    """What the sims have collected in an iteration: who gave which env rows, and where the time went."""
+class RolloutParts:
+    """What the sims have collected in an iteration: which gave which env rows, and where the time went."""
 
     stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
     sources: dict[str, range] = field(default_factory=dict)  # source -> its env rows
@@ -41,24 +41,36 @@ class Batch:
 
 
 class HorizonCollector:
-    exhausted = ""  # why there is nothing to learn from; there always is something
+    exhausted = ""  # there always is something to learn from
 
     def __init__(self, config: RunConfig, tasks: tuple[str, ...]) -> None:
         self.config = config
+        self.stages = config.pipeline.stages
         self.episodes = EpisodeList(config.seed, "train", tasks)
-        self.noted = self.episodes  # those of which a sim worker's successor begins the next
+        self.journaled = self.episodes
 
-    def start(self, rollouts: RolloutManager, learners: WorkerGroup, trajectories: list[Channel]) -> None:
-        self.rollouts, self.learners, self.trajectories = rollouts, learners, trajectories
-        self.blocks = env_blocks(self.config.env.num_envs, len(learners))
+    def start(self, workers: Workers) -> None:
+        """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
+        self.rollouts, self.learners = workers.rollouts, workers.learners
+        self.trajectories = self.outlets = workers.trajectory_channels()
+        self.blocks = env_blocks(self.config.env.num_envs, len(self.learners))
 
-    def collect(self, version: int) -> Batch:
+    def total_iterations(self) -> int:
+        """`run.iterations`, or `run.env_steps` in whole iterations (with chunks unmasked steps may be a little
+        fewer)."""
+        run, config = self.config.run, self.config
+        if run.iterations is not None:
+            return run.iterations
+        steps = config.env.num_envs * config.algo.rollout_decisions * config.policy.chunk
+        return max(1, run.env_steps // steps)
+
+    def collect(self, version: int) -> RolloutParts:
         """A rollout of all sims. Of those that die, the part is played again where half or more is missing, or all that
         a learner rank would get; otherwise it is left out."""
         rollouts, streamed = self.rollouts, self.config.pipeline.granularity
         if streamed:
             self.learners.take_in.each(list(zip(self.trajectories, map(np.array, self.blocks), strict=True)))
-        batch, missing = Batch(), list(range(len(rollouts.sims)))
+        batch, missing = RolloutParts(), list(range(len(rollouts.sims)))
         while missing:
             calls, routes = rollouts.play(missing, self._collect, self.config.pipeline.stages, 1.0, "train")
             for sim, call in calls.items():
@@ -75,11 +87,11 @@ class HorizonCollector:
         rollouts.episode_counter.finish(result for part in batch.stats.values() for result in part.finished)
         return batch
 
-    def update(self, batch: Batch, iteration: int, total: int) -> Handle:
+    def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
         shares = [(c, batch.sources_of(block)) for c, block in zip(self.trajectories, self.blocks, strict=True)]
         return self.learners.update.each([(*share, batch.env_ids, iteration, total) for share in shares])
 
-    def numbers(self, batch: Batch) -> dict[str, float]:
+    def numbers(self, batch: RolloutParts) -> dict[str, float]:
         def mean(what: Callable[[RolloutStats], float]) -> float:
             return float(np.mean([what(part) for part in batch.stats.values()]))
 
@@ -99,7 +111,7 @@ class HorizonCollector:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
-        """Go on from `save`; -> the number of open episodes that had to be abandoned."""
+        """Go on from `save`; returns the number of open episodes that had to be abandoned."""
         check_rows(state, self.config.env.num_envs)
         self.rollouts.episode_counter.restore(state)
         return sum(self.rollouts.ask(lambda: self.rollouts.sims.set_state(state, self.episodes)))
@@ -107,7 +119,7 @@ class HorizonCollector:
     def _collect(self, sim: int, route: Route) -> Handle:
         horizon = self.config.algo.rollout_decisions
         granularity = self.config.pipeline.granularity or 0
-        return self.rollouts.sims[sim].collect(self.episodes, horizon, route, tuple(self.trajectories), granularity)
+        return self.rollouts.sims[sim].collect(self.episodes, horizon, route, tuple(self.outlets), granularity)
 
     def _parts(self, sim: int, route: Route) -> dict[str, range]:
         """Which env rows each stage of a sim plays."""
@@ -115,7 +127,7 @@ class HorizonCollector:
         size = len(rows) // stages
         return {source: rows[i * size : (i + 1) * size] for i, source in enumerate(route.sources)}
 
-    def _too_little(self, batch: Batch, missing: list[int]) -> bool:
+    def _too_little(self, batch: RolloutParts, missing: list[int]) -> bool:
         return 2 * len(missing) >= len(self.rollouts.sims) or not all(batch.sources_of(block) for block in self.blocks)
 
 

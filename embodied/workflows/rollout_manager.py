@@ -8,7 +8,7 @@ while learners update, is started again at once, and its successors are given wh
     sim worker      its envs, and the next episode of every row; what the dead one has played in this round is lost,
                     and the caller decides whether it is played again
 
-Who notices and who decides is the runtime's business (`Cluster.settle`, `supervision.py`).
+Noticing a death and deciding what follows is the runtime's business (`Cluster.settle`, `supervision.py`).
 """
 
 from __future__ import annotations
@@ -16,51 +16,44 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from embodied.core.episodes import EpisodeList
-from embodied.core.types import ActRequest, AskAgain, EnvSpec, Route
-from embodied.runtime import Budget, Channel, Cluster, Handle, WorkerGroup
+from embodied.core.types import ActRequest, AskAgain, EpisodeResult, Route
+from embodied.runtime import Budget, Channel, Handle
 from embodied.runtime.failures import Failure
-from embodied.workflows.episode_counter import EpisodeCounter
-from embodied.workflows.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from embodied.workflows.workers import Workers
 
 SAME_ERROR = 3  # times that a worker fails at one line before it ends a round: no accident, its next life would as well
 
 
 class RolloutManager:
-    def __init__(
-        self,
-        cluster: Cluster,
-        sims: WorkerGroup,
-        policies: WorkerGroup,
-        num_stages: int,
-        journal: Channel,
-        num_envs: int,
-        tell: Callable[[str], None],
-    ) -> None:
-        """`tell` hears one line per restart."""
-        self.cluster, self.sims, self.policies = cluster, sims, policies
-        self.num_stages = num_stages
-        self.journal = journal
-        self.episode_counter = EpisodeCounter(num_envs)
-        self.tell = tell
+    """From its making on, sim and policy workers that die are replaced."""
+
+    def __init__(self, workers: Workers, episodes: EpisodeList | None) -> None:
+        """All workers are built. `episodes` are those that a replaced sim worker goes on with by itself, if any."""
+        self.cluster, self.sims, self.policies = workers.cluster, workers.sims, workers.policies
+        self.spec, self.episodes, self.weight_sync = workers.spec, episodes, workers.weight_sync
+        self.journal, self.tell = workers.journal, workers.tell
+        self.num_stages = max(workers.stages, 1)
+        self.has_memory = workers.turns.has_memory
+        self.episode_counter = EpisodeCounter(workers.config.env.num_envs)
         self.rounds = 0
         self.restarts = 0
         self.abandoned_episodes = 0
         self.errors: Counter[tuple[str, str]] = Counter()  # (worker, line that raised) since it last came to an end
-        self.has_memory: Callable[[str], bool] = lambda worker: True  # on its device, as far as turns are taken there
-
-    def start(self, spec: EnvSpec, episodes: EpisodeList | None, weight_sync: WeightSync, budget: Budget) -> None:
-        """Lay the channels: requests live with the policy workers, replies with the sims. From now on who dies is
-        replaced. `episodes` are those of training."""
-        self.spec, self.episodes, self.weight_sync = spec, episodes, weight_sync
+        # Requests live with the policy workers, replies with the sims.
         channel, stages = self.cluster.channel, range(self.num_stages)
         sims, policies = range(len(self.sims)), range(len(self.policies))
         self.requests = [channel(f"requests-{p}", home=self.policies[p]) for p in policies]
         self.replies = [[channel(f"replies-sim-{s}/{i}", home=self.sims[s]) for i in stages] for s in sims]
-        self.budget = budget
-        self.cluster.supervise([self.sims, self.policies], [self.policies], budget)
+        faults = workers.config.faults
+        self.budget = Budget(faults.max_restarts, faults.window_s, faults.hang_s)
+        self.cluster.supervise([self.sims, self.policies], [self.policies], self.budget)
 
     def rows(self, sim: int) -> range:
         """The env rows of a sim worker."""
@@ -79,7 +72,7 @@ class RolloutManager:
         asked: bool = True,
     ) -> tuple[dict[int, Handle], dict[int, Route]]:
         """A round: call `begin` for these sims and let the policy workers serve so many stages of each, if they are
-        asked at all. -> the calls, which have succeeded but for sims that died, and the routes they took."""
+        asked at all. Returns the calls, which have succeeded but for sims that died, and the routes they took."""
         self.settle()
         self.rounds += 1
         routes = {sim: self._route(sim, stages) for sim in sims}
@@ -101,7 +94,7 @@ class RolloutManager:
         return calls, routes
 
     def settle(self, *handles: Handle) -> None:
-        """Wait for calls, replacing who dies meanwhile; their calls have failed then."""
+        """Wait for calls; workers that die meanwhile are replaced, and their calls have failed then."""
         while losses := self.cluster.settle(*handles):
             self._replace(losses)
 
@@ -125,7 +118,7 @@ class RolloutManager:
                     ).error()
 
     def _replace(self, losses: dict[str, Failure]) -> list[int]:
-        """New lives for dead hosts, building while others work; -> the policy workers among them."""
+        """Start dead hosts again, building while others work; returns the policy workers among them."""
         found = []
         for host, failure in losses.items():
             sims, policies = (
@@ -146,7 +139,7 @@ class RolloutManager:
         return found
 
     def _begin_anew(self, sim: int) -> int:
-        """Every row of a replaced sim goes on with its next episode; -> how many are lost."""
+        """Every row of a replaced sim goes on with its next episode; returns how many are lost."""
         self.read_journal()
         rows = self.rows(sim)
         abandoned = self.episode_counter.abandon(rows)
@@ -182,7 +175,7 @@ class RolloutManager:
         )
 
     def _served(self, policy: int, routes: dict[int, Route]) -> dict[str, Channel]:
-        """Source -> where its answers go."""
+        """The channel of each source's answers."""
         return {
             source: replies
             for route in routes.values()
@@ -194,3 +187,40 @@ class RolloutManager:
         return self.policies[policy].serve(
             self.requests[policy], self._served(policy, routes), self.weight_sync.version, temperature, stream
         )
+
+
+class EpisodeCounter:
+    """Which training episodes each env row has begun, and of which of them the outcome is known.
+
+    Sim workers note every episode before it begins, so a successor of one that died begins the next: no episode is
+    played twice, and those whose outcome was lost are counted.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.begun = np.zeros(num_envs, np.int64)  # episodes that each env row has begun
+        self.settled = np.zeros(num_envs, np.int64)  # those of them that ended or were given up
+
+    def begin(self, indices: Iterable[int]) -> None:
+        """Env row e plays episodes e, e + E, e + 2E, ..."""
+        for index in indices:
+            count, env = divmod(index, len(self.begun))
+            self.begun[env] = max(self.begun[env], count + 1)
+
+    def finish(self, results: Iterable[EpisodeResult]) -> None:
+        """The outcome of these episodes is known."""
+        for result in results:
+            self.settled[result.index % len(self.begun)] += 1
+
+    def abandon(self, envs: range) -> int:
+        """Give up what these rows have begun; returns how many episodes."""
+        rows = slice(envs.start, envs.stop)
+        lost = int((self.begun[rows] - self.settled[rows]).sum())
+        self.settled[rows] = self.begun[rows]
+        return lost
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Continue from the state of all env rows: each has one open episode, a new one where it was abandoned."""
+        envs, started = state["env_ids"], state["rows.started"]
+        goes_on = any(name.startswith("env.") for name in state)
+        self.begun[envs] = started if goes_on else started + (state["rows.length"] > 0)
+        self.settled[envs] = self.begun[envs] - 1

@@ -5,6 +5,7 @@ The sims only play evaluations; an iteration is one pass of the learners over th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,63 +15,69 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, EpisodeResult
 from embodied.datasets import read_dataset
 from embodied.datasets.lerobot_layout import ACTION, CAMERA, STATE
-from embodied.runtime import Channel, Handle, WorkerGroup
-from embodied.workflows.embodied import EmbodiedLoop
-from embodied.workflows.rollout_manager import RolloutManager
+from embodied.runtime import Handle
+from embodied.workflows.embodied import LEARNER, PLAYERS, EmbodiedLoop, learner_arguments
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
+    from embodied.workflows.workers import Workers
 
 
-class ImitationLoop(EmbodiedLoop):
-    command = "sft"
-    learner = "embodied.learners.bc:ImitationLearner"
-    collects = False
-
-    def what_to_learn_from(self, config: RunConfig, tasks: tuple[str, ...]) -> Recorded:
-        return Recorded(config.sft)
-
-    @property
-    def algorithm(self):
-        return self.config.sft
-
-    def total_iterations(self) -> int:
-        return self.config.sft.epochs
+def imitator_arguments(workers: Workers) -> tuple:
+    return learner_arguments(workers, workers.config.sft)
 
 
-class Recorded:
-    """Demonstrations on disk, which every learner reads for itself."""
+class RecordedEpisodes:
+    """Demonstrations on disk, which every learner reads for itself: source and batch at once."""
 
     exhausted = ""
-    noted = None
+    stages = 0  # sims play evaluations only
+    journaled = None
     finished: list[EpisodeResult] = []  # noqa: RUF012  no episode is played in an iteration
 
-    def __init__(self, config: SFTConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, tasks: tuple[str, ...]) -> None:
+        self.config = config.sft
 
-    def start(self, rollouts: RolloutManager, learners: WorkerGroup, trajectories: list[Channel]) -> None:
-        check_dataset(self.config, rollouts.spec, len(learners))
-        self.learners = learners
-        self.num_steps = learners.open_data().wait()[0]
+    def start(self, workers: Workers) -> None:
+        """The learners open the dataset, if it fits the env."""
+        self.learners = workers.learners
+        check_dataset(self.config, workers.spec, len(self.learners))
+        self.num_steps = self.learners.open_data().wait()[0]
 
-    def collect(self, version: int) -> Recorded:
+    def total_iterations(self) -> int:
+        """One per pass over the demonstrations."""
+        return self.config.epochs
+
+    def collect(self, version: int) -> RecordedEpisodes:
         return self
 
-    def update(self, batch: Recorded, iteration: int, total: int) -> Handle:
+    def update(self, batch: RecordedEpisodes, iteration: int, total: int) -> Handle:
         return self.learners.imitate(iteration, total)
 
-    def numbers(self, batch: Recorded) -> dict[str, float]:
+    def numbers(self, batch: RecordedEpisodes) -> dict[str, float]:
         return {"env_steps": self.num_steps}
 
     def save(self) -> dict[str, np.ndarray]:
         return {}
+
+    def restore(self, state: dict[str, np.ndarray]) -> int:
+        """Nothing was open."""
+        return 0
+
+
+class ImitationLoop(EmbodiedLoop):
+    """The embodied loop with other learners and another source of batches."""
+
+    command = "sft"
+    roles = (*PLAYERS, replace(LEARNER, worker="embodied.learners.bc:ImitationLearner", arguments=imitator_arguments))
+    make_source = RecordedEpisodes
 
 
 def check_dataset(config: SFTConfig, spec: EnvSpec, learners: int) -> None:
     """Refuse demonstrations of another robot or with other observations, and too few of them."""
     if spec.privileged_dim:
         raise ConfigError("demonstrations hold no privileged numbers; set env.privileged=false")
-    dataset = read_dataset(config.data, images=False)
+    dataset = read_dataset(config.data, images=False, names=config.names)
     wanted = {ACTION: (spec.action.dim,), **({STATE: (spec.state_dim,)} if spec.state_dim else {})}
     wanted |= {CAMERA + camera: tuple(size) for camera, size in spec.images.items()}
     there = {name: tuple(feature["shape"]) for name, feature in dataset.features.items()}

@@ -61,11 +61,11 @@ def plain(spec: EnvSpec) -> Figures:
 
 def demonstrated(folder: Path, spec: EnvSpec) -> Figures:
     """Those of a dataset's actions and states."""
+    counted = f"python -m embodied.datasets.figures {folder} writes it"
     if not (folder / DATA_SET).is_file():
         if (folder / "meta" / "info.json").is_file():
             raise ConfigError(
-                f"policy.statistics={folder} has no {DATA_SET} (LeRobot 2.1 stores no quantiles); "
-                f"python -m embodied.datasets.figures {folder} writes it"
+                f"policy.statistics={folder} has no {DATA_SET} (LeRobot 2.1 stores no quantiles); {counted}"
             )
         raise ConfigError(
             f"policy.statistics={folder} is neither a data set that the model knows (give policy.pretrained=FOLDER, a "
@@ -79,8 +79,15 @@ def demonstrated(folder: Path, spec: EnvSpec) -> Figures:
         if not count:
             continue
         if lost := [name for name in FIGURES if name not in numbers]:
-            raise ConfigError(f"{folder / DATA_SET} has no {' and no '.join(lost)} of {FEATURES[part]}")
+            told = f"{folder / DATA_SET} has no {' and no '.join(lost)} of {FEATURES[part]}"
+            raise ConfigError(f"{told}; {counted.replace(' it', ' them')}")
+        if odd := [name for name in FIGURES if not are_finite(numbers[name])]:
+            raise ConfigError(f"{folder / DATA_SET} is damaged: {odd[0]} of {FEATURES[part]} is {numbers[odd[0]]}")
         if len(numbers["min"]) != count:
             raise ConfigError(f"policy.statistics={folder}: {part} has {len(numbers['min'])} numbers, the env {count}")
         found[part] = {name: list(numbers[name]) for name in FIGURES}
     return found
+
+
+def are_finite(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(n) in (int, float) and np.isfinite(n) for n in numbers)

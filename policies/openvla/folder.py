@@ -56,6 +56,8 @@ def read_published(path: Path | str) -> Published:
         more = ""
         if (path / ADAPTER_CONFIG).is_file():
             more = f"; it holds adapters: policy.lora_path={path}, with the model they are for as policy.pretrained"
+        if (path / "lora_adapter" / ADAPTER_CONFIG).is_file():  # as finetune.py leaves it without merging
+            more = "; it holds adapters that are not merged: upstream's merge_lora_weights_and_save.py writes the rest"
         raise CheckpointError(f"{path} is not an OpenVLA folder: {CONFIG} is missing{more}")
     config = {key: value for key, value in read_json(path / CONFIG).items() if key not in OURS}
     if "llm_backbone_id" not in config and "v01" in path.resolve().name:  # by which upstream tells

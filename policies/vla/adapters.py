@@ -13,7 +13,7 @@ import torch
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.folder import read_json
 from embodied.policies.vla.layers import ADAPTER
-from embodied.policies.vla.lora import is_adapter, published_name
+from embodied.policies.vla.lora import published_name
 from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -27,9 +27,7 @@ UNKNOWN = (
     "rank_pattern",
     "alpha_pattern",
     "modules_to_save",
-    "layers_to_transform",
     "layer_replication",
-    "exclude_modules",
     "target_parameters",
     "trainable_token_indices",
     "megatron_config",
@@ -45,6 +43,8 @@ def as_adapted(config: Any, folder: Path) -> Any:
     told = f"{folder / CONFIG} is damaged:"
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or alpha <= 0:
         raise CheckpointError(f"{told} its rank r is {rank!r} and its lora_alpha {alpha!r}")
+    if isinstance(targets, str) or found.get("layers_to_transform") or found.get("exclude_modules"):
+        targets = sorted({layer for layer, _ in map(split, weights_in(folder)) if layer})  # by a pattern of peft's
     if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
         raise CheckpointError(f"{told} target_modules is {targets!r}, not the names of layers; save it with peft again")
     scale = alpha / (rank**0.5 if found.get("use_rslora") else rank)
@@ -75,13 +75,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob]) -> dict[str, Blob]:
     """By our names, which must be these; `stored` are the weights of the model that they are for."""
-    if not (folder / WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} has no {WEIGHTS}; other formats run code when they are read: save it again")
     found, more = {}, {}
-    for name, blob in read_safetensors(folder / WEIGHTS).items():
-        part, _, end = name.removeprefix(WRAPPED).rpartition(".")
-        named = f"{part}.{ADAPTER}.{end}"
-        (found if is_adapter(named) else more)[named if is_adapter(named) else f"{part}.{end}"] = blob
+    for name, blob in weights_in(folder).items():
+        layer, end = split(name)
+        if layer:
+            found[f"{layer}.{end.replace('.', f'.{ADAPTER}.')}"] = blob
+        else:
+            more[name.removeprefix(WRAPPED)] = blob
     if odd := sorted(found.keys() ^ wanted):
         where = "the policy has no such adapter" if odd[0] in found else "the folder lacks it"
         raise CheckpointError(f"{folder} does not fit this policy: {odd[0].replace(f'.{ADAPTER}.', '.')}: {where}")
@@ -90,6 +90,18 @@ def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob]) -> di
         if there is None or not alike(blob, there):
             raise CheckpointError(f"{folder} changes {published_name(name)}, which is no adapter; merge it with peft")
     return found
+
+
+def weights_in(folder: Path) -> dict[str, Blob]:
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} has no {WEIGHTS}; other formats run code when they are read: save it again")
+    return read_safetensors(folder / WEIGHTS)
+
+
+def split(name: str) -> tuple[str, str]:
+    """The layer that an adapter's tensor is of, and what of it; no layer where it is no adapter's."""
+    layer, found, part = name.removeprefix(WRAPPED).partition(".lora_")
+    return (layer, f"lora_{part}") if found and part in ("A.weight", "B.weight") else ("", "")
 
 
 def alike(blob: Blob, other: Blob) -> bool:

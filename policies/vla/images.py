@@ -15,6 +15,8 @@ from embodied.policies.vla.resampling import as_in_rlds, as_pillow
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
+FILTERS = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
+FILE = "preprocessor_config.json"
 
 Moments = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -29,6 +31,7 @@ class ImageProcessor:
     crop_area: float = 1.0  # the part of the frame that is looked at, around its middle
     bars: tuple[int, ...] = (127, 127, 127)
     rlds: bool = False  # whether frames are first made what they are in data sets of RLDS's layout
+    filter: str = "bicubic"  # that resizes
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -40,7 +43,7 @@ class ImageProcessor:
         pixels = frames.permute(0, 3, 1, 2).float()
         if self.strategy == "letterbox":
             pixels = letterbox(pixels, self.bars)
-        pixels = resize(pixels, self._shape(*pixels.shape[2:]))
+        pixels = resize(pixels, self._shape(*pixels.shape[2:]), self.filter)
         pixels = middle(pixels, self.size)
         if self.crop_area < 1.0:
             pixels = crop(pixels, self.crop_area)
@@ -69,9 +72,32 @@ def processor_of(
     else:
         moments = read_moments(stored)
     if len(moments) != len(kinds):
-        raise CheckpointError(f"preprocessor_config.json normalises {len(moments)} images for {len(kinds)} towers")
+        raise CheckpointError(f"{FILE} normalises {len(moments)} images for {len(kinds)} towers")
     strategy = published.get("image_resize_strategy", strategy)
-    return ImageProcessor(size, strategy, moments, crop_area, bars_of(published, moments), rlds)
+    bars, kernel = bars_of(published, moments), filter_of(published, size, strategy)
+    return ImageProcessor(size, strategy, moments, crop_area, bars, rlds, kernel)
+
+
+def filter_of(published: dict, size: int, strategy: str) -> str:
+    """The filter that the file resizes with. Published processors obey the file's steps before the strategy that they
+    were made from, so steps that are not those of the strategy are refused."""
+    square = [size, size]
+    resized, cut = (published.get(key) or [] for key in ("tvf_resize_params", "tvf_crop_params"))
+    try:
+        kernels = {FILTERS.get(step.get("interpolation", 3)) for step in resized} or {"bicubic"}
+        sizes = [step["size"] for step in resized] + [step["output_size"] for step in cut]
+    except (AttributeError, KeyError, TypeError) as err:
+        raise CheckpointError(f"{FILE} is damaged: its tvf_resize_params or tvf_crop_params ({err!r})") from None
+    whole = square if strategy == "resize-naive" else size
+    boxed = published.get("tvf_do_letterbox", strategy == "letterbox")
+    if sizes != [whole] * len(resized) + [square] * len(cut) or boxed != (strategy == "letterbox"):
+        raise CheckpointError(
+            f"{FILE} resizes and cuts pictures to {sizes} (tvf_do_letterbox={boxed}), which is not its "
+            f"image_resize_strategy={strategy} for {size} pixels; such a processor is not supported"
+        )
+    if len(kernels) > 1 or None in kernels:
+        raise CheckpointError(f"{FILE}: tvf_resize_params should name one filter, 2 (bilinear) or 3 (bicubic)")
+    return kernels.pop()
 
 
 def bars_of(published: dict, moments: tuple[Moments, ...]) -> tuple[int, ...]:
@@ -80,9 +106,7 @@ def bars_of(published: dict, moments: tuple[Moments, ...]) -> tuple[int, ...]:
     if fill is None:
         return tuple(int(255 * part) for part in moments[-1][0])
     if not isinstance(fill, list) or len(fill) != 3 or any(type(n) is not int or not 0 <= n <= 255 for n in fill):
-        raise CheckpointError(
-            f"preprocessor_config.json is damaged: tvf_letterbox_fill should be a colour of three numbers, not {fill}"
-        )
+        raise CheckpointError(f"{FILE} is damaged: tvf_letterbox_fill should be a colour of three numbers, not {fill}")
     return tuple(fill)
 
 
@@ -93,7 +117,7 @@ def read_moments(stored: list[dict]) -> tuple[Moments, ...]:
         moments = ()
     if not moments or any(len(mean) != 3 or len(std) != 3 or min(std) <= 0 for mean, std in moments):
         raise CheckpointError(
-            "preprocessor_config.json is damaged: tvf_normalize_params should hold mean and std of three colours for "
+            f"{FILE} is damaged: tvf_normalize_params should hold mean and std of three colours for "
             f"each tower, and is {stored}"
         )
     return moments

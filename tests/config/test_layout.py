@@ -14,6 +14,14 @@ FOLDERS = ("embodied", "envs", "policies", "placement")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in (*["embodied"][parts[0] == "embodied" :], *parts) if part != "__init__")
+
+
+MODULES = {module_of(path): path for path in SOURCES}
+
+
 def imports(path):
     """The modules a file imports, and whether each import runs when the module is imported."""
     tree = ast.parse(path.read_text())
@@ -31,9 +39,8 @@ def imports(path):
             yield from ((alias.name, id(node) not in lazy) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
-            names = (
-                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "embodied" else [node.module]
-            )
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES or node.module == "embodied" else node.module for name in names]
             yield from ((name, id(node) not in lazy) for name in names)
 
 
@@ -75,6 +82,55 @@ def test_components_never_import_a_workflow_or_a_command():
     conductors = ("embodied.workflows", "embodied.train", "embodied.evaluate", "embodied.run", "embodied.config")
     for folder in ("envs", "policies", "placement", "embodied/algorithms", "embodied/learners", "embodied/runtime"):
         assert not [(path, name) for path, name in ours(folder) if allowed(name, conductors)]
+
+
+IN_A_CIRCLE = {  # imports inside functions that may lead back to where they are, and why
+    ("embodied.envs", "*"): "the lookup imports the simulator that was chosen, which builds on the package",
+    ("embodied.config.base_recipe", "embodied.run.launch"): "resume=... takes the recipe of the run it names",
+    ("embodied.config.base_recipe", "embodied.run.policy_source"): "policy.path=... may be a class or a folder",
+    ("embodied.envs.libero.tasks", "embodied.envs.libero.own_tasks"): "a task of the user's own is made of listed ones",
+    ("embodied.envs.own_modules", "embodied.envs.libero.scene"): "only LIBERO knows whether its simulator is there",
+    ("embodied.envs.maniskill.env", "embodied.envs.maniskill.cpu_reset"): "resets many CPU envs of that class at once",
+    ("embodied.envs.maniskill.env", "embodied.envs.maniskill.equality_proof"): "the proof runs the checker on envs",
+    ("embodied.policies.pi0.policy", "embodied.policies.pi0.memory_model"): "counts the memory of that class",
+}
+
+
+def circles(edges):
+    """Groups of modules that import each other, however indirectly (Tarjan's strongly connected components)."""
+    order, low, stack, found = {}, {}, [], []
+
+    def visit(module):
+        order[module] = low[module] = len(order)
+        stack.append(module)
+        for other in edges[module]:
+            if other not in order:
+                visit(other)
+            if other in stack:
+                low[module] = min(low[module], low[other])
+        if low[module] == order[module]:
+            group = [stack.pop() for _ in stack[stack.index(module) :]]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for module in edges:
+        if module not in order:
+            visit(module)
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports for types alone do not count; those inside functions do, but for the few above."""
+    edges = {
+        module: {
+            name
+            for name, now in imports(path)
+            if name in MODULES and name != module and (now or not {(module, name), (module, "*")} & set(IN_A_CIRCLE))
+        }
+        for module, path in MODULES.items()
+    }
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert not circles(edges)
 
 
 def test_options_are_free_of_heavy_imports():

@@ -199,6 +199,7 @@ FILMS = {
     "film no film": (text(VIDEO, "#EXTM3U\n#EXTINF:1,\n/etc/passwd\n"), "file-000.mp4 cannot be read: "),
     "film elsewhere": (elsewhere(VIDEO), "file-000.mp4 leaves the dataset's folder"),
     "film of another size": (feature("observation.images.front", shape=[16, 24, 3]), "of the 6 frames of [16, 24, 3]"),
+    "film of as many pixels": (feature("observation.images.front", shape=[48, 32, 3]), "0 of the 6 frames of [48, 32"),
     "film from NaN on": (rows(EPISODES, cell(FROM, float("nan"))), f"has {FROM}=nan, not a time"),
     "film from before": (rows(EPISODES, cell(FROM, -1.0)), f"has {FROM}=-1.0, not a time"),
     "no time": (rows(EPISODES, without(FROM)), f"has {FROM}=None, not a time"),

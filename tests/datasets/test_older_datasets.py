@@ -126,10 +126,70 @@ def test_its_figures_are_counted_for_models_that_want_quantiles(sound, tmp_path,
     with pytest.raises(ConfigError, match=r"python -m embodied\.datasets\.figures .* writes it"):
         make_policy(config, spec)
     assert figures([str(path)]) == 0 and figures([str(path)]) == 2 and figures([]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "has quantiles already" in capsys.readouterr().err
     actions = np.concatenate([episode.actions for episode in read_dataset(path)])
     assert make_policy(config, spec).statistics.low == pytest.approx(np.quantile(actions, 0.01, axis=0), abs=1e-6)
     assert read_dataset(path).stats["action"]["count"] == [22]
+
+
+OTHERS = {"action": "actions", "observation.state": "state", CAMERA: "image"}
+
+
+def rename(path):
+    """The features' names of others, and pictures described with their colours in front."""
+    info = json.loads((path / INFO).read_text())
+    info["features"] = {OTHERS.get(name, name): feature for name, feature in info["features"].items()}
+    if "image" in info["features"]:
+        info["features"]["image"] |= {"shape": [3, 64, 96], "names": ["channels", "height", "width"]}
+    (path / INFO).write_text(json.dumps(info))
+    for file in [*path.glob("data/*/*.parquet"), *path.glob("meta/episodes/*/*.parquet")]:
+        table = pq.read_table(file)
+        changed = [
+            name.replace(CAMERA, "image") if "/" in name else OTHERS.get(name, name) for name in table.column_names
+        ]
+        pq.write_table(table.rename_columns(changed), file)
+    for folder in path.glob(f"videos/**/{CAMERA}"):
+        folder.rename(folder.with_name("image"))
+    return path
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_features_of_other_names_are_read_by_these(filmed, tmp_path, newer):
+    source = filmed.parent / "new" if newer else filmed
+    path = rename(shutil.copytree(source, tmp_path / "toy"))
+    with pytest.raises(ConfigError, match=r"no feature 'action'; it has .*actions.*sft\.names="):
+        read_dataset(path)
+    with pytest.raises(ConfigError, match="no feature 'acts'; it has"):
+        read_dataset(path, names={"action": "acts"})
+    theirs = read_dataset(path, names={"action": "actions", "state": "state", "front": "image"})
+    for one, other in zip(read_dataset(source), theirs, strict=True):
+        same(one, other)
+        assert np.array_equal(one.obs["images"]["front"], other.obs["images"]["front"])
+
+
+def test_the_command_learns_from_features_of_other_names(sound, tmp_path, capsys):
+    path = rename(shutil.copytree(sound, tmp_path / "toy"))
+    told = [*LEARN, f"run.dir={tmp_path / 'runs'}", "eval.episodes=1", "eval.videos=0", f"sft.data={path}"]
+    assert sft(told) == 2 and "sft.names={action: NAME}" in capsys.readouterr().err
+    assert sft([*told, "sft.names={action: actions, state: state}"]) == 0
+    assert figures([str(path), "action=actions", "state=state"]) == 0
+    assert {"action", "observation.state"} <= read_dataset(path, names={"action": "actions"}).stats.keys()
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_figures_without_quantiles_get_them(sound, tmp_path, newer):
+    """As LeRobot 2.0 stores them, and 3.0 did at first."""
+    path = shutil.copytree(sound.parent / "new" if newer else sound, tmp_path / "toy")
+    stats = read_dataset(sound.parent / "new").stats | {"more": {"min": np.array([3.0])}}
+    kept = {name: {k: v.tolist() for k, v in each.items() if k[0] != "q"} for name, each in stats.items()}
+    (path / "meta/stats.json").write_text(json.dumps(kept))
+    spec = EnvSpec(ActionSpec(2), images={"front": (64, 64, 3)}, instruction=True)
+    config = OpenVLAOFTConfig(name="openvla_oft", statistics=str(path))
+    with pytest.raises(ConfigError, match=r"no q01 and no q99 of action; .*figures .* writes them"):
+        make_policy(config, spec)
+    assert figures([str(path)]) == 0 and make_policy(config, spec).statistics.low.tolist()
+    now = json.loads((path / "meta/stats.json").read_text())
+    assert now["more"] == {"min": [3.0]} and "q01" in now["action"]
 
 
 def line(file, number, **changes):

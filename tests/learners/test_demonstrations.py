@@ -14,7 +14,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
 from embodied.learners.collective import Alone
-from embodied.learners.demonstrations import Demonstrations
+from embodied.learners.demonstrations import Demonstrations, Pictures
 from embodied.learners.optimizer import Optimizer
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
@@ -60,6 +60,13 @@ def test_memory_does_not_grow_with_the_pictures(tmp_path):
     tracemalloc.stop()
     demos.close()
     assert peak < 6 * 50 * 64 * 64 * 3 < 0.5 * 1000 * 64 * 64 * 3  # a few episodes of twenty
+
+
+@pytest.mark.parametrize("place", ["nowhere", "file"])
+def test_a_cache_that_is_no_folder_is_refused(tmp_path, place):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"sft\.cache=.*{place} is no folder"):
+        Pictures({"top": (4, 4, 3)}, 2, tmp_path / place)
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_decoded(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from embodied.learners.worker import LearnerWorker
 from embodied.policies.baselines import RandomPolicy
 from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Timers
-from embodied.runtime.offload import Offloader, num_bytes
+from embodied.runtime.device_memory import Offloader, num_bytes
 from embodied.runtime.tensor_bytes import read_safetensors, tensor_of
 
 HERE = Path(__file__).parent
@@ -268,7 +268,9 @@ import json, os, sys
 from pathlib import Path
 here, out, rank = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 sys.path.insert(0, str(here))
+from unittest.mock import patch
 import numpy as np
+import torch.distributed
 import toy
 from embodied.algorithms.config import PPOConfig
 from embodied.core.episodes import env_blocks
@@ -289,10 +291,13 @@ worker.build(toy.ENV, "0" * 16, True, out / f"start-{rank}")
 block = env_blocks(toy.N, 2)[rank]
 data = toy.columns(toy.rollout(actor, 0), slice(block.start, block.stop))
 share = prepare(data, algo, worker.collective, np.arange(toy.N), worker.model.dtype)
-numbers = update_policy(worker.model, worker.optimizer, algo, share, 0, 0, 1)
+with patch("torch.distributed.reduce_scatter_single", wraps=torch.distributed.reduce_scatter_single) as sums:
+    numbers = update_policy(worker.model, worker.optimizer, algo, share, 0, 0, 1)
 worker.save(out / "after")
 held = {str(p.to_local().dtype) for p in worker.policy.parameters()}
-print(json.dumps({"norm": numbers["train/grad_norm"], "held": sorted(held)}), flush=True)
+parts = len([*worker.policy.blocks(), worker.policy])
+told = {"norm": numbers["train/grad_norm"], "held": sorted(held), "sums": sums.call_count, "parts": parts}
+print(json.dumps(told), flush=True)
 worker.close()
 os._exit(0)
 """
@@ -309,6 +314,7 @@ def test_shards_of_half_precision_add_up_gradients_exactly(tmp_path):
         assert process.returncode == 0, output
         told = json.loads(output.splitlines()[-1])
         assert told["held"] == ["torch.float32"]
+        assert 1 <= told["sums"] <= told["parts"], "once a step, not with every micro-batch"
         assert told["norm"] == pytest.approx(numbers["train/grad_norm"], rel=1e-6)
     masters = dict(zip(optimizer.names, optimizer.masters, strict=True))
     kept = read_safetensors(tmp_path / "after" / "learner" / "optimizer.safetensors")

@@ -1,6 +1,7 @@
 """Shipped recipes planned for machines that are declared: where each role computes, with how much memory, and what
 cannot be held is refused. Nothing of it has run on a GPU."""
 
+import json
 import re
 
 import pytest
@@ -9,7 +10,8 @@ from embodied import evaluate, train
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.envs import env_class
-from embodied.run import launch
+from embodied.learners.memory_estimate import Memory
+from embodied.run import launch, memory_check
 
 FULL = ["libero_grpo_openvla_oft", "libero_ppo_pi0", "maniskill_ppo_openvla", "maniskill_ppo_pi0"]
 
@@ -37,7 +39,8 @@ def places(plan):
 
 
 @pytest.mark.parametrize("cluster", ["2xCPU", "1xGPU", "8xGPU"])
-def test_the_first_recipe_takes_cores_wherever_it_runs(cluster):
+def test_the_first_recipe_takes_cores_wherever_it_runs(cluster, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cluster != "2xCPU")
     config, plan = planned("maniskill_ppo", cluster)
     assert config.env.backend == "cpu_batched"
     assert all(kinds == {"cpu"} for kinds, *_ in places(plan).values()) and not plan.memory
@@ -106,6 +109,57 @@ def test_a_published_model_of_full_size_is_refused_where_it_cannot_act():
     assert "of 24 GB" in acting("1xL4").memory[0]
     with pytest.raises(ConfigError, match=r"2 x simulators 8\.7 \+ 2 x policy .* of 32 GB\nthat is more than there is"):
         acting("4xCPU")
+
+
+@pytest.fixture
+def counted_as(monkeypatch):
+    """What a policy of full size needs, without counting it, which takes seconds."""
+    return lambda **parts: monkeypatch.setattr(memory_check, "measured", lambda config, ranks: Memory(1, 1, **parts))
+
+
+def test_what_does_not_fit_is_refused_with_a_recipe_that_does(counted_as):
+    counted_as(weights=30e9, training=60e9, activations=20e9)
+    oft, whole = "libero_grpo_openvla_oft", "learner.shard=false"
+    with pytest.raises(ConfigError, match=r"of 80 GB\nthat is more than there is; try learner\.shard=true$"):
+        planned(oft, "8xGPU", whole)
+    assert planned(oft, "8xGPU", "learner.shard=true")[1].count("learner") == 8
+    # no shards of norms in float32, nor beside a frozen copy of the policy
+    for recipe, *more in (["libero_ppo_pi0"], [oft, whole, "algo.kl_coef=0.1"]):
+        with pytest.raises(ConfigError, match=r"of 80 GB\nthat is more than there is; try a smaller policy"):
+            planned(recipe, "8xGPU", *more)
+    with pytest.raises(ConfigError, match=r"gpu:0: .* of 80 GB\n.*held by 8xGPU with learner\.shard=true"):
+        planned("libero_grpo_openvla_oft", "1xGPU")  # in shards, of which there would be one
+    counted_as(weights=10e9, training=20e9, activations=20e9)
+    _, plan = planned("libero_grpo_openvla_oft", "8xGPU")
+    assert plan.memory[0].startswith("gpu:0 and 7 more alike: CUDA 0.5 + learner ")
+    assert {host.render for host in plan.hosts if "sim" in host.roles} == {f"gpu:{i}" for i in range(8)}
+
+
+def test_a_map_that_works_is_on_what_the_networks_and_the_simulator_need(counted_as):
+    counted_as(weights=1e9, training=0, activations=0)
+    for recipe, bad in {
+        "maniskill_ppo_gpu": {"sim,policy": "gpu:0-1", "learner": "gpu:9"},
+        "libero_ppo_pi0": {"sim": "cpu:0-7*8", "policy,learner": "gpu:9"},
+        "maniskill_ppo": {"sim,policy": "cpu:0-6*7", "learner": "cpu:0"},
+    }.items():
+        with pytest.raises(ConfigError, match="try placement=") as caught:
+            planned(recipe, "2xGPU", f"placement={json.dumps(bad)}")
+        works = re.search(r"try placement='(.*)'", str(caught.value))[1]
+        assert planned(recipe, "2xGPU", f"placement={works}")[1].hosts
+
+
+def test_several_machines_are_for_ray():
+    for backend in ("local", "inline"):
+        with pytest.raises(ConfigError, match=rf"cluster\.backend={backend} .* try cluster\.backend=auto"):
+            planned("pointmass_ppo", "2x8xGPU", f"cluster.backend={backend}")
+
+
+def test_weights_that_nobody_has_trained_are_said_loudly():
+    config = load(["recipe=libero_grpo_openvla_oft"]).config
+    assert "RANDOM WEIGHTS" in launch.describe_weights(config, None)
+    assert "RANDOM WEIGHTS" not in launch.describe_weights(config, "some/folder")
+    tiny = load(["recipe=pointmass_ppo_openvla_tiny"]).config
+    assert launch.describe_weights(tiny, None) == ", random weights (tiny)"
 
 
 def test_what_a_host_holds_is_refused_too(tmp_path):

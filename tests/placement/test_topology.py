@@ -47,6 +47,7 @@ def test_a_file_names_nodes_one_by_one(tmp_path):
         ("8xG", "does not describe machines; examples: 8xGPU"),
         ("eight", "examples: 8xGPU"),
         ("0xGPU", "has no device"),
+        ("99999xGPU", "counts to 99999; at most 9999"),
         ("nowhere.yaml", "cannot be read"),
     ],
 )
@@ -65,10 +66,17 @@ def test_machines_that_are_not_described_are_refused(text, answer):
         ("nodes: [{gpus: 1, gpu: X99}]", "a X99 is not known here, so say its memory"),
         ("nodes: [{name: a, cores: 1}, {name: a, cores: 1}]", "repeated: a"),
         ("nodes: [{cores: 1, memory_gb: none}]", "memory_gb='none'"),
+        ("nodes: [{gpus: 1, gpu_memory_gb: .nan}]", "gpu_memory_gb=nan"),
+        ("nodes: [{gpus: 1, gpu_memory_gb: true}]", "gpu_memory_gb=True"),
+        ("nodes: [{cores: 1, count: 100000000}]", "count=100000000 should be a whole number up to 9999"),
+        ("nodes: [{cores: 1, devices: 'arm:0'}]", "devices='arm:0' should be a list"),
+        ("nodes: [{cores: 1, devices: 5}]", "devices=5 should be a list"),
+        ("nodes: [{cores: 1, name: a/b}]", "name='a/b' should be of letters"),
+        (b"\xff\xfe\x00", "cannot be read"),
     ],
 )
 def test_files_that_describe_no_machines_are_refused(tmp_path, content, answer):
-    (tmp_path / "t.yaml").write_text(content)
+    (tmp_path / "t.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(PlacementError, match=answer):
         read_topology(str(tmp_path / "t.yaml"))
 

@@ -61,6 +61,13 @@ def test_a_dataset_of_another_robot_is_refused(demos, tmp_path):
         build(statistics=str(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("wrong", [None, "0", [0.0, None, 1.0], [float("nan"), 0.0, 1.0]])
+def test_figures_that_are_no_numbers_are_refused(demos, wrong):
+    (demos / "meta" / "stats.json").write_text(json.dumps({"action": ACTION | {"q99": wrong}}))
+    with pytest.raises(ConfigError, match=r"stats\.json is damaged: q99 of action is"):
+        build(statistics=str(demos))
+
+
 def test_a_number_that_no_demonstration_moves_does_not_drown_the_others(demos):
     """Its fitted scale goes to nothing; as a likelihood its gradient would grow without end."""
     made, draw = build(statistics=str(demos)), np.random.default_rng(0)

@@ -161,7 +161,7 @@ def test_a_checkpoint_of_such_a_policy_is_loaded_as_it_was(official, base, tmp_p
     [
         ({"use_dora": True}, {}, "use_dora=True, which is not supported"),
         ({"r": 0}, {}, "its rank r is 0"),
-        ({"target_modules": "all"}, {}, "target_modules is 'all'"),
+        ({"target_modules": 3}, {}, "target_modules is 3"),
         ({"target_modules": ["q_proj"]}, {}, "the policy has no such adapter"),
         ({}, {"lora_rank": 4}, "policy.lora_rank=4, but the adapters in .* have 32"),
         ({}, {"lora_targets": "reference", "train": "language"}, "the policy has no such adapter"),
@@ -177,9 +177,31 @@ def test_adapters_that_cannot_be_taken_are_refused(official, base, tmp_path, cha
         build(pretrained=str(base), lora_path=str(tmp_path), **options)
 
 
-def test_a_folder_of_adapters_alone_says_what_it_is(official):
+@pytest.mark.parametrize(
+    ("asked", "count"),
+    [
+        ({"target_modules": r".*language_model.*\.(q|v)_proj"}, 8),
+        ({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1, 2]}, 4),
+        ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]}, 4),
+        ({"target_modules": ["q_proj"], "use_rslora": True}, 4),
+    ],
+)
+def test_layers_that_peft_chose_by_a_pattern_are_those_of_the_file(base, tmp_path, asked, count):
+    policy = build(pretrained=str(base))
+    model = peft.get_peft_model(Whole(policy), peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **asked))
+    model.save_pretrained(tmp_path)
+    model.merge_and_unload()
+    made = build(pretrained=str(base), lora_path=str(tmp_path))
+    assert counts(made)[0] == count
+    torch.testing.assert_close(logprobs(made), logprobs(policy), atol=1e-4, rtol=0)
+
+
+def test_a_folder_of_adapters_alone_says_what_it_is(official, tmp_path):
     with pytest.raises(CheckpointError, match=r"holds adapters: policy\.lora_path="):
         build(pretrained=str(official[0]))
+    shutil.copytree(official[0], tmp_path / "lora_adapter")
+    with pytest.raises(CheckpointError, match=r"config\.json is missing; it holds adapters that are not merged"):
+        build(pretrained=str(tmp_path))
 
 
 def test_adapters_are_counted_and_evaluated_with_their_model(official, base, tmp_path, capsys):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
@@ -256,6 +257,40 @@ def test_towers_with_adapters_are_saved_as_they_were_read(adapted_towers, tmp_pa
     again = build(pretrained=str(tmp_path / "more"))
     weight = again.vision_backbone.fused_featurizer.blocks[1].block.attn.qkv.weight
     torch.testing.assert_close(weight, layer.weight, atol=1e-5, rtol=0)
+
+
+class Whole(nn.Module):
+    """The networks that upstream gives to peft."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.vision_backbone, self.projector = policy.vision_backbone, policy.projector
+        self.language_model = policy.language_model
+
+
+@pytest.mark.parametrize(("rank", "dtype"), [(8, "float32"), (32, "bfloat16")])
+def test_a_folder_of_the_official_recipe_acts_as_peft_merges_it(tmp_path, rank, dtype):
+    """finetune.py with FiLM: adapters on all that is called as a linear layer is, but FiLM's own; the language model is
+    saved merged, the towers as they are."""
+    peft = pytest.importorskip("peft")
+    merged = build(head="l1", proprio=True, film=True, dtype=dtype)
+    whole = Whole(merged)
+    layers = {name for name, layer in whole.named_modules() if isinstance(layer, nn.Linear)}
+    ends = {name.rpartition(".")[2] for name in layers} - {"scale", "shift"}
+    config = peft.LoraConfig(r=rank, lora_alpha=min(rank, 16), target_modules=sorted(ends), init_lora_weights=False)
+    model = peft.get_peft_model(whole, config)
+    towers = {f"vision_backbone.{n}": t.clone() for n, t in merged.vision_backbone.state_dict().items()}
+    model.merge_and_unload()
+    merged.save_published(tmp_path)
+    (file,) = tmp_path.glob("vision_backbone--*")
+    assert {n.replace(".base_layer.", ".") for n in towers if "lora_" not in n} == load_file(file).keys()
+    file.unlink()
+    torch.save({f"module.{n}": t for n, t in towers.items()}, tmp_path / "vision_backbone--5_checkpoint.pt")
+    made = build(pretrained=str(tmp_path), dtype=dtype)
+    assert np.array_equal(*(p.act(observe(), uniform(), 0.0).actions for p in (made, merged)))
+    made.save_published(tmp_path / "back")
+    back = load_file(tmp_path / "back" / "vision_backbone--5_checkpoint.safetensors")
+    assert back.keys() == towers.keys() and all(torch.equal(back[n], towers[n]) for n in towers)
 
 
 def test_an_adapter_that_does_not_fit_its_layer_is_refused(adapted_towers):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from embodied.config.recipe import load
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.evaluate import main
 from embodied.policies import make_policy
@@ -61,7 +62,15 @@ def test_the_protocol_of_a_benchmark_is_chosen_and_told(folders, capsys):
     assert main([f"checkpoint={folders['openvla']}", *asked]) == 0
     keys = told(capsys.readouterr().out)
     assert keys["policy.statistics"] == "libero_goal" and "policy.crop_area" not in keys
+    assert keys["policy.rlds_images"] == "true"
     assert keys["env.cameras"] == "[agentview]"
+
+
+def test_recipes_with_published_settings_have_them():
+    for recipe in ("libero_published_openvla", "libero_published_openvla_oft"):
+        assert load([f"recipe={recipe}"], entry="evaluate").config.policy.rlds_images
+    for recipe in ("libero_grpo_openvla_oft", "maniskill_grpo_openvla_oft"):
+        assert load([f"recipe={recipe}"]).config.algo.deviation == "sample"  # RLinf's
 
 
 @needs_libero

@@ -116,3 +116,43 @@ def test_stored_numbers_come_before_the_usual_ones():
         processor_of(stored, ["siglip"], 64, "letterbox", 1.0)
     with pytest.raises(ConfigError, match="resize-naive, letterbox"):
         ImageProcessor(64, "stretch", (HALVES,))
+
+
+def steps(**changes):
+    """preprocessor_config.json as the published processor writes it, for 64 pixels."""
+    resized = {"antialias": True, "interpolation": 3, "max_size": None, "size": [64, 64]}
+    written = {"image_resize_strategy": "resize-naive", "tvf_do_letterbox": False, "tvf_letterbox_fill": None}
+    return written | {"tvf_resize_params": [resized | changes] * 2, "tvf_crop_params": [{"output_size": [64, 64]}] * 2}
+
+
+def test_the_files_filter_is_used():
+    frame = picture(90, 70)
+    for number, mode in ((3, "bicubic"), (2, "bilinear")):
+        processor = processor_of(steps(interpolation=number), ["siglip", "siglip"], 64, "letterbox", 1.0)
+        wanted = resize(torch.from_numpy(frame).permute(2, 0, 1)[None].float(), (64, 64), mode)
+        out = (processor(torch.from_numpy(frame)[None])[0, :3] * 0.5 + 0.5) * 255
+        assert torch.allclose(out, wanted[0], atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("stored", "reason"),
+    [
+        (steps(size=[72, 72]), "which is not its image_resize_strategy=resize-naive for 64 pixels"),
+        (steps(size=64), "not its image_resize_strategy"),
+        (steps() | {"tvf_crop_params": [{"output_size": [48, 48]}]}, "not its image_resize_strategy"),
+        (steps() | {"tvf_do_letterbox": True}, r"tvf_do_letterbox=True\), which is not its"),
+        (steps() | {"tvf_resize_params": "small"}, "is damaged: its tvf_resize_params"),
+        (steps(interpolation=0), "one filter"),
+        (
+            steps()
+            | {"tvf_resize_params": [*steps()["tvf_resize_params"], *steps(interpolation=2)["tvf_resize_params"]]},
+            "one filter",
+        ),
+    ],
+)
+def test_steps_that_are_not_those_of_the_strategy_are_refused(stored, reason):
+    with pytest.raises(CheckpointError, match=reason):
+        processor_of(stored, ["siglip", "siglip"], 64, "letterbox", 1.0)
+    assert processor_of(steps(), ["siglip", "siglip"], 64, "letterbox", 1.0).filter == "bicubic"
+    boxed = steps(size=64) | {"image_resize_strategy": "letterbox", "tvf_do_letterbox": True}
+    assert processor_of(boxed, ["siglip", "siglip"], 64, "resize-naive", 1.0).strategy == "letterbox"

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
-from embodied.runtime import Cluster, HostPlan, Worker
+from embodied.runtime import Cluster, HostPlan, Worker, served_while_busy
 
 
 class Counter(Worker):
@@ -79,6 +79,20 @@ class Light(Worker):
         return set(sys.modules)
 
 
+class Busy(Worker):
+    """Does nothing but wait until a test lets it go on."""
+
+    def __init__(self, begin):
+        begin.get()
+
+    def work(self, release):
+        return release.get()
+
+    @served_while_busy
+    def state(self):
+        return "here"
+
+
 class Broken(Worker):
     def __init__(self):
         raise RuntimeError("no display found")
@@ -116,6 +130,20 @@ def test_calls_on_a_group(counters):
 def test_calls_of_a_worker_run_one_after_the_other(counters):
     handles = [counters[0].add(1) for _ in range(50)]
     assert [handle.wait() for handle in handles] == [[i] for i in range(11, 61)]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_question_does_not_wait_for_the_work_before_it_even_where_the_class_is_only_named(backend, named):
+    """Both are asked while the worker is still under construction, and the driver may not know its class."""
+    with Cluster(backend, [HostPlan("h", ("busy",))], timeout_s=60) as cluster:
+        begin, release = cluster.channel("begin"), cluster.channel("release")
+        busy = cluster.launch(f"{__name__}:Busy" if named else Busy, "busy", begin)
+        work, question = busy.work(release), busy.state()
+        begin.put(None)
+        assert question.wait(timeout_s=30) == ["here"]
+        assert not work.done()
+        release.put("done")
+        assert work.wait() == ["done"]
 
 
 def test_handles_tell_seconds_and_timings(counters):

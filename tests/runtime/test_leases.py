@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from embodied.runtime import Cluster, HostPlan, Timers, Worker
+from embodied.runtime import Cluster, HostPlan, Needs, Timers, Worker, take_turns
 from embodied.runtime.device_sharing import Turns
 from embodied.runtime.leases import GB, Action, Claim, Coordinator, LeaseError
 
@@ -179,7 +179,7 @@ def test_workers_of_a_cluster_swap_around_phases():
     hosts = [HostPlan("a", ("sim",), (), 1), HostPlan("b", ("policy", "learner"), (), 1)]
     with Cluster("inline", hosts) as cluster:
         groups = {role: cluster.launch(Accountant, role) for role in ("sim", "policy", "learner")}
-        turns = Turns(hybrid(10), groups, Timers())
+        turns = Turns(hybrid(10), list(groups.values()), Timers())
         for _ in range(3):
             with turns.phase("rollout"):
                 assert [groups[r].at_work().wait() for r in ("sim", "policy", "learner")] == [[True], [True], [False]]
@@ -188,3 +188,34 @@ def test_workers_of_a_cluster_swap_around_phases():
         assert [a.worker for a in turns.moves].count("sim-0") == 1
         with turns.phase("rollout"), pytest.raises(LeaseError, match="cannot be nested"), turns.phase("update"):
             pass
+
+
+class Holder(Worker):
+    """Needs so many GB at work, 1 GB of it for weights; what it shares with others it counts once, and keeps."""
+
+    def __init__(self, num_gb, trains=False):
+        self.num_gb, self.trains = num_gb, trains
+
+    def needs(self, shared=False):
+        total = self.num_gb - (shared and not self.trains)
+        return Needs(total * GB, GB if shared and self.trains else 0)
+
+
+def test_a_program_names_the_phases_and_the_groups_that_work_in_each():
+    """An actor and a critic guess, a scorer judges, a trainer learns: three phases on one device of 10 GB."""
+    hosts = [HostPlan(name, (name,), devices=("fake:0",)) for name in ("actor", "critic", "scorer", "trainer")]
+    with Cluster("inline", hosts) as cluster:
+        actor, critic = cluster.launch(Holder, "actor", 3), cluster.launch(Holder, "critic", 2)
+        scorer, trainer = cluster.launch(Holder, "scorer", 4), cluster.launch(Holder, "trainer", 6, True)
+        phases = {"guess": [actor, critic], "judge": [scorer, critic], "learn": [trainer]}
+        turns = take_turns(cluster, phases, Timers(), 10, sharing=[actor, trainer])
+        claims = turns.coordinator.claims
+        assert [claims[f"{name}-0"].num_bytes / GB for name in ("actor", "critic", "trainer")] == [2, 2, 6]
+        for name in ("guess", "judge", "learn"):
+            with turns.phase(name):
+                assert {group.role for group in phases[name]} <= {
+                    w.rpartition("-")[0] for w in turns.coordinator.resident
+                }
+        assert turns.coordinator.used_bytes("fake:0") <= 10 * GB
+        moved = [(move.verb, move.worker) for move in turns.moves]
+        assert moved.count(("offload", "critic-0")) <= 1 and ("onload", "critic-0") not in moved

@@ -3,7 +3,7 @@
 import numpy as np
 
 from embodied.core.types import EpisodeResult
-from embodied.workflows.episode_counter import EpisodeCounter
+from embodied.workflows.rollout_manager import EpisodeCounter
 
 
 def result(index):

@@ -153,7 +153,7 @@ def test_the_divergence_in_the_reward_is_the_same_wherever_it_runs(tmp_path):
 
 def test_a_group_begins_alike_and_goes_different_ways(tmp_path):
     with Run(tmp_path, ONE_OF_EACH, "algo.filter=none") as run:
-        specs = [run.loop.collection.episodes[index] for index in range(6)]
+        specs = [run.loop.source.episodes[index] for index in range(6)]
         assert len({(spec.task, spec.init_state_id, spec.seed) for spec in specs}) == 2
         assert [spec.index for spec in specs] == list(range(6))
         (episodes, _), *_ = run.train(0, 1)
@@ -165,7 +165,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(reference, tmp_path):
     with Run(tmp_path / "first", TWO_SIMS, *DROPS) as run:
         run.train(0, 2)
         run.loop.learners.save(tmp_path / "saved").wait()
-        state = run.loop.save_sims()
+        state = run.loop.source.save()
     np.savez(tmp_path / "sims.npz", **state)
     with np.load(tmp_path / "sims.npz") as content, Run(tmp_path / "second", TWO_SIMS, *DROPS) as run:
         assert run.loop.restore(tmp_path / "saved", dict(content), 2) == 0
@@ -199,7 +199,7 @@ def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_hal
     """Groups of one sim worker each; two sims have 2 of 4 groups each, of four sims every one has 1."""
     options = ["algo.groups=4", "algo.group_size=2", "algo.filter=none"]
     with Run(tmp_path, placement, *options, backend="local") as run:
-        collection = run.loop.collection
+        collection = run.loop.source
         begin, killed = run.loop.rollouts.play, []
 
         def play(sims, begin_one, *more):

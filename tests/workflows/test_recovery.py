@@ -160,14 +160,14 @@ def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path, options):
     with Run(tmp_path / "broken", TWO_SIMS, *options) as run:
         killed = []
 
-        def kill_once(sim, route, collect=run.loop.collection._collect):
+        def kill_once(sim, route, collect=run.loop.source._collect):
             call = collect(sim, route)
             if not killed and sim == 1:
                 killed.append(run.pid("policy-0"))
                 os.kill(killed[0], signal.SIGKILL)
             return call
 
-        run.loop.collection._collect = kill_once
+        run.loop.source._collect = kill_once
         broken = [run.iterate(number) for number in range(2)], run.weights()
         assert len(run.told) == 1 and "policy-0 is started again" in run.told[0]
         assert run.pid("policy-0") != killed[0]
@@ -183,7 +183,7 @@ def test_who_dies_between_rollouts_is_replaced_without_loss(tmp_path, worker):
     with Run(tmp_path, TWO_SIMS) as run:
         run.iterate(0)
         os.kill(run.pid(worker), signal.SIGKILL)
-        state = run.loop.save_sims()
+        state = run.loop.source.save()
         assert state["env_ids"].tolist() == list(range(ENVS)) and run.has_noted(state["rows.started"])
         _, numbers = run.iterate(1)
         assert numbers["env_steps"] == ENVS * DECISIONS and numbers["faults/lost_decisions"] == 0
@@ -214,7 +214,7 @@ def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path,
         assert "is started again (restart 1" in run.told[0]
         _, numbers = run.iterate(2)
         assert numbers["faults/restarts"] == 0 and run.loop.version == 3
-        for handle in (run.loop.weight_sync.loads[rank] for rank in range(len(run.loop.policies))):
+        for handle in (run.loop.weight_sync.loads[rank] for rank in range(len(run.loop.workers.policies))):
             assert handle.wait() == [3]
 
 
@@ -262,7 +262,7 @@ def test_a_learner_that_is_stopped_ends_the_run_after_hang_s(tmp_path):
 def strike(run, moment, worker):
     """SIGKILL at the next moment of this kind: when learners are asked to update or to publish, or policies to load."""
     target, name = {
-        "update": (run.loop.collection, "update"),
+        "update": (run.loop.source, "update"),
         "publish": (run.loop.learners, "publish"),
         "load": (run.loop.weight_sync, "_load"),
     }[moment]
@@ -281,20 +281,20 @@ def strike(run, moment, worker):
 @pytest.mark.chaos
 def test_an_evaluation_goes_on_where_a_dead_worker_left_it(tmp_path):
     with Run(tmp_path / "whole", TWO_SIMS, "eval.num_envs=4", "eval.videos=0", backend="inline") as run:
-        whole = run.loop.evaluate(tmp_path / "videos")
+        whole = run.loop.evaluator.evaluate(tmp_path / "videos")
     with Run(tmp_path, TWO_SIMS, "eval.num_envs=4", "eval.videos=0", *faulty("sigkill", "evaluation", tmp_path)) as run:
-        assert run.loop.evaluate(tmp_path / "videos") == whole
+        assert run.loop.evaluator.evaluate(tmp_path / "videos") == whole
         assert len(run.told) == 1
 
 
 @pytest.mark.chaos
 def test_an_episode_that_kills_twice_is_an_error_and_costs_no_other(tmp_path):
     with Run(tmp_path, ONE_SIM, "eval.num_envs=4", "eval.videos=0", backend="inline") as run:
-        whole = run.loop.evaluate(tmp_path / "videos")
-    poisoned = run.loop.eval_episodes[2].seed
+        whole = run.loop.evaluator.evaluate(tmp_path / "videos")
+    poisoned = run.loop.evaluator.episodes[2].seed
     env = faulty("os_exit", "evaluation", tmp_path, once=False, seed=poisoned)
     with Run(tmp_path, ONE_SIM, "eval.num_envs=4", "eval.videos=0", *env) as run:
-        results = run.loop.evaluate(tmp_path / "videos")
+        results = run.loop.evaluator.evaluate(tmp_path / "videos")
         assert len(run.told) == 2
     assert [result.index for result in results] == list(range(6))
     assert results[2].success_once is None and "exited with code 0 during sim.evaluate" in results[2].error

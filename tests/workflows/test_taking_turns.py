@@ -10,7 +10,7 @@ from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.reporting.timeline import Timeline, read_trace
 from embodied.run import launch
-from embodied.runtime import gpu_memory
+from embodied.runtime import device_memory
 from embodied.workflows.embodied import EmbodiedLoop
 
 ARGUMENTS = [
@@ -48,6 +48,7 @@ class Trained:
             loop.save_learners(folder / "saved")
             self.moves = [(move.verb, move.worker) for move in loop.turns.moves]
             self.bytes = {name: claim.num_bytes for name, claim in loop.turns.coordinator.claims.items()}
+            self.here = {name for name in self.bytes if loop.rollouts.has_memory(name)}
             self.used = {d: loop.turns.coordinator.used_bytes(d) for d in loop.turns.coordinator.capacity}
             timeline.end()
         self.spans = {(span.worker, span.name) for span in read_trace(folder / "trace.json")}
@@ -74,6 +75,8 @@ def test_policies_and_learners_swap_while_sims_keep_their_devices(roomy, tmp_pat
     assert tight.moves == to_learn[:1] + to_act + 3 * (to_learn + to_act) + to_learn
     assert {("learner-0", "onload"), ("learner-0", "offload"), ("policy-0", "onload")} <= tight.spans
     assert ("driver", "switch") in tight.spans
+    # who is started again away from its turn gives its memory back at once
+    assert tight.here == {"sim-0", "sim-1", "learner-0"} and roomy.here == {*tight.here, "policy-0"}
     assert all(np.array_equal(tight.weights[name], roomy.weights[name]) for name in roomy.weights)
 
 
@@ -105,9 +108,9 @@ def test_what_never_fits_is_refused_with_the_sum(tmp_path):
 def card(monkeypatch):
     """A GPU as its driver and torch tell of it: every simulator takes 4 kB, and all computing 5 kB on top of that."""
     free = iter(range(10**9, 0, -4000))
-    monkeypatch.setattr(gpu_memory, "free_bytes", lambda: next(free))
-    monkeypatch.setattr(gpu_memory, "begin_peak", lambda: 100)
-    monkeypatch.setattr(gpu_memory, "allocated_bytes", lambda: (300, 5300))
+    monkeypatch.setattr(device_memory, "free_bytes", lambda: next(free))
+    monkeypatch.setattr(device_memory, "begin_peak", lambda: 100)
+    monkeypatch.setattr(device_memory, "allocated_bytes", lambda: (300, 5300))
 
 
 ON_ONE = {"sim": "fake:0", "policy": "fake:0", "learner": "fake:0"}
@@ -129,7 +132,7 @@ def test_a_learner_that_does_not_fit_beside_simulators_is_refused_with_the_sum(c
 
 def test_on_cores_nothing_is_asked_of_a_gpu(monkeypatch):
     monkeypatch.delenv("EMBODIED_DEVICE", raising=False)
-    taken, computing = gpu_memory.Taken(), gpu_memory.Computing()
+    taken, computing = device_memory.Taken(), device_memory.Computing()
     with taken.counted(), computing.counted():
-        gpu_memory.give_back_unused()
+        device_memory.give_back_unused()
     assert (taken.num_bytes, computing.num_bytes) == (0, 0)

@@ -18,21 +18,31 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from embodied.runtime.backend import START_S, Events
-from embodied.runtime.exit_status import describe_exit
 from embodied.runtime.host import DRIVER, Host, HostPlan, Links
-from embodied.runtime.processes import KILL_S, HostProcess, Processes, boot_order, check_cores, progress_memory
+from embodied.runtime.processes import (
+    KILL_S,
+    START_S,
+    HostProcess,
+    Processes,
+    boot_order,
+    check_cores,
+    describe_exit,
+    progress_memory,
+)
 from embodied.runtime.progress import PROGRESS_BYTES, Progress
 from embodied.runtime.ray import guard
 from embodied.runtime.ray.host_actor import actor_class
-from embodied.runtime.ray.nodes import Connection, Node, last_words, move, run_on
+from embodied.runtime.ray.nodes import Connection, RayNode, last_words, move, run_on
 from embodied.runtime.ray.object_store import Stored, decode, encode, pack_message, unpack_message
+
+if TYPE_CHECKING:
+    from embodied.runtime.backend import Events
 
 _EXIT_BYTES = 16  # after the progress: how the process ended
 _LAST_WORDS_S = 10.0  # how long it may take to fetch the log of a host on another machine
@@ -43,9 +53,9 @@ _LEAVE_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_EXPERIMENTAL_N
 
 
 @dataclass
-class _Process(HostProcess):
+class RayProcess(HostProcess):
     life: int
-    at: Node
+    at: RayNode
     actor: Any
     memory_fd: int
     printed_to: str | None  # its log, or a file on another machine that is fetched when the host ends
@@ -107,7 +117,7 @@ class RayBackend(Processes):
                 "py_executable": _guarded(plan, node, exit_file),
             },
         ).remote(self._boot(plan, life, printed_to, shared_file if node.here else None))
-        process = _Process(plan, log, memory, life, node, actor, memory_fd, printed_to, exit_file)
+        process = RayProcess(plan, log, memory, life, node, actor, memory_fd, printed_to, exit_file)
         process.listener = threading.Thread(target=self._listen, args=(process,), name=f"ray-{plan.name}", daemon=True)
         self._processes[plan.name] = process
         for other in self._processes.values():
@@ -147,7 +157,7 @@ class RayBackend(Processes):
         told = {"life": life, "log": log, "folder": os.getcwd(), "progress_file": progress_file, "driver": driver}
         return {**order, **told}
 
-    def _plan_of_next(self, before: _Process) -> HostPlan:
+    def _plan_of_next(self, before: RayProcess) -> HostPlan:
         """The plan of a host that is started again: the same, or moved if its node is lost."""
         if not self._connection.lost(before.at):
             return before.plan
@@ -157,7 +167,7 @@ class RayBackend(Processes):
     def _post(self, host: str, message: tuple, payload: Stored | None = None) -> None:
         self.call(host, ("channel", message), payload)  # in order with calls and news of deaths
 
-    def _listen(self, process: _Process) -> None:
+    def _listen(self, process: RayProcess) -> None:
         """A thread per host: takes what it tells, until its end."""
         failed = ""
         try:
@@ -172,12 +182,12 @@ class RayBackend(Processes):
         if not self._stopping:
             self._events.on_death(process.plan.name, cause)
 
-    def _why_it_vanished(self, process: _Process, failed: str) -> str:
+    def _why_it_vanished(self, process: RayProcess, failed: str) -> str:
         if not process.here and self._connection.lost(process.at):
             return f"was lost with node {process.at.name} of the cluster, which Ray no longer reaches"
         return f"could not run: {failed.strip()}"
 
-    def _take(self, process: _Process, kind: str, message: bytes, *payload: Any) -> None:
+    def _take(self, process: RayProcess, kind: str, message: bytes, *payload: Any) -> None:
         told = unpack_message(message)
         packed = Stored(*payload[:2], ref=payload[2] if len(payload) > 2 else None) if payload else None
         if packed is not None and packed.ref is not None:
@@ -194,7 +204,7 @@ class RayBackend(Processes):
         elif kind == "stopped":
             process.stopped.set()
 
-    def _exit_code(self, process: _Process) -> int | None:
+    def _exit_code(self, process: RayProcess) -> int | None:
         """From the guard, also of a process that ended before it told its number. None if nobody can say."""
         if not process.here:
             return self._last_words(process) if process.pid is not None else None
@@ -206,7 +216,7 @@ class RayBackend(Processes):
             time.sleep(0.01)
         return None
 
-    def _last_words(self, process: _Process) -> int | None:
+    def _last_words(self, process: RayProcess) -> int | None:
         asked = run_on(process.at.id, last_words, process.exit_file, process.printed_to)
         try:
             code, printed = ray.get(asked, timeout=_LAST_WORDS_S)
@@ -222,7 +232,7 @@ class RayBackend(Processes):
         return code
 
 
-def _guarded(plan: HostPlan, node: Node, exit_file: str) -> str:
+def _guarded(plan: HostPlan, node: RayNode, exit_file: str) -> str:
     """What Ray puts before the arguments of a host's process."""
     order = {"cores": list(plan.cores), "driver": os.getpid() if node.here else None, "exit_file": exit_file}
     order["exit_at"] = PROGRESS_BYTES if node.here else 0

@@ -20,10 +20,9 @@ from typing import Any
 
 import ray
 
-from embodied.runtime.exit_status import WRITE_STACKS
 from embodied.runtime.host import DRIVER, Host, Links, ranges
-from embodied.runtime.local_host import find_main_lazily
-from embodied.runtime.process_title import show_title
+from embodied.runtime.local_host import find_main_lazily, show_title
+from embodied.runtime.processes import WRITE_STACKS
 from embodied.runtime.progress import BEAT_S, PROGRESS_BYTES, Progress
 from embodied.runtime.ray.object_store import Stored, decode, encode, pack_message, unpack_message
 

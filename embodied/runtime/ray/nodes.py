@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
+import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,19 +26,21 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.runtime.backend import START_S
 from embodied.runtime.host import HostPlan
+from embodied.runtime.processes import START_S
 from embodied.runtime.ray.private_cluster import ENVIRONMENT, TOKEN, PrivateCluster
-from embodied.runtime.ray.runtime_env import pack_modules
 
 OF_CARDS = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")
+_LIMIT_BYTES = 100_000_000  # of modules that are sent to nodes
+_PARTS = ("envs", "policies", "placement", "recipes", "assets")  # in a checkout they lie beside the package
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "runs")
 _REACH_S = 5.0  # to reach an address
 _LOOK_S = 60.0  # to start a process on every node that looks around there
 _END_S = 5.0  # how long the parent of a host that ended may take to say how
 
 
 @dataclass(frozen=True)
-class Node:
+class RayNode:
     name: str
     id: str
     cores: tuple[int, ...]  # that Ray may use there
@@ -51,7 +57,7 @@ class Connection:
     def __init__(self, address: str | None, modules: Sequence[str] = (), start_s: float = START_S) -> None:
         self._private: PrivateCluster | None = None
         self._ours = not ray.is_initialized()
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, RayNode] = {}
         try:
             if self._ours and address is None:
                 self._private = PrivateCluster(start_s=start_s)
@@ -59,14 +65,14 @@ class Connection:
             elif self._ours:
                 join(address, modules)
             if address is None:
-                self.own = Node("", ray.get_runtime_context().get_node_id(), _cores(), sys.executable, True, "")
+                self.own = RayNode("", ray.get_runtime_context().get_node_id(), _cores(), sys.executable, True, "")
             else:
                 self._look_around()
         except BaseException:
             self.close()
             raise
 
-    def node(self, name: str) -> Node:
+    def node(self, name: str) -> RayNode:
         """`""` is the one the driver is on."""
         if name and name not in self._nodes:
             known = (
@@ -75,11 +81,11 @@ class Connection:
             raise ConfigError(f"placement names the node {name!r}, but {known}")
         return self._nodes[name] if name else self.own
 
-    def lost(self, node: Node) -> bool:
+    def lost(self, node: RayNode) -> bool:
         """Ray has noticed that this node is gone."""
         return all(known["NodeID"] != node.id or not known["Alive"] for known in ray.nodes())
 
-    def others(self, lost: Node) -> list[Node]:
+    def others(self, lost: RayNode) -> list[RayNode]:
         """The nodes that are still there."""
         return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
 
@@ -101,7 +107,7 @@ class Connection:
             seen = answers([(node["NodeID"], secret) for node in alive], look)
         for node, (cores, python, here, folder) in zip(alive, seen):
             gpus = int(node["Resources"].get("GPU", 0))
-            one = Node(node["NodeName"], node["NodeID"], cores, python, here, folder, gpus)
+            one = RayNode(node["NodeName"], node["NodeID"], cores, python, here, folder, gpus)
             if node["NodeID"] == own:
                 self.own = one
             if one.name in self._nodes:
@@ -111,7 +117,7 @@ class Connection:
             self._nodes[one.name] = one
 
 
-def move(plan: HostPlan, nodes: Sequence[Node], busy: Mapping[tuple[str, int], int]) -> HostPlan:
+def move(plan: HostPlan, nodes: Sequence[RayNode], busy: Mapping[tuple[str, int], int]) -> HostPlan:
     """The same host on the least busy of these nodes, with as many cores, those that the fewest hosts have."""
     if any("gpu:" in device for device in plan.devices):
         raise EmbodiedError(f"node {plan.node} is lost, and {plan.name} needs a GPU of it")
@@ -251,3 +257,50 @@ def _secret() -> Iterator[tuple[str, bytes]]:
         yield f"/proc/{os.getpid()}/fd/{fd}", content
     finally:
         os.close(fd)
+
+
+# What nodes of another machine need to import: this package, and the user's own modules that a recipe names
+
+
+@contextmanager
+def pack_modules(modules: Sequence[str]) -> Iterator[Path]:
+    """A folder that can stand on the import path, for as long as it takes to upload it."""
+    with tempfile.TemporaryDirectory(prefix="embodied-ship-") as folder:
+        target = Path(folder)
+        _copy_package("embodied", target / "embodied")
+        for part in _PARTS:
+            _copy_package(f"embodied.{part}", target / "embodied" / part)
+        for name in sorted({module.partition(".")[0] for module in modules} - {"embodied"}):
+            _copy_own(name, target)
+        size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+        if size > _LIMIT_BYTES:
+            raise ConfigError(
+                f"the modules {', '.join(modules)} and what lies beside them are {size / 1e6:.0f} MB, too much to send "
+                "to every node; install them there, or keep them in a folder without data"
+            )
+        yield target
+
+
+def _copy_package(name: str, target: Path) -> None:
+    if not target.exists():
+        (source,) = importlib.util.find_spec(name).submodule_search_locations
+        shutil.copytree(source, target, ignore=_LEFT_OUT)
+
+
+def _copy_own(name: str, target: Path) -> None:
+    """A package, or a module with the modules and packages beside it. What is installed is to be installed there."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"there is no module {name!r} to send to the nodes of the cluster")
+    origin = Path(spec.origin)
+    installed = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib")]
+    if any(origin.is_relative_to(folder) for folder in installed):
+        return
+    if spec.submodule_search_locations:
+        shutil.copytree(origin.parent, target / name, ignore=_LEFT_OUT, dirs_exist_ok=True)
+        return
+    for beside in origin.parent.iterdir():
+        if beside.suffix == ".py":
+            shutil.copy(beside, target)
+        elif (beside / "__init__.py").is_file() and beside.name != "embodied":
+            shutil.copytree(beside, target / beside.name, ignore=_LEFT_OUT, dirs_exist_ok=True)

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from embodied.core.errors import EmbodiedError
-from embodied.runtime.backend import START_S
+from embodied.runtime.processes import START_S
 
 _STOP_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36

@@ -1,16 +1,24 @@
-"""Takes tensors off their device into the host's memory and back, in place.
+"""A worker's memory on its device: what it takes there, and moving it to the host's memory and back.
 
-A tensor's storage is emptied and filled again, so whoever shares it (a policy, an optimizer, a view) need not know.
-Until it is back, it must not be used. Storage that belongs to somebody else (mapped memory) stays where it is.
+Moving is in place: a tensor's storage is emptied and filled again, so whatever shares it (a network, an optimizer, a
+view) need not know. Until it is back, it must not be used. Storage that belongs to another (mapped memory) stays.
+
+What a worker takes besides its tensors is measured. A simulator allocates by itself, so what it takes is what the GPU
+has less of afterwards, provided that only simulators are built meanwhile. On cores nothing is limited or counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+from embodied.runtime.payload import own_device, own_gpu
 from embodied.runtime.timers import Timers
+
+# Moving
 
 
 class Belongings:
@@ -107,3 +115,71 @@ def bytes_of(storage: Any) -> Any:
 
 def num_bytes(tensors: Iterable[Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# Measuring
+
+
+class Taken:
+    """Bytes that are there from now on."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        before = free_bytes()
+        yield
+        self.num_bytes += max(0, before - free_bytes())
+
+
+class Computing:
+    """The most that some work took for as long as it lasted, so far; torch keeps it for the next time."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        before = begin_peak()
+        try:
+            yield
+        finally:
+            now, peak = allocated_bytes()
+            self.num_bytes = max(self.num_bytes, peak - max(before, now))
+
+
+def free_bytes() -> int:
+    """Of the GPU that this process holds; 0 where it holds none."""
+    if not own_gpu():
+        return 0
+    import torch
+
+    return torch.cuda.mem_get_info()[0]
+
+
+def begin_peak() -> int:
+    """-> bytes of tensors there now."""
+    if not on_gpu():
+        return 0
+    cuda = sys.modules["torch"].cuda
+    cuda.reset_peak_memory_stats()
+    return cuda.memory_allocated()
+
+
+def allocated_bytes() -> tuple[int, int]:
+    """Of tensors, now and at most since `begin_peak`."""
+    if not on_gpu():
+        return 0, 0
+    cuda = sys.modules["torch"].cuda
+    return cuda.memory_allocated(), cuda.max_memory_allocated()
+
+
+def give_back_unused() -> None:
+    """What torch keeps for the next time."""
+    if on_gpu():
+        sys.modules["torch"].cuda.empty_cache()
+
+
+def on_gpu() -> bool:
+    return "torch" in sys.modules and own_device() == "cuda"

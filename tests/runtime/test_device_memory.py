@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from embodied.runtime.offload import Belongings, Offloader, num_bytes
+from embodied.runtime.device_memory import Belongings, Offloader, num_bytes
 from embodied.runtime.tensor_bytes import blob_of
 from embodied.runtime.timers import Timers
 

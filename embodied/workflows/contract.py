@@ -1,0 +1,184 @@
+"""What a program declares so that `train`, placement and the reports can run it: its roles, its workflow, its batches.
+
+Three parts, each replaceable alone: a `Role` says which workers there are, a `BatchSource` how a batch is collected and
+learned from, a `Workflow` what an iteration is. Worked example, a reward model between sims and learners:
+
+    REWARD = Role("reward", "my_project.reward:RewardWorker", lambda workers: (workers.config.env.image_size,))
+
+    class ScoredRollouts(HorizonCollector):                     # a BatchSource: the shipped one, and one step more
+        def start(self, workers):
+            super().start(workers)
+            self.reward = workers.groups["reward"]
+            self.outlets = [                                    # sims put here, one channel for each learner
+                workers.cluster.channel(f"unscored-{r}", home=self.reward[0], capacity=None)
+                for r in range(len(self.trajectories))
+            ]
+
+        def collect(self, version):
+            batch = super().collect(version)                    # which sources came through is known now
+            sources = [batch.sources_of(block) for block in self.blocks]
+            self.rollouts.settle(self.reward.score(self.outlets, sources, self.trajectories))
+            return batch
+
+    class ScoredLoop(EmbodiedLoop):                             # a Workflow: `train.follow(load(argv), ScoredLoop)`
+        roles = (*EmbodiedLoop.roles, REWARD)
+        make_source = staticmethod(ScoredRollouts)
+
+A plan gives each role its workers and devices: `placement={"sim,policy": "cpu:0", reward: "cpu:1", learner: "cpu:2"}`
+runs one worker of each, `reward: "gpu:0-1"` two on a GPU each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import numpy as np
+
+from embodied.core.types import EnvSpec, EpisodeResult
+from embodied.runtime import Handle
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import RunConfig
+    from embodied.core.episodes import EpisodeList
+    from embodied.reporting.timeline import Timeline
+    from embodied.workflows.evaluator import Evaluator
+    from embodied.workflows.workers import Workers
+
+ROLLOUT, UPDATE = "rollout", "update"  # phases of an iteration, in which workers hold their devices
+
+
+@dataclass(frozen=True)
+class Role:
+    """One kind of worker. Its replicas are as many as the plan has hosts for it; `workers.groups[name]` calls them all.
+
+    A sim or policy worker that dies is replaced; one of another role ends the run with its cause.
+    """
+
+    name: str  # in placements, logs and process names
+    worker: str  # "package.module:Class", imported by the processes that run it and by no other
+    arguments: Callable[[Workers], tuple] = lambda workers: ()  # of the constructor, the same for every replica
+    phase: Literal["rollout", "update"] = ROLLOUT
+    sends_to: tuple[
+        str, ...
+    ] = ()  # roles that read what it puts into channels; an answer goes back without being named
+    holds_policy: bool = False  # has the policy's weights; such roles in one process share their memory
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"a role's name should be a word like reward, not {self.name!r}")
+        if ":" not in self.worker:
+            raise ValueError(f"role {self.name}: its worker should be package.module:Class, not {self.worker!r}")
+
+
+def check_roles(roles: tuple[Role, ...]) -> None:
+    """Raise ValueError where two roles share a name, or one sends to a role that is not declared."""
+    names = [role.name for role in roles]
+    if len({*names}) < len(names):
+        raise ValueError(f"roles need names of their own: {', '.join(names)}")
+    for role in roles:
+        if unknown := {*role.sends_to} - {*names}:
+            raise ValueError(f"role {role.name} sends to {', '.join(sorted(unknown))}; roles: {', '.join(names)}")
+
+
+class Batch(Protocol):
+    """What an iteration learns from. The trajectories themselves lie at the learners; this says which they are."""
+
+    @property
+    def finished(self) -> list[EpisodeResult]:
+        """The episodes that ended while it was collected."""
+
+
+class BatchSource(Protocol):
+    """Where batches come from and how they are learned from: rollouts of a fixed length, groups of whole episodes,
+    demonstrations on disk."""
+
+    stages: int
+    """Parts that a sim worker's env rows are played in; 0: sims play evaluations only."""
+
+    journaled: EpisodeList | None
+    """The episodes of which the successor of a dead sim worker begins the next; None: it begins none by itself."""
+
+    @property
+    def exhausted(self) -> str:
+        """Why the run should end here; empty while there is something to learn from."""
+
+    def start(self, workers: Workers) -> None:
+        """All workers are built: lay the channels of trajectories. Raises ConfigError where the env cannot serve."""
+
+    def total_iterations(self) -> int:
+        """How many iterations the recipe asks for."""
+
+    def collect(self, version: int) -> Batch:
+        """Collect a batch with this version of the weights; lost parts are left out or collected again."""
+
+    def update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
+        """Compute advantages and begin the learners' update; None where the batch holds nothing to learn from."""
+
+    def numbers(self, batch: Batch) -> dict[str, float]:
+        """The batch's metrics, `env_steps` among them."""
+
+    def save(self) -> dict[str, np.ndarray]:
+        """What was begun and not yet learned from, as arrays for a checkpoint."""
+
+    def restore(self, state: dict[str, np.ndarray]) -> int:
+        """Continue from `save`; returns the number of open episodes that had to be abandoned."""
+
+
+class Workflow(Protocol):
+    """What `train` drives. It is made with the plan's cluster: no process has built anything before `start`.
+
+    `rendezvous` is where learner ranks meet, `tell` is called with a line for each restart of a worker, `start_folder`
+    holds the policy whose weights are the first ones.
+    """
+
+    command: ClassVar[str]
+    """The command that runs and resumes it, `train` for python -m embodied.train."""
+
+    roles: ClassVar[tuple[Role, ...]]
+    config: RunConfig
+    evaluator: Evaluator
+
+    def __init__(
+        self,
+        config: RunConfig,
+        cluster: Any,
+        rendezvous: Any = None,
+        tell: Callable[[str], None] = ...,
+        start_folder: Path | None = None,
+    ) -> None: ...
+
+    def start(self) -> EnvSpec:
+        """Build all workers and connect them; returns what the env offers."""
+
+    def total_iterations(self) -> int:
+        """How many iterations the recipe asks for."""
+
+    def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
+        """Collect, update, publish; returns the finished episodes and the iteration's metrics."""
+
+    @property
+    def exhausted(self) -> str:
+        """Why the run should end before its last iteration; empty otherwise."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights used for rollouts."""
+
+    def publish(self, version: int) -> float:
+        """Use the learners' weights for rollouts from now on, under this version; returns the learners' seconds."""
+
+    def save(self, checkpoints: Path, state: dict[str, Any]) -> Path:
+        """Write a checkpoint of this version into the folder of checkpoints, with the run's counters."""
+
+    def restore(self, checkpoint: Path, sims: dict[str, np.ndarray], version: int) -> int:
+        """Continue from a checkpoint; returns the number of open episodes that had to be abandoned."""
+
+    def take_abandoned(self) -> int:
+        """Episodes that were abandoned since the last call."""
+
+    def timeline(self, trace: Path, iterations: int) -> AbstractContextManager[Timeline]:
+        """Record where the time goes from now on; the first `iterations` in detail, into `trace`."""

@@ -1,0 +1,231 @@
+"""Playing a fixed list of episodes to the end, whatever happens to the sim workers that play them, and evaluation.
+
+What a dead worker has finished counts; the rest its successor plays. Those that were open when it died may be what
+killed it: they come last, each with no other beside it, and one that kills twice is an error episode. Results are
+passed on as they come, and a request to stop takes effect when the decisions in progress are played.
+Which episodes fail is known only afterwards, so failures are played once more for their videos: recording costs no more
+than the episodes that are recorded.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodied.core.errors import ChannelClosed, EvaluationStopped
+from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Note, Recording, Route
+from embodied.runtime import Channel, Handle
+from embodied.workflows.contract import ROLLOUT
+from embodied.workflows.rollout_manager import RolloutManager
+from embodied.workflows.workers import Workers
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import EvalSection
+    from embodied.reporting.partial_evaluation import PartialEvaluation
+
+MAX_ATTEMPTS = 2  # at an episode that is open whenever its worker dies
+LOOK_S = 0.2  # how often it is asked whether to stop
+DRAFTS = "drafts"  # in the folder of an evaluation while it is played
+
+Heard = Callable[[Iterable[EpisodeResult]], object]
+
+
+def never() -> bool:
+    return False
+
+
+def ignore(episodes: Iterable[EpisodeResult]) -> None:
+    """Results are not kept on the way."""
+
+
+class Evaluator:
+    """Plays fixed episodes with the current weights."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        self.config, self.protocol, self.env = workers.config, workers.protocol, workers.eval_env
+        self.episodes = workers.eval_episodes
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that are evaluated."""
+        return self.workers.weight_sync.version
+
+    def read_spec(self) -> EnvSpec:
+        """What the env offers as evaluations play it."""
+        self.spec = self.workers.rollouts.ask(self.workers.sims.eval_spec)[0]
+        return self.spec
+
+    def evaluate(
+        self,
+        out: Path,
+        dataset: Path | None = None,
+        kept: PartialEvaluation | None = None,
+        stop: Callable[[], bool] = never,
+    ) -> list[EpisodeResult]:
+        """Play those of the fixed evaluation episodes that `kept` lacks with the current version; all results in
+        episode order. Videos go into `out/videos`, the dataset to its path (None: `out/dataset`). `stop`: `play_fixed`.
+        """
+        options = self.config.eval
+        recording = first_recording(options, out)
+        results = dict(kept.finished) if kept else {}
+        with self.workers.timers.measure("evaluate"):
+            self.read_spec()
+            missing = [spec for spec in self.episodes if spec.index not in results]
+            played = self.play(missing, recording, heard=kept.add if kept else ignore, stop=stop)
+            results |= {result.index: result for result in played}
+            results = [results[spec.index] for spec in self.episodes]
+            again = to_record_again(options, self.episodes, results)
+            if again and any((out / "videos").glob("*.mp4")):  # else there can be no videos here
+                film = frozenset(spec.index for spec in again)
+                self.play(again, replace(recording, film=film, failures_only=True, drafts=None), stop=stop)
+        if options.dataset:
+            write_dataset(out, dataset or out / "dataset", self.spec, results)
+        return results
+
+    def play(
+        self,
+        episodes: list[EpisodeSpec],
+        recording: Recording,
+        expert: str | None = None,
+        heard: Heard = ignore,
+        stop: Callable[[], bool] = never,
+    ) -> list[EpisodeResult]:
+        """The outcome of every episode, in order; with an expert no policy worker is asked."""
+        workers = self.workers
+
+        def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
+            return workers.sims[sim].evaluate(share, route, recording, workers.notes, alone, expert)
+
+        with workers.turns.phase(ROLLOUT):
+            options = (self.config.eval.temperature, bool(expert), heard, stop)
+            return play_fixed(workers.rollouts, episodes, begin, workers.notes, *options)
+
+
+def play_fixed(
+    rollouts: RolloutManager,
+    episodes: list[EpisodeSpec],
+    begin: Callable[[int, list[EpisodeSpec], Route, frozenset[int]], Handle],
+    notes: Channel,
+    temperature: float,
+    by_expert: bool = False,
+    heard: Heard = ignore,
+    stop: Callable[[], bool] = never,
+) -> list[EpisodeResult]:
+    """The outcome of every episode, in order. `begin(sim, its episodes, route, those to be played alone)`. `heard` gets
+    those that are over, soon and whatever happens. EvaluationStopped once `stop()` is true and something is missing.
+    Experts ask no policy worker, which would wait in vain."""
+    num_sims = len(rollouts.sims)
+    results: dict[int, EpisodeResult] = {}
+    left = {sim: episodes[sim::num_sims] for sim in range(num_sims)}
+    attempts: Counter[int] = Counter()
+    while left := {sim: specs for sim, specs in left.items() if specs}:
+        if stop():
+            raise EvaluationStopped(f"{sum(map(len, left.values()))} of {len(episodes)} episodes were not played")
+        alone = frozenset(attempts)
+        share = partial(begin_share, begin, left, alone)
+        with listening(rollouts, notes, heard, stop) as noted:
+            calls, routes = rollouts.play(left, share, 1, temperature, "eval", asked=not by_expert)
+        for sim, call in calls.items():
+            mine = [note for note in noted if note.source == routes[sim].sources[0]]
+            results |= {result.index: result for note in mine for result in note.finished}
+            if call.succeeded():
+                results |= {result.index: result for result in call.wait()[0]}
+            else:
+                suspects = {index for note in mine for index in note.begun} - results.keys()
+                attempts.update(suspects)
+                hopeless = {index for index in suspects if attempts[index] >= MAX_ATTEMPTS}
+                cause = next(iter(call.failed.values())).cause
+                results |= {spec.index: error(spec, cause) for spec in left[sim] if spec.index in hopeless}
+            left[sim] = sorted(
+                (spec for spec in left[sim] if spec.index not in results), key=lambda spec: spec.index in attempts
+            )
+        heard(results.values())
+    return [results[spec.index] for spec in episodes]
+
+
+@contextmanager
+def listening(rollouts: RolloutManager, notes: Channel, heard: Heard, stop: Callable[[], bool]) -> Iterator[list[Note]]:
+    """While sims play: collect their notes, hand on what is finished, and stop them when asked to."""
+    noted: list[Note] = []
+    over = threading.Event()
+    problems: list[Exception] = []
+
+    def take() -> None:
+        new = [notes.get() for _ in range(notes.qsize())]
+        noted.extend(new)
+        heard(result for note in new for result in note.finished)
+
+    def listen() -> None:
+        stopping = False
+        try:
+            while not over.wait(LOOK_S):
+                take()
+                if not stopping and stop():
+                    stopping = True
+                    rollouts.sims.stop_playing()
+        except Exception as err:  # a full disk: what cannot be kept is not played on
+            problems.append(err)
+            rollouts.sims.stop_playing()
+
+    listener = threading.Thread(target=listen, name="listener", daemon=True)
+    listener.start()
+    try:
+        yield noted
+    finally:
+        over.set()
+        listener.join()
+        with suppress(ChannelClosed):  # by a worker that failed
+            take()
+    if problems:
+        raise problems[0]
+
+
+def begin_share(begin, left: dict[int, list[EpisodeSpec]], alone: frozenset[int], sim: int, route: Route) -> Handle:
+    return begin(sim, left[sim], route, alone)
+
+
+def error(spec: EpisodeSpec, cause: str) -> EpisodeResult:
+    """An episode that is neither a success nor a failure."""
+    return EpisodeResult(spec.index, spec.task, spec.init_state_id, spec.seed, 0, 0.0, None, None, error=cause)
+
+
+def first_recording(options: EvalSection, out: Path) -> Recording:
+    """Videos of the first episodes, and drafts of the dataset."""
+    return Recording(
+        film=frozenset(range(options.videos)),
+        videos=out / "videos",
+        overlay=options.overlay,
+        cameras=options.cameras,
+        drafts=out / DRAFTS if options.dataset else None,
+    )
+
+
+def to_record_again(
+    options: EvalSection, episodes: list[EpisodeSpec], results: list[EpisodeResult]
+) -> list[EpisodeSpec]:
+    """The failures that have no video yet, as many as are wanted."""
+    failed = {result.index for result in results if result.success_once is False}
+    recorded = sum(index < options.videos for index in failed)
+    missing = [spec for spec in episodes if spec.index in failed and spec.index >= options.videos]
+    return missing[: max(0, options.failure_videos - recorded)] if options.videos else []
+
+
+def write_dataset(out: Path, path: Path, spec: EnvSpec, results: list[EpisodeResult]) -> None:
+    """The drafts of these episodes, in their order, as a dataset in LeRobot's layout; errors are left out."""
+    from embodied.datasets import DatasetWriter, buffer_name, features_of, fps_of
+
+    shutil.rmtree(path, ignore_errors=True)  # of the same version, evaluated before the run was resumed
+    played = [result for result in results if not result.error]
+    if played:
+        with DatasetWriter(path, fps_of(spec), features_of(spec)) as writer:
+            for result in played:
+                writer.add_draft(out / DRAFTS / buffer_name(result.index))
+    shutil.rmtree(out / DRAFTS, ignore_errors=True)

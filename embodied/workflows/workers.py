@@ -1,0 +1,123 @@
+"""Launches the workers that a workflow's roles declare, builds and connects them.
+
+Everything that plays episodes has sims and policies: training, evaluation, collecting demonstrations. Learners and
+roles of a user's own come with the workflow that declares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied.core.episodes import EpisodeList
+from embodied.core.types import EnvSpec, EpisodeSpec
+from embodied.envs import env_class
+from embodied.envs.protocols import choose_protocol
+from embodied.run import devices
+from embodied.runtime import Channel, Cluster, Handle, Timers, Turns, take_turns
+from embodied.runtime.weights import new_name
+from embodied.workflows.contract import ROLLOUT, UPDATE, BatchSource, Role, check_roles
+from embodied.workflows.rollout_manager import RolloutManager
+from embodied.workflows.weight_sync import Weights, WeightSync
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import RunConfig
+
+
+class Workers:
+    """The groups of a program by role, `sims`, `policies` and `learners` among them."""
+
+    def __init__(
+        self,
+        roles: tuple[Role, ...],
+        config: RunConfig,
+        cluster: Cluster,
+        stages: int = 0,
+        rendezvous: Any = None,
+        tell: Callable[[str], None] = lambda line: None,
+        eval_tasks: tuple[str, ...] = (),
+    ) -> None:
+        """`stages`: see `BatchSource`. `tell` is called with a line per restart of a worker. `eval_tasks` are all tasks
+        of an evaluation of which this env plays some."""
+        check_roles(roles)
+        self.roles, self.config, self.cluster = roles, config, cluster
+        self.stages, self.rendezvous, self.tell = stages, rendezvous, tell
+        self.timers = Timers()
+        kind = env_class(config.env)
+        tasks = kind.tasks(config.env)
+        self.protocol = choose_protocol(kind, config.env, config.eval.protocol)
+        self.eval_env = self.protocol.apply(config.env)
+        self.eval_episodes = fixed_episodes(config, tasks, eval_tasks or tasks, self.protocol.stored_states)
+        num_sims = sum(host.roles.count("sim") for host in cluster.hosts)
+        self.eval_rows = eval_rows(len(self.eval_episodes), config.eval.num_envs or config.env.num_envs, num_sims)
+        self.journal = cluster.channel("journal", capacity=None)  # sims note there which episodes they begin
+        self.notes = cluster.channel("evaluation notes", capacity=None)
+        self.groups = {role.name: cluster.launch(role.worker, role.name, *role.arguments(self)) for role in roles}
+        self.sims, self.policies = self.groups["sim"], self.groups["policy"]
+        self.learners = self.groups.get("learner")
+
+    def torch_device(self, role: str) -> str:
+        """Where a role's networks compute: on its hosts' GPUs, else on cores."""
+        on_gpus = {r for host in self.cluster.hosts if any("gpu:" in d for d in host.devices) for r in host.roles}
+        return devices.torch_device("gpu" if role in on_gpus else "cpu")
+
+    def start(self, source: BatchSource | None = None, start_folder: Path | None = None) -> EnvSpec:
+        """Wait for the simulators, build policy and learner for what they offer, connect all; returns what the env
+        offers."""
+        self.spec = self.sims.spec().wait()[0]
+        builds = [self.policies.build(self.spec)]
+        if self.learners:
+            builds.append(self._build_learners(start_folder))
+        for build in builds:
+            build.wait()
+        self.weight_sync = WeightSync(self.cluster, self.policies)
+        self.turns = self._take_turns()
+        self.rollouts = RolloutManager(self, source and source.journaled)
+        if source:
+            source.start(self)
+        return self.spec
+
+    def _build_learners(self, start_folder: Path | None) -> Handle:
+        learning = self.learners.process().wait()
+        if len({machine for machine, _ in learning}) > 1:
+            (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
+            self.learners.meet_at(address).wait()
+        others = {*self.policies.process().wait()} - {*learning}
+        return self.learners.build(self.spec, new_name(), snapshot=bool(others), start=start_folder)
+
+    def _take_turns(self) -> Turns:
+        """The turns that the roles' phases take on devices. All groups are built, and so have their memory."""
+        by_phase = {phase: [self.groups[r.name] for r in self.roles if r.phase == phase] for phase in (ROLLOUT, UPDATE)}
+        phases = {phase: groups for phase, groups in by_phase.items() if groups}
+        sharing = [self.groups[role.name] for role in self.roles if role.holds_policy]
+        return take_turns(self.cluster, phases, self.timers, self.config.cluster.memory_gb, sharing)
+
+    def trajectory_channels(self) -> list[Channel]:
+        """One to each learner, bounded by what a batch is: nothing is taken before it is whole."""
+        ranks = range(len(self.learners))
+        return [self.cluster.channel(f"trajectories-{r}", home=self.learners[r], capacity=None) for r in ranks]
+
+    def adopt(self, weights: Weights | None) -> None:
+        """Act with weights that come from a checkpoint instead of a learner; None: with those a run begins with."""
+        with self.turns.phase(ROLLOUT):
+            if weights is None:
+                weights = Weights(0, self.rollouts.ask(lambda: self.policies[0].initial_weights(self.spec))[0])
+            self.rollouts.settle(*self.weight_sync.adopt(weights, self.rollouts.ask))
+
+
+def fixed_episodes(
+    config: RunConfig, tasks: tuple[str, ...], all_tasks: tuple[str, ...], stored_states: Any
+) -> list[EpisodeSpec]:
+    """The evaluation's episodes that are of these tasks."""
+    fixed = EpisodeList(config.eval.seed, "eval", all_tasks, stored_states)
+    return [spec for spec in fixed.first(config.eval.episodes) if spec.task in tasks]
+
+
+def eval_rows(num_episodes: int, num_envs: int, num_sims: int) -> int:
+    """Env rows of each sim worker that play evaluation episodes: no more than it takes to get through them in as many
+    turns, 50 instead of 64 for 200 episodes."""
+    share = -(-num_episodes // num_sims)
+    most = max(1, min(-(-num_envs // num_sims), share))
+    turns = max(1, -(-share // most))
+    return max(1, -(-share // turns))
