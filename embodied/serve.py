@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from embodied.config.cli import parse
-from embodied.config.help import plain, type_name
+from embodied.config.help import describe
 from embodied.config.merge import COMMAND_LINE, Tree
 from embodied.config.mistakes import config_error, explain
 from embodied.config.schema import leaves, root
@@ -82,10 +82,7 @@ def usage() -> str:
         f"       {TOKEN}=SECRET in the environment makes clients show this token (openpi-client: api_key=SECRET)",
         "",
     ]
-    for key, field, _ in leaves(root(ServeConfig)):
-        default = "needed" if field.is_required() else plain(field.get_default())
-        lines.append(f"  {key:<16} {type_name(field)} [{default}]  {field.description}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {key:<16} {describe(field)}" for key, field, _ in leaves(root(ServeConfig)))])
 
 
 def load(config: ServeConfig, protocol: list[str]) -> Policy:

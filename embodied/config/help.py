@@ -57,10 +57,14 @@ def entries(command: Command, schema: Section) -> dict[tuple[str, str], list[str
     found: dict[tuple[str, str], list[str]] = {}
     for key, field, only in leaves(schema):
         if not command.ignores(key):
-            default = "needed" if field.is_required() else plain(field.get_default(call_default_factory=True))
-            text = f"{type_name(field)} [{default}]  {field.description or ''}"
-            found.setdefault((key, text), []).append(only)
+            found.setdefault((key, describe(field)), []).append(only)
     return found
+
+
+def describe(field: FieldInfo) -> str:
+    """The type, default and meaning of a field."""
+    default = "needed" if field.is_required() else plain(field.get_default(call_default_factory=True))
+    return f"{type_name(field)} [{default}]  {field.description or ''}"
 
 
 def type_name(field: FieldInfo) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from embodied.config.merge import Tree
-from embodied.config.schema import Section, choices, leaves, nearest, section_of
+from embodied.config.schema import Section, choices, leaves, nearest
 from embodied.core.errors import ConfigError
 
 
@@ -113,8 +113,7 @@ def key_of(loc: tuple[int | str, ...], root: Section) -> str:
         if section and part in section.variants and parts and not section.field(part):
             continue
         parts.append(part)
-        field = section.field(part) if section else None
-        section = section_of(field) if field else None if section is None or field is None else section
+        section = section.child(part) if section else None
     return ".".join(parts)
 
 

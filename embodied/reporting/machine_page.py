@@ -10,7 +10,7 @@ from typing import Any
 from embodied.reporting.html import Html, join, tag
 from embodied.reporting.runs import Run
 from embodied.reporting.svg import Series, figure, legend, line_chart, short
-from embodied.reporting.timeline import Span, innermost, read_trace
+from embodied.reporting.timeline import TimedSpan, innermost, read_trace
 
 TRACE = "trace.json"
 MOST_TRACE_BYTES = 10_000_000  # a larger one is left to a trace viewer
@@ -75,7 +75,7 @@ def timeline_charts(run: Run) -> list[Html]:
     ]
 
 
-def per_worker(spans: list[Span]) -> Html:
+def per_worker(spans: list[TimedSpan]) -> Html:
     """A bar per worker: the shares of the traced time."""
     whole = max(span.end_s for span in spans) - min(span.start_s for span in spans)
     rows = []
@@ -90,7 +90,7 @@ def per_worker(spans: list[Span]) -> Html:
     return figure(f"Share of the time per worker, first {iterations} iterations", shares_legend(names), *rows)
 
 
-def worker_rows(spans: list[Span], title: str) -> Html:
+def worker_rows(spans: list[TimedSpan], title: str) -> Html:
     """A row per worker: what it did when."""
     start, end = min(span.start_s for span in spans), max(span.end_s for span in spans)
     names = sorted({span.name for span in spans if span.name != "wait"})
@@ -99,14 +99,14 @@ def worker_rows(spans: list[Span], title: str) -> Html:
     return figure(title, shares_legend(names), *rows, strip("", axis))
 
 
-def by_worker(spans: list[Span]) -> list[tuple[str, list[Span]]]:
-    found: dict[str, list[Span]] = {}
+def by_worker(spans: list[TimedSpan]) -> list[tuple[str, list[TimedSpan]]]:
+    found: dict[str, list[TimedSpan]] = {}
     for span in spans:
         found.setdefault(span.worker, []).append(span)
     return list(found.items())[:MOST_ROWS]
 
 
-def pieces(spans: list[Span], start: float, end: float) -> Html:
+def pieces(spans: list[TimedSpan], start: float, end: float) -> Html:
     """The row of one worker: neighbouring bins of one name are one rectangle."""
     width = (end - start) / BINS or 1.0
     bins: list[dict[str, float]] = [defaultdict(float) for _ in range(BINS)]
@@ -134,7 +134,7 @@ def is_move(name: str) -> bool:
     return name.startswith(("offload ", "onload "))
 
 
-def moved(span: Span, start: float, width: float) -> Html:
+def moved(span: TimedSpan, start: float, width: float) -> Html:
     """A memory move, drawn on top and never too thin to be seen."""
     at, wide = (span.start_s - start) / width, max((span.end_s - span.start_s) / width, 3)
     title = tag("title", f"{span.name}, {1e3 * (span.end_s - span.start_s):.3g} ms at {span.start_s - start:.4g} s")

@@ -27,7 +27,7 @@ SMALL = 0.01  # shares below are not worth a word at the end of a run
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedSpan:
     """One timed piece of work; inner spans of a worker lie within outer ones."""
 
     worker: str  # "sim-0", or "driver"
@@ -186,10 +186,10 @@ def us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def read_trace(path: Path) -> list[Span]:
+def read_trace(path: Path) -> list[TimedSpan]:
     """The spans of a trace, by worker and time, outer ones before those inside; also of one that was cut short."""
     names: dict[tuple[str, int], str] = {}
-    spans: list[Span] = []
+    spans: list[TimedSpan] = []
     with path.open() as file:
         for line in file:
             try:
@@ -202,17 +202,17 @@ def read_trace(path: Path) -> list[Span]:
             elif event["ph"] == "X":
                 worker, host = names["thread_name", event["tid"]], names["process_name", event["pid"]]
                 start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-                spans.append(Span(worker, host, event["name"], start, end, event["args"]["iteration"]))
+                spans.append(TimedSpan(worker, host, event["name"], start, end, event["args"]["iteration"]))
     return sorted(spans, key=lambda span: (span.worker, span.start_s, -span.end_s))
 
 
-def innermost(spans: Iterable[Span]) -> list[Span]:
+def innermost(spans: Iterable[TimedSpan]) -> list[TimedSpan]:
     """Every moment once: a worker's spans cut so that inner ones replace the parts of outer ones that they cover.
 
     collect 0-10 with step 2-5 inside gives collect 0-2, step 2-5, collect 5-10.
     """
-    cut: list[Span] = []
-    stack: list[Span] = []  # open spans, each with start_s moved to what is not yet accounted for
+    cut: list[TimedSpan] = []
+    stack: list[TimedSpan] = []  # open spans, each with start_s moved to what is not yet accounted for
 
     def close_until(moment: float) -> None:
         while stack and stack[-1].end_s <= moment:

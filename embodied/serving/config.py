@@ -29,8 +29,8 @@ class ServeConfig(Strict):
         None,
         gt=0,
         le=1024,
-        description="Longer requests end the connection; null: what the policy can look at and 1 MB, or 32 where "
-        "it takes images of any size.",
+        description="Longer requests end the connection; null: enough for the policy's observations and 1 MB more, or "
+        "32 where it takes images of any size.",
     )
     batch: int = Field(8, gt=0, description="Requests that are answered in one pass at most; 1: one at a time.")
     wait_ms: float = Field(
