@@ -1,10 +1,100 @@
-"""Embodied Loop: simulator-in-the-loop reinforcement learning for robot policies."""
+"""Embodied Loop: simulator-in-the-loop reinforcement learning for robot policies.
+
+    import embodied
+
+    run = embodied.train("pointmass_ppo", "env.num_envs=64")  # words as on the command line; -> what is in its folder
+    results = embodied.evaluate(run, "eval.episodes=200")
+    bench = embodied.benchmark("pointmass_ppo", "seconds=30")
+
+What a program of one's own is made of (docs/workflows.md) and what envs and policies of one's own derive from is named
+below. Nothing is imported before it is used.
+"""
+
+from __future__ import annotations
 
 import os
 import signal
 import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import load_recipe as load_recipe
+    from embodied.core.errors import ConfigError as ConfigError
+    from embodied.core.errors import EmbodiedError as EmbodiedError
+    from embodied.core.types import ActionSpec as ActionSpec
+    from embodied.core.types import EnvSpec as EnvSpec
+    from embodied.core.types import EpisodeSpec as EpisodeSpec
+    from embodied.core.types import PolicyOutput as PolicyOutput
+    from embodied.core.types import Trajectory as Trajectory
+    from embodied.envs import make_env as make_env
+    from embodied.envs.base import VectorEnv as VectorEnv
+    from embodied.placement import make_plan as make_plan
+    from embodied.policies import load_policy as load_policy
+    from embodied.policies.base import Policy as Policy
+    from embodied.reporting.runs import read_run as read_run
+    from embodied.runtime import Channel as Channel
+    from embodied.runtime import Cluster as Cluster
+    from embodied.runtime import Worker as Worker
+    from embodied.runtime import WorkerGroup as WorkerGroup
+    from embodied.workflows.contract import BatchSource as BatchSource
+    from embodied.workflows.contract import Role as Role
+    from embodied.workflows.contract import Workflow as Workflow
+    from embodied.workflows.embodied import EmbodiedLoop as EmbodiedLoop
+
+_COMMANDS = ("train", "evaluate", "benchmark")  # modules that can be called
+_HOMES = {
+    "ActionSpec": "core.types",
+    "BatchSource": "workflows.contract",
+    "Channel": "runtime",
+    "Cluster": "runtime",
+    "ConfigError": "core.errors",
+    "EmbodiedError": "core.errors",
+    "EmbodiedLoop": "workflows.embodied",
+    "EnvSpec": "core.types",
+    "EpisodeSpec": "core.types",
+    "Policy": "policies.base",
+    "PolicyOutput": "core.types",
+    "Role": "workflows.contract",
+    "Trajectory": "core.types",
+    "VectorEnv": "envs.base",
+    "Worker": "runtime",
+    "WorkerGroup": "runtime",
+    "Workflow": "workflows.contract",
+    "load_policy": "policies",
+    "load_recipe": "config.recipe",
+    "make_env": "envs",
+    "make_plan": "placement",
+    "read_run": "reporting.runs",
+}
+__all__ = [*_COMMANDS, *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _COMMANDS:
+        return import_module(f"embodied.{name}")
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(f"embodied.{_HOMES[name]}"), name)
+        return value
+    raise AttributeError(f"embodied has no {name}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+class _CallableModule(ModuleType):
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.call(*arguments, **options)
+
+
+def let_call(command: str) -> None:
+    """Let this command's module be called like its function `call`: embodied.train("pointmass_ppo")."""
+    if command != "__main__":
+        sys.modules[command].__class__ = _CallableModule
 
 
 def _stop_at_once(*_: object) -> None:
@@ -20,4 +110,4 @@ def _is_starting() -> bool:
 
 
 if _is_starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _stop_at_once)  # while a command is imported; `commands.run` has a plan of its own
+    signal.signal(signal.SIGINT, _stop_at_once)  # while a command is imported; `launch.run` has a plan of its own

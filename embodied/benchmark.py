@@ -7,12 +7,15 @@ turns, and puts predicted next to measured. What does not fit is listed with the
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from embodied import let_call
+from embodied.config.cli import from_python
 from embodied.config.merge import recipe_names
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError
@@ -22,7 +25,7 @@ from embodied.placement.planner import Choice
 from embodied.placement.profile import Profile, read_profile, write_profile
 from embodied.placement.reasons import describe_layout, idle_shares, why_not
 from embodied.plan import Planned, plan
-from embodied.profiling import measure as measure_profile
+from embodied.profiling.measure import measure as measure_profile
 from embodied.profiling.store import describe_devices, fitted_to, profile_for, profile_path, repeated
 from embodied.profiling.timed_run import Round, Trial
 from embodied.reporting.benchmark_page import describe, write_report
@@ -86,6 +89,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
+    compare_placements(argv)
+    return 0
+
+
+def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Benchmark from Python, as the command does; returns what bench.json says:
+    embodied.benchmark("pointmass_ppo", "seconds=30")."""
+    return json.loads((compare_placements(from_python(words)) / "bench.json").read_text())
+
+
+def compare_placements(argv: list[str]) -> Path:
+    """Measure, plan, time; returns the folder of the results."""
     options, rest = read_options(argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0])
@@ -95,7 +110,7 @@ def start(argv: list[str]) -> int:
     for result in results:
         print("\n".join(describe(result)))
     print(f"\nresults     {folder / 'bench.html'}, bench.png, bench.json")
-    return 0
+    return folder
 
 
 def benchmark(config: RunConfig, options: Options, folder: Path) -> Result:
@@ -229,5 +244,6 @@ def new_folder(out: str, config: RunConfig) -> Path:
     return folder
 
 
+let_call(__name__)
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied import report
+from embodied import let_call, report
+from embodied.config.cli import from_python
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
 from embodied.core.types import EpisodeResult
@@ -32,21 +33,21 @@ from embodied.reporting.console import (
     warn_of_errors,
 )
 from embodied.reporting.partial_evaluation import PartialEvaluation, is_part_of, mark, unmark
-from embodied.reporting.results import RESULTS, read_results, write_comparison, write_results
+from embodied.reporting.results import COMPARISON, RESULTS, read_results, write_comparison, write_results
 from embodied.reporting.run_page import report_or_say_why
+from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import causes, summarize
 from embodied.reporting.videos import write_mosaic
 from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.run.devices import is_small
 from embodied.run.folder import taken
-from embodied.run.policy_source import Target, check_fits, find_all, other_training
-from embodied.run.published import describe
+from embodied.run.policy_source import Target, check_fits, describe_published, find_all, other_training
 
 if TYPE_CHECKING:
     from embodied.workflows.evaluator import Evaluator
 
-Part = tuple[RunConfig, PlacementPlan | None]  # tasks that one env can play, and who runs where
+Part = tuple[RunConfig, PlacementPlan | None]  # tasks that one env can play, and the plan for them
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,15 +57,31 @@ def main(argv: list[str] | None = None) -> int:
 def start(argv: list[str]) -> int:
     """Find the policies, take env and protocol from the first one's recipe, play, write and print the results."""
     loaded = load(argv, entry="evaluate")
-    if loaded is None:
-        return 0
+    if loaded is not None:
+        play(loaded)
+    return 0
+
+
+def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluate from Python, as the command does; returns what results.json says (for several policies
+    comparison.json): embodied.evaluate(run, "eval.episodes=200"). `policy` is all that `checkpoint=` may be."""
+    checkpoint = policy.folder if isinstance(policy, Run) else policy
+    loaded = load([f"checkpoint={checkpoint}", *from_python(words)], entry="evaluate")
+    if loaded is None or loaded.dry_run:
+        raise ConfigError("--help, --cfg and --dry-run are for the command line")
+    out = play(loaded)
+    return read_json(out / (RESULTS if (out / RESULTS).is_file() else COMPARISON))
+
+
+def play(loaded: Loaded) -> Path | None:
+    """Returns the folder of the results; None for a dry run."""
     targets = find_all(loaded)
     parts = [planned(part, targets, loaded.dry_run) for part in one_env_each(loaded.config)]
     announce(loaded, parts, targets)
     if loaded.dry_run:
         for config, _ in parts:
             launch.rehearse(config)
-        return 0
+        return None
     policies = {target.name: target.described() for target in targets}
     asked = [asked_for(parts, target.config, policies[target.name]) for target in targets]
     wanted = asked[0] if len(asked) == 1 else {"policies": asked}
@@ -75,11 +92,11 @@ def start(argv: list[str]) -> int:
             refuse_errors_only({name: evaluate(parts, targets[0], policies[name], out)}, out)
         else:
             compare(parts, targets, policies, wanted, out)
-    return 0
+    return out
 
 
 def planned(part: RunConfig, targets: list[Target], dry: bool) -> Part:
-    """Who runs where, for the largest of the policies that act in turn."""
+    """The config and the plan, made for the largest of the policies that act in turn."""
     policies = [target.config for target in targets]
     largest = next((policy for policy in policies if not is_small(policy)), policies[0])
     config, plan = launch.planned(part.model_copy(update={"policy": largest}), learn=False, dry=dry)
@@ -110,8 +127,8 @@ def refuse_errors_only(played: dict[str, list[EpisodeResult]], out: Path) -> Non
     """An evaluation that measured nothing is no success, though it came to its end and what it found is kept."""
     for name, episodes in played.items():
         if all(episode.error for episode in episodes):
-            told = f"{name} was not evaluated, every episode ended in an error"
-            raise EmbodiedError(f"{told}: {describe_causes(causes(episodes))}; see {out}")
+            failed = f"{name} was not evaluated, every episode ended in an error"
+            raise EmbodiedError(f"{failed}: {describe_causes(causes(episodes))}; see {out}")
 
 
 def one_env_each(config: RunConfig) -> list[RunConfig]:
@@ -142,7 +159,7 @@ def announce(loaded: Loaded, parts: list[Part], targets: list[Target]) -> None:
         print(f"policies    {', '.join(target.name for target in targets)}")
     for target in targets:
         if target.published:
-            print(f"protocol    {describe(target.config, env)}")
+            print(f"protocol    {describe_published(target.config, env)}")
         if note := other_training(target, loaded, protocol.options):
             print(f"note        {note}")
 
@@ -155,8 +172,8 @@ def results_folder(config: RunConfig, targets: list[Target]) -> Path:
 
 @contextmanager
 def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
-    """The folder in which the same evaluation was interrupted, if nobody is at it. Otherwise this one, or with a number
-    where others are: nothing is overwritten, and no empty one stays."""
+    """The folder in which the same evaluation was interrupted, if no other process is at it. Otherwise this
+    one, or with a number where others are: nothing is overwritten, and no empty one stays."""
     for attempt in count(1):
         out = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
         try:
@@ -219,7 +236,7 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
 
 @contextmanager
 def going_on_later(kept: PartialEvaluation) -> Iterator[None]:
-    """What was played when an evaluation ends early stays."""
+    """Keep what was played when an evaluation ends early."""
     try:
         yield
     except BaseException:
@@ -302,5 +319,6 @@ def played_by(evaluators: list[Evaluator]) -> dict[str, Any]:
     }
 
 
+let_call(__name__)
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from embodied import let_call
+from embodied.config.cli import from_python
 from embodied.config.recipe import Loaded, RunConfig, load
-from embodied.core.errors import CheckpointError, NothingToLearn, WorkerFailed
+from embodied.core.errors import CheckpointError, ConfigError, NothingToLearn, WorkerFailed
 from embodied.core.files import reading
 from embodied.evaluate import begin_in_run, evaluate_in_run
 from embodied.learners.rendezvous import rendezvous_point
@@ -22,6 +25,7 @@ from embodied.reporting.console import Console
 from embodied.reporting.partial_evaluation import partial_in
 from embodied.reporting.results import RESULTS
 from embodied.reporting.run_page import report_or_say_why
+from embodied.reporting.runs import Run, read_run
 from embodied.run import launch
 from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims
 from embodied.run.folder import RunFolder
@@ -39,9 +43,27 @@ def start(argv: list[str]) -> int:
     return 0 if loaded is None else follow(loaded, EmbodiedLoop)
 
 
-def follow(loaded: Loaded, program: type[Workflow], clock: Callable[[], float] = time.perf_counter) -> int:
+def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> Run:
+    """Train from Python, as the command does, and return what is in the run's folder. Mistakes raise EmbodiedError.
+
+    embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})
+    """
+    loaded = load(from_python(words))
+    if loaded is None or loaded.dry_run:
+        raise ConfigError("--help, --cfg and --dry-run are for the command line")
+    folders: list[Path] = []
+    follow(loaded, program, opened=folders.append)
+    return read_run(folders[0])
+
+
+def follow(
+    loaded: Loaded,
+    program: type[Workflow],
+    clock: Callable[[], float] = time.perf_counter,
+    opened: Callable[[Path], None] = lambda folder: None,
+) -> int:
     """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
-    happened."""
+    happened. Returns the command's exit code; `opened` is called with the folder."""
     config, plan = launch.planned(loaded.config, dry=loaded.dry_run)
     origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
@@ -52,6 +74,7 @@ def follow(loaded: Loaded, program: type[Workflow], clock: Callable[[], float] =
         return 0
     with launch.Interruption() as interruption:
         folder, checkpoint = open_folder(loaded, program.command)
+        opened(folder.path)
         with launch.closing(folder, interruption):
             console = Console(folder.path, folder.note, command=program.command)
             folder.record(placement=asdict(plan))
@@ -196,5 +219,6 @@ def due(iteration: int, every: int | None) -> bool:
     return bool(every) and iteration % every == 0
 
 
+let_call(__name__)
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -6,7 +6,9 @@ as on the command line.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,6 +17,19 @@ import yaml
 from embodied.config.schema import nearest
 
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}
+
+
+def from_python(words: Sequence[str | Mapping[str, Any]], first: str = "recipe") -> list[str]:
+    """The arguments that a call from Python means: "pointmass_ppo", "algo.lr=1e-3" or {"algo.lr": 1e-3}. A word
+    without = can only be the first, and names the recipe."""
+    arguments = []
+    for word in words:
+        if isinstance(word, Mapping):
+            arguments += [f"{key}={json.dumps(value, default=str)}" for key, value in word.items()]
+        else:
+            named = "=" in word or word.startswith("-") or bool(arguments)
+            arguments.append(word if named else f"{first}={word}")
+    return arguments
 
 
 class Loader(yaml.SafeLoader):

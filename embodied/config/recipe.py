@@ -6,7 +6,7 @@ sections. Nothing imported from here needs torch, Ray or a simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
 from embodied.config.base_recipe import base_recipe, has_options, own_classes, texts, without_recipe
-from embodied.config.cli import parse
+from embodied.config.cli import from_python, parse
 from embodied.config.merge import (
     COMMAND_LINE,
     Source,
@@ -28,6 +28,7 @@ from embodied.config.merge import (
 )
 from embodied.config.mistakes import config_error, explain
 from embodied.config.schema import root
+from embodied.core.errors import ConfigError
 from embodied.core.options import LocalPath, Strict
 from embodied.envs.config import EnvConfig
 from embodied.learners.config import LearnerConfig
@@ -285,6 +286,14 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
         print(config_yaml(loaded.config, loaded.sources, "default"), end="")
         return None
     return loaded
+
+
+def load_recipe(*words: str | Mapping[str, Any]) -> RunConfig:
+    """The resolved, frozen configuration: load_recipe("maniskill_ppo", "env.num_envs=32", {"algo.lr": 1e-3})."""
+    loaded = load(from_python(words))
+    if loaded is None:
+        raise ConfigError("--help and --cfg are for the command line; print the configuration instead")
+    return loaded.config
 
 
 def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], command: Command) -> Loaded:

@@ -18,7 +18,7 @@ from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import LiberoConfig
-from embodied.envs.libero import images as images
+from embodied.envs.libero import images
 from embodied.envs.libero import scene_cache as shelf
 from embodied.envs.libero.own_tasks import check_own, check_width, limit_of, read_states
 from embodied.envs.libero.scene import Row, Scene

@@ -22,7 +22,7 @@ from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import own_modules
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import RobosuiteConfig, nearest
-from embodied.envs.libero import images as images
+from embodied.envs.libero import images
 from embodied.envs.libero.scene import Draws, quiet, simulator
 from embodied.envs.protocols import AS_TRAINED, Protocol
 
