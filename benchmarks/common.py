@@ -79,7 +79,7 @@ def machine() -> dict:
 
 def environment() -> dict[str, str]:
     """For every process of a benchmark: a Vulkan driver, and one thread unless its own program says otherwise."""
-    from embodied.system.vulkan import ensure_vulkan
+    from embodied.system.vulkan_driver import ensure_vulkan
 
     ensure_vulkan()
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LP_NUM_THREADS")

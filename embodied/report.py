@@ -12,7 +12,7 @@ from embodied.reporting.runs import read_run
 from embodied.run import launch
 from embodied.run.checkpoints import replace_text
 
-USAGE = """Write report.html of a run or an evaluation: curves, tables, clips, where the time went, what produced it.
+USAGE = """Write report.html of a run or an evaluation: curves, tables, videos, where the time went, provenance.
 Of several: one page that compares them.
 
 usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--help]
@@ -44,7 +44,7 @@ def start(argv: list[str]) -> int:
 
 
 def write(folders: list[Path], out: Path | None) -> Path:
-    """The page of one run, or of several compared."""
+    """Write the page of one run, or of several compared; returns its path."""
     runs = [read_run(folder) for folder in folders]
     if len(runs) == 1:
         out = out or folders[0] / REPORT

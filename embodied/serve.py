@@ -1,6 +1,6 @@
 """Answer robots and other programs with a policy's actions: python -m embodied.serve checkpoint=RUN_DIR
 
-The protocol is openpi's, so its client (the package openpi-client) and what is built on it can ask any policy of ours.
+The protocol is openpi's, so its client (the package openpi-client) and programs built on it work with every policy.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from embodied.config.cli import parse
-from embodied.config.help import plain, type_name
+from embodied.config.help import describe
 from embodied.config.merge import COMMAND_LINE, Tree
 from embodied.config.mistakes import config_error, explain
 from embodied.config.schema import leaves, root
 from embodied.core.errors import ConfigError
 from embodied.run import launch
-from embodied.serving.codec import check_packages
 from embodied.serving.config import TOKEN, ServeConfig
+from embodied.serving.protocol import check_packages
 
 if TYPE_CHECKING:
     from embodied.policies.base import Policy
@@ -46,7 +46,7 @@ def start(argv: list[str]) -> int:
 
 
 def read(argv: list[str]) -> ServeConfig | None:
-    """The server's own options; None when --help has answered already."""
+    """The server's options; None when --help has answered already."""
     arguments = parse(argv, [])
     if "--help" in arguments.flags:
         print(usage())
@@ -64,7 +64,7 @@ def read(argv: list[str]) -> ServeConfig | None:
 
 
 def check_device(device: str) -> None:
-    """Refuse a GPU that is not there."""
+    """Raise ConfigError where the GPU is not there."""
     if device == "cpu":
         return
     import torch
@@ -82,14 +82,11 @@ def usage() -> str:
         f"       {TOKEN}=SECRET in the environment makes clients show this token (openpi-client: api_key=SECRET)",
         "",
     ]
-    for key, field, _ in leaves(root(ServeConfig)):
-        default = "needed" if field.is_required() else plain(field.get_default())
-        lines.append(f"  {key:<16} {type_name(field)} [{default}]  {field.description}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {key:<16} {describe(field)}" for key, field, _ in leaves(root(ServeConfig)))])
 
 
 def load(config: ServeConfig, protocol: list[str]) -> Policy:
-    """`protocol` are arguments that say how a model that others published is asked."""
+    """The policy to serve. `protocol` are the arguments that configure a published model."""
     from embodied.policies import load_policy
     from embodied.policies.folder import published_family
     from embodied.run.hub import folder_of
@@ -107,7 +104,7 @@ def load(config: ServeConfig, protocol: list[str]) -> Policy:
 
 
 def load_published(folder: Path, protocol: list[str]) -> Policy:
-    """As its authors evaluate it on a benchmark, without the simulator; says what was chosen."""
+    """A published model as its authors evaluate it on a benchmark, without the simulator; prints the protocol."""
     from embodied.config.recipe import load as load_recipe
     from embodied.policies import make_policy
     from embodied.run.policy_source import describe_published, find, published_spec
@@ -119,20 +116,19 @@ def load_published(folder: Path, protocol: list[str]) -> Policy:
 
 
 async def serve(policy: Policy, config: ServeConfig) -> None:
-    """Until a signal asks to stop."""
+    """Serve until a signal asks to stop."""
     from embodied.serving.server import Answers, Server
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     answers = Answers(policy, config)
-    told = answers.metadata()
+    about = answers.metadata()
 
     def ready(port: int) -> None:
-        sees = ", ".join([*told["cameras"], *(["state"] if told["state_dim"] else [])]) or "nothing"
-        print(
-            f"policy      {told['policy']}: sees {sees}; {told['action_chunk']} actions of {told['action_dim']} numbers"
-        )
+        sees = ", ".join([*about["cameras"], *(["state"] if about["state_dim"] else [])]) or "nothing"
+        actions = f"{about['action_chunk']} actions of {about['action_dim']} numbers"
+        print(f"policy      {about['policy']}: sees {sees}; {actions}")
         print(f"clients     {'show the token in ' + TOKEN if config.token else 'of this machine, without a token'}")
         print(f"listening   ws://{config.host}:{port}", flush=True)
 

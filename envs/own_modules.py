@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.envs.config import EXTERNAL, SIMULATORS, nearest, unknown_env
-from embodied.system.vulkan import ensure_vulkan
+from embodied.system.vulkan_driver import ensure_vulkan
 
 if TYPE_CHECKING:
     from embodied.envs.base import VectorEnv

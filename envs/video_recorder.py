@@ -75,7 +75,7 @@ class VideoRecorder:
         """A frame of each of these rows, with what else is to be seen in it."""
         if not rows:
             return
-        from embodied.reporting.video_frames import beside, captioned
+        from embodied.reporting.videos import beside, captioned
 
         frames = self.env.render_rows(np.array(rows))
         images = self.env.observe(np.array(rows)).get("images", {}) if self.recording.cameras else {}

@@ -1,6 +1,6 @@
-"""Sets up a checkout: .venv with the locked dependencies, this project, and a Vulkan driver. `make setup` runs it.
+"""Set up a checkout: .venv with the locked dependencies, this project, and a Vulkan driver. `make setup` runs it.
 
-Only the standard library, since nothing is installed yet. A second run finds its stamp: no time, no network.
+Only the standard library, since nothing is installed yet. A second run finds its stamp and ends at once.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def main() -> int:
             f"Python 3.11 or 3.12 is needed, {sys.executable} is {have}; try: make setup PYTHON=python3.11"
         )
     sys.path.insert(0, str(ROOT))
-    from embodied.system import vulkan
+    from embodied.system import vulkan_driver
 
     if STAMP.is_file() and STAMP.read_text() == fingerprint() and PYTHON.exists():
-        if is_given_driver(vulkan):
+        if finds_driver(vulkan_driver):
             return 0
     else:
         install_packages()
@@ -48,19 +48,22 @@ def main() -> int:
     return 0
 
 
-CHECK = "from embodied.system.vulkan import ensure_vulkan; ensure_vulkan(); import sapien; sapien.render.RenderSystem()"
+CHECK = """from embodied.system.vulkan_driver import ensure_vulkan
+ensure_vulkan()
+import sapien
+sapien.render.RenderSystem()"""
 
 
 def fingerprint() -> str:
-    """Changes with everything that decides what is installed."""
+    """A hash of everything that decides what is installed."""
     parts = [CONSTRAINTS.read_bytes(), (ROOT / "pyproject.toml").read_bytes(), sys.version.encode(), bytes(ROOT)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def is_given_driver(vulkan) -> bool:
+def finds_driver(vulkan_driver) -> bool:
     try:
-        vulkan.ensure_vulkan()
-    except vulkan.EmbodiedError:
+        vulkan_driver.ensure_vulkan()
+    except vulkan_driver.EmbodiedError:
         return False
     return True
 
@@ -94,7 +97,7 @@ def make_venv() -> None:
 
 
 def torch_index(locked: list[str]) -> list[str]:
-    """Without an NVIDIA card, where pip's index would bring gigabytes of CUDA: PyTorch's own CPU builds."""
+    """pip's option for PyTorch's own CPU builds, where there is no NVIDIA card and pip's index would bring CUDA."""
     if NVIDIA.exists():
         return []
     report = VENV / "torch.json"
@@ -109,7 +112,7 @@ def torch_index(locked: list[str]) -> list[str]:
 
 
 def requirements() -> list[str]:
-    """What pyproject.toml asks for."""
+    """The requirements of pyproject.toml, extras included."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

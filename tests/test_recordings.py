@@ -10,7 +10,7 @@ import pytest
 
 from embodied import evaluate
 from embodied.reporting.results import read_results
-from embodied.reporting.video_frames import beside, captioned
+from embodied.reporting.videos import beside, captioned
 
 INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
 SWITCH = [*INLINE, "env.name=scripted:Switch", "env.on_success=continue", "env.num_envs=4", "run.dir=runs"]

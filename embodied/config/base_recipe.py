@@ -1,5 +1,6 @@
-"""Which recipe a command line begins with: the one it names, that of a run it continues or evaluates, or none where an
-evaluation names its env.
+"""Finds the recipe a command line starts from: the one it names, or that of the run it resumes or evaluates.
+
+An evaluation that names its env needs none.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied.config.merge import Source, recipe_names
-from embodied.config.mistakes import missing_recipe, no_recipe_in
 from embodied.envs import env_that_knows
+from embodied.run.hub import is_hub_id
 
 if TYPE_CHECKING:
     from embodied.config.recipe import Command
@@ -21,7 +22,7 @@ ENV = ("env", "env.name", "env.task")  # keys that say which env
 def base_recipe(
     values: dict[str, Any], own: dict[str, tuple[str, ...]], command: Command, problems: list[str]
 ) -> str | None:
-    """The recipe that is named; else the one stored with the run to resume or to evaluate."""
+    """The recipe that is named, else the one stored with the run to resume or evaluate; None where there is none."""
     if "recipe" in values:
         named = text("recipe", values.pop("recipe"), problems)
         if values.get("resume") == "auto" and (run := newest_run(named, values, command)):
@@ -50,7 +51,7 @@ def base_recipe(
 
 
 def newest_run(recipe: str, values: dict[str, Any], command: Command) -> Path | None:
-    """The run that resume=auto goes on with, if it kept its recipe."""
+    """The run that resume=auto resumes, if it has its recipe."""
     from embodied.run.launch import run_to_resume
 
     name = values.get("run.name", "sft-" * (command.name == "sft") + Path(recipe).stem)
@@ -59,18 +60,18 @@ def newest_run(recipe: str, values: dict[str, Any], command: Command) -> Path | 
 
 
 def without_recipe(command: Command) -> list[Source]:
-    """What a recipe need not say, since an evaluation does not ask how long to train."""
+    """The source of an evaluation without a recipe, which need not say how long to train."""
     return [Source("no recipe", Path.cwd(), [(("run", "iterations"), 1)])] if command.name == "evaluate" else []
 
 
 def has_options(values: dict[str, Any]) -> bool:
-    """Whether what is evaluated takes its options from here: a class of the user's, a model that others published."""
+    """Whether the checkpoint takes its options from the command line: a class of the user's, a published model."""
     mine = own_classes(values.get("checkpoint"))
     return values.get("policy.name", mine[0]) in mine if mine else bool(published(values))
 
 
 def own_classes(checkpoints: Any) -> list[str]:
-    """The policy classes of the user's among what is evaluated."""
+    """The policy classes of the user's among the checkpoints."""
     from embodied.run.policy_source import is_class
 
     named = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
@@ -78,7 +79,7 @@ def own_classes(checkpoints: Any) -> list[str]:
 
 
 def published(values: dict[str, Any]) -> str | None:
-    """The family of a policy as others publish them; what the hub has is fetched where an env is named too."""
+    """The family of a published checkpoint; one on the hub is downloaded if an env is named too."""
     from embodied.policies.folder import published_family
     from embodied.run.hub import folder_of
 
@@ -89,7 +90,7 @@ def published(values: dict[str, Any]) -> str | None:
 
 
 def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
-    """How others evaluate models of this family on a benchmark."""
+    """Name of the recipe that evaluates published models of this family in this env."""
     known = {
         name.removesuffix(f"_published_{family}") for name in recipe_names() if name.endswith(f"_published_{family}")
     }
@@ -115,8 +116,37 @@ def text(key: str, value: Any, problems: list[str]) -> str:
 
 
 def texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
-    """One text, or a list of them."""
+    """The value as a tuple: one text, or a list of them."""
     values = value if isinstance(value, list) else [value]
     if not values:
         problems.append(f"{key}=[]: name at least one")
     return tuple(text(key, one, problems) for one in values)
+
+
+def missing_recipe(command: str) -> str:
+    """The answer to a command line without a recipe."""
+    names = recipe_names()
+    return (
+        f"which recipe? python -m embodied.{command} recipe=NAME, or recipe=path/to/my.yaml; python -m embodied.list "
+        f"says what each is for. Recipes: {', '.join(names)}"
+    )
+
+
+def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:
+    """Problems of checkpoints that lie in no run; none where they exist and their env is named."""
+    problems, others = [], []
+    for checkpoint in checkpoints:
+        on_hub = env_is_named and is_hub_id(checkpoint)
+        here = ":" in checkpoint or checkpoint in ("random", "zero") or Path(checkpoint).expanduser().exists()
+        if on_hub or here:
+            others.append(checkpoint)
+        else:
+            named = "; if it is a policy on the Hugging Face hub, name its env: env.name=libero, or recipe=NAME"
+            hub = named * is_hub_id(checkpoint)
+            problems.append(f"checkpoint={checkpoint}: there is no such folder{hub}")
+    if others and not problems and not env_is_named:
+        problems.append(
+            f"checkpoint={' or '.join(others)} is not in a run's folder, so name the env: "
+            "env.name=maniskill env.task=PushCube-v1, for example, or recipe=NAME"
+        )
+    return problems

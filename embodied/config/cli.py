@@ -1,6 +1,6 @@
-"""Reading what people type: YAML with numbers as people write them, and `key=value` arguments.
+"""Reads what users type: YAML with numbers as people write them, and `key=value` arguments.
 
-Only true and false are booleans (`off` stays a word) and 1e-4 is a number. Twice the same key is a mistake, in a file
+Only true and false are booleans (`off` stays a word) and 1e-4 is a number. The same key twice is a mistake, in a file
 as on the command line.
 """
 
@@ -80,7 +80,7 @@ for _kind in (Loader, Dumper):
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a YAML text; yaml.YAMLError says what is wrong with it."""
+    """The value of a YAML text; raises yaml.YAMLError where there is none."""
     try:
         return yaml.load(text, Loader)  # noqa: S506 - Loader is a SafeLoader
     except RecursionError:
@@ -88,12 +88,13 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(value: Any) -> str:
-    """One value on one line."""
+    """The value as YAML on one line."""
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def yaml_problem(err: yaml.YAMLError) -> str:
+    """The line and what is wrong with it."""
     problem = getattr(err, "problem", None) or str(err)
     mark = getattr(err, "problem_mark", None)
     return f"line {mark.line + 1}: {problem}" if mark else problem
@@ -101,7 +102,7 @@ def yaml_problem(err: yaml.YAMLError) -> str:
 
 @dataclass
 class Arguments:
-    """A command line, taken apart; `problems` holds what could not be read."""
+    """The parts of a command line; `problems` says what could not be read."""
 
     flags: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
@@ -109,6 +110,7 @@ class Arguments:
 
 
 def parse(argv: list[str], recipes: list[str]) -> Arguments:
+    """Take a command line apart; `recipes` are names that may stand without `recipe=`, which is answered."""
     arguments = Arguments()
     for arg in argv:
         if arg in FLAGS:
@@ -124,8 +126,8 @@ def parse(argv: list[str], recipes: list[str]) -> Arguments:
         try:
             arguments.values[key] = read_yaml(text)
         except (yaml.YAMLError, ValueError) as err:
-            told = yaml_problem(err).removeprefix("line 1: ") if isinstance(err, yaml.YAMLError) else str(err)
-            arguments.problems.append(f"{arg}: the value is not YAML ({told}); quote it for the shell: '{key}=...'")
+            reason = yaml_problem(err).removeprefix("line 1: ") if isinstance(err, yaml.YAMLError) else str(err)
+            arguments.problems.append(f"{arg}: the value is not YAML ({reason}); quote it for the shell: '{key}=...'")
     return arguments
 
 

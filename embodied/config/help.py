@@ -1,4 +1,4 @@
-"""What `--help` and `--cfg` print: every key with default and meaning; the resolved recipe with its sources."""
+"""The output of `--help` and `--cfg`: every key with default and meaning; the resolved recipe with its sources."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ WIDTH = 118
 
 
 def help_text(command: Command, schema: Section) -> str:
+    """The answer to --help."""
     first = next(iter(command.own), "recipe")
     recipes = f"  {'recipe':<{INDENT}}{', '.join(recipe_names())}, or path/to/my.yaml"
     lines = [
@@ -40,29 +41,34 @@ def help_text(command: Command, schema: Section) -> str:
         "kinds of env, policy or algorithm have is marked with them.",
     ]
     section = ""
-    for (key, told), owners in entries(command, schema).items():
+    for (key, text), owners in entries(command, schema).items():
         head = key.partition(".")[0]
         if head != section:
             section = head
             lines.append("")
         kind = f"({', '.join(owners)}) " if owners[0] else ""
-        line = f"  {key:<{INDENT - 1}} {kind}{told}"
+        line = f"  {key:<{INDENT - 1}} {kind}{text}"
         lines += wrap(line, WIDTH, subsequent_indent=" " * (INDENT + 4), break_on_hyphens=False)
     return "\n".join(lines)
 
 
 def entries(command: Command, schema: Section) -> dict[tuple[str, str], list[str]]:
-    """What there is to say of each key, and of which kinds it is true."""
+    """The variants of a section that share each (key, description)."""
     found: dict[tuple[str, str], list[str]] = {}
     for key, field, only in leaves(schema):
         if not command.ignores(key):
-            default = "needed" if field.is_required() else plain(field.get_default(call_default_factory=True))
-            told = f"{type_name(field)} [{default}]  {field.description or ''}"
-            found.setdefault((key, told), []).append(only)
+            found.setdefault((key, describe(field)), []).append(only)
     return found
 
 
+def describe(field: FieldInfo) -> str:
+    """The type, default and meaning of a field."""
+    default = "needed" if field.is_required() else plain(field.get_default(call_default_factory=True))
+    return f"{type_name(field)} [{default}]  {field.description or ''}"
+
+
 def type_name(field: FieldInfo) -> str:
+    """The type of a field, in the user's words."""
     fixed = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
     return "text" if fixed else name_of(field.annotation)
 
@@ -84,20 +90,17 @@ def name_of(kind: Any) -> str:
 
 
 def plain(value: Any) -> str:
+    """A default as YAML."""
     return write_yaml(simple(value))
 
 
 def simple(value: Any) -> Any:
-    """Only what YAML knows."""
+    """The value in the types that YAML knows."""
     if isinstance(value, tuple | list):
         return [simple(item) for item in value]
     if isinstance(value, dict):
         return {str(key): simple(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value
-
-
-def cfg_text(config: BaseModel, sources: dict[str, str]) -> str:
-    return config_yaml(config, sources, "default")
 
 
 def config_yaml(config: BaseModel, sources: dict[str, str], default: str = "") -> str:

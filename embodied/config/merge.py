@@ -1,8 +1,7 @@
-"""From recipe files and arguments to one tree of values that remembers where each came from.
+"""Merges recipe files and arguments into one tree of values that remembers where each came from.
 
-Sources are laid over each other, later ones win: the recipe's base, the recipe, the command line. A key with a plain
-value is replaced as a whole, a section key by key. Naming another variant of a section drops what the sources below set
-for the old one.
+Later sources win: the recipe's base, the recipe, the command line. A plain value is replaced as a whole, a section key
+by key. Naming another variant of a section drops what earlier sources set for the old one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import yaml
 
 from embodied import recipes
 from embodied.config.cli import read_yaml, yaml_problem
-from embodied.config.schema import Section, choices, is_path, locate, nearest
+from embodied.config.schema import Section, choices, is_path, nearest
 from embodied.core.errors import ConfigError
 
 RECIPES = Path(recipes.__file__).resolve().parent
@@ -37,18 +36,48 @@ class Source:
 
 @dataclass
 class Tree:
+    """The values of all sources so far, where each came from, and what is wrong."""
+
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # dotted key -> where it was set
     problems: list[str] = field(default_factory=list)
-    doubts: list[str] = field(default_factory=list)  # said where there are problems
+    doubts: list[str] = field(default_factory=list)  # printed only if there are problems
+
+    def section(self, key: Key) -> dict | None:
+        """The values below a key; None where there are none."""
+        values = self.values
+        for part in key:
+            values = values.get(part) if isinstance(values, dict) else None
+        return values if isinstance(values, dict) else None
+
+    def put(self, key: Key, value: Any, where: str) -> None:
+        """Set a value and where it came from."""
+        self.drop(key)
+        values = self.values
+        for depth, part in enumerate(key[:-1], 1):
+            if not isinstance(values.get(part), dict):
+                self.drop(key[:depth])
+                values[part] = {}
+            values = values[part]
+        values[key[-1]] = value
+        self.sources[".".join(key)] = where
+
+    def drop(self, key: Key) -> None:
+        """Remove a key with all that is below it."""
+        path = ".".join(key)
+        if values := self.section(key[:-1]):
+            values.pop(key[-1], None)
+        for known in [known for known in self.sources if known == path or known.startswith(path + ".")]:
+            del self.sources[known]
 
 
 def recipe_names() -> list[str]:
+    """Names of the recipes that come with the package."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Source]:
-    """The recipe and everything it extends, base first. What is wrong with the files goes to `problems`."""
+    """The recipe and everything it extends, base first. Problems with the files go to `problems`."""
     chain: list[Source] = []
     seen: list[Path] = []
     asked_by, folder = "", Path.cwd()
@@ -74,7 +103,7 @@ def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Sour
 
 
 def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -> Path | None:
-    """A path where it looks like one (relative to `folder`), else one of our recipes by name."""
+    """The file of a recipe: a path (relative to `folder`) if it looks like one, else one of our recipes by name."""
     if "/" in recipe or recipe.endswith((".yaml", ".yml")):
         path = (folder / Path(recipe).expanduser()).resolve()
         if path.is_file():
@@ -94,7 +123,7 @@ def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -
 
 
 def display(path: Path) -> str:
-    """How a recipe file is called in messages: ours by their short name, others as the user can find them."""
+    """A recipe file's name in messages: short for ours, a path for others."""
     if path.parent == RECIPES:
         return f"recipes/{path.name}"
     here = Path.cwd()
@@ -102,6 +131,7 @@ def display(path: Path) -> str:
 
 
 def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The mapping in a recipe file; empty where it cannot be read."""
     try:
         values = read_yaml(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as err:
@@ -120,13 +150,13 @@ def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def flatten(root: Section, values: dict, where: str, problems: list[str]) -> list[tuple[Key, Any]]:
-    """Sections become keys; what is no section stays one value. A dotted key means the same in a file."""
+    """Nested sections as a list of (key, value). A dotted key in a file means the same as a nested one."""
     found: dict[Key, Any] = {}
 
     def visit(section: Section | None, prefix: Key, values: dict) -> None:
         for name, value in values.items():
             key = (*prefix, *name.split("."))
-            below = section_at(root, key)
+            below = root.at(key)
             if below and isinstance(value, dict):
                 visit(below, key, value)
             elif below and value is None and where != COMMAND_LINE:
@@ -142,14 +172,6 @@ def flatten(root: Section, values: dict, where: str, problems: list[str]) -> lis
 
     visit(root, (), values)
     return list(found.items())
-
-
-def section_at(root: Section, key: Key) -> Section | None:
-    """The section this key is, or None."""
-    section: Section | None = root
-    for part in key:
-        section = section.child(part) if section else None
-    return section
 
 
 def not_a_section_value(section: Section, key: Key, value: Any) -> str:
@@ -169,19 +191,20 @@ def has_no_finite_value(value: Any) -> bool:
 
 
 def with_own_task(source: Source, tree: Tree) -> Source:
-    """The source with `env.name=my_tasks:Class`, where the class is a simulator's task, as what it means:
-    env.name=SIMULATOR env.task=my_tasks:Class. So does `env.task=my_tasks:Class` over a recipe of another simulator."""
+    """Where `env.name=my_tasks:Class` names a task of a simulator, the source with env.name=SIMULATOR
+    env.task=my_tasks:Class instead. The same for `env.task=my_tasks:Class` over a recipe of another simulator.
+    """
     from embodied.envs.own_modules import SIMULATORS, as_a_task
 
-    said = dict(source.values)
-    before = (branch(tree.values, ("env",)) or {}).get("name", SIMULATORS[0])
-    named = said.get(ENV_NAME, said.get(ENV_TASK) if before in SIMULATORS else None)
+    values = dict(source.values)
+    before = (tree.section(("env",)) or {}).get("name", SIMULATORS[0])
+    named = values.get(ENV_NAME, values.get(ENV_TASK) if before in SIMULATORS else None)
     simulator = None
     try:
         simulator = as_a_task(named)
     except ConfigError as err:  # comes up again before a run; until then it explains other mistakes
         tree.doubts.append(str(err))
-    if simulator in (None, said.get(ENV_NAME, before)):
+    if simulator in (None, values.get(ENV_NAME, before)):
         return source
     others = [(key, value) for key, value in source.values if key != ENV_NAME]
     task = [(ENV_TASK, named)] if ENV_TASK not in dict(others) else []
@@ -192,18 +215,18 @@ def lay(tree: Tree, root: Section, source: Source) -> None:
     """Lay one source over the tree."""
     for key, value in source.values:
         if key[-1] == "name":
-            switch(tree, section_at(root, key[:-1]), key[:-1], value)
+            switch(tree, root.at(key[:-1]), key[:-1], value)
     for key, value in source.values:
         replace_alternatives(tree, root, key, value)
         if key[-1] == "task":
             drop_what_belongs_to_a_task(tree, root, key, value)
     for key, value in source.values:
-        put(tree, key, own_path(root, key, value, source.folder), source.name)
+        tree.put(key, own_path(root, key, value, source.folder), source.name)
 
 
 def switch(tree: Tree, section: Section | None, prefix: Key, name: Any) -> None:
-    """Drop what was set for the variant that is left, except keys that all variants share."""
-    values = branch(tree.values, prefix)
+    """Where a source names another variant, drop what was set for the old one, except keys that both share."""
+    values = tree.section(prefix)
     if section is None or not values or values.get("name") == name:
         return
     before, after = section.tag(values), section.tag({"name": name})
@@ -212,11 +235,11 @@ def switch(tree: Tree, section: Section | None, prefix: Key, name: Any) -> None:
     old, new = section.variants[before], section.variants[after]
     for key in [key for key in values if key != "name"]:
         if not same_key(old, new, key):
-            forget(tree, (*prefix, key))
+            tree.drop((*prefix, key))
 
 
 def same_key(old: type, new: type, key: str) -> bool:
-    """Whether both models have the key from one common base. Free-form keys belong to what the name names."""
+    """Whether both models have the key from a common base. `kwargs` belong to one class, whose name may differ."""
 
     def owner(kind: type) -> type | None:
         return next((base for base in kind.__mro__ if key in get_annotations(base)), None)
@@ -226,31 +249,31 @@ def same_key(old: type, new: type, key: str) -> bool:
 
 
 def replace_alternatives(tree: Tree, root: Section, key: Key, value: Any) -> None:
-    """A key that excludes others (`one_of`) drops them where an earlier source set them."""
-    section = section_at(root, key[:-1])
+    """Drop the alternatives of a key (`one_of`) that earlier sources set."""
+    section = root.at(key[:-1])
     group = next(iter(section.variants.values())).one_of if section else ()
     if key[-1] in group and value is not None:
         for other in group:
             if other != key[-1]:
-                forget(tree, (*key[:-1], other))
+                tree.drop((*key[:-1], other))
 
 
 def drop_what_belongs_to_a_task(tree: Tree, root: Section, key: Key, value: Any) -> None:
-    """Where a source names another task than the ones below it, what these said of theirs alone (`of_task`)."""
-    section, before = section_at(root, key[:-1]), branch(tree.values, key[:-1]) or {}
+    """Where a source names another task, drop what earlier sources set for theirs alone (`of_task`)."""
+    section, before = root.at(key[:-1]), tree.section(key[:-1]) or {}
     model = section.variants.get(section.tag(before) or "") if section else None
     if model and before.get("task") not in (None, value):
         for other in model.of_task:
-            forget(tree, (*key[:-1], other))
+            tree.drop((*key[:-1], other))
 
 
 def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
-    """A relative path, made absolute where it was stated; that of a task's file as well."""
+    """The value, where it is a path (or a task's file) relative to the folder of its source."""
     if key == ENV_TASK:
         files = [str(folder / Path(one).expanduser()) if is_task_file(one) else one for one in as_list(value)]
         return files if isinstance(value, list) else files[0]
-    at = locate(root, key)
-    found = at[0].field(at[1]) if at else None
+    section = root.at(key[:-1])
+    found = section.field(key[-1]) if section else None
     if found is None or not isinstance(value, str) or not is_path(found) or value in choices(found.annotation):
         return value
     return str(folder / Path(value).expanduser())
@@ -262,30 +285,3 @@ def as_list(value: Any) -> list:
 
 def is_task_file(value: Any) -> bool:
     return isinstance(value, str) and value.endswith(".bddl")
-
-
-def branch(values: dict, key: Key) -> dict | None:
-    for part in key:
-        values = values.get(part) if isinstance(values, dict) else None
-    return values if isinstance(values, dict) else None
-
-
-def put(tree: Tree, key: Key, value: Any, where: str) -> None:
-    forget(tree, key)
-    values = tree.values
-    for depth, part in enumerate(key[:-1], 1):
-        if not isinstance(values.get(part), dict):
-            forget(tree, key[:depth])
-            values[part] = {}
-        values = values[part]
-    values[key[-1]] = value
-    tree.sources[".".join(key)] = where
-
-
-def forget(tree: Tree, key: Key) -> None:
-    path = ".".join(key)
-    values = branch(tree.values, key[:-1])
-    if values:
-        values.pop(key[-1], None)
-    for known in [known for known in tree.sources if known == path or known.startswith(path + ".")]:
-        del tree.sources[known]

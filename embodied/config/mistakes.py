@@ -1,21 +1,23 @@
-"""Every mistake in a recipe in one line each: which key, its value, what is wrong, and where the value came from."""
+"""One line for every mistake in a recipe or on the command line: key, value, reason, and where the value came from.
+
+A typo is answered with the nearest key (`unknown_key`).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from embodied.config.merge import Tree, branch, recipe_names
-from embodied.config.schema import Section, choices, leaves, nearest, section_of
+from embodied.config.merge import Tree
+from embodied.config.schema import Section, choices, leaves, nearest
 from embodied.core.errors import ConfigError
-from embodied.run.hub import is_hub_id
 
 
 def config_error(problems: Iterable[str]) -> ConfigError:
+    """The error that lists these problems."""
     lines = list(dict.fromkeys(line for problem in problems for line in problem.split("\n")))
     if len(lines) == 1:
         return ConfigError(lines[0])
@@ -23,7 +25,7 @@ def config_error(problems: Iterable[str]) -> ConfigError:
 
 
 def explain(errors: list[ErrorDetails], root: Section, tree: Tree, incomplete: bool = False) -> list[str]:
-    """One line per mistake. `incomplete`: a source could not be read, so a missing key is no mistake of its own."""
+    """pydantic's errors, a line each. If a source could not be read (`incomplete`), missing keys are left out."""
     lines = []
     for error in errors:
         follows = any(
@@ -41,16 +43,17 @@ def _explain(error: ErrorDetails, root: Section, tree: Tree) -> list[str]:
         set_below = [key for key in tree.sources if key == path or key.startswith(path + ".")]
         return [unknown_key(key, root, tree) for key in set_below or [path]]
     if kind == "value_error":
-        told = str(error["ctx"]["error"])
-        if re.match(r"[a-z]+(\.\w+)*=", told) or "\n" in told:
-            return [line + came_from(keys_in(line, tree) or [path], tree) for line in told.split("\n")]
-        return [f"{path}={shown(error['input'])}: {told}{came_from([path], tree)}"]
+        text = str(error["ctx"]["error"])
+        if re.match(r"[a-z]+(\.\w+)*=", text) or "\n" in text:
+            return [line + came_from(keys_in(line, tree) or [path], tree) for line in text.split("\n")]
+        return [f"{path}={shown(error['input'])}: {text}{came_from([path], tree)}"]
     if kind == "missing":
         return [f"{path} is missing{came_from([path.rpartition('.')[0]], tree)}"]
-    return [f"{path}={shown(error['input'])}: {told_by(error, path, root, tree)}{came_from([path], tree)}"]
+    return [f"{path}={shown(error['input'])}: {reason(error, path, root, tree)}{came_from([path], tree)}"]
 
 
-def told_by(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
+def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
+    """What is wrong with the value, and a value that works."""
     kind, value = error["type"], error["input"]
     if kind in ("literal_error", "union_tag_invalid"):
         known = [str(word) for word in allowed_words(path, root, tree)]
@@ -65,65 +68,57 @@ def told_by(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
         return "should be true or false"
     if kind == "tuple_type":
         return f"should be a list; write {path}=[{shown(value)}]"
-    told = error["msg"].removeprefix("Input ")
-    return told[0].lower() + told[1:]
+    text = error["msg"].removeprefix("Input ")
+    return text[0].lower() + text[1:]
 
 
 def unknown_key(path: str, root: Section, tree: Tree) -> str:
-    """The nearest key of what is configured; or the variant that would have this one."""
+    """The answer to an unknown key: the nearest key of what is configured, or the variant that has this one."""
     if path == "recipe":
         return f"recipe: a recipe names its base with `extends`{came_from([path], tree)}"
-    section_path, _, name = path.rpartition(".")
-    section = _section(section_path, root)
+    *above, name = path.split(".")
+    section, section_path = root.at(above), ".".join(above)
     if section and (owners := [tag for tag, model in section.variants.items() if name in model.model_fields]):
-        chosen = (branch(tree.values, tuple(section_path.split("."))) or {}).get("name", "the default")
+        chosen = (tree.section(above) or {}).get("name", "the default")
         variants = " or ".join(f"{section_path}.name={tag}" for tag in owners)
         return f"{path} is a key of {variants}, but {section_path}.name is {chosen}{came_from([path], tree)}"
-    known = [key for key, _, only in leaves(root) if not only or only in _chosen(key, root, tree)]
+    known = [key for key, _, only in leaves(root) if not only or only == chosen_variant(key, root, tree)]
     return f"{path}: unknown key{nearest(path, known)}{came_from([path], tree)}"
 
 
-def _chosen(key: str, root: Section, tree: Tree) -> list[str]:
-    section_path = key.rpartition(".")[0]
-    section = _section(section_path, root)
-    values = branch(tree.values, tuple(section_path.split("."))) or {}
-    return [section.tag(values) or ""] if section else []
-
-
-def _section(path: str, root: Section) -> Section | None:
-    section: Section | None = root
-    for part in path.split(".") if path else []:
-        section = section.child(part) if section else None
-    return section
+def chosen_variant(path: str, root: Section, tree: Tree) -> str | None:
+    """The tag of the variant that is configured for the section of a key."""
+    above = path.split(".")[:-1]
+    section = root.at(above)
+    return section and section.tag(tree.section(above) or {})
 
 
 def allowed_words(path: str, root: Section, tree: Tree) -> list[Any]:
-    section_path, _, name = path.rpartition(".")
-    section = _section(section_path, root)
+    """The fixed words that a key takes."""
+    *above, name = path.split(".")
+    section = root.at(above)
     if section is None:
         return []
     if name == "name":
         words = [word for model in section.variants.values() for word in choices(model.model_fields["name"].annotation)]
         return words or list(section.variants)
-    values = branch(tree.values, tuple(section_path.split("."))) if section_path else tree.values
-    return choices(section.field(name, values).annotation)
+    return choices(section.field(name, tree.section(above)).annotation)
 
 
 def key_of(loc: tuple[int | str, ...], root: Section) -> str:
-    """The dotted key of a pydantic location, which also names the variants of unions on its way."""
+    """The dotted key of a pydantic location, which also holds the tags of variants."""
     parts: list[str] = []
     section: Section | None = root
     for part in map(str, loc):
         if section and part in section.variants and parts and not section.field(part):
             continue
         parts.append(part)
-        field = section.field(part) if section else None
-        section = section_of(field) if field else None if section is None or field is None else section
+        section = section.child(part) if section else None
     return ".".join(parts)
 
 
 def keys_in(text: str, tree: Tree) -> list[str]:
-    """The keys a message speaks of, as far as they were set somewhere."""
+    """The keys in a message that were set somewhere."""
     return [key for key in dict.fromkeys(re.findall(r"[a-z_]+(?:\.\w+)*", text)) if key in tree.sources]
 
 
@@ -142,31 +137,3 @@ def came_from(keys: list[str], tree: Tree) -> str:
 def shown(value: Any) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def missing_recipe(command: str) -> str:
-    names = recipe_names()
-    return (
-        f"which recipe? python -m embodied.{command} recipe=NAME, or recipe=path/to/my.yaml; python -m embodied.list "
-        f"says what each is for. Recipes: {', '.join(names)}"
-    )
-
-
-def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:
-    """What to do about checkpoints that lie in no run; nothing, where they are there and their env is named."""
-    problems, others = [], []
-    for checkpoint in checkpoints:
-        on_hub = env_is_named and is_hub_id(checkpoint)
-        here = ":" in checkpoint or checkpoint in ("random", "zero") or Path(checkpoint).expanduser().exists()
-        if on_hub or here:
-            others.append(checkpoint)
-        else:
-            named = "; if it is a policy on the Hugging Face hub, name its env: env.name=libero, or recipe=NAME"
-            hub = named * is_hub_id(checkpoint)
-            problems.append(f"checkpoint={checkpoint}: there is no such folder{hub}")
-    if others and not problems and not env_is_named:
-        problems.append(
-            f"checkpoint={' or '.join(others)} is not in a run's folder, so name the env: "
-            "env.name=maniskill env.task=PushCube-v1, for example, or recipe=NAME"
-        )
-    return problems

@@ -22,7 +22,6 @@ from embodied.config.merge import (
     Tree,
     flatten,
     lay,
-    put,
     recipe_names,
     recipe_sources,
     with_own_task,
@@ -46,17 +45,17 @@ class PipelineSection(Strict):
     granularity: int | None = Field(
         None,
         gt=0,
-        description="Decisions after which sims hand on what they have played; learners on devices of their own put it "
-        "together at once and look at it with frozen parts of the policy. null: when the rollout is over.",
+        description="Stream partial rollouts every so many decisions; learners on devices of their own assemble them "
+        "at once and precompute the features of frozen encoders. null: whole rollouts.",
     )
     merge_rows: int | None = Field(
         None,
         gt=0,
-        description="Env rows that a policy worker answers at once, at most, where the questions of several sims wait "
-        "for it; 1: one question after the other. null: 64 with openvla, openvla_oft, pi0 and pi05, else 1.",
+        description="Env rows that a policy worker answers at once, at most, where the requests of several sims wait "
+        "for it; 1: one request after the other. null: 64 with openvla, openvla_oft, pi0 and pi05, else 1.",
     )
     merge_wait_s: float = Field(
-        0.005, ge=0, le=10, description="Seconds that a question may wait there for those of other sims."
+        0.005, ge=0, le=10, description="Seconds that a request may wait there for those of other sims."
     )
 
 
@@ -73,17 +72,17 @@ class EvalSection(Strict):
     protocol: str | None = Field(
         None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
     )
-    videos: int = Field(4, ge=0, description="How many of the first episodes are filmed; 0: nothing is filmed.")
+    videos: int = Field(4, ge=0, description="How many of the first episodes are recorded; 0: no videos at all.")
     failure_videos: int = Field(
         4,
         ge=0,
-        description="Failures on film, at most; those not among the first are played once more for the camera.",
+        description="Videos of failures, at most; those not among the first are played once more for the camera.",
     )
     overlay: bool = Field(
         False, description="Write instruction, step, reward, return, value and success below the frames."
     )
     cameras: bool = Field(False, description="Show beside the scene what the policy's cameras see.")
-    mosaic: bool = Field(False, description="Join all films into one, mosaic.mp4, framed by outcome.")
+    mosaic: bool = Field(False, description="Join all videos into one, mosaic.mp4, framed by outcome.")
     dataset: bool = Field(False, description="Write the episodes as a dataset in LeRobot's layout (needs pyarrow).")
     temperature: float = Field(
         0.0,
@@ -115,7 +114,7 @@ class RunConfig(Strict):
     collect: CollectSection = Field(default_factory=CollectSection, description="How demonstrations are collected.")
     learner: LearnerConfig = Field(default_factory=LearnerConfig, description="How the learners compute.")
     placement: PlacementConfig = Field(
-        "auto", description="Who runs where: auto, collocated, disaggregated, hybrid, or a map from roles to devices."
+        "auto", description="What runs where: auto, collocated, disaggregated, hybrid, or a map from roles to devices."
     )
     pipeline: PipelineSection = Field(default_factory=PipelineSection, description="How finely work is handed on.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What the processes run on.")
@@ -153,15 +152,15 @@ class RunConfig(Strict):
         pieces = self.pipeline.granularity
         if pieces is None:
             return
-        told = f"pipeline.granularity={pieces}"
+        given = f"pipeline.granularity={pieces}"
         if self.algo.name != "ppo":
             raise ValueError(
-                f"{told}: algo.name={self.algo.name} learns from whole groups of episodes, and which of them count is "
+                f"{given}: algo.name={self.algo.name} learns from whole groups of episodes, and which of them count is "
                 "known when all are over; leave it out"
             )
         if pieces > self.algo.rollout_decisions:
             raise ValueError(
-                f"{told} is more than algo.rollout_decisions={self.algo.rollout_decisions}; leave it out to hand on "
+                f"{given} is more than algo.rollout_decisions={self.algo.rollout_decisions}; leave it out to hand on "
                 "whole rollouts"
             )
 
@@ -175,13 +174,13 @@ class RunConfig(Strict):
     def _whole_episodes_fit(self) -> None:
         if self.algo.name == "ppo":
             return
-        told = f"algo.name={self.algo.name} plays whole episodes"
+        given = f"algo.name={self.algo.name} plays whole episodes"
         if self.run.env_steps is not None:
             raise ValueError(
-                f"run.env_steps={self.run.env_steps}: {told}, of a length that nobody knows before; set run.iterations"
+                f"run.env_steps={self.run.env_steps}: {given}, of a length that is not known before; set run.iterations"
             )
         if self.env.stagger:
-            raise ValueError(f"env.stagger=true cuts the first episodes short, but {told}; try env.stagger=false")
+            raise ValueError(f"env.stagger=true cuts the first episodes short, but {given}; try env.stagger=false")
 
     def _precisions_fit(self) -> None:
         if self.learner.precision == "bf16" and self.policy.dtype == "float64":
@@ -234,7 +233,7 @@ COMMANDS = {
         },
         unused=("run", "policy", "algo", "sft", "learner", "resume"),
     ),
-    "check": Command("check", "Look at an env: what it offers, whether it keeps the contract.", {}, unused=NOT_ENV),
+    "check": Command("check", "Check an env: what it offers, whether it keeps the contract.", {}, unused=NOT_ENV),
     "evaluate": Command(
         "evaluate",
         "Play a fixed list of episodes with a trained policy and report its success.",
@@ -272,8 +271,8 @@ class Loaded:
 
 
 def load(argv: list[str], entry: str = "train") -> Loaded | None:
-    """The configuration an argument list describes; None when --help or --cfg has answered already."""
-    from embodied.config.help import cfg_text, help_text
+    """The configuration that an argument list describes; None when --help or --cfg has answered already."""
+    from embodied.config.help import config_yaml, help_text
 
     command = COMMANDS[entry]
     arguments = parse(argv, recipe_names())
@@ -284,7 +283,7 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
         return None
     loaded = _load(arguments.values, arguments.problems, frozenset(arguments.flags), command)
     if "--cfg" in loaded.flags:
-        print(cfg_text(loaded.config, loaded.sources), end="")
+        print(config_yaml(loaded.config, loaded.sources, "default"), end="")
         return None
     return loaded
 
@@ -314,7 +313,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
         if where == COMMAND_LINE and command.ignores(key)
     ]
     if recipe and tree.values.get("run") and tree.values["run"].get("name") is None:
-        put(tree, ("run", "name"), "sft-" * (command.name == "sft") + Path(recipe).stem, "the recipe's name")
+        tree.put(("run", "name"), "sft-" * (command.name == "sft") + Path(recipe).stem, "the recipe's name")
     try:
         config = RunConfig.model_validate(tree.values, context={"unused": command.unused})
     except ValidationError as err:

@@ -1,12 +1,12 @@
-"""What can be set: the options models seen as a tree of keys, for merging recipes, for `--help` and for "did you mean".
+"""The keys that can be set, as a tree of the options models: for merging recipes, `--help` and "did you mean".
 
-A section is a key that holds other keys: one model, or several variants told apart by their `name`.
+A section is a key that holds other keys: one model, or several variants with different `name`s.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -19,11 +19,13 @@ from embodied.core.options import BelongsToFile
 
 @dataclass(frozen=True)
 class Section:
+    """The models that a section can hold."""
+
     variants: dict[str, type[BaseModel]]  # by tag; a plain section has one, tagged ""
     discriminator: Any = None
 
     def tag(self, values: dict) -> str | None:
-        """Which variant these values mean; None when their name is unknown."""
+        """The tag of the variant that these values select; None when their name is unknown."""
         if len(self.variants) == 1:
             return next(iter(self.variants))
         pick = self.discriminator
@@ -31,7 +33,7 @@ class Section:
         return tag if tag in self.variants else None
 
     def field(self, key: str, values: dict | None = None) -> FieldInfo | None:
-        """The field behind a key, in the variant these values mean if that has it, else in any."""
+        """The field of a key: that of the variant these values select if it has one, else of any variant."""
         first = self.variants.get(self.tag(values)) if values else None
         for model in [*([first] if first else []), *self.variants.values()]:
             if key in model.model_fields:
@@ -43,7 +45,15 @@ class Section:
         field = self.field(key)
         return section_of(field) if field else None
 
+    def at(self, path: Sequence[str]) -> Section | None:
+        """The section at the end of a path of keys, or None."""
+        section: Section | None = self
+        for key in path:
+            section = section.child(key) if section else None
+        return section
+
     def names(self) -> list[str]:
+        """The keys of all variants."""
         return list(dict.fromkeys(key for model in self.variants.values() for key in model.model_fields))
 
 
@@ -69,11 +79,12 @@ def _literal_name(model: type[BaseModel]) -> str:
 
 
 def root(model: type[BaseModel]) -> Section:
+    """The section that holds all keys of a model."""
     return Section({"": model})
 
 
 def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Every key that can be set, its field, and the tag of the one variant that has it ("" when all do)."""
+    """Yields every key that can be set, its field, and the tag of the variant that has it ("" when all do)."""
     for key in section.names():
         owners = [tag for tag, model in section.variants.items() if key in model.model_fields]
         below = section.child(key)
@@ -86,18 +97,8 @@ def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, FieldInfo,
                 yield f"{prefix}{key}", section.variants[tag].model_fields[key], tag
 
 
-def locate(section: Section, path: tuple[str, ...]) -> tuple[Section, str] | None:
-    """The innermost section on the way to a key, and the next key there."""
-    for part in path[:-1]:
-        below = section.child(part)
-        if below is None:
-            return section, part
-        section = below
-    return (section, path[-1]) if path else None
-
-
 def is_path(field: FieldInfo) -> bool:
-    """Whether the field holds a path of this machine."""
+    """Whether the field holds a path on this machine."""
     kinds = [field.annotation, *get_args(field.annotation)]
     marks = [*field.metadata, *(mark for kind in kinds if get_origin(kind) is Annotated for mark in get_args(kind))]
     return any(isinstance(mark, BelongsToFile) for mark in marks)

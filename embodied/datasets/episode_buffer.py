@@ -1,7 +1,7 @@
 """One episode while it is recorded: a folder with its numbers and a bare video per camera, whole or absent.
 
 Images go to the encoders frame by frame, so memory holds none. Episodes are recorded side by side, in other processes
-than the one that writes the dataset, and in any order: `DatasetWriter.add_draft` takes them up.
+than the one that writes the dataset, and in any order: `DatasetWriter.add_draft` appends them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ NUMBERS, ABOUT = "numbers.npz", "episode.json"
 
 
 class EpisodeBuffer:
+    """Records an episode: `add` frames, then `finish` or `discard`."""
+
     def __init__(self, folder: Path, fps: int, features: Features) -> None:
         """`folder` appears when the episode is finished."""
         self.folder = Path(folder)
@@ -35,7 +37,7 @@ class EpisodeBuffer:
             del self._columns[name]
 
     def add(self, frame: Frame) -> None:
-        """One env step: a value for every feature."""
+        """Append an env step: a value for every feature."""
         if odd := frame.keys() ^ self.features.keys():
             missing, unknown = sorted(odd & self.features.keys()), sorted(odd & frame.keys())
             raise ValueError(f"a frame lacks {missing} and has {unknown}, of which the dataset's features say nothing")
@@ -47,7 +49,7 @@ class EpisodeBuffer:
             self._pixels[name].add(values[name])
 
     def finish(self, task: str, success: bool | None = None) -> Path:
-        """Complete the folder; `task` is what the robot was told, in words."""
+        """Complete the folder and return it; `task` is the instruction."""
         if not self.length:
             raise ValueError(f"{self.folder.name}: an episode needs at least one frame")
         for name, video in self._videos.items():
@@ -82,12 +84,12 @@ class EpisodeBuffer:
 
 
 def buffer_name(index: int) -> str:
-    """The folder of an episode of an evaluation."""
+    """Name of the folder that holds the episode of this index."""
     return f"episode-{index:06d}"
 
 
 def as_described(name: str, value: object, feature: dict) -> np.ndarray:
-    """A frame's value as its feature describes it."""
+    """The value as an array of its feature's type and shape; raises ValueError where it does not fit."""
     if feature["dtype"] == "video":
         array = np.asarray(value)
         if array.shape != feature["shape"] or array.dtype != np.uint8:

@@ -1,13 +1,12 @@
-"""The videos of many episodes in few files, found again frame by frame.
+"""The videos of many episodes in few files, from which the frames of one episode are read.
 
-Bare streams are joined by putting one after the other; ffmpeg then only writes the time of every frame, n / fps, which
+Bare streams are joined by writing one after the other; ffmpeg then only writes the time of every frame, n / fps, which
 is exact however many there are.
 """
 
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,15 +14,14 @@ import numpy as np
 
 from embodied.core.errors import EmbodiedError
 from embodied.datasets.validation import AGAIN
-
-JOIN_S = 600.0  # ffmpeg has this long for a file of some hundred megabytes
+from embodied.reporting.videos import ffmpeg
 
 
 class JoinedVideo:
     """The frames of one camera, in one mp4 file after the other."""
 
     def __init__(self, path: Callable[[int], Path], fps: int, file_bytes: int) -> None:
-        """`path(n)` is the n-th file."""
+        """`path(n)` names the n-th file; a new one begins after `file_bytes`."""
         self.path, self.fps, self.file_bytes = path, fps, file_bytes
         self.file = 0
         self.num_frames = 0  # in the file that is open
@@ -33,7 +31,7 @@ class JoinedVideo:
         return self.path(self.file).with_suffix(".h264")
 
     def add(self, stream: Path, num_frames: int) -> tuple[int, float]:
-        """Take up an episode; returns the number of its file and the time at which it begins there."""
+        """Append an episode; returns the number of its file and the time at which it begins there."""
         if self.num_frames and self._stream.stat().st_size + stream.stat().st_size > self.file_bytes:
             self.close()
             self.file += 1
@@ -57,7 +55,7 @@ class JoinedVideo:
 
 
 def read_frames(path: Path, begins_s: float, num_frames: int, fps: float, size: tuple[int, ...]) -> np.ndarray:
-    """uint8 [num_frames, H, W, 3]: the frames of a video from this time on."""
+    """The frames of a video from this time on, uint8 [num_frames, H, W, 3]."""
     before = max(begins_s - 0.5 / fps, 0.0)  # frames have the times n / fps, rounded: half a frame before is safe
     seek = ["-ss", f"{before:.6f}"] if before else []
     height, width, colours = size
@@ -72,20 +70,7 @@ def read_frames(path: Path, begins_s: float, num_frames: int, fps: float, size: 
         raise EmbodiedError(f"{path} cannot be read: {err}; {AGAIN}") from None
     whole = sum(data.startswith(header, at) for at in range(0, len(data), frame))
     if whole != num_frames or len(data) != wanted:
-        told = f"{whole} of the {num_frames} frames of {list(size)} from {begins_s:g} s on"
-        raise EmbodiedError(f"{path} has {told}; {AGAIN}")
+        raise EmbodiedError(
+            f"{path} has {whole} of the {num_frames} frames of {list(size)} from {begins_s:g} s on; {AGAIN}"
+        )
     return np.frombuffer(data, np.uint8).reshape(num_frames, frame)[:, len(header) :].reshape(num_frames, *size)
-
-
-def ffmpeg(arguments: list[str]) -> bytes:
-    from imageio_ffmpeg import get_ffmpeg_exe
-
-    command = [get_ffmpeg_exe(), "-v", "error", "-nostdin", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=JOIN_S)
-    except subprocess.TimeoutExpired:
-        raise EmbodiedError(f"ffmpeg did not end within {JOIN_S:.0f} s: {' '.join(command)}") from None
-    if done.returncode:
-        words = done.stderr.decode(errors="replace").strip().splitlines()
-        raise EmbodiedError(f"ffmpeg ended with code {done.returncode}: {'; '.join(words[-3:])}")
-    return done.stdout

@@ -1,7 +1,8 @@
-"""Minimum, maximum, mean, deviation and quantiles of every feature, as stats.json and every episode's entry hold them.
+"""Minimum, maximum, mean, deviation and quantiles of every feature, as in stats.json and in every episode's entry.
 
-Images are counted by pixel value, so theirs are exact; they are in [0, 1] per colour, [3, 1, 1]. Over several episodes
-a quantile is the mean of theirs weighted by length, as in LeRobot's own datasets; the other figures are exact.
+The figures of images are counted by pixel value and therefore exact; they are in [0, 1] per colour, [3, 1, 1]. Over
+several episodes a quantile is the mean of the episodes' quantiles weighted by length, as in LeRobot's own datasets; the
+other figures are exact.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-PIXELS = 128  # of an image's height and width that are looked at, at most
+PIXELS = 128  # rows and columns of an image that are counted, at most
 Stats = dict[str, np.ndarray]
 
 
 def of_values(values: np.ndarray) -> Stats:
-    """[T, D] -> each figure [D], and "count" [1]."""
+    """The figures of values [T, D]: each [D], and "count" [1]."""
     values = values.astype(np.float64)
     stats = {
         "min": values.min(axis=0),
@@ -27,7 +28,7 @@ def of_values(values: np.ndarray) -> Stats:
 
 
 class PixelCounts:
-    """How often each value of each colour occurs in the frames of an episode."""
+    """Counts how often each value of each colour occurs in the frames of an episode."""
 
     def __init__(self) -> None:
         self.num_frames = 0
@@ -60,7 +61,7 @@ class PixelCounts:
 
 
 def merge(one: Stats, other: Stats) -> Stats:
-    """The figures of both together."""
+    """The figures of two sets of frames together."""
     n, m = one["count"][0], other["count"][0]
     share = m / (n + m)
     mean = one["mean"] + (other["mean"] - one["mean"]) * share

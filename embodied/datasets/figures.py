@@ -1,7 +1,7 @@
 """Write quantiles into meta/stats.json of a dataset that has none: python -m embodied.datasets.figures FOLDER
 
-LeRobot 2 stores none, nor did the first 3.0, and models want some (`policy.statistics=FOLDER`). Counted are actions and
-states; what the file says of other features stays.
+LeRobot 2 and the first 3.0 store none, and some models need them (`policy.statistics=FOLDER`). Only the figures of
+actions and states are computed; those of other features stay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from embodied.datasets.reader import read_dataset
 
 
 def write_figures(folder: Path, names: dict[str, str]) -> Path:
-    """`names` as sft.names; the figures are written under LeRobot's."""
+    """Compute and write stats.json under LeRobot's names; returns its path. `names` are those of sft.names."""
     dataset = read_dataset(folder, images=False, names=names)
     wanted = [name for name in (ACTION, STATE) if name in dataset.features]
     if all(QUANTILES.keys() <= dataset.stats.get(name, {}).keys() for name in wanted):

@@ -1,7 +1,7 @@
 """Names, paths and features of a dataset in LeRobot's layout 3.0.
 
-A feature is described as LeRobot does: `{"dtype": "float32", "shape": (7,)}`, with dtype "video" for a camera. A frame
-is one env step: what was seen before it, the action, and what came of it (`next.*`).
+A feature is described as in LeRobot: `{"dtype": "float32", "shape": (7,)}`, with dtype "video" for a camera. A frame is
+one env step: the observation before it, the action, and its outcome (`next.*`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ INDICES: Features = {
     "episode_index": {"dtype": "int64", "shape": (1,), "names": None},
     "index": {"dtype": "int64", "shape": (1,), "names": None},
     "task_index": {"dtype": "int64", "shape": (1,), "names": None},
-}  # the columns that say where a frame belongs; the writer fills them in
+}  # the index columns, which the writer fills in
 
 
 def features_of(spec: EnvSpec) -> Features:
-    """What a frame of this env holds."""
+    """The features of a frame of this env."""
     features: Features = {}
     if spec.state_dim:
         features[STATE] = {"dtype": "float32", "shape": (spec.state_dim,)}
@@ -54,14 +54,14 @@ def features_of(spec: EnvSpec) -> Features:
 
 
 def fps_of(spec: EnvSpec) -> int:
-    """Frames per second, of which these datasets have a whole number."""
+    """The env's frames per second, rounded: these datasets need a whole number."""
     return max(1, round(spec.control_hz))
 
 
 def frame_of(
     obs: Observation, row: int, action: np.ndarray, reward: float, done: bool, success: bool | None = None
 ) -> Frame:
-    """One env step of one row: what it saw, what it did, what came of it."""
+    """One env step of one row as a frame: its observation, action and outcome."""
     frame: Frame = {ACTION: action, REWARD: reward, DONE: done}
     if "state" in obs:
         frame[STATE] = obs["state"][row]
@@ -70,7 +70,7 @@ def frame_of(
 
 
 def complete(features: Features) -> Features:
-    """These features in the form info.json has them, without those that say where a frame belongs."""
+    """These features as info.json describes them, without the index columns."""
     if wrong := [name for name in features if "/" in name or name in INDICES]:
         raise ValueError(f"features {wrong}: a name has no '/' and is none of {', '.join(INDICES)}")
     return {name: described(name, feature) for name, feature in features.items()}
@@ -88,34 +88,35 @@ def described(name: str, feature: dict[str, Any]) -> dict[str, Any]:
 
 
 def cameras(features: Features) -> list[str]:
-    """The features that are kept as videos."""
+    """Names of the features that are stored as videos."""
     return [name for name, feature in features.items() if feature["dtype"] == "video"]
 
 
 def place(number: int) -> dict[str, int]:
-    """Which file of which chunk the n-th file is."""
+    """Chunk and file number of the n-th file."""
     chunk, file = divmod(number, FILES_PER_CHUNK)
     return {"chunk_index": chunk, "file_index": file}
 
 
 def feature_named(name: str) -> str:
-    """The feature that is called "action", "state" or as the env calls a camera."""
+    """The feature of "action", "state" or an env's camera."""
     return {"action": ACTION, "state": STATE}.get(name, CAMERA + name)
 
 
 def renamed(found: dict[str, Any], theirs: dict[str, str]) -> dict[str, Any]:
-    """By our features; `theirs` says what the dataset calls some of them."""
+    """The mapping under our names of features; `theirs` holds the dataset's own names of some of them."""
     ours = {other: name for name, other in theirs.items()}
     return {ours.get(name, name): value for name, value in found.items() if name in ours or name not in theirs}
 
 
-def picture_shape(feature: dict[str, Any]) -> tuple[int, ...]:
-    """[H, W, 3] of one that is described as [3, H, W], too."""
+def image_shape(feature: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of a feature; an image described as [3, H, W] has [H, W, 3]."""
     shape = tuple(feature["shape"])
     channels_first = feature["dtype"] in ("video", "image") and len(shape) == 3 and shape[0] == 3 != shape[2]
     return (*shape[1:], 3) if channels_first else shape
 
 
 def check_pyarrow() -> None:
+    """Raise ConfigError where pyarrow is not installed."""
     if find_spec("pyarrow") is None:
         raise ConfigError("LeRobot datasets are parquet files; to use them: pip install 'embodied-loop[datasets]'")

@@ -1,4 +1,4 @@
-"""Reads a dataset in LeRobot's layout 3.0, 2.1 or 2.0, ours or another's, episode by episode.
+"""Reads a dataset in LeRobot's layout 3.0, 2.1 or 2.0, from us or others, episode by episode.
 
     for episode in read_dataset("push"):
         episode.obs["state"], episode.obs["images"]["front"], episode.actions    # [T, ...]
@@ -9,6 +9,7 @@ Images are decoded only for the episode that is asked for, and not at all with `
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,25 +20,40 @@ import numpy as np
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading
 from embodied.core.types import Observation
-from embodied.datasets import lerobot_layout, lerobot_v2
+from embodied.datasets import lerobot_layout
 from embodied.datasets.episode_buffer import as_arrays
 from embodied.datasets.episode_videos import read_frames
 from embodied.datasets.feature_stats import Stats
-from embodied.datasets.lerobot_layout import ACTION, CAMERA, DONE, REWARD, STATE, SUCCESS
-from embodied.datasets.validation import AGAIN, PLACES, check_entries, check_info, fill, inside, is_older, place_fields
+from embodied.datasets.lerobot_layout import ACTION, CAMERA, DONE, REWARD, STATE, SUCCESS, cameras
+from embodied.datasets.validation import (
+    AGAIN,
+    PLACES,
+    check_entries,
+    check_info,
+    fill,
+    inside,
+    is_count,
+    is_older,
+    place_fields,
+)
+
+OLDER_EPISODES, OLDER_TASKS = "meta/episodes.jsonl", "meta/tasks.jsonl"  # layouts 2.0 and 2.1
 
 
 @dataclass(frozen=True)
 class RecordedEpisode:
-    """T env steps. `obs` is what was seen before each action, as policies are shown it: "state" [T, D], "images"
-    {camera: uint8 [T, H, W, 3]}, "instruction" T times the task."""
+    """An episode of T env steps.
+
+    `obs` is what a policy observes before each action: "state" [T, D], "images" {camera: uint8 [T, H, W, 3]},
+    "instruction" T times the task.
+    """
 
     index: int
     task: str
-    success: bool | None  # None: nobody has said
+    success: bool | None  # None where it is not known
     obs: Observation
     actions: np.ndarray  # [T, A], or int [T, 1]
-    columns: dict[str, np.ndarray]  # all others by feature, such as "next.reward" [T]
+    columns: dict[str, np.ndarray]  # all other features, such as "next.reward" [T]
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -56,18 +72,18 @@ class Dataset:
 
     def __init__(self, path: Path, info: dict[str, Any], images: bool, theirs: dict[str, str]) -> None:
         self.path, self.images = path, images
-        self.theirs = theirs  # what some of our features are called there
+        self.theirs = theirs  # its own names of some of our features
         self.info, self.fps = info, info["fps"]
         self.features: lerobot_layout.Features = {
-            name: {**feature, "shape": lerobot_layout.picture_shape(feature)}
+            name: {**feature, "shape": lerobot_layout.image_shape(feature)}
             for name, feature in lerobot_layout.renamed(info["features"], theirs).items()
         }
         if is_older(info):
             self.stats = (
                 read_stats(inside(path, lerobot_layout.STATS)) if (path / lerobot_layout.STATS).exists() else {}
             )
-            self.tasks_file = path / lerobot_v2.TASKS
-            self.tasks, self.entries = lerobot_v2.read_older_tasks(path), lerobot_v2.read_older_entries(path, info)
+            self.tasks_file = path / OLDER_TASKS
+            self.tasks, self.entries = read_older_tasks(path), read_older_entries(path, info)
         else:
             self.stats = read_stats(inside(path, lerobot_layout.STATS))
             self.tasks_file = path / lerobot_layout.TASKS
@@ -120,26 +136,26 @@ class Dataset:
         return columns
 
     def _check(self, columns: dict[str, np.ndarray], length: int) -> None:
-        """Refuse what no policy can learn from."""
+        """Raise ValueError for rows that no policy can learn from."""
         if columns["task_index"].dtype.kind not in "iu":
             raise ValueError("task_index is no number")
         for name in (ACTION, *([STATE] if STATE in self.features else [])):
             values, shape = as_vectors(columns[name]), self.features[name]["shape"]
             if values.dtype.kind not in "fiub" or values.shape[1:] != shape:
-                told = f"{values.dtype} {list(values.shape[1:])}"
-                raise ValueError(f"{name} is {told}, {lerobot_layout.INFO} says {list(shape)}")
+                found = f"{values.dtype} {list(values.shape[1:])}"
+                raise ValueError(f"{name} is {found}, {lerobot_layout.INFO} says {list(shape)}")
             if not np.isfinite(values).all():
                 raise ValueError(f"{name} holds NaN or infinity in frame {int(np.argmin(np.isfinite(values).all(1)))}")
         if "frame_index" in columns and not np.array_equal(columns["frame_index"], np.arange(length)):
             raise ValueError(f"frame_index does not count from 0 to {length - 1}")
 
     def _images(self, entry: dict[str, Any], columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """By camera. Videos are decoded, pictures that are kept in the table as well."""
+        """Images by camera, decoded from the videos or from compressed images in the table."""
         images = {}
         for name, feature in self.features.items():
             if feature["dtype"] == "image":
-                with reading(self.path / lerobot_layout.INFO, advice=f"the pictures of {name} are others; {AGAIN}"):
-                    images[camera_of(name)] = pictures(columns[name], feature["shape"])
+                with reading(self.path / lerobot_layout.INFO, advice=f"the images of {name} are others; {AGAIN}"):
+                    images[camera_of(name)] = decoded(columns[name], feature["shape"])
             if feature["dtype"] == "video":
                 key = self.theirs.get(name, name)
                 place = place_fields(self.info, *(entry[f"videos/{key}/{number}"] for number in PLACES["v3."]))
@@ -150,7 +166,7 @@ class Dataset:
 
 
 def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str] | None = None) -> Dataset:
-    """The dataset in this folder; `names` says what it calls "action", "state" or a camera, if not as LeRobot does."""
+    """Open the dataset in this folder; `names` are its own names of "action", "state" or a camera, if not LeRobot's."""
     lerobot_layout.check_pyarrow()
     path = Path(path).expanduser()
     if not (path / lerobot_layout.INFO).is_file():
@@ -162,11 +178,12 @@ def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str]
 
 
 def read_stats(path: Path) -> dict[str, Stats]:
+    """The statistics of every feature, from stats.json."""
     stats = read_object(path, ConfigError, AGAIN)
     with reading(path, ConfigError, AGAIN):
         found = as_arrays(stats)
         if odd := [name for name, figures in found.items() if not all(map(are_numbers, figures.values()))]:
-            raise ValueError(f"the figures of {odd[0]} are no numbers")
+            raise ValueError(f"the figures of {odd[0]} are not finite numbers")
     return found
 
 
@@ -175,7 +192,7 @@ def are_numbers(values: np.ndarray) -> bool:
 
 
 def read_tasks(path: Path) -> dict[int, str]:
-    """What the robot was told, by task_index."""
+    """The instructions by task_index."""
     import pyarrow.parquet as pq
 
     with reading(path, ConfigError, AGAIN):
@@ -188,7 +205,7 @@ def read_tasks(path: Path) -> dict[int, str]:
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
-    """What is said of every episode, without its statistics."""
+    """The entry of every episode, without its statistics."""
     import pyarrow.parquet as pq
 
     entries = []
@@ -204,7 +221,7 @@ def data_file(entry: dict[str, Any]) -> tuple[int, int]:
 
 
 def rows_of(file, first: int, length: int):
-    """A part of a parquet file; only the groups of rows it lies in are read."""
+    """Rows of a parquet file; only the row groups that hold them are read."""
     sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     ends = np.cumsum(sizes)
     begins = ends - sizes
@@ -215,7 +232,7 @@ def rows_of(file, first: int, length: int):
 
 
 def as_array(column) -> np.ndarray:
-    """A column of numbers or of lists of them; an array of objects for anything else."""
+    """A column of numbers or of lists of them as an array; an array of objects for anything else."""
     import pyarrow as pa
 
     column = column.combine_chunks()
@@ -229,7 +246,7 @@ def as_array(column) -> np.ndarray:
 
 
 def as_vectors(column: np.ndarray) -> np.ndarray:
-    """[T, D], of single numbers too."""
+    """The column as [T, D], with D=1 for single numbers."""
     return column.reshape(len(column), -1)
 
 
@@ -237,11 +254,59 @@ def camera_of(feature: str) -> str:
     return feature.removeprefix(CAMERA).removeprefix("observation.")
 
 
-def pictures(cells: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Compressed pictures as uint8 [T, H, W, 3]."""
+def decoded(cells: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Compressed images as uint8 [T, H, W, 3]."""
     import imageio.v3 as imageio
 
     images = np.stack([imageio.imread(io.BytesIO(cell["bytes"]))[..., :3] for cell in cells])
     if images.shape[1:] != shape:
-        raise ValueError(f"pictures are {list(images.shape[1:])}, not {list(shape)}")
+        raise ValueError(f"images are {list(images.shape[1:])}, not {list(shape)}")
     return images
+
+
+# Layouts 2.0 and 2.1: every episode has files of its own and a line of JSON. The lines become entries as in layout 3.0.
+
+
+def read_older_tasks(path: Path) -> dict[int, str]:
+    """The instructions by task_index. `path` is the dataset's folder."""
+    tasks: dict[int, str] = {}
+    for number, line in lines(path, OLDER_TASKS):
+        index, text = line.get("task_index"), line.get("task")
+        if not is_count(index) or not isinstance(text, str) or index in tasks:
+            raise ConfigError(f"{path / OLDER_TASKS}: line {number} gives no text to a task_index of its own; {AGAIN}")
+        tasks[index] = text
+    return tasks
+
+
+def read_older_entries(path: Path, info: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of all episodes, in order. `path` is the dataset's folder."""
+    entries = [entry_of(line, info) for _, line in lines(path, OLDER_EPISODES)]
+    return sorted(entries, key=lambda entry: entry["episode_index"] if is_count(entry["episode_index"]) else -1)
+
+
+def entry_of(line: dict[str, Any], info: dict[str, Any]) -> dict[str, Any]:
+    """A line as an entry of layout 3.0: the episode fills its file, whose number is the episode's."""
+    episode, length = line.get("episode_index"), line.get("length")
+    chunk = episode // info["chunks_size"] if is_count(episode) else None
+    found = {"episode_index": episode, "length": length, "tasks": line.get("tasks")}
+    found |= {"dataset_from_index": 0, "dataset_to_index": length, "success": None}
+    videos = [f"videos/{name}" for name in cameras(info["features"])]
+    for part in ("data", *videos):
+        found |= {f"{part}/chunk_index": chunk, f"{part}/file_index": episode}
+    return found | {f"{video}/from_timestamp": 0.0 for video in videos}
+
+
+def lines(path: Path, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number from 1, mapping) of a file with a JSON object per line."""
+    file = inside(path, name)
+    with reading(file, ConfigError, AGAIN), file.open(encoding="utf-8") as content:
+        for number, line in enumerate(content, 1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+            except ValueError as err:
+                raise ValueError(f"line {number} is no JSON ({err})") from None
+            if not isinstance(found, dict):
+                raise ValueError(f"line {number} holds no mapping")
+            yield number, found

@@ -1,7 +1,7 @@
-"""What a dataset says of itself, taken only as far as it can be true.
+"""Checks of a dataset's own description, and safe paths to its files.
 
-Datasets come from others. Their files are looked for inside the dataset's folder and nowhere else, and the templates of
-paths are filled in by us: `str.format` would follow what a template asks for, attributes and widths of a gigabyte.
+Datasets come from others. Only files inside the dataset's folder are opened, and templates of paths are filled in by
+`fill`: `str.format` would follow whatever a template asks for, attributes and widths of a gigabyte included.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from embodied.core.errors import ConfigError
-from embodied.datasets.lerobot_layout import ACTION, INFO, STATE, VERSION, renamed
+from embodied.datasets.lerobot_layout import ACTION, INFO, STATE, VERSION, cameras, renamed
 
 AGAIN = "download it, or collect it, again"
 PLACEHOLDER = re.compile(r"\{(\w+)(?::0(\d)d)?\}")  # {chunk_index:03d}
-PLACES = {"v3.": ("chunk_index", "file_index"), "v2.": ("episode_chunk", "episode_index")}  # what file of what chunk
+PLACES = {
+    "v3.": ("chunk_index", "file_index"),
+    "v2.": ("episode_chunk", "episode_index"),
+}  # names of a chunk and of a file in it
 OLDER = ("v2.0", "v2.1")
 NUMBERS = (
     "bool",
@@ -37,7 +40,10 @@ LARGEST = 2**40  # of counts and indices; nobody has a trillion frames
 
 
 def check_info(path: Path, info: dict[str, Any], theirs: dict[str, str]) -> None:
-    """Refuse an info.json that cannot be one. `path` is the dataset's folder, which calls our features `theirs`."""
+    """Raise ConfigError for an info.json that cannot be true.
+
+    `path` is the dataset's folder, `theirs` its own names of our features.
+    """
     file = path / INFO
     version = str(info.get("codebase_version") or "")
     if not version.startswith("v3.") and version not in OLDER:
@@ -61,25 +67,22 @@ def check_info(path: Path, info: dict[str, Any], theirs: dict[str, str]) -> None
             raise ConfigError(f"{file}: {name} is of {features[name]['dtype']!r}; a policy learns from numbers")
     if is_older(info) and not (is_count(info.get("chunks_size")) and info["chunks_size"]):
         raise ConfigError(f"{file}: chunks_size is {info.get('chunks_size')!r}, not a number of episodes; {AGAIN}")
-    for key in ("data_path", *(["video_path"] if films_of(info) else [])):
+    for key in ("data_path", *(["video_path"] if cameras(info["features"]) else [])):
         fill(path, key, info.get(key), place_fields(info, 0, 0) | ({"video_key": "0"} if key == "video_path" else {}))
 
 
 def is_older(info: dict[str, Any]) -> bool:
-    """Whether every episode has files of its own."""
+    """Whether the layout is 2.0 or 2.1, where every episode has files of its own."""
     return info["codebase_version"] in OLDER
 
 
 def place_fields(info: dict[str, Any], chunk: int, file: int) -> dict[str, int]:
-    """What the templates of paths may ask for."""
+    """The fields that a template of paths may use, with their values."""
     return dict(zip(PLACES[info["codebase_version"][:3]], (chunk, file), strict=True))
 
 
-def films_of(info: dict[str, Any]) -> list[str]:
-    return [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
-
-
 def is_feature(feature: Any) -> bool:
+    """Whether info.json describes a feature with a dtype and a shape."""
     if not isinstance(feature, dict) or not isinstance(feature.get("dtype"), str):
         return False
     shape = feature.get("shape")
@@ -87,25 +90,28 @@ def is_feature(feature: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
+    """Whether this is a non-negative integer of a plausible size."""
     return type(value) is int and 0 <= value <= LARGEST
 
 
 def fill(path: Path, key: str, template: Any, fields: dict[str, Any]) -> str:
-    """A template of info.json with its fields filled in."""
-    told = f"{path / INFO}: {key} is {str(template)[:80]!r}"
+    """The path that a template of info.json gives with these fields."""
+    problem = f"{path / INFO}: {key} is {str(template)[:80]!r}"
     if not isinstance(template, str) or len(template) > 1000:
-        raise ConfigError(f"{told}, not a path; {AGAIN}")
+        raise ConfigError(f"{problem}, not a path; {AGAIN}")
     rest = PLACEHOLDER.sub("", template)
     unknown = {found[0] for found in PLACEHOLDER.findall(template)} - fields.keys()
     if unknown or "{" in rest or "}" in rest:
         known = ", ".join(f"{{{name}}}" for name in sorted(fields))
-        raise ConfigError(f"{told}; only {known} are filled in, numbers also as {{NAME:03d}}")
+        raise ConfigError(f"{problem}; only {known} are filled in, numbers also as {{NAME:03d}}")
     return PLACEHOLDER.sub(lambda found: str(fields[found[1]]).zfill(int(found[2] or 0)), template)
 
 
 def inside(root: Path, relative: str | Path) -> Path:
-    """A file of the dataset. One that lies elsewhere, by .., from / on or behind a link, is refused; the hub's cache
-    keeps files beside its snapshots, and that is taken."""
+    """The path of a dataset's file; raises ConfigError if it is outside (by .., an absolute path or a link).
+
+    The hub's cache keeps files beside its snapshots; those are accepted.
+    """
     path, home = root / relative, root.resolve()
     homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
     try:
@@ -118,12 +124,12 @@ def inside(root: Path, relative: str | Path) -> Path:
 
 
 def check_entries(path: Path, entries: list[dict[str, Any]], info: dict[str, Any]) -> None:
-    """Refuse entries of meta/episodes that cannot be true together. `path` is the dataset's folder."""
+    """Raise ConfigError for entries of meta/episodes that contradict each other. `path` is the dataset's folder."""
     folder = path / "meta" / ("episodes.jsonl" if is_older(info) else "episodes")
     if not entries:
         raise ConfigError(f"{folder} has no episodes; {AGAIN}")
     for entry in entries:
-        check_entry(folder, entry, films_of(info))
+        check_entry(folder, entry, cameras(info["features"]))
     numbers = [entry["episode_index"] for entry in entries]  # in order
     if twice := [number for number, following in pairwise(numbers) if number == following]:
         raise ConfigError(f"{folder} describes episode {twice[0]} twice; {AGAIN}")
@@ -134,20 +140,21 @@ def check_entries(path: Path, entries: list[dict[str, Any]], info: dict[str, Any
             )
 
 
-def check_entry(folder: Path, entry: dict[str, Any], films: list[str]) -> None:
+def check_entry(folder: Path, entry: dict[str, Any], videos: list[str]) -> None:
+    """Raise ConfigError for an entry that cannot be true."""
     counts = ["episode_index", "length", "dataset_from_index", "dataset_to_index"]
-    for part in ("data", *(f"videos/{name}" for name in films)):
+    for part in ("data", *(f"videos/{name}" for name in videos)):
         counts += [f"{part}/chunk_index", f"{part}/file_index"]
-    told = f"{folder}: the entry of episode {entry.get('episode_index')}"
+    entry_name = f"{folder}: the entry of episode {entry.get('episode_index')}"
     for key in counts:
         if not is_count(entry.get(key)):
-            raise ConfigError(f"{told} has {key}={entry.get(key)!r}, not a count; {AGAIN}")
+            raise ConfigError(f"{entry_name} has {key}={entry.get(key)!r}, not a count; {AGAIN}")
     if entry["length"] < 1 or entry["dataset_to_index"] - entry["dataset_from_index"] != entry["length"]:
         first, last = entry["dataset_from_index"], entry["dataset_to_index"]
-        raise ConfigError(f"{told} has {entry['length']} frames from {first} to {last}; {AGAIN}")
-    for name in films:
+        raise ConfigError(f"{entry_name} has {entry['length']} frames from {first} to {last}; {AGAIN}")
+    for name in videos:
         begins = entry.get(f"videos/{name}/from_timestamp")
         if type(begins) not in (int, float) or not math.isfinite(begins) or begins < 0:
-            raise ConfigError(f"{told} has videos/{name}/from_timestamp={begins!r}, not a time; {AGAIN}")
+            raise ConfigError(f"{entry_name} has videos/{name}/from_timestamp={begins!r}, not a time; {AGAIN}")
     if not isinstance(entry.get("success"), bool | None):
-        raise ConfigError(f"{told} has success={entry['success']!r}, not true or false; {AGAIN}")
+        raise ConfigError(f"{entry_name} has success={entry['success']!r}, not true or false; {AGAIN}")

@@ -1,6 +1,6 @@
 """Writes a dataset episode by episode: memory holds one episode's numbers, images go straight to the encoders.
 
-Everything is written beside the dataset's place, which it takes in one step when the last episode is in: a dataset is
+Everything is written to a hidden folder that gets the dataset's name when the last episode is in it, so a dataset is
 whole or absent.
 """
 
@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ from embodied.core.errors import EmbodiedError
 from embodied.datasets import lerobot_layout
 from embodied.datasets.episode_buffer import ABOUT, NUMBERS, EpisodeBuffer, as_arrays, as_lists
 from embodied.datasets.episode_videos import JoinedVideo
-from embodied.datasets.feature_stats import Stats, merge, of_values
+from embodied.datasets.feature_stats import QUANTILES, Stats, merge, of_values
 from embodied.datasets.lerobot_layout import FILES_PER_CHUNK, INDICES, Features, Frame, cameras, complete, place
-from embodied.datasets.tables import TableFiles, data_schema, episodes_schema, write_tasks
 from embodied.reporting.videos import FOR_DATASETS
 
 DATA_MB, VIDEO_MB = 100, 200  # the size at which the next file begins, as in LeRobot
-ENTRIES = 50  # of episodes that are written at once
+ENTRIES = 50  # entries of episodes that are written at once
 
 
 class DatasetWriter:
@@ -46,7 +45,7 @@ class DatasetWriter:
         self._sizes = {"data_files_size_in_mb": data_mb, "video_files_size_in_mb": video_mb}
         self._tasks: dict[str, int] = {}
         self._stats: dict[str, Stats] = {}
-        self._entries: list[dict[str, Any]] = []  # of the last episodes
+        self._entries: list[dict[str, Any]] = []  # those of the last episodes, not written yet
         self._root = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}")
         self._root.mkdir(parents=True)
         schema = data_schema(self.features | INDICES)
@@ -58,14 +57,14 @@ class DatasetWriter:
         self._videos = {name: self._joined(name, video_mb * 2**20) for name in cameras(self.features)}
 
     def add_episode(self, frames: Iterable[Frame], task: str, success: bool | None = None) -> None:
-        """Write an episode: for every env step what was seen, what was done and what came of it (`frame_of`)."""
+        """Append an episode, given as a frame per env step (`frame_of`)."""
         with EpisodeBuffer(self._root / "draft", self.fps, self.features) as draft:
             for frame in frames:
                 draft.add(frame)
             self.add_draft(draft.finish(task, success))
 
     def add_draft(self, folder: Path) -> None:
-        """Take up an episode that was recorded as a `Draft` of the same features; its folder goes."""
+        """Append an episode that an `EpisodeBuffer` of the same features recorded; its folder is removed."""
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         length, episode = about["length"], self.num_episodes
         with np.load(folder / NUMBERS) as numbers:
@@ -89,7 +88,7 @@ class DatasetWriter:
         shutil.rmtree(folder)
 
     def close(self) -> Path:
-        """Complete the dataset and put it in its place."""
+        """Complete the dataset and give its folder its name."""
         if not self.num_episodes:
             raise EmbodiedError(f"{self.path}: a dataset needs at least one episode")
         self._write_entries()
@@ -136,7 +135,7 @@ class DatasetWriter:
         return JoinedVideo(path, self.fps, file_bytes)
 
     def _indices(self, length: int, task: int) -> dict[str, np.ndarray]:
-        """Where the frames of the next episode belong."""
+        """The index columns of the next episode's frames."""
         steps = np.arange(length)
         return {
             "timestamp": (steps / self.fps).astype(np.float32),
@@ -174,10 +173,130 @@ class DatasetWriter:
 
 
 def located(what: str, file: int) -> dict[str, int]:
-    """The columns that say in which file a part of an episode is."""
+    """The columns of an entry that name the file of a part of an episode."""
     return {f"{what}/{key}": number for key, number in place(file).items()}
 
 
 def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=4, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# Parquet files: the frames, an entry per episode, the tasks
+
+GROUP = 2000  # rows that are written at once; each group's description stays in memory until the file is complete
+
+
+class TableFiles:
+    """Writes rows to one parquet file after the other; rows added together stay in one file."""
+
+    def __init__(self, path: Callable[[int], Path], schema, file_bytes: int) -> None:
+        """`path(n)` names the n-th file; a new one begins after `file_bytes`."""
+        self.path, self.schema, self.file_bytes = path, schema, file_bytes
+        self.file = 0  # number of the file for the next rows
+        self._writer = None
+        self._bytes = 0  # of this file so far
+        self._waiting: list[Any] = []  # tables that are not written yet
+
+    def add(self, columns: dict[str, Any]) -> int:
+        """Append these rows; returns the number of their file."""
+        import pyarrow as pa
+
+        file, arrays = self.file, [as_column(columns[field.name], field.type) for field in self.schema]
+        table = pa.Table.from_arrays(arrays, schema=self.schema)
+        self._waiting.append(table)
+        self._bytes += table.nbytes
+        if self._bytes >= self.file_bytes:
+            self.close()
+            self.file += 1
+        elif sum(map(len, self._waiting)) >= GROUP:
+            self._write()
+        return file
+
+    def close(self) -> None:
+        """Complete the file that is open."""
+        self._write()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer, self._bytes = None, 0
+
+    def discard(self) -> None:
+        """Forget the rows that are not written."""
+        self._waiting.clear()
+        self.close()
+
+    def _write(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not self._waiting:
+            return
+        if self._writer is None:
+            self.path(self.file).parent.mkdir(parents=True, exist_ok=True)
+            self._writer = pq.ParquetWriter(self.path(self.file), self.schema)
+        self._writer.write_table(pa.concat_tables(self._waiting), row_group_size=GROUP)
+        self._waiting.clear()
+
+
+def as_column(values: Any, kind) -> Any:
+    """Values of all rows as a column of this type; arrays are converted as a whole."""
+    import pyarrow as pa
+
+    if isinstance(values, np.ndarray):
+        flat = pa.array(np.ascontiguousarray(values).ravel())
+        if pa.types.is_fixed_size_list(kind):
+            return pa.FixedSizeListArray.from_arrays(flat.cast(kind.value_type), kind.list_size)
+        return flat.cast(kind)
+    return pa.array([value.tolist() if isinstance(value, np.ndarray) else value for value in values], kind)
+
+
+def column_type(feature: dict[str, Any]):
+    import pyarrow as pa
+
+    number = pa.from_numpy_dtype(np.dtype(feature["dtype"]))
+    (size,) = feature["shape"]
+    return number if size == 1 else pa.list_(number, size)
+
+
+def data_schema(features: Features):
+    """The schema of data files: a row is a frame; videos are files of their own."""
+    import pyarrow as pa
+
+    videos = cameras(features)
+    return pa.schema([(name, column_type(feature)) for name, feature in features.items() if name not in videos])
+
+
+def episodes_schema(features: Features):
+    """The schema of meta/episodes: a row is an episode, with the place of its frames and their statistics."""
+    import pyarrow as pa
+
+    whole, time, number = pa.int64(), pa.float64(), pa.float64()
+    fields = {"episode_index": whole, "tasks": pa.list_(pa.string()), "length": whole}
+    fields |= {"dataset_from_index": whole, "dataset_to_index": whole}
+    videos = cameras(features)
+    for part in ("data", "meta/episodes", *(f"videos/{name}" for name in videos)):
+        fields |= {f"{part}/chunk_index": whole, f"{part}/file_index": whole}
+    for name in videos:
+        fields |= {f"videos/{name}/from_timestamp": time, f"videos/{name}/to_timestamp": time}
+    for name in features:
+        figures = pa.list_(pa.list_(pa.list_(number))) if name in videos else pa.list_(number)
+        fields |= {f"stats/{name}/{figure}": figures for figure in ("min", "max", "mean", "std", *QUANTILES)}
+        fields[f"stats/{name}/count"] = pa.list_(whole)
+    return pa.schema(fields | {"success": pa.bool_()})
+
+
+def write_tasks(path: Path, tasks: list[str]) -> None:
+    """Write the instructions by number; pandas reads the texts as the index."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    index = "__index_level_0__"
+    kinds = {"task_index": ("int64", "int64", "task_index"), index: ("unicode", "object", None)}
+    columns = [
+        {"name": name, "field_name": field, "pandas_type": kind, "numpy_type": numpy_type, "metadata": None}
+        for field, (kind, numpy_type, name) in kinds.items()
+    ]
+    note = {"index_columns": [index], "column_indexes": [], "columns": columns}
+    table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), index: pa.array(tasks, pa.string())})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table.replace_schema_metadata({"pandas": json.dumps(note)}), path)

@@ -1,0 +1,27 @@
+"""What a run prints, its results with their intervals, videos and reports.
+
+`console` prints progress. `results` holds results.json, episodes.csv and comparison.json, `partial_evaluation` what an
+interrupted evaluation leaves, `success_stats` rates, intervals and paired differences. `videos` writes mp4 files,
+`timeline` trace.json, `tensorboard` curves. `run_page` makes report.html and `comparison_page` comparison.html from the
+`runs` on disk, with parts of `training_page`, `evaluation_page` and `machine_page`, drawn by `html` and `svg`.
+"""
+
+from importlib import import_module
+
+PUBLIC = {
+    "VideoWriter": "videos",
+    "comparison": "comparison_page",
+    "read_results": "results",
+    "read_run": "runs",
+    "summarize": "success_stats",
+    "wilson": "success_stats",
+    "write_report": "run_page",
+}
+__all__ = list(PUBLIC)
+
+
+def __getattr__(name: str) -> object:
+    """A public name, imported on first use: pages need much that the writers of videos do not."""
+    if name in PUBLIC:
+        return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""One page for several runs: their figures side by side, curves over each other, differences on the same episodes."""
+"""comparison.html of several runs: figures side by side, curves over each other, differences on the same episodes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,39 @@ from pathlib import Path
 from typing import Any
 
 from embodied.config.cli import read_yaml
-from embodied.reporting.evaluation_page import CLIPS, Clips, filmed, measure_cell, outcome
+from embodied.reporting.evaluation_page import (
+    MEASURES,
+    MOST_VIDEOS,
+    PageVideos,
+    figure_cells,
+    outcome,
+    videos_by_episode,
+)
 from embodied.reporting.html import Html, join, page, relative, section, table, tag
 from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import compare
 from embodied.reporting.svg import COLORS, Series, line_chart, percent, short
 from embodied.reporting.training_page import (
-    MEASURES,
     curve,
     mean_in_evaluations,
     success_in_evaluations,
     success_in_training,
 )
 
-SAME = ("env", "eval", "name", "backend", "max_episode_steps")  # of a protocol; another one means other conditions
-IRRELEVANT = {("env", "num_envs"), ("eval", "num_envs"), ("eval", "videos")}  # change no episode
+SAME = (
+    "env",
+    "eval",
+    "name",
+    "backend",
+    "max_episode_steps",
+)  # keys of a protocol that decide how an episode is played
+SHOWN = (*MEASURES, "return", "episodes")  # figures of each run in the first table
+IRRELEVANT = {("env", "num_envs"), ("eval", "num_envs"), ("eval", "videos")}  # keys that change no episode
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A run on the page."""
+class ComparedRun:
+    """A run on the page, with its name and colour there."""
 
     run: Run
     label: str
@@ -37,7 +50,7 @@ class Entry:
 
 def comparison(runs: list[Run], beside: Path) -> str:
     """The page as text; links are relative to the folder `beside`."""
-    entries = [Entry(run, label, i) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True))]
+    entries = [ComparedRun(run, label, i) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True))]
     parts = [
         tag(
             "header", tag("h1", f"{len(runs)} runs compared"), *[problem(text) for run in runs for text in run.problems]
@@ -47,8 +60,8 @@ def comparison(runs: list[Run], beside: Path) -> str:
     if any(run.metrics for run in runs):
         parts.append(section("Curves", tag("div", *overlaid(entries), class_="charts"), note=CURVES_NOTE))
     parts.append(section("On the same episodes", *differences(entries), note=DIFFERENCES_NOTE))
-    if clips := clips_of_same_episodes(entries, beside):
-        parts.append(section("The same episodes, filmed", *clips))
+    if videos := videos_of_same_episodes(entries, beside):
+        parts.append(section("Videos of the same episodes", *videos))
     parts.append(section("What differs", *what_differs(entries)))
     return page(f"{', '.join(entry.label for entry in entries)} - comparison", *parts)
 
@@ -66,7 +79,7 @@ def problem(text: str) -> Html:
 
 
 def labels(runs: list[Run]) -> list[str]:
-    """Folder names, with as much of the path as tells them apart."""
+    """Folder names, with as much of their paths as is needed to distinguish them."""
     parts = [run.folder.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(one[-length:]) for one in parts]
@@ -75,34 +88,27 @@ def labels(runs: list[Run]) -> list[str]:
     return [f"{'/'.join(one)} ({i})" for i, one in enumerate(parts, 1)]
 
 
-def swatch(entry: Entry) -> Html:
+def swatch(entry: ComparedRun) -> Html:
     return tag("i", class_=f"swatch c{entry.color % COLORS}")
 
 
-def figures_table(entries: list[Entry], beside: Path) -> Html:
+def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
+    """A row per run: its newest evaluation, how long it trained, and how fast."""
     rows = []
     for entry in entries:
-        run, overall = entry.run, entry.run.last.results["overall"] if entry.run.last else {}
-        last = run.metrics[-1] if run.metrics else {}
+        run, figures = entry.run, entry.run.last.results["overall"] if entry.run.last else {}
         report = run.folder / "report.html"
         name = tag("a", entry.label, href=relative(report, beside)) if report.is_file() else entry.label
-        rows.append(
-            [
-                join(swatch(entry), name),
-                *[measure_cell(overall.get(measure)) for measure in MEASURES],
-                "-" if overall.get("return") is None else short(overall["return"]),
-                overall.get("episodes", "-"),
-                f"{last['env_steps']:,}" if last else "-",
-                f"{last['train_s']:,.0f}" if last else "-",
-                f"{last['env_steps'] / max(last['train_s'], 1e-9):,.0f}" if last else "-",
-                run.info.get("state", "evaluation"),
-            ]
-        )
-    head = ["run", *MEASURES, "return", "episodes", "env steps", "training s", "steps/s", "state"]
-    return table(head, rows)
+        trained = ["-"] * 3
+        if run.metrics:
+            steps, seconds = (run.metrics[-1][key] for key in ("env_steps", "train_s"))
+            trained = [f"{steps:,}", f"{seconds:,.0f}", f"{steps / max(seconds, 1e-9):,.0f}"]
+        state = run.info.get("state", "evaluation")
+        rows.append([join(swatch(entry), name), *figure_cells(figures, SHOWN), *trained, state])
+    return table(["run", *SHOWN, "env steps", "training s", "steps/s", "state"], rows)
 
 
-def overlaid(entries: list[Entry]) -> list[Html]:
+def overlaid(entries: list[ComparedRun]) -> list[Html]:
     charts = []
     for measure in MEASURES:
         series = [*training_rates(entries, measure), *evaluation_points(entries, measure)]
@@ -120,31 +126,31 @@ def overlaid(entries: list[Entry]) -> list[Html]:
     return charts
 
 
-def lines(entries: list[Entry], key: str, x: str = "env_steps") -> list[Series]:
+def lines(entries: list[ComparedRun], key: str, x: str = "env_steps") -> list[Series]:
     found = [curve(entry.run, key, entry.label, entry.color, x) for entry in entries]
     return [one for one in found if one.x]
 
 
-def training_rates(entries: list[Entry], measure: str) -> list[Series]:
-    """With their intervals while there are few."""
+def training_rates(entries: list[ComparedRun], measure: str) -> list[Series]:
+    """The success rates in training, with their intervals where there are few runs."""
     if len(entries) > MOST_BANDS:
         return lines(entries, measure)
     rates = [success_in_training(entry.run, measure, entry.label, entry.color) for entry in entries]
     return [one for found in rates for one in found]
 
 
-def evaluation_points(entries: list[Entry], measure: str) -> Iterator[Series]:
+def evaluation_points(entries: list[ComparedRun], measure: str) -> Iterator[Series]:
     for entry in entries:
         yield from success_in_evaluations(entry.run, measure, f"{entry.label}, evaluation", entry.color)
 
 
-def return_points(entries: list[Entry]) -> list[Series]:
+def return_points(entries: list[ComparedRun]) -> list[Series]:
     found = [mean_in_evaluations(entry.run, "return", f"{entry.label}, evaluation", entry.color) for entry in entries]
     return [one for one in found if one.x]
 
 
-def differences(entries: list[Entry]) -> list[Html]:
-    """A row per run: how much better or worse than the first."""
+def differences(entries: list[ComparedRun]) -> list[Html]:
+    """A table with a row per run: its differences from the first on the same episodes; then notes."""
     first, *others = entries
     if first.run.last is None:
         return [tag("p", f"{first.label} has no evaluation.", class_="note")]
@@ -153,15 +159,15 @@ def differences(entries: list[Entry]) -> list[Html]:
         if entry.run.last is None:
             notes.append(f"{entry.label} has no evaluation.")
             continue
-        told = compare(first.run.last.episodes, entry.run.last.episodes)
-        if not told["episodes"]:
+        paired = compare(first.run.last.episodes, entry.run.last.episodes)
+        if not paired["episodes"]:
             notes.append(f"{entry.label} and {first.label} played no episode in common: no paired difference.")
             continue
         if unlike := other_conditions(first.run, entry.run):
             notes.append(f"{entry.label} was evaluated under other conditions than {first.label}: {', '.join(unlike)}.")
-        cells = [difference_cell(told[measure], percentage_points) for measure in MEASURES]
+        cells = [difference_cell(paired[measure], percentage_points) for measure in MEASURES]
         rows.append(
-            [join(swatch(entry), entry.label), told["episodes"], *cells, difference_cell(told["return"], short)]
+            [join(swatch(entry), entry.label), paired["episodes"], *cells, difference_cell(paired["return"], short)]
         )
     head = [f"against {first.label}", "episodes", *MEASURES, "return"]
     return [*([table(head, rows)] if rows else []), *[tag("p", note, class_="note") for note in notes]]
@@ -187,49 +193,46 @@ def percentage_points(value: float) -> str:
 
 
 def other_conditions(first: Run, second: Run) -> list[str]:
-    """What of the protocols differs, but for what changes no episode."""
-    ours, theirs = (flat(pick(run.last.results.get("protocol", {}))) for run in (first, second))
+    """The keys in which the protocols of two runs differ, except those that change no episode."""
+    protocols = [run.last.results.get("protocol", {}) for run in (first, second)]
+    ours, theirs = (flat({key: protocol[key] for key in SAME if key in protocol}) for protocol in protocols)
     return [".".join(key) for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
 
 
-def pick(protocol: dict[str, Any]) -> dict[str, Any]:
-    return {key: protocol[key] for key in SAME if key in protocol}
-
-
 def flat(tree: dict[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Nested keys as paths."""
+    """Nested keys as paths, without those that change no episode."""
     found: dict[tuple[str, ...], Any] = {}
     for key, value in tree.items():
         path = (*above, str(key))
         if isinstance(value, dict):
             found |= flat(value, path)
-        elif path not in IRRELEVANT or above == ():
+        elif path not in IRRELEVANT:
             found[path] = value
     return found
 
 
-def clips_of_same_episodes(entries: list[Entry], beside: Path) -> list[Html]:
-    """Episodes that every run filmed, those first in which the outcomes differ."""
-    films = [filmed(entry.run.last) if entry.run.last else {} for entry in entries]
-    shared = sorted(set.intersection(*[set(one) for one in films]))
-    played = [{episode.index: episode for episode in entry.run.last.episodes} for entry in entries if entry.run.last]
-    seen = [index for index in shared if all(index in one for one in played)]
-    same = [index for index in seen if len({(one[index].task, one[index].seed) for one in played}) == 1]
+def videos_of_same_episodes(entries: list[ComparedRun], beside: Path) -> list[Html]:
+    """Episodes of which every run has a video; those with different outcomes come first."""
+    if any(entry.run.last is None for entry in entries):
+        return []
+    paths = [videos_by_episode(entry.run.last) for entry in entries]
+    played = [{episode.index: episode for episode in entry.run.last.episodes} for entry in entries]
+    shared = sorted(set.intersection(*map(set, paths), *map(set, played)))
+    same = [index for index in shared if len({(one[index].task, one[index].seed) for one in played}) == 1]
     same.sort(key=lambda index: (len({outcome(one[index]) for one in played}) == 1, index))
-    room, rows = Clips(beside), []
-    for index in same[:CLIPS]:
-        cells = [room.show(films[i][index], played[i][index], entry.label) for i, entry in enumerate(entries)]
-        rows.append(tag("div", *cells, class_="clips"))
+    room, rows = PageVideos(beside), []
+    for index in same[:MOST_VIDEOS]:
+        cells = [room.show_episode(paths[i][index], played[i][index], entry.label) for i, entry in enumerate(entries)]
+        rows.append(tag("div", *cells, class_="videos"))
     return [tag("div", *rows, class_="pairs")] if rows else []
 
 
-def what_differs(entries: list[Entry]) -> list[Html]:
-    """Keys of the recipe and facts of the machine that are not the same everywhere."""
+def what_differs(entries: list[ComparedRun]) -> list[Html]:
+    """A table of the recipe's keys and the facts of provenance in which the runs differ."""
     facts = [settings(entry.run) for entry in entries]
-    keys = dict.fromkeys(chain.from_iterable(facts))
     rows = [
         [key, *[str(one.get(key, "-")) for one in facts]]
-        for key in keys
+        for key in dict.fromkeys(chain.from_iterable(facts))
         if len({str(one.get(key)) for one in facts}) > 1
     ]
     if not rows:
@@ -238,8 +241,9 @@ def what_differs(entries: list[Entry]) -> list[Html]:
 
 
 def settings(run: Run) -> dict[str, Any]:
+    """The recipe's keys and the facts of provenance."""
     found = {".".join(key): value for key, value in flat(read_yaml(run.config) or {}).items() if key != ("run", "dir")}
-    made_by = run.info.get("provenance") or (run.last.results.get("provenance", {}) if run.last else {})
+    made_by = run.provenance
     for key in ("commit", "python", "platform", "cores"):
         found[key] = made_by.get(key)
     return found | {f"package {name}": version for name, version in made_by.get("packages", {}).items()}

@@ -1,7 +1,6 @@
-"""What a run says while it goes: the plan first, then one live line (a plain line per iteration off a terminal), then
-the results.
+"""What a run prints: the plan first, then one live line (off a terminal a plain line per iteration), then the results.
 
-Also keeps the running figures that both the line and metrics.jsonl show.
+Also keeps the running means that both the line and metrics.jsonl show.
 """
 
 from __future__ import annotations
@@ -16,15 +15,17 @@ from shlex import quote
 
 from embodied.core.types import EpisodeResult
 
-RECENT = 100  # episodes the training success rate and return are taken over
+RECENT = 100  # episodes over which the success rate and return of training are taken
 LARGEST_GAP = 1.0  # nats of one action's log-prob; rounding in bfloat16 stays well below
 
 
 class Console:
+    """Prints the progress of a run."""
+
     def __init__(
         self, folder: Path, note: Callable[[str], None] | None = None, stream=None, command: str = "train"
     ) -> None:
-        """`note` also gets every line, for a log. `command` goes on with the run."""
+        """`note` gets every line too, for a log. `command` is the one that resumes the run."""
         self.folder = folder
         self.command = command
         self.note = note or (lambda _: None)
@@ -36,7 +37,7 @@ class Console:
         self.warned = False
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._show(f"\r\033[K{text}\n" if self.live else f"{text}\n")
         self.note(text)
 
@@ -86,7 +87,7 @@ class Console:
         return row
 
     def now(self, text: str) -> None:
-        """What goes on: on a terminal the next line takes its place."""
+        """Print what is being done; on a terminal the next line takes its place."""
         if self.live:
             self._show("\r\033[K" + text)
             self.note(text)
@@ -117,7 +118,7 @@ class Console:
         self.say(f"nothing left to train: {done} of {total} iterations are done; {more}")
 
     def end(self, state: dict, stopped: bool, spent: str) -> None:
-        """Where the time went, where everything is, and what to type next."""
+        """Print where the time went, where everything is, and what to type next."""
         verb = "stopped" if stopped else "finished"
         self.say(f"{verb} after {state['env_steps']:,} env steps in {state['train_s']:.1f} s of training")
         self.say(f"  time        {spent}")
@@ -163,24 +164,43 @@ def describe_results(results: dict) -> str:
 
 
 def warn_of_errors(results: dict) -> str:
-    """A line of its own, where some episodes ended in an error."""
+    """A warning on a line of its own, where some episodes ended in an error; else empty."""
     errors, played = results["overall"]["errors"], results["overall"]["episodes"]
     if not errors:
         return ""
-    told = f"warning: {errors} of {errors + played} episodes ended in an error, which is neither success nor failure"
-    return f"\n  {told}: {describe_causes(results.get('causes', {}))}"
+    warning = f"warning: {errors} of {errors + played} episodes ended in an error, which is neither success nor failure"
+    return f"\n  {warning}: {describe_causes(results.get('causes', {}))}"
 
 
 def describe_causes(causes: dict[str, int]) -> str:
-    """The first cause, and how many others there are."""
+    """The most frequent cause, and how many others there are."""
     first, *others = causes or {"unknown": 0}
     return first + (f" (and {len(others)} other causes)" if others else "")
 
 
 def describe_tasks(results: dict) -> str:
-    """A line per task, where there are several."""
+    """A line per task where there are several; else empty."""
     tasks = results["per_task"]
     if len(tasks) < 2:
         return ""
     width = max(map(len, tasks))
     return "".join(f"\n  {task:<{width}}  {describe_results({'overall': found})}" for task, found in tasks.items())
+
+
+def describe_comparison(comparison: dict) -> str:
+    """A line per pair of policies."""
+    return "\n".join(describe_pair(pair) for pair in comparison["pairs"])
+
+
+def describe_pair(pair: dict) -> str:
+    """`b - a on the same 200 episodes: success_once +4.5% [0.2%, 8.9%], p 0.049; return ...`"""
+    parts = []
+    for name in ("success_once", "success_at_end"):
+        if (found := pair[name]) is not None:
+            low, high = found["interval"]
+            parts.append(f"{name} {found['difference']:+.1%} [{low:+.1%}, {high:+.1%}], p {found['p_value']:.2g}")
+    if (found := pair["return"]) is not None:
+        low, high = found["interval"]
+        parts.append(f"return {found['difference']:+.2f} [{low:+.2f}, {high:+.2f}]")
+    differences = "; ".join(parts) or "nothing to compare"
+    return f"{pair['second']} - {pair['first']} on the same {pair['episodes']} episodes: {differences}"

@@ -1,6 +1,6 @@
-"""Markup that is safe by construction: text is escaped on its way in, only what `tag` made is taken as it is.
+"""HTML that is safe by construction: all text is escaped, except what `tag` made.
 
-A page holds its own style and script and loads nothing; the browser is told to refuse anything from elsewhere.
+A page holds its own style and script and loads nothing; its policy makes the browser refuse anything from elsewhere.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ VOID = {"meta", "br", "hr", "img", "source"}
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is HTML already."""
 
     __slots__ = ()
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """`tag("a", "x < y", href="...")`. Children that are None are left out; `class_` and `stroke_width` are spelt
+    """An element, as in `tag("a", "x < y", href="...")`.
+
+    Children that are None are left out; `class_` and `stroke_width` are spelt
     `class` and `stroke-width`; attributes that are None or False are left out, True ones have no value.
     """
     pairs = [(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items()]
@@ -40,7 +42,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
 
 def join(*children: object) -> Html:
-    """Children one after the other, text escaped."""
+    """The children one after the other, with text escaped."""
     return Html(
         "".join(
             child if isinstance(child, Html) else escape(str(child), quote=False)
@@ -75,7 +77,7 @@ def section(title: str, *children: object, note: str = "") -> Html:
 
 
 def page(title: str, *body: object) -> str:
-    """A whole document. The policy lets only our own script run and nothing be loaded but files beside the page."""
+    """A whole document. Its policy allows only our own script, and only files beside the page to be loaded."""
     style = (ASSETS / "report.css").read_text(encoding="utf-8")
     script = (ASSETS / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

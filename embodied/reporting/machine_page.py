@@ -1,4 +1,4 @@
-"""Where a run's time went, who ran on which devices, and what produced the result."""
+"""Where a run's time went, what ran on which devices, and the provenance of the result."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from embodied.reporting.html import Html, join, tag
 from embodied.reporting.runs import Run
 from embodied.reporting.svg import Series, figure, legend, line_chart, short
-from embodied.reporting.timeline import Span, innermost, read_trace
+from embodied.reporting.timeline import TimedSpan, innermost, read_trace
 
 TRACE = "trace.json"
 MOST_TRACE_BYTES = 10_000_000  # a larger one is left to a trace viewer
 MOST_ROWS = 48  # workers or hosts drawn one under the other
-BINS = 800  # of the timeline's width; a bin shows what took most of it
+BINS = 800  # across a timeline; each shows what took most of its time
 SHOWN_ITERATIONS = 2
 IDLE = "idle"
-# A colour for every word a timeline knows; new words take the ones that are left over.
+# Colours of the names in a timeline; other names share the first eight.
 COLORS = {
     "step": 0, "update": 1, "publish": 2, "act": 3, "waiting for actions": 3, "sync": 4, "reset": 5, "serve": 6,
     "collect": 7, "rollout": 8, "load_weights": 9, "save": 10, "evaluate": 11, "offload": 10, "onload": 11,
@@ -26,7 +26,7 @@ COLORS = {
 
 
 def time_spent(run: Run) -> list[Html]:
-    """Over the whole run: seconds per iteration, and what the mean sim worker did with them."""
+    """The time of the whole run: seconds per iteration, and how the mean sim worker spent them."""
     rows = [row for row in run.metrics if row.get("time/rollout_s") is not None]
     if not rows:
         return []
@@ -56,8 +56,8 @@ def iteration_seconds(rows: list[dict[str, Any]]) -> list[float]:
     return [max(row["train_s"] - earlier, 0.0) for row, earlier in zip(rows, before)]
 
 
-def timeline_picture(run: Run) -> list[Html]:
-    """What every worker did, from trace.json: its share of the time, and piece by piece in the last iterations kept."""
+def timeline_charts(run: Run) -> list[Html]:
+    """What every worker did, from trace.json: shares of the time, and piece by piece the last iterations in it."""
     path = run.folder / TRACE
     if not path.is_file():
         return []
@@ -75,8 +75,8 @@ def timeline_picture(run: Run) -> list[Html]:
     ]
 
 
-def per_worker(spans: list[Span]) -> Html:
-    """A bar per worker: shares of the time that was traced."""
+def per_worker(spans: list[TimedSpan]) -> Html:
+    """A bar per worker: the shares of the traced time."""
     whole = max(span.end_s for span in spans) - min(span.start_s for span in spans)
     rows = []
     for worker, own in by_worker(spans):
@@ -90,7 +90,8 @@ def per_worker(spans: list[Span]) -> Html:
     return figure(f"Share of the time per worker, first {iterations} iterations", shares_legend(names), *rows)
 
 
-def worker_rows(spans: list[Span], title: str) -> Html:
+def worker_rows(spans: list[TimedSpan], title: str) -> Html:
+    """A row per worker: what it did when."""
     start, end = min(span.start_s for span in spans), max(span.end_s for span in spans)
     names = sorted({span.name for span in spans if span.name != "wait"})
     rows = [strip(worker, pieces(own, start, end), own[0].host) for worker, own in by_worker(spans)]
@@ -98,15 +99,15 @@ def worker_rows(spans: list[Span], title: str) -> Html:
     return figure(title, shares_legend(names), *rows, strip("", axis))
 
 
-def by_worker(spans: list[Span]) -> list[tuple[str, list[Span]]]:
-    found: dict[str, list[Span]] = {}
+def by_worker(spans: list[TimedSpan]) -> list[tuple[str, list[TimedSpan]]]:
+    found: dict[str, list[TimedSpan]] = {}
     for span in spans:
         found.setdefault(span.worker, []).append(span)
     return list(found.items())[:MOST_ROWS]
 
 
-def pieces(spans: list[Span], start: float, end: float) -> Html:
-    """One worker's row: neighbouring bins of one kind are one rectangle."""
+def pieces(spans: list[TimedSpan], start: float, end: float) -> Html:
+    """The row of one worker: neighbouring bins of one name are one rectangle."""
     width = (end - start) / BINS or 1.0
     bins: list[dict[str, float]] = [defaultdict(float) for _ in range(BINS)]
     for span in spans:
@@ -119,9 +120,9 @@ def pieces(spans: list[Span], start: float, end: float) -> Html:
     while at < BINS:
         until = next((i for i in range(at, BINS) if kinds[i] != kinds[at]), BINS)
         if kinds[at] != IDLE:
-            told = tag("title", f"{kinds[at]}, {(until - at) * width * 1e3:.3g} ms at {at * width:.4g} s")
+            title = tag("title", f"{kinds[at]}, {(until - at) * width * 1e3:.3g} ms at {at * width:.4g} s")
             shapes.append(
-                tag("rect", told, x=at, y=0, width=until - at, height=10, class_=f"bar {color_of(kinds[at])}")
+                tag("rect", title, x=at, y=0, width=until - at, height=10, class_=f"bar {color_of(kinds[at])}")
             )
         at = until
     shapes += [moved(span, start, width) for span in spans if is_move(span.name)]
@@ -129,20 +130,20 @@ def pieces(spans: list[Span], start: float, end: float) -> Html:
 
 
 def is_move(name: str) -> bool:
-    """Whether a piece of work is memory that leaves a device or comes back."""
+    """Whether a span is memory that leaves a device or comes back."""
     return name.startswith(("offload ", "onload "))
 
 
-def moved(span: Span, start: float, width: float) -> Html:
-    """Drawn on top and never too thin to be seen."""
+def moved(span: TimedSpan, start: float, width: float) -> Html:
+    """A memory move, drawn on top and never too thin to be seen."""
     at, wide = (span.start_s - start) / width, max((span.end_s - span.start_s) / width, 3)
-    told = tag("title", f"{span.name}, {1e3 * (span.end_s - span.start_s):.3g} ms at {span.start_s - start:.4g} s")
+    title = tag("title", f"{span.name}, {1e3 * (span.end_s - span.start_s):.3g} ms at {span.start_s - start:.4g} s")
     place = {"x": f"{at:.1f}", "y": 0, "width": f"{wide:.1f}", "height": 10}
-    return tag("rect", told, **place, class_=f"bar {color_of(span.name)}")
+    return tag("rect", title, **place, class_=f"bar {color_of(span.name)}")
 
 
 def most(parts: dict[str, float], width: float) -> str:
-    """What took most of a bin; waiting is idle."""
+    """The name that took most of a bin; waiting is idle."""
     busy = {name: seconds for name, seconds in parts.items() if name != "wait"}
     idle = width - sum(busy.values())
     name = max(busy, key=busy.__getitem__, default=IDLE)
@@ -150,17 +151,16 @@ def most(parts: dict[str, float], width: float) -> str:
 
 
 def bar_of(parts: dict[str, float], whole: float) -> Html:
-    """Shares of a whole side by side; what is left stays empty."""
+    """A bar of shares side by side; the rest stays empty."""
     cells = []
     for name, seconds in parts.items():
         share = max(seconds, 0.0) / whole if whole > 0 else 0.0
-        told = f"{name} {share:.1%}"
-        cells.append(tag("i", title=told, class_=color_of(name), style=f"width:{100 * share:.2f}%"))
+        cells.append(tag("i", title=f"{name} {share:.1%}", class_=color_of(name), style=f"width:{100 * share:.2f}%"))
     return tag("div", *cells, class_="shares")
 
 
 def shares_legend(parts: Iterable[str] | dict[str, float]) -> Html | None:
-    """Names with their colours, and with seconds where they are known."""
+    """A legend of names with their colours, and with seconds where they are known."""
     seconds = parts if isinstance(parts, dict) else {}
     return legend(
         [(f"{name} {short(seconds[name])} s" if name in seconds else name, color_of(name), "") for name in parts]
@@ -171,14 +171,14 @@ def color_of(name: str) -> str:
     return f"c{COLORS.get(name.split(' ')[0] if is_move(name) else name, sum(map(ord, name)) % 8)}"
 
 
-def strip(label: str, picture: Html, note: str = "") -> Html:
-    """A named row; the name stands above the picture on a narrow screen."""
+def strip(label: str, drawing: Html, note: str = "") -> Html:
+    """A named row; on a narrow screen the name stands above the drawing."""
     small = tag("small", note) if note and note != label else None
-    return tag("div", tag("span", label, " ", small), picture, class_="strip")
+    return tag("div", tag("span", label, " ", small), drawing, class_="strip")
 
 
-def placement_picture(plan: dict[str, Any]) -> list[Html]:
-    """A row per process, a column per core: processes in one column take turns or share it."""
+def placement_chart(plan: dict[str, Any]) -> list[Html]:
+    """A row per process and a column per device: processes that share a column take turns or share the device."""
     hosts = plan["hosts"]
     columns = list(dict.fromkeys(device for host in hosts for device in devices(host)))
     columns += [f"cpu:{core}" for core in plan.get("idle", ()) if f"cpu:{core}" not in columns]
@@ -208,6 +208,7 @@ def placement_picture(plan: dict[str, Any]) -> list[Html]:
 
 
 def devices(host: dict[str, Any]) -> list[str]:
+    """The device or the cores of a host."""
     return [host["device"]] if host.get("device") else [f"cpu:{core}" for core in host.get("cores", ())]
 
 
@@ -220,7 +221,9 @@ def ends(columns: list[str]) -> list[str]:
     return columns if len(columns) <= 16 else [columns[0], columns[-1]]
 
 
-def provenance_table(run: Run, made_by: dict[str, Any]) -> Html:
+def provenance_table(run: Run) -> Html:
+    """The command, commit, packages and machine that produced the result."""
+    made_by = run.provenance
     packages = ", ".join(f"{name} {version}" for name, version in made_by.get("packages", {}).items())
     facts = {
         "folder": str(Path(run.folder).resolve()),

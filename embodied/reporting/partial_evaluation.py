@@ -1,8 +1,8 @@
-"""An evaluation that is not over: what it has so far, on disk, so that whoever goes on plays only what is missing.
+"""An interrupted evaluation on disk, so that continuing it plays only the missing episodes.
 
-Its folder holds `partial.json` (what was asked for, how much is over) and the finished episodes in `episodes.csv`, both
-written anew as it goes on, and no `results.json`. A part of the list gets no rates: episodes that succeed soon are over
-first, so they would be too many among those that are over.
+Its folder holds `partial.json` (what was asked for, how many episodes are over) and the finished episodes in
+`episodes.csv`, both rewritten as it goes on, and no `results.json`. A part of the list gets no rates: episodes that
+succeed end early, so there are too many of them among the finished ones.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from embodied.run.checkpoints import read_json, replace_text
 from embodied.run.folder import provenance
 
 PARTIAL = "partial.json"
-EVERY_S = 1.0  # between two writings, while episodes end
-SHARE = 1 / 50  # of the time that writing may take
+EVERY_S = 1.0  # at least, between two writes while episodes end
+SHARE = 1 / 50  # of the time, at most, that writing takes
 
 
 class PartialEvaluation:
-    """`finished` has the episodes that are over, by index, of earlier sittings too."""
+    """The state of an evaluation. `finished` holds its finished episodes by index, of earlier sessions too."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class PartialEvaluation:
         policy: dict[str, Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`asked` is all that the outcome of an episode follows from: earlier sittings count if theirs was the same.
-        `policy` is what results.json says of it."""
+        """`asked` is everything that decides the outcome of an episode: earlier sessions with the same `asked` count.
+        `policy` is the entry in results.json."""
         self.folder, self.asked, self.policy, self.clock = folder, asked, policy, clock
         self.num_episodes = asked["eval"]["episodes"]
         self.finished: dict[int, EpisodeResult] = {}
         self.earlier: list[dict[str, Any]] = []
-        if told := is_part_of(folder, asked):
+        if partial := is_part_of(folder, asked):
             with suppress(OSError, ValueError, KeyError, TypeError):  # else it is played from the start
                 self.finished = {one.index: one for one in read_episodes(folder)}
-                self.earlier = told["provenance"]
-        self.sitting = provenance()
+                self.earlier = partial["provenance"]
+        self.session = provenance()
         for rest in folder.glob("videos/.recording-*"):  # by workers that were killed
             rest.unlink()
         (folder / RESULTS).unlink(missing_ok=True)  # of the same version, evaluated before the run was resumed
@@ -55,7 +55,7 @@ class PartialEvaluation:
         return f"{len(self.finished)} of {self.num_episodes} episodes"
 
     def add(self, episodes: Iterable[EpisodeResult]) -> None:
-        """These are over, too."""
+        """Add finished episodes; they are written when it is time to."""
         before = len(self.finished)
         self.finished |= {one.index: one for one in episodes}
         self.changed |= len(self.finished) > before
@@ -63,39 +63,41 @@ class PartialEvaluation:
             self.write()
 
     def write(self) -> None:
+        """Write the finished episodes and partial.json."""
         began = self.clock()
         write_episodes(self.folder, self.finished.values())
-        told = {"over": len(self.finished), "episodes": self.num_episodes}
-        mark(self.folder, {**told, "asked": self.asked, "provenance": [*self.earlier, self.sitting]})
+        progress = {"over": len(self.finished), "episodes": self.num_episodes}
+        mark(self.folder, {**progress, "asked": self.asked, "provenance": [*self.earlier, self.session]})
         self.changed = False
         self.next_s = self.clock() + max(EVERY_S, (self.clock() - began) / SHARE)
 
     def end(self) -> None:
-        """It is whole: `results.json` is there."""
+        """Remove partial.json, once results.json is written."""
         unmark(self.folder)
 
     def provenance(self) -> dict[str, Any]:
-        """What produced the results; `earlier` are the sittings before this one."""
-        return {**self.sitting, **({"earlier": self.earlier} if self.earlier else {})}
+        """The provenance of the results; `earlier` holds that of earlier sessions."""
+        return {**self.session, **({"earlier": self.earlier} if self.earlier else {})}
 
 
-def mark(folder: Path, told: dict[str, Any]) -> None:
-    """What is in the folder is a part of what is asked for."""
-    replace_text(folder / PARTIAL, json.dumps({"state": "partial", **told}, indent=2) + "\n")
+def mark(folder: Path, content: dict[str, Any]) -> None:
+    """Write partial.json, which marks the folder as an interrupted evaluation."""
+    replace_text(folder / PARTIAL, json.dumps({"state": "partial", **content}, indent=2) + "\n")
 
 
 def unmark(folder: Path) -> None:
+    """Remove partial.json."""
     (folder / PARTIAL).unlink()
 
 
 def is_part_of(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """What `partial.json` says if the folder holds a part of what is asked for."""
-    told = partial_in(folder)
-    return told if told and told.get("asked") == json.loads(json.dumps(asked)) else None
+    """The content of partial.json, if the folder holds a part of what is asked for."""
+    partial = partial_in(folder)
+    return partial if partial and partial.get("asked") == json.loads(json.dumps(asked)) else None
 
 
 def partial_in(folder: Path) -> dict[str, Any] | None:
-    """What is known of an evaluation that was interrupted; None where there is none."""
+    """The content of an interrupted evaluation's partial.json; None where there is none."""
     with suppress(CheckpointError):
         if not (folder / RESULTS).is_file():
             return read_json(folder / PARTIAL)

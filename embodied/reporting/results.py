@@ -1,4 +1,7 @@
-"""results.json and episodes.csv of one evaluation. The same episodes give the same bytes, however they were ordered."""
+"""results.json and episodes.csv of an evaluation, comparison.json of several, and what a report expects in such files.
+
+The same episodes give the same bytes, in whatever order they ended.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ import dataclasses
 import io
 import json
 from collections.abc import Iterable
+from datetime import datetime
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic asks for this one below Python 3.12
 
 from embodied.core.files import read_object, reading
 from embodied.core.types import EpisodeResult
+from embodied.reporting.success_stats import compare
 from embodied.run.checkpoints import replace_text
 
 RESULTS = "results.json"
@@ -25,23 +33,27 @@ PARSERS = {
     "str": str,
     "bool | None": {"": None, "true": True, "false": False}.__getitem__,
 }
+COMPARISON = "comparison.json"
+METHODS = {
+    "success": "difference of paired rates: Newcombe's 95% interval (1998, method 10), exact McNemar test",
+    "return": "mean of paired differences, normal 95% interval",
+}
 
 
 def write_results(folder: Path, results: dict[str, Any], episodes: Iterable[EpisodeResult]) -> None:
-    """Write both files, each whole or not at all."""
+    """Write results.json and episodes.csv, each whole or not at all."""
     write_episodes(folder, episodes)
     replace_text(folder / RESULTS, json.dumps(results, indent=2, allow_nan=False) + "\n")
 
 
 def write_episodes(folder: Path, episodes: Iterable[EpisodeResult]) -> None:
+    """Write episodes.csv."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / EPISODES, episodes_csv(episodes))
 
 
 def read_results(folder: Path) -> tuple[dict[str, Any], list[EpisodeResult]]:
-    """What `write_results` wrote."""
-    from embodied.reporting.result_types import Results, check
-
+    """Read what `write_results` wrote; raises EmbodiedError with what is wrong in a damaged file."""
     results = read_object(folder / RESULTS)
     with reading(folder / RESULTS):
         check(results, Results)
@@ -50,12 +62,13 @@ def read_results(folder: Path) -> tuple[dict[str, Any], list[EpisodeResult]]:
 
 
 def read_episodes(folder: Path) -> list[EpisodeResult]:
+    """Read episodes.csv."""
     with open(folder / EPISODES, encoding="utf-8", newline="") as file:
         return [episode(row) for row in csv.DictReader(file)]
 
 
 def episodes_csv(episodes: Iterable[EpisodeResult]) -> str:
-    """One line per episode by index; empty stands for "this env has no success"."""
+    """The text of episodes.csv: a line per episode by index. An empty success means that the env has none."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -74,3 +87,115 @@ def episode(row: dict[str, str]) -> EpisodeResult:
     return EpisodeResult(
         **{field.name: PARSERS[field.type](row[field.name]) for field in dataclasses.fields(EpisodeResult)}
     )
+
+
+def write_comparison(folder: Path, played: dict[str, list[EpisodeResult]]) -> dict[str, Any]:
+    """Write and return comparison.json: every pair of policies in the order they were named, second minus first."""
+    pairs = [{"first": a, "second": b, **compare(played[a], played[b])} for a, b in combinations(played, 2)]
+    comparison = {"policies": list(played), "methods": METHODS, "pairs": pairs}
+    replace_text(folder / COMPARISON, json.dumps(comparison, indent=2, allow_nan=False) + "\n")
+    return comparison
+
+
+# What a report relies on in the files it shows: the kind of each key it reads. Other keys may hold anything.
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+LARGEST = 1e100
+Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6)]  # rounding may leave the unit interval
+
+
+class Measure(TypedDict):
+    rate: Share
+    interval: Annotated[list[Share], Field(min_length=2, max_length=2)]
+    count: Count
+    of: Count
+
+
+class AtReset(TypedDict):
+    count: Count
+
+
+Figures = TypedDict(
+    "Figures",
+    {
+        "success_once": Measure | None,
+        "success_at_end": Measure | None,
+        "success_at_reset": AtReset | None,
+        "episodes": Count,
+        "errors": Count,
+        "return": FiniteFloat | None,
+        "length": FiniteFloat | None,
+    },
+)
+
+
+class EvalOptions(TypedDict):
+    seed: NotRequired[int]
+    temperature: NotRequired[FiniteFloat]
+
+
+class EvalProtocol(TypedDict):
+    name: NotRequired[str]
+    eval: NotRequired[EvalOptions]
+    env: NotRequired[dict[str, Any]]
+
+
+class Results(TypedDict):
+    policy_version: Count
+    overall: Figures
+    per_task: dict[str, Figures]
+    protocol: NotRequired[EvalProtocol]
+    provenance: NotRequired[dict[str, Any]]
+
+
+class HostEntry(TypedDict):
+    name: str
+    roles: list[str]
+
+
+class PlacementEntry(TypedDict):
+    hosts: list[HostEntry]
+
+
+class RunInfo(TypedDict, total=False):
+    state: str
+    cause: str
+    command: str
+    started: str
+    ended: str
+    provenance: dict[str, Any]
+    placement: PlacementEntry
+    resumed: list[dict[str, Any]]
+
+
+class MetricsRow(TypedDict):
+    iteration: Count
+    env_steps: Count
+    policy_version: Count
+    train_s: Annotated[FiniteFloat, Field(ge=0)]
+
+
+def check(content: Any, shape: Any) -> None:
+    """Raise ValueError with the first part of `content` that does not have this shape."""
+    try:
+        TypeAdapter(shape).validate_python(content, strict=True)
+    except ValidationError as err:
+        first = err.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg'].lower()}") from None
+
+
+def check_info(info: dict[str, Any]) -> None:
+    """Raise ValueError where a run.json cannot be shown."""
+    check(info, RunInfo)
+    for key in ("started", "ended"):
+        if key in info:
+            datetime.fromisoformat(info[key])
+
+
+def check_row(row: Any) -> None:
+    """Raise ValueError where a line of metrics.jsonl cannot be shown."""
+    check(row, MetricsRow)
+    if odd := [key for key, value in row.items() if type(value) not in (int, float, type(None))]:
+        raise ValueError(f"{odd[0]} is not a number")
+    if odd := [key for key, value in row.items() if value and LARGEST < abs(value) < float("inf")]:
+        raise ValueError(f"{odd[0]}={row[odd[0]]:g} is more than a chart can show")

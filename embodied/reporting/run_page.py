@@ -1,4 +1,4 @@
-"""report.html: one file that says what a run did and what to think of it, readable from disk by any browser.
+"""report.html: one file that shows what a run did and how well, readable from disk by any browser.
 
 Training writes it after every evaluation and at the end, an evaluation into its own folder, and `python -m
 embodied.report` makes it again from what is on disk. Each part of the page is one function of the files it shows.
@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from embodied.config.cli import read_yaml
-from embodied.reporting.evaluation_page import clips, describe_measure, histograms, measure_cell, per_task_table
-from embodied.reporting.html import Html, page, section, table, tag
-from embodied.reporting.machine_page import placement_picture, provenance_table, time_spent, timeline_picture
+from embodied.reporting.evaluation_page import (
+    MEASURES,
+    describe_measure,
+    evaluations_table,
+    histograms,
+    per_task_table,
+    video_gallery,
+)
+from embodied.reporting.html import Html, page, section, tag
+from embodied.reporting.machine_page import placement_chart, provenance_table, time_spent, timeline_charts
 from embodied.reporting.runs import Evaluation, Run, read_run
 from embodied.reporting.svg import short
 from embodied.reporting.training_page import learning_charts, result_charts
@@ -25,23 +32,26 @@ WHEN = "%Y-%m-%d %H:%M UTC"
 
 
 def write_report(folder: Path) -> Path:
-    """The report of a run or an evaluation, into its folder."""
+    """Write report.html of a run or an evaluation into its folder; returns its path."""
     out = folder / REPORT
     replace_text(out, report(read_run(folder), out.parent))
     return out
 
 
 def report_or_say_why(folder: Path) -> None:
-    """A report that cannot be written is worth a line, never the run it tells of."""
+    """Write a report; if that fails print a line, so that the run it describes goes on."""
     try:
         write_report(folder)
     except Exception as err:
-        told = f"no report: {type(err).__name__}: {err}; python -m embodied.report {folder} tries again"
-        print(told, file=sys.stderr, flush=True)
+        print(
+            f"no report: {type(err).__name__}: {err}; python -m embodied.report {folder} tries again",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def report(run: Run, beside: Path) -> str:
-    """The page as text; clips too large to be inside are linked relative to the folder `beside`."""
+    """The page as text; videos too large to be inside are linked relative to the folder `beside`."""
     parts = [header(run), tiles(run)]
     if run.metrics:
         parts.append(section("Results", charts(result_charts(run)), note=RESULTS_NOTE))
@@ -49,9 +59,9 @@ def report(run: Run, beside: Path) -> str:
         parts += evaluation_parts(run, run.last, beside)
     if run.metrics:
         parts.append(section("Learning", *learning_charts(run)))
-        parts.append(section("Where the time went", *time_spent(run), *timeline_picture(run)))
+        parts.append(section("Where the time went", *time_spent(run), *timeline_charts(run)))
     if run.info.get("placement"):
-        parts.append(section("Placement", *placement_picture(run.info["placement"])))
+        parts.append(section("Placement", *placement_chart(run.info["placement"])))
     parts.append(recipe_and_provenance(run))
     return page(f"{run.name} - report", *parts, footer())
 
@@ -110,11 +120,11 @@ def span_of_time(run: Run) -> str:
 
 
 def tiles(run: Run) -> Html:
-    """The figures everybody asks for first."""
+    """The most important figures, one per tile."""
     found: list[tuple[str, str, str]] = []
     if run.last:
         overall = run.last.results["overall"]
-        for name in ("success_once", "success_at_end"):
+        for name in MEASURES:
             if overall[name]:
                 rate, rest = describe_measure(overall[name])
                 found.append((name, rate, rest))
@@ -148,16 +158,15 @@ def evaluation_parts(run: Run, shown: Evaluation, beside: Path) -> list[Html]:
     title = f"Evaluation of version {shown.version}"
     note = f"{shown.name}: {protocol_words(shown.results)}"
     parts = [section(title, per_task_table(shown), charts(histograms(shown)), note=note)]
-    films = clips(shown, beside)
-    if films:
-        parts.append(section("Episodes", films))
+    if gallery := video_gallery(shown, beside):
+        parts.append(section("Episodes", gallery))
     if len(run.evaluations) > 1:
         parts.append(section("All evaluations", evaluations_table(run)))
     return parts
 
 
 def protocol_words(results: dict[str, Any]) -> str:
-    """How the episodes were played."""
+    """How the episodes of an evaluation were played, in words."""
     protocol = results.get("protocol", {})
     how = protocol.get("eval", {})
     words = [
@@ -171,30 +180,9 @@ def protocol_words(results: dict[str, Any]) -> str:
     return ", ".join(word for word in words if word)
 
 
-def evaluations_table(run: Run) -> Html:
-    rows = []
-    for one in run.evaluations:
-        overall, steps = one.results["overall"], run.env_steps(one.version)
-        rates = [measure_cell(overall[name]) for name in ("success_once", "success_at_end")]
-        rows.append(
-            [
-                one.name,
-                f"{steps:,}" if steps is not None else "-",
-                *rates,
-                overall["episodes"],
-                overall["errors"],
-                short(overall["return"]) if overall["return"] is not None else "-",
-                short(overall["length"]) if overall["length"] is not None else "-",
-            ]
-        )
-    head = ["evaluation", "env steps", "success_once", "success_at_end", "episodes", "errors", "return", "length"]
-    return table(head, rows)
-
-
 def recipe_and_provenance(run: Run) -> Html:
-    made_by = run.info.get("provenance") or (run.last.results.get("provenance", {}) if run.last else {})
     recipe = run.config and tag("details", tag("summary", "config.yaml, the resolved recipe"), tag("pre", run.config))
-    return section("Recipe and provenance", provenance_table(run, made_by), recipe or None)
+    return section("Recipe and provenance", provenance_table(run), recipe or None)
 
 
 def footer() -> Html:

@@ -1,4 +1,4 @@
-"""Reads what is on disk of a run, or of one evaluation, for a report. What cannot be read is named, never guessed."""
+"""Reads the files of a run or of one evaluation for a report. What cannot be read goes into `problems`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from embodied.core.errors import EmbodiedError
 from embodied.core.files import read_object, reading
 from embodied.core.types import EpisodeResult
 from embodied.reporting.partial_evaluation import PARTIAL, partial_in
-from embodied.reporting.results import RESULTS, read_results
+from embodied.reporting.results import RESULTS, check_info, check_row, read_results
 from embodied.run.folder import lost
 
-IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations of the run itself; others were asked for by hand
+IN_TRAINING = re.compile(r"v\d{6,}")  # folders of evaluations during training; others were started by hand
 LOST = (
     "It ended before it could say why: it was killed, or its machine went down. "
     "python -m embodied.{command} resume={run} goes on {where}."
@@ -29,6 +29,8 @@ LOST = (
 
 @dataclass(frozen=True)
 class Evaluation:
+    """One evaluation on disk."""
+
     folder: Path
     results: dict[str, Any]
     episodes: list[EpisodeResult]
@@ -48,15 +50,15 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, or one evaluation's: that has neither metrics nor a state."""
+    """The files of a run, or of one evaluation, which has neither metrics nor a state."""
 
     folder: Path
     info: dict[str, Any] = field(default_factory=dict)
     config: str = ""  # config.yaml
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)  # by version; those asked for by hand come last
+    evaluations: list[Evaluation] = field(default_factory=list)  # by version; those started by hand come last
     problems: list[str] = field(default_factory=list)
-    partial: dict[str, str] = field(default_factory=dict)  # evaluations that were interrupted: how far they are
+    partial: dict[str, str] = field(default_factory=dict)  # interrupted evaluations: how many episodes are over
 
     @property
     def name(self) -> str:
@@ -64,19 +66,24 @@ class Run:
 
     @property
     def last(self) -> Evaluation | None:
-        """The newest evaluation of the run itself, or what there is."""
+        """The newest evaluation during training; if there is none, the last of the others."""
         own = [one for one in self.evaluations if one.in_training]
         return (own or self.evaluations or [None])[-1]
 
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What produced the run, or the evaluation where there is no run."""
+        return self.info.get("provenance") or (self.last.results.get("provenance", {}) if self.last else {})
+
     def env_steps(self, version: int) -> int | None:
-        """How many env steps had been trained on when this version was published."""
+        """The env steps trained on when this version was published; None where metrics.jsonl does not know it."""
         if version == 0:
             return 0
         return next((row["env_steps"] for row in self.metrics if row["policy_version"] == version), None)
 
 
 def read_run(folder: Path) -> Run:
-    """A run's folder or an evaluation's."""
+    """Read the folder of a run or of an evaluation."""
     if (folder / "run.json").is_file():
         problems: list[str] = []
         info = read_info(folder / "run.json", problems)
@@ -89,8 +96,8 @@ def read_run(folder: Path) -> Run:
         return Run(folder, info, config, metrics, read_evaluations(folder, problems), problems, read_partial(folder))
     if (folder / RESULTS).is_file():
         return Run(folder, evaluations=[Evaluation(folder, *read_results(folder))])
-    if told := partial_in(folder):
-        return Run(folder, partial={folder.resolve().name: how_far(told)})
+    if partial := partial_in(folder):
+        return Run(folder, partial={folder.resolve().name: how_far(partial)})
     raise EmbodiedError(
         f"{folder} is neither a run's folder (with run.json) nor an evaluation's (with {RESULTS}); "
         "for example: python -m embodied.report runs/NAME-DATE"
@@ -108,19 +115,17 @@ def read_evaluations(run: Path, problems: list[str]) -> list[Evaluation]:
 
 
 def read_partial(run: Path) -> dict[str, str]:
-    """The evaluations that were interrupted, by name."""
+    """How far each interrupted evaluation is, by name."""
     found = {path.parent.name: partial_in(path.parent) for path in sorted(run.glob(f"eval/*/{PARTIAL}"))}
-    return {name: how_far(told) for name, told in found.items() if told}
+    return {name: how_far(partial) for name, partial in found.items() if partial}
 
 
-def how_far(told: dict[str, Any]) -> str:
-    return f"{told.get('over', 0)} of {told.get('episodes', 'several')} episodes"
+def how_far(partial: dict[str, Any]) -> str:
+    return f"{partial.get('over', 0)} of {partial.get('episodes', 'several')} episodes"
 
 
 def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; the line a killed run was writing is left out, and what follows one that is odd."""
-    from embodied.reporting.result_types import check_row
-
+    """The rows of metrics.jsonl, up to a damaged one and without the line a killed run was writing."""
     if not path.is_file():
         return []
     rows: list[dict[str, Any]] = []
@@ -134,8 +139,6 @@ def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def read_info(path: Path, problems: list[str]) -> dict[str, Any]:
-    from embodied.reporting.result_types import check_info
-
     with noted(problems), reading(path):
         info = read_object(path)
         check_info(info)
@@ -144,7 +147,7 @@ def read_info(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def read_config(path: Path, problems: list[str]) -> str:
-    """The resolved recipe, which must be one."""
+    """The text of config.yaml, if it holds a mapping."""
     with noted(problems), reading(path):
         text = path.read_text(encoding="utf-8")
         try:
@@ -159,6 +162,7 @@ def read_config(path: Path, problems: list[str]) -> str:
 
 @contextmanager
 def noted(problems: list[str]) -> Iterator[None]:
+    """Append an EmbodiedError to `problems` instead of raising it."""
     try:
         yield
     except EmbodiedError as err:

@@ -1,4 +1,7 @@
-"""Success rates with their uncertainty. An episode that ended in an error is neither a success nor a failure."""
+"""Success rates with their intervals, and paired comparisons of two policies.
+
+An episode that ended in an error is neither a success nor a failure.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def wilson(count: int, total: int) -> tuple[float, float]:
 
 
 def summarize(episodes: Iterable[EpisodeResult]) -> dict[str, Any]:
-    """What results.json says of a list of episodes: `overall` and `per_task`, tasks by name."""
+    """The figures of a list of episodes, `overall` and `per_task`, as results.json holds them."""
     episodes = list(episodes)
     tasks = sorted({episode.task for episode in episodes})
     return {
@@ -49,12 +52,12 @@ def figures(episodes: list[EpisodeResult]) -> dict[str, Any]:
 
 
 def causes(episodes: Iterable[EpisodeResult]) -> dict[str, int]:
-    """Why episodes ended in an error, and how many: the most frequent cause first."""
+    """How many episodes each error ended, the most frequent first."""
     return dict(Counter(episode.error for episode in episodes if episode.error).most_common())
 
 
 def measure(outcomes: list[bool | None]) -> dict[str, Any] | None:
-    """Count, rate and interval of the outcomes that are known; None where none is."""
+    """Count, rate and interval of the known outcomes; None where none is known."""
     known = [outcome for outcome in outcomes if outcome is not None]
     if not known:
         return None
@@ -67,8 +70,9 @@ def mean(values: list[float]) -> float | None:
 
 
 def compare(first: Iterable[EpisodeResult], second: Iterable[EpisodeResult]) -> dict[str, Any]:
-    """How much better the second policy did on the episodes that both played without an error; `episodes` counts
-    them. Differences are the second's rate or mean minus the first's, with 95% intervals; None where there is none.
+    """The second policy's figures minus the first's, on the episodes that both played without an error.
+
+    `episodes` counts these. Differences of rates and means come with 95% intervals, and are None where unknown.
     """
     known = {episode_id(episode): episode for episode in first if not episode.error}
     pairs = [(known[episode_id(one)], one) for one in second if not one.error and episode_id(one) in known]
@@ -81,7 +85,7 @@ def compare(first: Iterable[EpisodeResult], second: Iterable[EpisodeResult]) -> 
 
 
 def episode_id(episode: EpisodeResult) -> tuple[str, int, int]:
-    """What makes two episodes the same one to play."""
+    """The key by which episodes of two evaluations are paired."""
     return episode.task, episode.init_state_id, episode.seed
 
 
@@ -100,14 +104,14 @@ def compare_outcomes(pairs: list[tuple[bool | None, bool | None]]) -> dict[str, 
 
 
 def exact_mcnemar(one: int, other: int) -> float:
-    """Two-sided p of so uneven a split of the episodes on which two policies differ, were both equally good."""
+    """Two-sided p-value of the split of the episodes on which two policies differ, under equal success rates."""
     total, fewer = one + other, min(one, other)
     return min(1.0, 2 * sum(math.comb(total, count) for count in range(fewer + 1)) / 2**total)
 
 
 def paired_difference(both: int, one: int, other: int, neither: int) -> tuple[float, float, float]:
     """Rate of (both + one) minus rate of (both + other) in paired trials, and Newcombe's 95% interval (1998, method
-    10): Wilson intervals of the two rates, joined with regard to their correlation.
+    10): Wilson intervals of the two rates, combined with their correlation.
     """
     total = both + one + other + neither
     p, q = (both + one) / total, (both + other) / total

@@ -1,7 +1,7 @@
 """Charts as inline SVG: lines with bands, points with whiskers, histograms. Colours come from the page's style.
 
 A chart is drawn 440 units wide, about what a phone shows, so that its text keeps its size; wider pages set charts side
-by side. Each line carries its numbers for the pointer: the page's script shows those nearest to it.
+by side. Each line carries its numbers: the page's script shows those nearest to the pointer.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def line_chart(
 
 
 def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole: bool = False) -> Html:
-    """Stacked counts by group; `groups` maps a style class (success, failure, played) to values. `whole`: integers."""
+    """Stacked counts: `groups` maps a style class (success, failure, played) to values, integers if `whole`."""
     values = [value for group in groups.values() for value in group if math.isfinite(value)]
     if not values:
         return figure(title, tag("p", "nothing yet", class_="empty"))
@@ -92,8 +92,8 @@ def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole
                 top = up.at(base + column[i])
                 x, width = across.at(left) + 0.5, max(across.at(right) - across.at(left) - 1, 1)
                 bar = {"x": x, "y": top, "width": round(width, 1), "height": round(up.at(base) - top, 1)}
-                told = f"{spell(left, right, whole)}: {column[i]} {kind}"
-                shapes.append(tag("rect", tag("title", told), class_=f"bar {kind}", **bar))
+                words = f"{spell(left, right, whole)}: {column[i]} {kind}"
+                shapes.append(tag("rect", tag("title", words), class_=f"bar {kind}", **bar))
                 base += column[i]
     return figure(title, legend([(kind, kind, "") for kind in counts]), canvas(title, shapes, across, x_name, False))
 
@@ -103,7 +103,7 @@ def figure(title: str, *parts: object) -> Html:
 
 
 def legend(entries: list[tuple[str, str, str]]) -> Html | None:
-    """(name, style class, kind of mark) each; none where there is but one."""
+    """A legend of entries (name, style class, kind of mark); None where there is only one."""
     if len(entries) < 2:
         return None
     return tag(
@@ -114,7 +114,7 @@ def legend(entries: list[tuple[str, str, str]]) -> Html | None:
 
 
 def canvas(title: str, shapes: Sequence[Html], across: Axis, x_name: str, read: bool = True) -> Html:
-    """The drawing; `read` lets the pointer read the numbers of its lines off."""
+    """The drawing; with `read` the pointer shows the numbers of its lines."""
     box = f"0 0 {WIDTH} {HEIGHT}"
     return tag("svg", *shapes, viewBox=box, role="img", aria_label=title, data_x=x_name if read else None)
 
@@ -153,17 +153,17 @@ def dots(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> l
     for (x, _), low, high in zip(spots, one.low, one.high):
         shapes.append(tag("line", x1=x, x2=x, y1=up.at(low), y2=up.at(high), class_=f"whisker {color}"))
     shapes += [tag("circle", cx=x, cy=y, r=3.5, class_=f"dot {color}") for x, y in spots]
-    # Never seen itself: what the pointer reads.
+    # Invisible: it carries the numbers for the pointer.
     shapes.append(tag("polyline", points=path(spots), class_=f"unseen {color}", **numbers(one, show)))
     return shapes
 
 
 def numbers(one: Series, show: Callable[[float], str]) -> dict[str, str]:
-    """What the pointer reads off this series: per point, where and how much."""
-    told = [show(y) for y in one.y]
+    """The attributes from which the page's script reads this series: x and y of every point."""
+    values = [show(y) for y in one.y]
     if one.low:
-        told = [f"{text} [{show(low)}, {show(high)}]" for text, low, high in zip(told, one.low, one.high)]
-    return {"data_name": one.name, "data_at": "|".join(short(x) for x in one.x), "data_y": "|".join(told)}
+        values = [f"{text} [{show(low)}, {show(high)}]" for text, low, high in zip(values, one.low, one.high)]
+    return {"data_name": one.name, "data_at": "|".join(short(x) for x in one.x), "data_y": "|".join(values)}
 
 
 def path(spots: list[tuple[float, float]]) -> str:
@@ -171,7 +171,7 @@ def path(spots: list[tuple[float, float]]) -> str:
 
 
 def finite(one: Series) -> Series:
-    """Without the points that have no finite number."""
+    """The series without the points that have no finite number."""
     keep = [i for i, y in enumerate(one.y) if y is not None and math.isfinite(y)]
     picked = {
         name: [values[i] for i in keep] if len(values := getattr(one, name)) else []
@@ -181,7 +181,7 @@ def finite(one: Series) -> Series:
 
 
 def thinned(one: Series) -> Series:
-    """At most MOST_POINTS points: neighbours become their mean, the band spans them and their own bands."""
+    """The series with at most MOST_POINTS points: the means of neighbours, with a band that spans them."""
     if one.points or len(one.x) <= MOST_POINTS:
         return one
     size = math.ceil(len(one.x) / MOST_POINTS)

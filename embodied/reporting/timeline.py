@@ -1,8 +1,8 @@
-"""Where the time of a run goes: every measured piece of work of every worker, on one clock.
+"""Where the time of a run goes: every timed span of every worker, on one clock.
 
 `trace.json` is in the Chrome trace event format (open it in ui.perfetto.dev): a process per host, a thread per worker,
-microseconds since training began. It grows by an event per line as iterations end, so memory stays flat and what a
-killed run leaves can still be read. Sums over the whole run are kept whether or not single pieces are.
+microseconds since training began. It grows by an event per line as iterations end, so memory stays flat and the file
+of a killed run can be read. Totals over the whole run are kept even where single spans are not.
 
 Names are those of worker methods (collect, serve, update, publish, load_weights, evaluate) and inside them step, reset,
 act, sync (with other learner ranks), wait and, a moment, first backward; the driver's own are rollout, update,
@@ -22,13 +22,13 @@ from embodied.runtime import Timers, WorkerGroup
 from embodied.runtime.worker import machine
 
 DRIVER = "driver"
-PINGS = 5  # to a machine with another clock; the fastest answer tells the difference best
+PINGS = 5  # to a machine with another clock; the fastest answer gives the best difference
 SMALL = 0.01  # shares below are not worth a word at the end of a run
 
 
 @dataclass(frozen=True)
-class Span:
-    """One piece of work; inner pieces of the same worker lie within outer ones."""
+class TimedSpan:
+    """One timed piece of work; inner spans of a worker lie within outer ones."""
 
     worker: str  # "sim-0", or "driver"
     host: str
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Phases:
-    """A group's time: shares of its workers' wall-clock time, by name, without waiting; what is left is idle."""
+    """How a group spent its time: shares of its workers' wall-clock time by name, without waiting; the rest is idle."""
 
     role: str
     shares: dict[str, float]
@@ -48,7 +48,7 @@ class Phases:
 
 
 class Timeline:
-    """Collects from the groups of a run. `timers` are the driver's own; `path` gets the first `iterations`."""
+    """Collects the spans of a run's groups and the driver's `timers`; `path` gets those of the first `iterations`."""
 
     def __init__(self, groups: Sequence[WorkerGroup], timers: Timers, path: Path, iterations: int) -> None:
         self.groups = groups
@@ -69,12 +69,12 @@ class Timeline:
         return self
 
     def __exit__(self, *_) -> None:
-        """Where a run fails, its trace stays as it is: readable, without the last bracket."""
+        """Close the file. The trace of a run that failed is readable, but lacks the last bracket."""
         if self.writer is not None:
             self.writer.file.close()
 
     def collect(self, iteration: int) -> None:
-        """Write what was done since the last call, as part of this iteration (counted from 1)."""
+        """Write the spans since the last call as those of this iteration (counted from 1)."""
         if self.writer is None:
             return
         self.left -= 1
@@ -87,7 +87,7 @@ class Timeline:
             self._close()
 
     def end(self) -> str:
-        """Finish the file; says how every group spent the time since the timeline was made."""
+        """Finish the file; returns how every group spent the time since the timeline was made."""
         self._close()
         wall = perf_counter() - self.began
         pairs = zip(self.groups, self.before, strict=True)
@@ -106,7 +106,7 @@ class Timeline:
 
 
 def phases(role: str, before: dict[str, dict], after: dict[str, dict], wall_s: float) -> Phases:
-    """From the totals of a group's workers at two times. One that was replaced meanwhile counts from its new life."""
+    """A group's shares between two readings of its workers' totals. A restarted worker counts from its restart."""
     own: dict[str, float] = defaultdict(float)
     for worker, new in after.items():
         old = before.get(worker, {})
@@ -121,7 +121,7 @@ def phases(role: str, before: dict[str, dict], after: dict[str, dict], wall_s: f
 
 
 def describe(groups: Iterable[Phases]) -> str:
-    """`sim: step 61%, reset 8%, idle 31%; policy: ...`: the shares worth a word."""
+    """The larger shares in words: `sim: step 61%, reset 8%, idle 31%; policy: ...`"""
     return "; ".join(
         f"{group.role}: "
         + ", ".join(
@@ -132,7 +132,7 @@ def describe(groups: Iterable[Phases]) -> str:
 
 
 def clock_differences(group: WorkerGroup) -> dict[str, float]:
-    """Per worker, seconds to add to its clock to get the driver's."""
+    """For every worker, the seconds to add to its clock to get the driver's."""
     here, differences = machine(), {}
     for rank, (worker, (where, _)) in enumerate(zip(group.workers, group.process().wait(), strict=True)):
         differences[worker] = 0.0 if where == here else min(ping(group[rank]) for _ in range(PINGS))[1]
@@ -149,7 +149,7 @@ def ping(worker: WorkerGroup) -> tuple[float, float]:
 
 class TraceWriter:
     def __init__(self, path: Path, places: Sequence[tuple[str, str]]) -> None:
-        """`places`: (worker, host) of all that will be written."""
+        """`places`: (worker, host) of all workers in the trace."""
         self.file = path.open("xb", buffering=0)  # nothing is left to flush when a run ends badly
         hosts = {host: pid for pid, host in enumerate(dict.fromkeys(host for _, host in places))}
         self.ids = {worker: (hosts[host], tid) for tid, (worker, host) in enumerate(places)}
@@ -159,7 +159,7 @@ class TraceWriter:
         self._lines([{"name": n, "ph": "M", "pid": p, "tid": t, "args": {"name": v}} for n, p, t, v in names], b"")
 
     def add(self, worker: str, spans: Sequence[tuple[str, float, float]], iteration: int) -> None:
-        """Spans as (name, start in seconds, seconds)."""
+        """Write spans, each (name, start in seconds, duration in seconds)."""
         pid, tid = self.ids[worker]
         common = {"cat": worker.rpartition("-")[0] or worker, "ph": "X", "pid": pid, "tid": tid}
         self._lines(
@@ -186,10 +186,10 @@ def us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def read_trace(path: Path) -> list[Span]:
+def read_trace(path: Path) -> list[TimedSpan]:
     """The spans of a trace, by worker and time, outer ones before those inside; also of one that was cut short."""
     names: dict[tuple[str, int], str] = {}
-    spans: list[Span] = []
+    spans: list[TimedSpan] = []
     with path.open() as file:
         for line in file:
             try:
@@ -202,17 +202,17 @@ def read_trace(path: Path) -> list[Span]:
             elif event["ph"] == "X":
                 worker, host = names["thread_name", event["tid"]], names["process_name", event["pid"]]
                 start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-                spans.append(Span(worker, host, event["name"], start, end, event["args"]["iteration"]))
+                spans.append(TimedSpan(worker, host, event["name"], start, end, event["args"]["iteration"]))
     return sorted(spans, key=lambda span: (span.worker, span.start_s, -span.end_s))
 
 
-def innermost(spans: Iterable[Span]) -> list[Span]:
+def innermost(spans: Iterable[TimedSpan]) -> list[TimedSpan]:
     """Every moment once: a worker's spans cut so that inner ones replace the parts of outer ones that they cover.
 
     collect 0-10 with step 2-5 inside gives collect 0-2, step 2-5, collect 5-10.
     """
-    cut: list[Span] = []
-    stack: list[Span] = []  # open spans, each with start_s moved to what is not yet accounted for
+    cut: list[TimedSpan] = []
+    stack: list[TimedSpan] = []  # open spans, each with start_s moved to what is not yet accounted for
 
     def close_until(moment: float) -> None:
         while stack and stack[-1].end_s <= moment:

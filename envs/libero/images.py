@@ -16,7 +16,7 @@ import numpy as np
 from embodied.core.errors import ConfigError
 from embodied.envs.libero.egl import choose_card
 from embodied.envs.libero.scene import Row, Scene
-from embodied.system.vulkan import loads
+from embodied.system.vulkan_driver import loads
 
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}  # our names of MuJoCo's cameras
 ARRAYS = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")

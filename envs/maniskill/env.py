@@ -39,7 +39,7 @@ from embodied.envs.maniskill.tasks import (
 )
 from embodied.envs.own_modules import explained, try_out
 from embodied.envs.protocols import AS_TRAINED, Protocol
-from embodied.system.vulkan import ensure_vulkan, has_nvidia
+from embodied.system.vulkan_driver import ensure_vulkan, has_nvidia
 
 DRAWING = threading.RLock()  # torch.rand and torch's generator belong to the process: one env draws at a time
 

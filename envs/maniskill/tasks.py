@@ -21,7 +21,7 @@ from embodied.core.errors import ConfigError, MissingAsset
 from embodied.envs.config import ManiSkillConfig, nearest
 from embodied.envs.maniskill.bridge.tasks import CONTROL, PLATES, SVG, TWINS, absent, is_bridge, source_of
 from embodied.envs.own_modules import is_own, own_task, simulator_of, tasks_in
-from embodied.system.vulkan import ensure_vulkan
+from embodied.system.vulkan_driver import ensure_vulkan
 
 # Proven equal to single envs by benchmarks/maniskill_equality.py, with their own step limits; none needs a download.
 BATCHED_TASKS = {

@@ -59,14 +59,14 @@ def allowed(name, prefixes):
 
 
 SHARED = ("embodied.core", "embodied.runtime")
-RECORDING = ("embodied.datasets", "embodied.reporting.video_frames", "embodied.reporting.videos")
+RECORDING = ("embodied.datasets", "embodied.reporting.videos", "embodied.reporting.videos")
 
 
 @pytest.mark.parametrize(
     ("folder", "may_import"),
     [
         ("placement", ("embodied.placement",)),
-        ("envs", ("embodied.envs", "embodied.system.vulkan", *RECORDING, *SHARED)),
+        ("envs", ("embodied.envs", "embodied.system.vulkan_driver", *RECORDING, *SHARED)),
         ("policies", ("embodied.policies", *SHARED)),
         ("embodied/core", ("embodied.core",)),
         ("embodied/algorithms", ("embodied.algorithms", "embodied.core")),

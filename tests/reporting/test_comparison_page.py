@@ -80,8 +80,8 @@ def test_the_same_episodes_stand_side_by_side_those_with_another_outcome_first(t
     first = write_run(tmp_path / "a", [1, 1, 0], videos=(0, 1))
     second = write_run(tmp_path / "b", [1, 0, 0], videos=(0, 1, 2))
     page = page_of(first, second)
-    films = [name for name, key, _ in page.attributes if (name, key) == ("video", "src")]
-    assert len(films) == 4
+    videos = [name for name, key, _ in page.attributes if (name, key) == ("video", "src")]
+    assert len(videos) == 4
     assert page.text.index("episode 1,") < page.text.index("episode 0,")
 
 

@@ -129,8 +129,8 @@ def test_every_number_is_there(run, page_checker):
     assert "errors" in page.text and "neither success nor failure" in page.text
 
 
-def test_small_clips_are_inside_and_large_ones_beside(run, monkeypatch, page_checker):
-    monkeypatch.setattr("embodied.reporting.evaluation_page.CLIP_BYTES", 150)
+def test_small_videos_are_inside_and_large_ones_beside(run, monkeypatch, page_checker):
+    monkeypatch.setattr("embodied.reporting.evaluation_page.VIDEO_BYTES", 150)
     (run / "eval/v000008/videos/episode-004_success_reach_seed 11.mp4").write_bytes(b"x" * 200)
     page = page_checker(report(read_run(run), run))
     sources = [value for name, key, value in page.attributes if (name, key) == ("video", "src")]
@@ -142,12 +142,12 @@ def test_small_clips_are_inside_and_large_ones_beside(run, monkeypatch, page_che
     assert page.text.index("failure reach, episode 0, 10 steps") < page.text.index("success reach, episode 3")
 
 
-def test_all_films_in_one_come_first_and_the_protocol_is_named(run, page_checker):
+def test_the_mosaic_comes_first_and_the_protocol_is_named(run, page_checker):
     (run / "eval/v000008/videos/mosaic.mp4").write_bytes(b"all")
     page = page_checker(report(read_run(run), run))
     sources = [value for name, key, value in page.attributes if (name, key) == ("video", "src")]
     assert base64.b64decode(sources[0].partition(",")[2]) == b"all" and len(sources) == 3
-    assert "All 2 films: green succeeds, red fails" in page.text and re.search(r"toy-v1, \d+ episodes", page.text)
+    assert "All 2 videos: green succeeds, red fails" in page.text and re.search(r"toy-v1, \d+ episodes", page.text)
 
 
 def test_texts_from_elsewhere_are_only_text(run, page_checker):
@@ -259,8 +259,8 @@ HOVER = """(() => {
 
 
 @pytest.fixture
-def filmed(run):
-    """A run whose clips are real films: one inside the page, one beside it."""
+def with_videos(run):
+    """A run with real videos: one inside the page, one beside it."""
     import numpy as np
 
     from embodied.reporting.videos import VideoWriter
@@ -276,18 +276,18 @@ def filmed(run):
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 900)])
 @pytest.mark.parametrize("dark", [False, True])
-def test_a_browser_shows_the_page_and_plays_its_clips(filmed, browser, width, height, dark, monkeypatch):
-    browser.open(write_report(filmed), width, height, dark)
+def test_a_browser_shows_the_page_and_plays_its_videos(with_videos, browser, width, height, dark, monkeypatch):
+    browser.open(write_report(with_videos), width, height, dark)
     across, visible = browser.run("[document.documentElement.scrollWidth, window.innerWidth]")
     assert across <= visible, "the page is wider than the screen"
-    ready, duration, video_width, clips = browser.run(PLAY)
-    assert ready >= 2 and duration == pytest.approx(1.0, abs=0.15) and (video_width, clips) == (64, 2)
+    ready, duration, video_width, videos = browser.run(PLAY)
+    assert ready >= 2 and duration == pytest.approx(1.0, abs=0.15) and (video_width, videos) == (64, 2)
     told = browser.run(HOVER)
     assert "training: 80% [70%, 87.3%] at 8888" in told and "evaluation: 71.4%" in told
     shade = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (int(re.search(r"\d+", shade)[0]) < 60) == dark
     assert not browser.complaints()
     assert not [url for url in browser.requests() if not url.startswith(("file:", "data:"))]
-    monkeypatch.setattr("embodied.reporting.evaluation_page.CLIP_BYTES", 10)
-    browser.open(write_report(filmed), width, height, dark)
+    monkeypatch.setattr("embodied.reporting.evaluation_page.VIDEO_BYTES", 10)
+    browser.open(write_report(with_videos), width, height, dark)
     assert browser.run(PLAY)[3] == 2 and not browser.complaints()

@@ -7,7 +7,7 @@ import pytest
 
 from embodied.reporting.timeline import (
     Phases,
-    Span,
+    TimedSpan,
     Timeline,
     TraceWriter,
     describe,
@@ -68,13 +68,13 @@ def test_a_trace_that_was_cut_short_is_read_up_to_there(tmp_path):
     writer = TraceWriter(path, [("driver", "driver"), ("sim-0", "sim-0")])
     writer.add("sim-0", [("step", 0.0, 1.0), ("step", 2.0, 1.0)], 1)
     path.write_bytes(path.read_bytes()[:-10])
-    assert read_trace(path) == [Span("sim-0", "sim-0", "step", 0.0, 1.0, 1)]
+    assert read_trace(path) == [TimedSpan("sim-0", "sim-0", "step", 0.0, 1.0, 1)]
     writer.file.close()
 
 
 def test_inner_pieces_replace_the_parts_of_outer_ones_they_cover():
     def span(name, start, end, worker="sim-0"):
-        return Span(worker, worker, name, start, end, 1)
+        return TimedSpan(worker, worker, name, start, end, 1)
 
     whole = [
         span("collect", 0, 10),

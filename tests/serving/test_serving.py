@@ -19,9 +19,9 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig
-from embodied.serving import codec
+from embodied.serving import protocol
 from embodied.serving.config import TOKEN, ServeConfig
-from embodied.serving.requests import observation_of
+from embodied.serving.protocol import observation_of
 
 msgpack = pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
@@ -35,7 +35,7 @@ SPEC = EnvSpec(ActionSpec(2), state_dim=3, images={"top": (16, 16, 3), "wrist": 
 SECRET = "a-secret-of-enough-letters"
 
 
-def question(seed=0):
+def request(seed=0):
     draw = np.random.default_rng(seed)
     images = (draw.integers(0, 256, (16, 16, 3), np.uint8) for _ in range(2))
     names = ("observation/image", "observation/wrist_image")
@@ -71,19 +71,19 @@ def served(policy, **options):
 
 
 def ask(connection, message):
-    connection.send(codec.pack(message))
+    connection.send(protocol.pack(message))
     reply = connection.recv(timeout=30)
-    return reply if isinstance(reply, str) else codec.unpack(reply)
+    return reply if isinstance(reply, str) else protocol.unpack(reply)
 
 
 def test_the_answer_is_what_the_policy_does(policy):
     with served(policy, temperature=1.0) as (address, _), connect(address) as connection:
-        told = codec.unpack(connection.recv(timeout=30))
+        told = protocol.unpack(connection.recv(timeout=30))
         assert told["cameras"] == {"top": [16, 16, 3], "wrist": [16, 16, 3]} and told["action_chunk"] == 4
-        replies = [ask(connection, question(number))["actions"] for number in range(2)]
+        replies = [ask(connection, request(number))["actions"] for number in range(2)]
     for number, actions in enumerate(replies):
         noise = rng.normal(0, "act/serve", np.array([0]), np.array([number]), 8)
-        obs = observation_of(question(number), SPEC, False)
+        obs = observation_of(request(number), SPEC, False)
         assert np.array_equal(actions, policy.act(obs, noise).actions[0]) and actions.shape == (4, 2)
 
 
@@ -92,8 +92,8 @@ def test_the_answer_is_what_the_policy_does(policy):
     [
         (b"\xc1", "as msgpack"),
         (b"", "as msgpack"),
-        (codec.pack({})[:0] + b"\x91" * 3000, "as msgpack"),
-        ("text", "questions are bytes"),
+        (protocol.pack({})[:0] + b"\x91" * 3000, "as msgpack"),
+        ("text", "requests are bytes"),
         (msgpack.packb([1]), "the message cannot be read as msgpack"),
         (msgpack.packb({"prompt": "go"}) + b"\x00", "something follows its end"),
         (msgpack.packb({"x": [0] * 65}), r"'x' in the message.*65 exceeds max_array_len\(64\)"),
@@ -103,7 +103,7 @@ def test_the_answer_is_what_the_policy_does(policy):
         (msgpack.packb({"prompt": "x" * 9000}), r"'prompt' in the message.*9000 exceeds max_str_len\(8192\)"),
         (b"\x81\xa1x" + b"\x91" * 3000, "'x' in the message.*StackError"),
         (
-            codec.pack({"x": np.zeros(1_000_001, np.uint8)}),
+            protocol.pack({"x": np.zeros(1_000_001, np.uint8)}),
             r"'x' in the message.*1000001 exceeds max_bin_len\(1000000\)",
         ),
         (msgpack.packb({"prompt": 1}), "lacks 'images/top'"),
@@ -115,7 +115,7 @@ def test_the_answer_is_what_the_policy_does(policy):
         (msgpack.packb({"a": {b"__ndarray__": True, b"dtype": "<f8", b"shape": [-1], b"data": b""}}), "has the shape"),
     ],
 )
-def test_a_malformed_question_is_refused_and_the_next_client_is_served(policy, sent, reason):
+def test_a_malformed_request_is_refused_and_the_next_client_is_served(policy, sent, reason):
     with served(policy) as (address, told):
         with connect(address) as connection:
             connection.recv(timeout=30)
@@ -125,7 +125,7 @@ def test_a_malformed_question_is_refused_and_the_next_client_is_served(policy, s
                 connection.recv(timeout=30)
         with connect(address) as connection:
             connection.recv(timeout=30)
-            assert ask(connection, question())["actions"].shape == (4, 2)
+            assert ask(connection, request())["actions"].shape == (4, 2)
         assert not [line for line in told if "Traceback" in line]
 
 
@@ -145,10 +145,10 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_message_of_many_things_is_refused_before_they_are_made(bomb):
-    codec.pack({})  # imports
+    protocol.pack({})  # imports
     began = time.thread_time()
-    with pytest.raises(codec.BadMessage, match=r"in the message: more than|exceeds max_array_len|as msgpack"):
-        codec.unpack(BOMBS[bomb])
+    with pytest.raises(protocol.BadMessage, match=r"in the message: more than|exceeds max_array_len|as msgpack"):
+        protocol.unpack(BOMBS[bomb])
     assert time.thread_time() - began < 1  # seconds of this thread; it was ten
 
 
@@ -171,7 +171,7 @@ def test_others_are_served_while_somebody_sends_messages_of_30_mb(policy):
         waited = []
         while len(refused) < 6:
             began = time.monotonic()
-            assert ask(connection, question())["actions"].shape == (4, 2)
+            assert ask(connection, request())["actions"].shape == (4, 2)
             waited.append(time.monotonic() - began)
         stop.set()
         for attacker in attackers:
@@ -180,10 +180,10 @@ def test_others_are_served_while_somebody_sends_messages_of_30_mb(policy):
     assert max(waited) < 5
 
 
-def test_a_question_is_no_longer_than_what_the_policy_can_look_at(policy):
+def test_a_request_is_no_longer_than_what_the_policy_can_look_at(policy):
     with served(policy) as (address, _), connect(address) as connection:
         connection.recv(timeout=30)
-        connection.send(codec.pack(question() | {"x": np.zeros(1_100_000, np.uint8)}))
+        connection.send(protocol.pack(request() | {"x": np.zeros(1_100_000, np.uint8)}))
         with pytest.raises(ConnectionClosed, match=r"1009.*exceeds limit of 1012312 bytes"):
             connection.recv(timeout=30)
 
@@ -195,17 +195,17 @@ def test_a_silent_client_makes_room_for_another_and_a_busy_one_does_not(policy):
                 one.recv(timeout=30)
             deadline = time.monotonic() + 0.7
             while time.monotonic() < deadline:
-                assert ask(busy, question())["actions"].shape == (4, 2)
-            assert ask(silent, question())["actions"].shape == (4, 2)  # nobody wanted its place
+                assert ask(busy, request())["actions"].shape == (4, 2)
+            assert ask(silent, request())["actions"].shape == (4, 2)  # nobody wanted its place
             with pytest.raises(InvalidStatus, match="503"):
                 connect(address)
             deadline = time.monotonic() + 0.7
             while time.monotonic() < deadline:
-                assert ask(busy, question())["actions"].shape == (4, 2)
+                assert ask(busy, request())["actions"].shape == (4, 2)
             with connect(address) as another:
                 another.recv(timeout=30)
-                assert ask(another, question())["actions"].shape == (4, 2)
-                assert ask(busy, question())["actions"].shape == (4, 2)
+                assert ask(another, request())["actions"].shape == (4, 2)
+                assert ask(busy, request())["actions"].shape == (4, 2)
                 with pytest.raises(ConnectionClosed, match=r"1001.*silent for 0\.5 s"):
                     silent.recv(timeout=30)
     assert [line for line in told if "makes room" in line]
@@ -221,22 +221,22 @@ def test_a_silent_client_makes_room_for_another_and_a_busy_one_does_not(policy):
         ({"prompt": ""}, "text of at most 2000"),
     ],
 )
-def test_a_question_about_something_else_is_refused(change, reason):
-    with pytest.raises(codec.BadMessage, match=reason):
-        observation_of(question() | change, SPEC, False)
+def test_a_request_about_something_else_is_refused(change, reason):
+    with pytest.raises(protocol.BadMessage, match=reason):
+        observation_of(request() | change, SPEC, False)
 
 
 def test_images_come_in_the_forms_that_openpi_takes():
     image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
     forms = [image, np.moveaxis(image, 2, 0), (image / 255 + 1e-4).astype(np.float32)]
-    seen = [observation_of(question() | {"images": {"top": form}}, SPEC, False)["images"]["top"][0] for form in forms]
+    seen = [observation_of(request() | {"images": {"top": form}}, SPEC, False)["images"]["top"][0] for form in forms]
     assert all(np.array_equal(image, other) for other in seen)
-    large = question() | {"top": np.zeros((20, 30, 3), np.uint8)}
+    large = request() | {"top": np.zeros((20, 30, 3), np.uint8)}
     del large["observation/image"]
     assert observation_of(large, SPEC, True)["images"]["top"].shape == (1, 20, 30, 3)
 
 
-def test_long_questions_strangers_and_pages_of_browsers_are_turned_away(policy, monkeypatch):
+def test_long_requests_strangers_and_pages_of_browsers_are_turned_away(policy, monkeypatch):
     monkeypatch.setenv(TOKEN, SECRET)
     with served(policy, max_request_mb=1, max_clients=1) as (address, _):
         for headers in ({}, {"Authorization": "Api-Key wrong"}, {"Authorization": SECRET}):
@@ -258,7 +258,7 @@ def test_what_goes_wrong_inside_is_printed_here_and_not_told(policy, monkeypatch
     with served(policy) as (address, told), connect(address) as connection:
         connection.recv(timeout=30)
         monkeypatch.setattr(policy, "act", lambda *_: {}["the weights are at /home/me"])
-        assert ask(connection, question()) == "error: the policy failed; the server's log says why"
+        assert ask(connection, request()) == "error: the policy failed; the server's log says why"
         with pytest.raises(ConnectionClosed):
             connection.recv(timeout=30)
     assert "the weights are at /home/me" in "".join(told)
@@ -267,26 +267,26 @@ def test_what_goes_wrong_inside_is_printed_here_and_not_told(policy, monkeypatch
 def test_actions_of_weights_that_are_no_numbers_are_kept_back(policy, monkeypatch):
     act = policy.act
 
-    def broken(*question):  # tokens chosen from NaN are numbers all the same
-        output = act(*question)
+    def broken(*request):  # tokens chosen from NaN are numbers all the same
+        output = act(*request)
         return replace(output, logprobs=np.full_like(output.logprobs, np.nan))
 
     monkeypatch.setattr(policy, "act", broken)
     with served(policy) as (address, _), connect(address) as connection:
         connection.recv(timeout=30)
-        assert "log-probs are not finite" in ask(connection, question())
+        assert "log-probs are not finite" in ask(connection, request())
 
 
 def together(address, count):
-    """So many clients that ask one question each before anybody hears an answer; -> the answers."""
+    """So many clients that ask one request each before anybody hears an answer; -> the answers."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(connect(address)) for _ in range(count)]
         for client in clients:
             client.recv(timeout=30)
         for number, client in enumerate(clients):
-            client.send(codec.pack(question(number)))
+            client.send(protocol.pack(request(number)))
         replies = [client.recv(timeout=30) for client in clients]
-        return [reply if isinstance(reply, str) else codec.unpack(reply)["actions"] for reply in replies]
+        return [reply if isinstance(reply, str) else protocol.unpack(reply)["actions"] for reply in replies]
 
 
 def watch(policy, monkeypatch, refuses=lambda rows: False):
@@ -303,9 +303,9 @@ def watch(policy, monkeypatch, refuses=lambda rows: False):
     return passes
 
 
-def test_questions_that_come_together_are_answered_in_one_pass_as_if_each_were_alone(policy, monkeypatch):
+def test_requests_that_come_together_are_answered_in_one_pass_as_if_each_were_alone(policy, monkeypatch):
     noise = rng.normal(0, "act/serve", np.arange(4), np.zeros(4, int), 8)
-    alone = [policy.act(observation_of(question(i), SPEC, False), noise[i : i + 1]).actions[0] for i in range(4)]
+    alone = [policy.act(observation_of(request(i), SPEC, False), noise[i : i + 1]).actions[0] for i in range(4)]
     passes = watch(policy, monkeypatch)
     with served(policy, temperature=1.0, batch=2, wait_ms=10_000) as (address, _):
         replies = together(address, 4)
@@ -320,12 +320,12 @@ def test_a_pass_that_fails_is_tried_again_for_each_alone(policy, monkeypatch):
     assert passes == [3, 1, 1, 1] and not [line for line in told if "Traceback" in line]
 
 
-def test_a_question_does_not_wait_for_longer_than_allowed(policy, monkeypatch):
+def test_a_request_does_not_wait_for_longer_than_allowed(policy, monkeypatch):
     passes = watch(policy, monkeypatch)
     with served(policy, wait_ms=1) as (address, _), connect(address) as silent, connect(address) as asking:
         silent.recv(timeout=30)
         asking.recv(timeout=30)
-        assert ask(asking, question())["actions"].shape == (4, 2)
+        assert ask(asking, request())["actions"].shape == (4, 2)
     assert passes == [1]
 
 
@@ -336,15 +336,15 @@ def test_openpis_own_client_is_served(policy, monkeypatch):
     with served(policy) as (address, _):
         asking = client.WebsocketClientPolicy("127.0.0.1", int(address.rpartition(":")[2]), api_key=SECRET)
         assert asking.get_server_metadata()["policy"] == "cnn"
-        answer = asking.infer(question())
+        answer = asking.infer(request())
         assert answer["actions"].shape == (4, 2) and answer["policy_timing"]["infer_ms"] > 0
         another = client.WebsocketClientPolicy(address, api_key=SECRET)
         broker = pytest.importorskip("openpi_client.action_chunk_broker").ActionChunkBroker(another, 4)
-        steps = np.stack([broker.infer(question())["actions"] for _ in range(4)])
-        np.testing.assert_allclose(steps, answer["actions"], atol=1e-6)  # greedy, and one question for a whole chunk
+        steps = np.stack([broker.infer(request())["actions"] for _ in range(4)])
+        np.testing.assert_allclose(steps, answer["actions"], atol=1e-6)  # greedy, and one request for a whole chunk
         with pytest.raises(RuntimeError, match="lacks 'prompt'"):
-            asking.infer({key: value for key, value in question().items() if key != "prompt"})
-        assert another.infer(question())["actions"].shape == (4, 2)
+            asking.infer({key: value for key, value in request().items() if key != "prompt"})
+        assert another.infer(request())["actions"].shape == (4, 2)
         for one in (asking, another):
             one._ws.close()
 
@@ -390,7 +390,7 @@ def test_the_command_serves_a_policy_folder_until_it_is_asked_to_stop(policy, tm
             lines = [next(process.stdout) for _ in range(3)]
             with connect(lines[-1].split()[1]) as connection:
                 connection.recv(timeout=30)
-                assert ask(connection, question())["actions"].shape == (4, 2)
+                assert ask(connection, request())["actions"].shape == (4, 2)
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         finally:

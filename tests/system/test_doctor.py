@@ -9,18 +9,16 @@ import sys
 
 import pytest
 
-from embodied.doctor import describe, examine, main
-from embodied.system import health
-from embodied.system.health import CHECKS, Finding
-from embodied.system.machine import Done, Machine
-from embodied.system.requirements import ENVS
+from embodied import doctor
+from embodied.doctor import CHECKS, Finding, describe, examine, main
+from embodied.system.machine import ENVS, Done, Machine
 
 GIB = 1 << 30
 FINE = {
     "torch": {"version": "2.13.0+cpu", "gpus": [], "built_for": None},
     "frame": {"task": "PushCube-v1", "size": [256, 256], "backend": "cpu"},
     "mujoco": {"through": "egl"},
-    "film": {"bytes": 1000},
+    "video": {"bytes": 1000},
     "ray": {"version": "2.60.0"},
     "tasks": {"A-v1": {"steps": 50, "missing": []}, "B-v1": {"steps": 50, "missing": ["ycb"]}},
 }
@@ -154,7 +152,7 @@ SMI = Done(0, "NVIDIA H200, 140000 MiB, 143771 MiB, 570.1\n")
             "OSMesa works",
             "export MUJOCO_GL=osmesa",
         ),
-        ({"probes": {"film": Done(1, err="no exe")}}, "ffmpeg", "failed", "no exe", "pip install --force-reinstall"),
+        ({"probes": {"video": Done(1, err="no exe")}}, "ffmpeg", "failed", "no exe", "pip install --force-reinstall"),
         ({"probes": {"ray": Done(None, err="no answer within 180 s")}}, "Ray", "warning", "180 s", "backend=local"),
         ({"packages": {"ray": None}}, "Ray", "absent", "not installed", "[ray]"),
         ({"free": {"/tmp": 2 * GIB}}, "disk for temporary files", "warning", "2.0 GiB free in /tmp", "run.dir="),
@@ -189,7 +187,7 @@ def test_what_is_wrong_is_found_and_told_with_its_fix(changes, check, state, tol
 def test_missing_shared_memory_is_found():
     machine = Tried()
     del machine.files["/dev/shm"]
-    (found,) = health.check_shared_memory(machine)
+    (found,) = doctor.check_shared_memory(machine)
     assert (found.state, "mount" in found.fix) == ("failed", True)
 
 
@@ -213,7 +211,7 @@ def test_what_is_not_installed_is_not_tried():
     assert ("frame", "maniskill") not in {
         (name, *more) for check in CHECKS for _ in check(machine) for name, *more in machine.asked
     }
-    assert {name for name, *_ in machine.asked} == {"torch", "film"}
+    assert {name for name, *_ in machine.asked} == {"torch", "video"}
 
 
 @pytest.mark.parametrize(("states", "code"), [(["ok", "absent"], 0), (["ok", "warning"], 0), (["failed", "ok"], 1)])
@@ -272,7 +270,7 @@ def test_this_machine_knows_its_packages():
 
 
 def test_the_probe_of_ffmpeg_answers():
-    assert Machine().probe("film").answer["bytes"] > 500
+    assert Machine().probe("video").answer["bytes"] > 500
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ from embodied.config.recipe import load
 from embodied.envs import PLUGINS
 from embodied.list import LISTS, advice, main, problem_of_env, show
 from embodied.policies import FAMILIES
-from embodied.system.machine import ROOT, Done, Machine
-from embodied.system.requirements import ENVS, POLICIES, Need, install, why_not
+from embodied.system.machine import ENVS, POLICIES, ROOT, Done, Machine, Requirement, install, why_not
 
 LIBERO = ENVS["libero"]
 
@@ -116,8 +115,8 @@ def test_tasks_that_cannot_be_listed_are_one_line():
 
 def test_needs_are_of_envs_and_policies_there_are():
     assert set(ENVS) <= set(PLUGINS) and set(POLICIES) <= set(FAMILIES)
-    assert str(Need()) == "nothing more"
-    assert why_not(Need(("no-such-package",)), Machine()) == "not installed: no-such-package"
+    assert str(Requirement()) == "nothing more"
+    assert why_not(Requirement(("no-such-package",)), Machine()) == "not installed: no-such-package"
 
 
 def test_what_is_missing_is_installed_from_the_checkout_or_as_a_wheel():

@@ -5,9 +5,10 @@ import os
 
 import pytest
 
+from embodied import vulkan
 from embodied.core.errors import EmbodiedError
-from embodied.system import vulkan, vulkan_setup
-from embodied.system.vulkan_setup import Mirror, bookworm_mirror, read_mirror
+from embodied.system import vulkan_driver
+from embodied.vulkan import Mirror, bookworm_mirror, read_mirror
 
 DEB822 = """\
 Types: deb
@@ -27,11 +28,11 @@ Components: main
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
     """A machine without any driver, with an empty cache."""
-    for name in vulkan.CHOSEN_BY_USER:
+    for name in vulkan_driver.CHOSEN_BY_USER:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(vulkan, "SYSTEM_FOLDERS", (str(tmp_path / "icd.d"),))
-    monkeypatch.setattr(vulkan, "has_nvidia", lambda: False)
+    monkeypatch.setattr(vulkan_driver, "SYSTEM_FOLDERS", (str(tmp_path / "icd.d"),))
+    monkeypatch.setattr(vulkan_driver, "has_nvidia", lambda: False)
     (tmp_path / "icd.d").mkdir()
     return tmp_path
 
@@ -42,22 +43,22 @@ def describe(folder, name, library, version):
 
 def test_without_a_driver_the_error_says_how_to_get_one(bare):
     with pytest.raises(EmbodiedError, match=r"-m embodied\.vulkan"):
-        vulkan.ensure_vulkan()
+        vulkan_driver.ensure_vulkan()
 
 
 def test_the_users_choice_is_respected(bare, monkeypatch):
     monkeypatch.setenv("VK_ICD_FILENAMES", "mine.json")
-    vulkan.ensure_vulkan()
+    vulkan_driver.ensure_vulkan()
     assert os.environ["VK_ICD_FILENAMES"] == "mine.json"
-    assert "mine.json" in vulkan_setup.install()
+    assert "mine.json" in vulkan.install()
 
 
 def test_the_private_driver_is_used_where_the_system_has_none(bare, monkeypatch):
     monkeypatch.setenv("VK_ICD_FILENAMES", "")
-    vulkan.private_icd().parent.mkdir(parents=True)
-    vulkan.private_icd().write_text("{}")
-    vulkan.ensure_vulkan()
-    assert os.environ["VK_ICD_FILENAMES"] == str(vulkan.private_icd())
+    vulkan_driver.private_icd().parent.mkdir(parents=True)
+    vulkan_driver.private_icd().write_text("{}")
+    vulkan_driver.ensure_vulkan()
+    assert os.environ["VK_ICD_FILENAMES"] == str(vulkan_driver.private_icd())
 
 
 @pytest.mark.parametrize(
@@ -71,15 +72,15 @@ def test_the_private_driver_is_used_where_the_system_has_none(bare, monkeypatch)
 )
 def test_a_system_driver_that_cannot_work_is_passed_over(bare, monkeypatch, library, version):
     describe(bare, "x.json", library, version)
-    monkeypatch.setattr(vulkan, "DEVICES", bare / "no dev dri")
-    assert not vulkan.has_system_driver()
+    monkeypatch.setattr(vulkan_driver, "DEVICES", bare / "no dev dri")
+    assert not vulkan_driver.has_system_driver()
 
 
 @pytest.mark.parametrize(("version", "usable"), [("1.3.230", False), ("1.3.274", True), ("1.4.305", True)])
 def test_the_systems_lavapipe_counts_from_version_24_on(bare, monkeypatch, version, usable):
-    monkeypatch.setattr(vulkan, "loads", lambda library: True)
+    monkeypatch.setattr(vulkan_driver, "loads", lambda library: True)
     describe(bare, "lvp_icd.json", "libvulkan_lvp.so", version)
-    assert vulkan.has_system_driver() is usable
+    assert vulkan_driver.has_system_driver() is usable
 
 
 def test_the_mirror_is_read_from_both_formats():
@@ -118,11 +119,11 @@ def test_a_machine_without_a_mirror_is_told_so(tmp_path):
 def test_without_root_the_command_is_told(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(EmbodiedError, match="sudo apt-get install -y --no-install-recommends libllvm15"):
-        vulkan_setup.apt_install(["libllvm15"], "libLLVM-15.so.1")
+        vulkan.apt_install(["libllvm15"], "libLLVM-15.so.1")
 
 
 def test_an_unknown_distribution_is_told_what_to_install(bare, monkeypatch):
-    monkeypatch.setattr(vulkan_setup, "LIBRARIES", {})
-    monkeypatch.setattr(vulkan_setup.shutil, "which", lambda name: None)
+    monkeypatch.setattr(vulkan, "LIBRARIES", {})
+    monkeypatch.setattr(vulkan.shutil, "which", lambda name: None)
     with pytest.raises(EmbodiedError, match=r"lavapipe, version 24 or later"):
-        vulkan_setup.install()
+        vulkan.install()

@@ -6,7 +6,7 @@ import pytest
 
 from embodied.envs.libero import egl
 from embodied.envs.libero.egl import choose_card
-from embodied.system.vulkan import loads
+from embodied.system.vulkan_driver import loads
 
 HYBRID = ["renderD128", "renderD131", "renderD130", "renderD129", ""]  # another maker's first, software last
 

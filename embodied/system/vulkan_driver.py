@@ -1,7 +1,8 @@
-"""Finds the Vulkan driver SAPIEN needs, even where nothing is rendered; without a GPU that is a software driver.
+"""Finds the Vulkan driver that SAPIEN needs even where nothing is rendered; without a GPU, a software driver.
 
-`ensure_vulkan` runs before sapien is imported and only looks: the graphics card's driver, a new enough system lavapipe,
-or the private one that `python -m embodied.vulkan` puts into the user's cache folder. Standard library only.
+`ensure_vulkan` runs before sapien is imported and installs nothing. It takes the graphics card's driver, a system
+lavapipe that is new enough, or the private one that `python -m embodied.vulkan` puts into the user's cache folder.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def ensure_vulkan() -> None:
 
 
 def private_icd() -> Path:
-    """The description of our own driver, where `python -m embodied.vulkan` writes it."""
+    """The file that describes our own driver, written by `python -m embodied.vulkan`."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "embodied-loop" / "vulkan" / "icd.json"
 
@@ -51,7 +52,7 @@ def has_system_driver() -> bool:
 
 
 def has_nvidia() -> bool:
-    """An NVIDIA card whose driver comes with its graphics part (containers often leave that out)."""
+    """Whether there is an NVIDIA card whose driver has its graphics part (containers often leave that out)."""
     return Path("/dev/nvidiactl").exists() and loads("libGLX_nvidia.so.0")
 
 
@@ -60,7 +61,10 @@ def system_icds() -> list[Path]:
 
 
 def is_usable(icd: Path) -> bool:
-    """Mesa's GPU drivers count where there is a GPU, lavapipe where it is new enough; NVIDIA's: see above."""
+    """Whether a system driver serves: Mesa's where there is a GPU, lavapipe where it is new enough.
+
+    NVIDIA's is decided by `has_nvidia`.
+    """
     try:
         described = json.loads(icd.read_text())["ICD"]
         header = int(str(described["api_version"]).split(".")[2])

@@ -1,0 +1,213 @@
+"""openpi's messages: msgpack with numpy arrays (bytes, type and shape), and the names of what a policy looks at.
+
+No message is trusted: only plain numbers become arrays, and their size must be that of their bytes. Objects cost more
+than bytes, since each becomes a Python object while no other client is served: 30 MB of empty maps would take ten
+seconds and 2 GB. So everything that can be many has a limit.
+
+Images are looked up under `images/CAMERA`, `observation/CAMERA` and CAMERA; as in openpi's LIBERO example, the first
+camera is `observation/image` as well and the second `observation/wrist_image`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.types import EnvSpec, Observation
+
+KINDS = "biuf"
+MOST_AXES = 8
+MOST_KEYS = 64  # of a map, and entries of a list
+MOST_CONTAINERS = 512  # maps and lists in a message; an array is two
+LONGEST_TEXT = 8192  # bytes
+
+
+class BadMessage(EmbodiedError):
+    """A client sent what cannot be answered; it gets the text."""
+
+
+def check_packages() -> None:
+    """Raise ConfigError where a package that serving needs is missing."""
+    try:
+        import msgpack  # noqa: F401
+        import websockets  # noqa: F401
+    except ModuleNotFoundError as err:
+        raise ConfigError(
+            f"serving needs the package {err.name}, which is not installed: "
+            "python -m pip install 'embodied-loop[serve]'"
+        ) from None
+
+
+def pack(message: Any) -> bytes:
+    import msgpack
+
+    return msgpack.packb(message, default=_pack_array)
+
+
+def unpack(data: bytes, largest: int | None = None) -> dict:
+    """The map in a message. `largest` limits the bytes of an array."""
+    import msgpack
+
+    count = _Count()
+    limits = {"str": LONGEST_TEXT, "bin": len(data) if largest is None else largest, "array": MOST_KEYS, "ext": 0}
+    unpacker = msgpack.Unpacker(
+        object_hook=lambda fields: _unpack_array(count.one_more(fields)),
+        list_hook=count.one_more,
+        strict_map_key=False,
+        max_buffer_size=len(data) + 1,
+        max_map_len=MOST_KEYS,
+        **{f"max_{kind}_len": most for kind, most in limits.items()},
+    )
+    unpacker.feed(data)
+    message, where = {}, "the message"
+    try:
+        if (keys := unpacker.read_map_header()) > MOST_KEYS:
+            raise BadMessage(f"{keys} keys; at most {MOST_KEYS} are taken")
+        for _ in range(keys):
+            key = unpacker.unpack()
+            where = f"{str(key)[:40]!r} in the message"
+            message[key] = unpacker.unpack()
+        where = "the message"
+        if unpacker.tell() != len(data):
+            raise BadMessage("something follows its end")
+    except BadMessage as err:
+        raise BadMessage(f"{where}: {err}") from None
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as err:
+        raise BadMessage(f"{where} cannot be read as msgpack: {str(err) or type(err).__name__}") from None
+    return message
+
+
+class _Count:
+    """Counts the maps and lists in a message."""
+
+    def __init__(self) -> None:
+        self.containers = 0
+
+    def one_more(self, container: Any) -> Any:
+        self.containers += 1
+        if self.containers > MOST_CONTAINERS:
+            raise BadMessage(f"more than {MOST_CONTAINERS} maps and lists")
+        return container
+
+
+def _pack_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.kind in KINDS:
+        return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+    if isinstance(value, np.generic) and value.dtype.kind in KINDS:
+        return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
+    raise TypeError(f"{type(value).__name__} is not sent")
+
+
+def _unpack_array(fields: dict) -> Any:
+    if b"__ndarray__" not in fields and b"__npgeneric__" not in fields:
+        return fields
+    data, dtype = fields.get(b"data"), _dtype(fields.get(b"dtype"))
+    if b"__npgeneric__" in fields:
+        if not isinstance(data, (bool, int, float)):
+            raise BadMessage("a number that is none")
+        return dtype.type(data)
+    shape = fields.get(b"shape")
+    if not isinstance(shape, list) or len(shape) > MOST_AXES or not all(type(n) is int and n >= 0 for n in shape):
+        raise BadMessage(f"an array has the shape {str(shape)[:40]}; at most {MOST_AXES} sizes are taken")
+    if not isinstance(data, bytes) or len(data) != math.prod(shape) * dtype.itemsize:
+        raise BadMessage(f"an array of shape {shape} and type {dtype} does not fit its bytes")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _dtype(name: Any) -> np.dtype:
+    """The dtype of this name. Only plain numbers are taken, since objects would be pickles."""
+    try:
+        dtype = np.dtype(name if isinstance(name, str) else "")
+    except (TypeError, ValueError):
+        dtype = np.dtype(object)
+    if dtype.kind not in KINDS or not isinstance(name, str):
+        raise BadMessage(f"arrays of type {str(name)[:20]!r} are not taken; send numbers or bytes")
+    return dtype
+
+
+# A request as an observation of the policy
+
+ALIASES = ("image", "wrist_image")
+LONGEST = 2000  # letters of an instruction
+LARGEST = 4096  # pixels along a side
+NUMBER = 8  # bytes of a number at most
+OTHERS = 1_000_000  # bytes of a message that this policy does not read
+
+
+def largest_array(spec: EnvSpec) -> int:
+    """Bytes of the largest array that this policy reads, whatever its number type."""
+    return NUMBER * max([math.prod(size) for size in spec.images.values()] + [spec.state_dim or 0])
+
+
+def longest_request(spec: EnvSpec) -> int:
+    """Bytes of the longest request that this policy needs."""
+    numbers = sum(math.prod(size) for size in spec.images.values()) + (spec.state_dim or 0)
+    return NUMBER * numbers + OTHERS
+
+
+def observation_of(request: dict, spec: EnvSpec, any_size: bool) -> Observation:
+    """The request as an observation of one row. With `any_size` the policy scales images itself."""
+    flat = {key: value for key, value in request.items() if isinstance(key, str)}
+    flat |= {f"images/{camera}": image for camera, image in dict_of(flat.get("images")).items()}
+    obs: Observation = {}
+    if spec.images:
+        obs["images"] = {
+            camera: image_of(found(flat, *names_of(camera, number)), size, any_size, camera)[None]
+            for number, (camera, size) in enumerate(spec.images.items())
+        }
+    if spec.state_dim:
+        obs["state"] = state_of(found(flat, "observation/state", "state"), spec.state_dim)[None]
+    if spec.instruction:
+        obs["instruction"] = [text_of(found(flat, "prompt", "instruction"))]
+    return obs
+
+
+def names_of(camera: str, number: int) -> list[str]:
+    aliases = [f"observation/{ALIASES[number]}"] if number < len(ALIASES) else []
+    return [f"images/{camera}", f"observation/{camera}", camera, *aliases]
+
+
+def dict_of(value: Any) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def found(flat: dict[str, Any], *names: str) -> Any:
+    for name in names:
+        if name in flat:
+            return flat[name]
+    raise BadMessage(f"the request lacks {' or '.join(repr(name) for name in names)}")
+
+
+def image_of(image: Any, size: tuple[int, int, int], any_size: bool, camera: str) -> np.ndarray:
+    """The image as uint8 [H, W, 3]; colours first and floats from 0 to 1 are taken too, as by openpi."""
+    if not isinstance(image, np.ndarray) or image.ndim != 3 or 3 not in (image.shape[0], image.shape[2]):
+        raise BadMessage(f"the image of {camera!r} should be an array [height, width, 3]")
+    if image.shape[2] != 3:
+        image = np.moveaxis(image, 0, 2)
+    if image.shape != tuple(size) and not any_size:
+        raise BadMessage(f"the image of {camera!r} is {list(image.shape)}, this policy wants {list(size)}")
+    if not 1 <= min(image.shape[:2]) <= max(image.shape[:2]) <= LARGEST:
+        raise BadMessage(f"the image of {camera!r} is {list(image.shape)}; at most {LARGEST} pixels a side are taken")
+    if image.dtype.kind == "f":
+        image = (255 * np.clip(np.nan_to_num(image), 0, 1)).astype(np.uint8)
+    if image.dtype != np.uint8:
+        raise BadMessage(f"the image of {camera!r} should be of bytes, or of floats from 0 to 1")
+    return np.ascontiguousarray(image)
+
+
+def state_of(state: Any, width: int) -> np.ndarray:
+    if not isinstance(state, np.ndarray) or state.shape != (width,):
+        raise BadMessage(f"the state should be an array of {width} numbers")
+    state = state.astype(np.float32)
+    if not np.isfinite(state).all():
+        raise BadMessage("the state holds NaN or infinity")
+    return state
+
+
+def text_of(text: Any) -> str:
+    if not isinstance(text, str) or not text.strip() or len(text) > LONGEST:
+        raise BadMessage(f"the instruction should be text of at most {LONGEST} letters")
+    return text
