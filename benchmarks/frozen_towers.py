@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, code_commit, machine, markdown, packages, write_json
+from embodied.core.observations import text_arrays
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.batch import Batch
 from embodied.learners.config import LearnerConfig
@@ -93,7 +94,7 @@ def batch_of(policy, rows: int) -> Batch:
     obs["images"] = {name: torch.from_numpy(image) for name, image in obs["images"].items()}
     obs["state"] = torch.from_numpy(obs["state"])
     replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
-    return Batch(0, obs, *map(torch.from_numpy, (output.actions, output.logprobs, *played)), replay)
+    return Batch(0, text_arrays(obs), *map(torch.from_numpy, (output.actions, output.logprobs, *played)), replay)
 
 
 if __name__ == "__main__":

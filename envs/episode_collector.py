@@ -12,8 +12,9 @@ from time import perf_counter
 
 import numpy as np
 
-from embodied.core.arrays import host, join_rows, take_rows
-from embodied.core.types import ActReply, ChunkResult, EpisodeResult, EpisodeSpec, Observation, PlayedEpisodes
+from embodied.core.arrays import host
+from embodied.core.observations import Observation, join_rows, take_rows, text_arrays
+from embodied.core.types import ActReply, ChunkResult, EpisodeResult, EpisodeSpec, PlayedEpisodes
 from embodied.envs.base import VectorEnv
 from embodied.envs.episode_player import spread
 from embodied.envs.episode_tracker import EpisodeTracker
@@ -56,7 +57,7 @@ class Player:
     def ask(self) -> None:
         """Show the policy those rows that play."""
         self.at = np.flatnonzero(self.playing)
-        self.shown = take_rows(self.obs, self.at)
+        self.shown = take_rows(text_arrays(self.obs), self.at)
         self.line.ask(obs=self.shown, episodes=self.rows.episode[self.at], decisions=self.rows.decision[self.at])
 
     def take(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from embodied.core.arrays import take_rows
+from embodied.core.observations import take_rows, text_arrays
 from embodied.core.rng import normal
 from embodied.core.types import EpisodeResult, EpisodeSpec, Note, Recording
 from embodied.envs.action_source import ActionSource
@@ -69,7 +69,7 @@ def play_episodes(
         while playing.any() and not stop():
             at = np.flatnonzero(playing)
             with timers.measure("wait"):
-                decisions, values = action_source.act(take_rows(obs, at), rows, at)
+                decisions, values = action_source.act(take_rows(text_arrays(obs), at), rows, at)
             actions = spread(decisions, at, env.num_envs)
             films.decided(at, values)
             drafts.decided(obs, actions)

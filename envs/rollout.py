@@ -11,9 +11,10 @@ from time import perf_counter
 
 import numpy as np
 
-from embodied.core.arrays import map_obs, room_for_many, take_rows
+from embodied.core.arrays import room_for_many
 from embodied.core.episodes import EpisodeList, head_start
-from embodied.core.types import ActReply, EpisodeResult, Note, Observation, Trajectory
+from embodied.core.observations import Observation, room_for, take_rows, text_arrays, write
+from embodied.core.types import ActReply, EpisodeResult, Note, Trajectory
 from embodied.envs.base import VectorEnv
 from embodied.envs.episode_tracker import EpisodeTracker
 from embodied.envs.policy_client import PolicyClient
@@ -57,7 +58,8 @@ class Stage:
         mask = np.zeros(self.env.num_envs, bool)
         mask[rows] = True
         options = {"reset_mask": mask, "episodes": by_row, "elapsed": self._head_start()}
-        self.obs, info = self.env.reset(options=options)
+        obs, info = self.env.reset(options=options)
+        self.obs = text_arrays(obs)
         self.rows.begin(rows, specs, info.get("success"))
         self.reset_s += self.timers.add("reset", started)
 
@@ -95,13 +97,13 @@ class Stage:
         self.step_s += self.timers.add("step", started)
         record.decision(t, self.obs, reply, result, self.rows.episode)
         self.rows.record(result)
-        self.obs, self.final_obs, self.final_rows = result.obs, None, np.empty(0, np.int64)
+        self.obs, self.final_obs, self.final_rows = text_arrays(result.obs), None, np.empty(0, np.int64)
         done = np.flatnonzero(result.done)
         if len(done):
             record.finished += self.rows.results(done)
             self.final_rows = np.flatnonzero(result.truncated.any(axis=1))
             if len(self.final_rows):
-                self.final_obs = take_rows(result.obs, self.final_rows)
+                self.final_obs = take_rows(self.obs, self.final_rows)
             self.reset(done, episodes)
 
     def close(self, record: Record) -> None:
@@ -149,7 +151,7 @@ class Record:
             self.arrays[name][t] = part
         for name, part in reply.output.replay.items():
             self.replay[name][t] = part
-        store(self.obs, t, obs)
+        write(self.obs, t, obs)
         self.values[t] = reply.values
 
     def finals(self, t: int, rows: np.ndarray, final_values: np.ndarray | None) -> None:
@@ -163,9 +165,7 @@ class Record:
         cut = {name: array[piece, columns] for name, array in self.arrays.items()}
         return Trajectory(
             env_ids=self.env_ids[columns],
-            obs=map_obs(
-                self.obs, lambda array: array[piece, columns], lambda texts: [row[columns] for row in texts[piece]]
-            ),
+            obs=take_rows(self.obs, (piece, columns)),
             values=self.values[self.handed : end + 1, columns],
             final_values=self.final_values[piece, columns],
             replay={name: array[piece, columns] for name, array in self.replay.items()},
@@ -174,16 +174,3 @@ class Record:
             last=end == self.horizon,
             **cut,
         )
-
-
-def room_for(obs: Observation, horizon: int) -> Observation:
-    return map_obs(obs, lambda array: room_for_many(array, horizon), lambda texts: [None] * horizon)
-
-
-def store(room: Observation, t: int, obs: Observation) -> None:
-    for name, part in obs.items():
-        if isinstance(part, dict):
-            for camera, image in part.items():
-                room[name][camera][t] = image
-        else:
-            room[name][t] = list(part) if name == "instruction" else part

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from embodied.core.episodes import EpisodeList, arrays_of, choose_episodes, env_blocks, episodes_from, join_episodes
+from embodied.core.observations import text_arrays
 from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, PlayedEpisodes, Recording, RolloutStats, Route
 from embodied.envs import make_env
 from embodied.envs.action_source import ExpertActions, PolicyActions
@@ -209,7 +210,7 @@ def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeL
     stage.rows.set_state(rows, [episodes[int(index)] for index in rows["episode"]])
     env_state = {name[4:]: array[at] for name, array in state.items() if name.startswith("env.")}
     if env_state:
-        stage.obs = stage.env.set_state(env_state)
+        stage.obs = text_arrays(stage.env.set_state(env_state))
         return 0
     open_episodes = int((stage.rows.length > 0).sum())
     stage.rows.started -= stage.rows.length == 0  # not yet begun: played again; begun: abandoned, the next one follows

@@ -15,9 +15,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from embodied.core.arrays import join_rows, take_rows
+from embodied.core.observations import Observation, is_text, join_rows, take_rows
 from embodied.core.rng import generator
-from embodied.core.types import EpisodeSpec, Observation, PlayedEpisodes
+from embodied.core.types import EpisodeSpec, PlayedEpisodes
 
 PER_EPISODE = ("episodes", "lengths")
 PER_DECISION = ("actions", "logprobs", "rewards", "mask", "versions")
@@ -96,7 +96,7 @@ def arrays_of(played: PlayedEpisodes) -> dict[str, np.ndarray]:
         if isinstance(part, dict):
             arrays |= {f"obs.{name}.{key}": array for key, array in part.items()}
         else:
-            arrays[f"obs.{name}"] = np.array(part)
+            arrays[f"obs.{name}"] = part.astype(str) if is_text(part) else part
     return arrays | {f"replay.{name}": array for name, array in played.replay.items()}
 
 
@@ -109,6 +109,6 @@ def episodes_from(arrays: dict[str, np.ndarray]) -> PlayedEpisodes:
             group, _, key = rest.partition(".")
             obs.setdefault(group, {})[key] = array
         elif kind == "obs":
-            obs[rest] = array.tolist() if rest == "instruction" else array
+            obs[rest] = array.astype(object) if array.dtype.kind == "U" else array
     replay = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith("replay.")}
     return PlayedEpisodes(obs=obs, replay=replay, **{name: arrays[name] for name in (*PER_EPISODE, *PER_DECISION)})

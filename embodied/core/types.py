@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from embodied.core.observations import Observation
+
 Array = Any  # numpy array, or a torch tensor where data stays on a GPU
-# "state": [N,D]; "images": {camera: uint8 [N,H,W,3]}; "instruction": list of N strings; "privileged": [N,P], numbers
-# that help to learn and that no action may depend on
-Observation = dict[str, Any]
 
 
 @dataclass(frozen=True)

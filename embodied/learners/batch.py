@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core.arrays import concatenate, is_tensor, map_obs
-from embodied.core.types import Array, Observation, PlayedEpisodes, Trajectory
+from embodied.core.arrays import concatenate, is_tensor
+from embodied.core.observations import Observation, is_text, join_rows, map_obs, text_lists
+from embodied.core.types import Array, PlayedEpisodes, Trajectory
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,12 @@ class Batch:
 
     def inputs(self, items: Tensor) -> dict:
         """What `Policy.forward` needs of these items."""
-        return {"obs": take_items(self.obs, items), "actions": take(self.actions, items)} | {
-            name: take(tensor, items) for name, tensor in self.replay.items()
-        }
+        replay = {name: take(tensor, items) for name, tensor in self.replay.items()}
+        return {"obs": self.observed(items), "actions": take(self.actions, items)} | replay
+
+    def observed(self, items: Tensor) -> Observation:
+        """The observations of these items, as policies take them."""
+        return text_lists(map_obs(lambda part: take(part, items), self.obs))
 
 
 def merge(parts: list[Trajectory]) -> Trajectory:
@@ -47,22 +51,10 @@ def merge(parts: list[Trajectory]) -> Trajectory:
     fields = "actions logprobs values final_values rewards terminated truncated mask versions episodes".split()
     return Trajectory(
         env_ids=np.concatenate([part.env_ids for part in parts]),
-        obs=merge_obs([part.obs for part in parts]),
+        obs=join_rows([part.obs for part in parts], axis=1),
         replay={name: concatenate([part.replay[name] for part in parts], axis=1) for name in parts[0].replay},
         **{name: concatenate([getattr(part, name) for part in parts], axis=1) for name in fields},
     )
-
-
-def merge_obs(parts: list[Observation]) -> Observation:
-    merged: Observation = {}
-    for name, first in parts[0].items():
-        if name == "instruction":
-            merged[name] = [[text for part in parts for text in part[name][t]] for t in range(len(first))]
-        elif isinstance(first, dict):
-            merged[name] = {key: concatenate([part[name][key] for part in parts], axis=1) for key in first}
-        else:
-            merged[name] = concatenate([part[name] for part in parts], axis=1)
-    return merged
 
 
 def flatten(trajectory: Trajectory, first: int, device: str) -> Batch:
@@ -70,7 +62,7 @@ def flatten(trajectory: Trajectory, first: int, device: str) -> Batch:
     device; observations stay where they are, pixels as bytes, until they are looked at."""
     return Batch(
         first=first,
-        obs=flatten_obs(trajectory.obs),
+        obs=map_obs(items_of, trajectory.obs),
         actions=items_of(trajectory.actions).to(device),
         logprobs=items_of(trajectory.logprobs).to(device),
         mask=items_of(trajectory.mask).to(device),
@@ -83,7 +75,7 @@ def flatten_episodes(played: PlayedEpisodes, first: int, version: int, device: s
     """Whole episodes as items, in their order; what goes to the device is as in `flatten`."""
     return Batch(
         first=first,
-        obs=map_obs(played.obs, own, list),
+        obs=map_obs(own, played.obs),
         actions=own(played.actions).to(device),
         logprobs=own(played.logprobs).to(device),
         mask=own(played.mask).to(device),
@@ -92,41 +84,18 @@ def flatten_episodes(played: PlayedEpisodes, first: int, version: int, device: s
     )
 
 
-def own(array: Array) -> Tensor:
-    """A tensor with contiguous memory of its own, on the device where the array is."""
+def own(array: Array) -> Array:
+    """A tensor with contiguous memory of its own, on the device where the array is; texts stay an array."""
     if is_tensor(array):
         return array.clone(memory_format=torch.contiguous_format)
-    return torch.from_numpy(np.array(array, order="C"))
+    copy = np.array(array, order="C")
+    return copy if is_text(copy) else torch.from_numpy(copy)
 
 
-def items_of(array: Array) -> Tensor:
+def items_of(array: Array) -> Array:
     """[T, N, ...] -> a tensor of its own [N * T, ...]."""
-    return own(array.swapaxes(0, 1)).view(-1, *array.shape[2:])
+    return own(array.swapaxes(0, 1)).reshape(-1, *array.shape[2:])
 
 
-def take(tensor: Tensor, items: Tensor) -> Tensor:
-    return tensor[items.to(tensor.device)]
-
-
-def flatten_obs(obs: Observation) -> Observation:
-    flat: Observation = {}
-    for name, part in obs.items():
-        if name == "instruction":
-            flat[name] = [part[t][n] for n in range(len(part[0])) for t in range(len(part))]
-        elif isinstance(part, dict):
-            flat[name] = {key: items_of(array) for key, array in part.items()}
-        else:
-            flat[name] = items_of(part)
-    return flat
-
-
-def take_items(obs: Observation, items: Tensor) -> Observation:
-    taken: Observation = {}
-    for name, part in obs.items():
-        if name == "instruction":
-            taken[name] = [part[item] for item in items.tolist()]
-        elif isinstance(part, dict):
-            taken[name] = {key: take(tensor, items) for key, tensor in part.items()}
-        else:
-            taken[name] = take(part, items)
-    return taken
+def take(array: Array, items: Tensor) -> Array:
+    return array[items.to(array.device)] if is_tensor(array) else array[items.numpy()]

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core.arrays import map_obs, room_for_many
-from embodied.core.types import Observation, Trajectory
-from embodied.learners.batch import flatten_obs
+from embodied.core.arrays import room_for_many
+from embodied.core.observations import Observation, map_obs, take_rows, text_lists, write
+from embodied.core.types import Trajectory
+from embodied.learners.batch import items_of
 from embodied.learners.update import KEPT_BYTES
 
 OTHERS = ("env_ids", "obs", "replay", "values", "source", "first", "last")
@@ -37,7 +38,7 @@ class Frozen:
 
     def see(self, obs: Observation, env_ids: np.ndarray, decisions: range) -> None:
         """Some decisions of some rows: arrays [t, n, ...]."""
-        found = self.look(flatten_obs(obs))
+        found = self.look(text_lists(map_obs(items_of, obs)))
         if not self.known:
             count = len(self.rows) * self.horizon
             each = sum(tensor[0].nbytes for tensor in found.values())
@@ -83,10 +84,10 @@ class RolloutBuffer:
     def add(self, piece: Trajectory) -> None:
         stage = stage_of(piece.source)
         if piece.first == 0:
-            self.coming[stage] = Coming(piece if piece.last else room_for(piece, self.horizon))
+            self.coming[stage] = Coming(piece if piece.last else whole_room(piece, self.horizon))
         coming = self.coming[stage]
         if coming.whole is not piece:
-            write(coming.whole, piece)
+            fill(coming.whole, piece)
         coming.have = piece.first + len(piece.rewards)
 
     def has(self, sources: Iterable[str]) -> bool:
@@ -104,7 +105,7 @@ class RolloutBuffer:
             rows, horizon = whole.env_ids, len(whole.rewards)
             size = max(1, self.lot // len(rows))
             while frozen.wanted and coming.seen < horizon and (end := min(coming.seen + size, horizon)) <= coming.have:
-                frozen.see(cut(whole.obs, slice(coming.seen, end)), rows, range(coming.seen, end))
+                frozen.see(take_rows(whole.obs, slice(coming.seen, end)), rows, range(coming.seen, end))
                 coming.seen = end
 
 
@@ -112,11 +113,7 @@ def stage_of(source: str) -> str:
     return source.partition("#")[0]
 
 
-def cut(obs: Observation, part: slice) -> Observation:
-    return map_obs(obs, lambda array: array[part], lambda texts: texts[part])
-
-
-def room_for(piece: Trajectory, horizon: int) -> Trajectory:
+def whole_room(piece: Trajectory, horizon: int) -> Trajectory:
     """For a rollout that begins with this piece."""
 
     def room(array):
@@ -124,7 +121,7 @@ def room_for(piece: Trajectory, horizon: int) -> Trajectory:
 
     return replace(
         piece,
-        obs=map_obs(piece.obs, room, lambda texts: [None] * horizon),
+        obs=map_obs(room, piece.obs),
         replay={name: room(array) for name, array in piece.replay.items()},
         values=room_for_many(piece.values[0], horizon + 1),
         last=True,
@@ -132,7 +129,7 @@ def room_for(piece: Trajectory, horizon: int) -> Trajectory:
     )
 
 
-def write(whole: Trajectory, piece: Trajectory) -> None:
+def fill(whole: Trajectory, piece: Trajectory) -> None:
     """At its place; the value after its last decision is also the first of the next piece."""
     part = slice(piece.first, piece.first + len(piece.rewards))
     whole.values[part.start : part.stop + 1] = piece.values
@@ -140,6 +137,4 @@ def write(whole: Trajectory, piece: Trajectory) -> None:
         getattr(whole, name)[part] = getattr(piece, name)
     for name, array in piece.replay.items():
         whole.replay[name][part] = array
-    for name, there in piece.obs.items():
-        for key, array in there.items() if isinstance(there, dict) else [(None, there)]:
-            (whole.obs[name] if key is None else whole.obs[name][key])[part] = array
+    write(whole.obs, part, piece.obs)

@@ -20,7 +20,7 @@ from embodied.algorithms.minibatches import minibatches, owned, permutation
 from embodied.core.arrays import host
 from embodied.core.errors import Diverged, WrongShape
 from embodied.core.types import Trajectory
-from embodied.learners.batch import Batch, flatten, items_of, take, take_items
+from embodied.learners.batch import Batch, flatten, items_of, take
 from embodied.learners.collective import Collective
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
@@ -175,7 +175,7 @@ def looked_at(model: Model, batch: Batch, size: int) -> Batch:
     """With what the policy computes of the items' observations and no epoch changes, where that fits."""
     known: dict[str, Tensor] = {}
     for items in torch.arange(len(batch)).split(model.config.micro_batch_size or size):
-        found = model.features(take_items(batch.obs, items))
+        found = model.features(batch.observed(items))
         if not known:
             each = sum(tensor[0].nbytes for tensor in found.values()) if len(items) else 0
             if not each or each * len(batch) > KEPT_BYTES:

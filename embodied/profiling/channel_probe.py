@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied.core.arrays import concatenate, map_obs
+from embodied.core.arrays import concatenate
 from embodied.core.episodes import join_episodes
+from embodied.core.observations import map_obs, num_rows
 from embodied.core.types import ActReply, ActRequest, PlayedEpisodes, PolicyOutput, Trajectory
 from embodied.learners.rollout_buffer import PER_DECISION
-from embodied.policies.request_batching import num_rows
 
 if TYPE_CHECKING:
     from embodied.policies.worker import PolicyWorker
@@ -93,7 +93,7 @@ def copied(played: Trajectory | PlayedEpisodes, copies: int) -> Trajectory | Pla
     return replace(
         played,
         env_ids=np.arange(len(played.env_ids) * copies),
-        obs=map_obs(played.obs, wider, lambda texts: [list(row) * copies for row in texts]),
+        obs=map_obs(wider, played.obs),
         replay={name: wider(array) for name, array in played.replay.items()},
         values=wider(played.values),
         **{name: wider(getattr(played, name)) for name in PER_DECISION},

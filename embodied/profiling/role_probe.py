@@ -22,12 +22,12 @@ import torch
 
 from embodied.config.recipe import RunConfig
 from embodied.core.episodes import EpisodeList
+from embodied.core.observations import map_obs, take_rows, text_lists
 from embodied.core.types import GroupBatch, PlayedEpisodes, Route, Trajectory
 from embodied.envs.base import VectorEnv
 from embodied.envs.worker import SimWorker
-from embodied.learners.batch import flatten_obs
+from embodied.learners.batch import items_of
 from embodied.learners.memory_estimate import Memory, size_of
-from embodied.learners.rollout_buffer import cut
 from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy
 from embodied.policies.worker import PolicyWorker
@@ -189,7 +189,8 @@ class ProbeWorker(Worker):
         if self.config.algo.epochs == 1:
             return False
         played = part.kept.get()
-        obs = cut(played.obs, slice(0, 1)) if self.grouped else flatten_obs(cut(played.obs, slice(0, 1)))
+        obs = take_rows(played.obs, slice(0, 1))
+        obs = text_lists(obs if self.grouped else map_obs(items_of, obs))
         with torch.no_grad():
             return bool(part.policy.policy.frozen_features(obs))
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from embodied.core.observations import text_arrays
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners import update
 from embodied.learners.batch import Batch
@@ -32,7 +33,9 @@ def batch_of(policy, rows=5):
     arrays = (output.actions, output.logprobs, np.ones(output.actions.shape[:2], bool), np.ones(rows, bool))
     tensors = map(torch.from_numpy, arrays)
     obs = obs | {"images": {n: torch.from_numpy(i) for n, i in images.items()}, "state": torch.from_numpy(obs["state"])}
-    return Batch(0, obs, *tensors, {name: torch.from_numpy(array) for name, array in output.replay.items()})
+    return Batch(
+        0, text_arrays(obs), *tensors, {name: torch.from_numpy(array) for name, array in output.replay.items()}
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,7 +10,7 @@ from fake_cuda import WHERE, Card
 
 from embodied.algorithms.config import PPOConfig
 from embodied.core import arrays
-from embodied.core.arrays import map_obs
+from embodied.core.observations import map_obs, text_arrays
 from embodied.core.types import ActionSpec, EnvSpec, Trajectory
 from embodied.datasets.reader import RecordedEpisode
 from embodied.learners.bc import ImitationLearner
@@ -80,7 +80,7 @@ def numbers(wanted, rows=ROWS):
 
 def on_card(obs):
     """The observation of a simulator on the same GPU."""
-    return map_obs(obs, lambda array: torch.as_tensor(array).to(WHERE), list)
+    return map_obs(lambda part: part if isinstance(part, list) else torch.as_tensor(part).to(WHERE), obs)
 
 
 def rollout(policy):
@@ -91,7 +91,7 @@ def rollout(policy):
     flags = np.zeros((DECISIONS, ROWS, chunk), bool)
     return Trajectory(
         env_ids=np.arange(ROWS),
-        obs=map_obs(seen(policy.spec), many, lambda texts: [texts] * DECISIONS),
+        obs=map_obs(many, text_arrays(seen(policy.spec))),
         actions=many(output.actions),
         logprobs=many(output.logprobs),
         values=np.zeros((DECISIONS + 1, ROWS), np.float32),
