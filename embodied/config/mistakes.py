@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from embodied.config.merge import Tree, branch, recipe_names
-from embodied.config.schema import Section, choices, leaves, nearest, section_of
+from embodied.config.schema import Section, choices, leaves, nearest_key, section_of
 from embodied.core.errors import ConfigError
 from embodied.run.hub import is_hub_id
 
@@ -54,7 +54,7 @@ def told_by(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
     kind, value = error["type"], error["input"]
     if kind in ("literal_error", "union_tag_invalid"):
         known = [str(word) for word in allowed_words(path, root, tree)]
-        return f"unknown{nearest(str(value), known) or ';'} known: {', '.join(known)}"
+        return f"unknown{nearest_key(str(value), known) or ';'} known: {', '.join(known)}"
     if kind == "string_type":
         return f"should be text; write {path}='\"{value}\"'" if value is not None else "should be text, not empty"
     if kind in ("int_parsing", "int_type", "int_from_float"):
@@ -70,7 +70,7 @@ def told_by(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
 
 
 def unknown_key(path: str, root: Section, tree: Tree) -> str:
-    """The nearest key of what is configured; or the variant that would have this one."""
+    """The nearest_key key of what is configured; or the variant that would have this one."""
     if path == "recipe":
         return f"recipe: a recipe names its base with `extends`{came_from([path], tree)}"
     section_path, _, name = path.rpartition(".")
@@ -80,7 +80,7 @@ def unknown_key(path: str, root: Section, tree: Tree) -> str:
         variants = " or ".join(f"{section_path}.name={tag}" for tag in owners)
         return f"{path} is a key of {variants}, but {section_path}.name is {chosen}{came_from([path], tree)}"
     known = [key for key, _, only in leaves(root) if not only or only in _chosen(key, root, tree)]
-    return f"{path}: unknown key{nearest(path, known)}{came_from([path], tree)}"
+    return f"{path}: unknown key{nearest_key(path, known)}{came_from([path], tree)}"
 
 
 def _chosen(key: str, root: Section, tree: Tree) -> list[str]:

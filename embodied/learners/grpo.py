@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -45,6 +45,10 @@ class GroupShare:
             reference=None if self.reference is None else take(self.reference, part),
         )
         return grpo_loss_sum(scores.logprobs, scores.entropy, items, config)
+
+    def with_replay(self, known: dict[str, Tensor]) -> GroupShare:
+        """With more inputs of its items."""
+        return replace(self, batch=replace(self.batch, replay=self.batch.replay | known))
 
     def summary(self) -> dict[str, float]:
         return self.about

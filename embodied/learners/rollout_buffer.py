@@ -1,13 +1,12 @@
-"""What a learner rank gets of a rollout: pieces, put together as they come and looked at with frozen parts of a policy.
+"""What a learner rank gets of a rollout: pieces, put together and encoded by frozen parts of the policy as they come.
 
-Where learners have devices of their own, this is done while the rollout goes on. What frozen parts make of a piece
-depends on no weights that change, and is looked at in lots that do not depend on where pieces end; so neither does
-what is learned.
+Where learners have devices of their own, this is done while the rollout goes on. Frozen features depend on no weights
+that change and are computed in fixed microbatches, so where pieces end cannot change what is learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -15,71 +14,34 @@ import torch
 from torch import Tensor
 
 from embodied.core.arrays import room_for_many
-from embodied.core.observations import Observation, map_obs, take_rows, text_lists, write
+from embodied.core.observations import map_obs, take_rows, text_lists, write
 from embodied.core.types import Trajectory
 from embodied.learners.batch import items_of
-from embodied.learners.update import KEPT_BYTES
+from embodied.learners.model import FrozenFeatures, Model
 
 OTHERS = ("env_ids", "obs", "replay", "values", "source", "first", "last")
 PER_DECISION = [field.name for field in fields(Trajectory) if field.name not in OTHERS]
 
 
-class Frozen:
-    """What frozen parts of the policy make of the observations of some env rows: items row by row, `horizon` decisions
-    each."""
-
-    def __init__(self, look: Callable[[Observation], dict[str, Tensor]], rows: np.ndarray, horizon: int) -> None:
-        """`rows` are sorted."""
-        self.look = look
-        self.rows = rows
-        self.horizon = horizon
-        self.wanted = True
-        self.known: dict[str, Tensor] = {}
-
-    def see(self, obs: Observation, env_ids: np.ndarray, decisions: range) -> None:
-        """Some decisions of some rows: arrays [t, n, ...]."""
-        found = self.look(text_lists(map_obs(items_of, obs)))
-        if not self.known:
-            count = len(self.rows) * self.horizon
-            each = sum(tensor[0].nbytes for tensor in found.values())
-            self.wanted = 0 < each * count <= KEPT_BYTES
-            if not self.wanted:
-                return
-            self.known = {name: tensor.new_empty(count, *tensor.shape[1:]) for name, tensor in found.items()}
-        items = self._items(env_ids, decisions)
-        for name, tensor in found.items():
-            self.known[name][items] = tensor
-
-    def of(self, env_ids: np.ndarray) -> dict[str, Tensor]:
-        """Of these rows: others were lost with their sim worker."""
-        if len(env_ids) == len(self.rows):
-            return self.known
-        items = self._items(env_ids, range(self.horizon))
-        return {name: tensor[items] for name, tensor in self.known.items()}
-
-    def _items(self, env_ids: np.ndarray, decisions: range) -> Tensor:
-        rows = np.searchsorted(self.rows, env_ids)
-        return torch.from_numpy((rows[:, None] * self.horizon + np.array(decisions)).ravel())
-
-
 @dataclass
 class Coming:
-    """A source's rollout: its decisions before `have` have come, those before `seen` have been looked at."""
+    """A source's rollout: its decisions before `have` have come, those before `encoded` are encoded."""
 
     whole: Trajectory
     have: int = 0
-    seen: int = 0
+    encoded: int = 0
 
 
 class RolloutBuffer:
-    """Of one iteration."""
+    """What has come of one iteration."""
 
-    def __init__(self, horizon: int, lot: int) -> None:
-        """Of `horizon` decisions, where they come in pieces; about `lot` items are looked at together."""
+    def __init__(self, horizon: int, batch_size: int) -> None:
+        """Rollouts that come in pieces have `horizon` decisions; about `batch_size` items are encoded together."""
         self.horizon = horizon
-        self.lot = lot
+        self.batch_size = batch_size
         self.coming: dict[str, Coming] = {}  # by stage of a sim worker: of one that was replaced, what came last
-        self.frozen: Frozen | None = None
+        self.features: FrozenFeatures | None = None
+        self.rows = np.empty(0, np.int64)  # env rows whose observations are encoded, sorted
 
     def add(self, piece: Trajectory) -> None:
         stage = stage_of(piece.source)
@@ -91,22 +53,38 @@ class RolloutBuffer:
         coming.have = piece.first + len(piece.rewards)
 
     def has(self, sources: Iterable[str]) -> bool:
-        """All that these sources have played."""
+        """Whether all that these sources have played has come."""
         there = {coming.whole.source: coming for coming in self.coming.values()}
         return all(s in there and there[s].have == len(there[s].whole.rewards) for s in sources)
 
     def trajectories(self, sources: Iterable[str]) -> list[Trajectory]:
         return [self.coming[stage_of(source)].whole for source in sources]
 
-    def look(self) -> None:
-        """At all whole lots that have come and were not looked at."""
+    def encode(self, model: Model, rows: np.ndarray) -> None:
+        """Frozen features of all whole microbatches that have come, of the rank's env rows `rows` (sorted)."""
         for coming in self.coming.values():
-            whole, frozen = coming.whole, self.frozen
-            rows, horizon = whole.env_ids, len(whole.rewards)
-            size = max(1, self.lot // len(rows))
-            while frozen.wanted and coming.seen < horizon and (end := min(coming.seen + size, horizon)) <= coming.have:
-                frozen.see(take_rows(whole.obs, slice(coming.seen, end)), rows, range(coming.seen, end))
-                coming.seen = end
+            whole, horizon = coming.whole, len(coming.whole.rewards)
+            if self.features is None:
+                self.rows, self.features = rows, FrozenFeatures(model, len(rows) * horizon)
+            size = max(1, self.batch_size // len(whole.env_ids))
+            while self.features.wanted and coming.encoded < horizon:
+                part = slice(coming.encoded, min(coming.encoded + size, horizon))
+                if part.stop > coming.have:
+                    break
+                obs = text_lists(map_obs(items_of, take_rows(whole.obs, part)))
+                self.features.add(obs, self._items(whole.env_ids, part, horizon))
+                coming.encoded = part.stop
+
+    def encoded(self, env_ids: np.ndarray, horizon: int) -> dict[str, Tensor]:
+        """Frozen features of these rows: others were lost with their sim worker."""
+        if len(env_ids) == len(self.rows):
+            return self.features.kept
+        items = self._items(env_ids, slice(0, horizon), horizon)
+        return {name: tensor[items] for name, tensor in self.features.kept.items()}
+
+    def _items(self, env_ids: np.ndarray, part: slice, horizon: int) -> Tensor:
+        rows = np.searchsorted(self.rows, env_ids)
+        return torch.from_numpy((rows[:, None] * horizon + np.arange(part.start, part.stop)).ravel())
 
 
 def stage_of(source: str) -> str:

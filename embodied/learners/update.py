@@ -22,7 +22,7 @@ from embodied.core.errors import Diverged, WrongShape
 from embodied.core.types import Trajectory
 from embodied.learners.batch import Batch, flatten, items_of, take
 from embodied.learners.collective import Collective
-from embodied.learners.model import Model
+from embodied.learners.model import FrozenFeatures, Model
 from embodied.learners.optimizer import Optimizer
 from embodied.policies.base import Scores
 
@@ -35,7 +35,6 @@ SUMS = (
     "dual_clip_fraction",
     "value_clip_fraction",
 )
-KEPT_BYTES = 4 * 2**30  # of the host's memory, at most, for what frozen parts make of an iteration's observations
 
 
 @dataclass(frozen=True)
@@ -171,19 +170,14 @@ def update_policy(
     }
 
 
-def looked_at(model: Model, batch: Batch, size: int) -> Batch:
-    """With what the policy computes of the items' observations and no epoch changes, where that fits."""
-    known: dict[str, Tensor] = {}
+def frozen_features(model: Model, batch: Batch, size: int) -> dict[str, Tensor]:
+    """What the policy computes of the items' observations and no epoch changes; empty where that does not fit."""
+    features = FrozenFeatures(model, len(batch))
     for items in torch.arange(len(batch)).split(model.config.micro_batch_size or size):
-        found = model.features(batch.observed(items))
-        if not known:
-            each = sum(tensor[0].nbytes for tensor in found.values()) if len(items) else 0
-            if not each or each * len(batch) > KEPT_BYTES:
-                return batch
-            known = {name: tensor.new_empty(len(batch), *tensor.shape[1:]) for name, tensor in found.items()}
-        for name, tensor in found.items():
-            known[name][items] = tensor
-    return replace(batch, replay=batch.replay | known)
+        features.add(batch.observed(items), items)
+        if not features.wanted:
+            break
+    return features.kept
 
 
 def item_blocks(optimizer: Optimizer, share: Share) -> list[tuple[int, int]]:

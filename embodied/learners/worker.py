@@ -6,7 +6,6 @@ step, and everything that is normalised (advantages, observations, gradient norm
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -25,9 +24,9 @@ from embodied.learners.grpo import moments_of, prepare_groups
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
-from embodied.learners.rollout_buffer import Frozen, RolloutBuffer
+from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
-from embodied.learners.update import looked_at, prepare, update_policy
+from embodied.learners.update import frozen_features, prepare, update_policy
 from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
@@ -38,7 +37,7 @@ from embodied.runtime.tensor_bytes import ITEM_BYTES, blob_of, spec_of, tensor_o
 from embodied.runtime.weights import Publication, WeightStore
 
 MOVING_S = 3600.0  # at most, from or to a slow disk
-LOT = 32  # items that frozen parts look at together: enough for their speed, few enough to begin early
+ENCODED = 32  # items that frozen parts encode together: enough for their speed, few enough to begin early
 
 
 class LearnerWorker(Worker):
@@ -102,20 +101,17 @@ class LearnerWorker(Worker):
         """Receive this rank's trajectories of one rollout, those of `sources`, and do one PPO update with all ranks,
         which together have the env rows `env_ids`."""
         started = self._begin_update()
-        rollout_buffer, self.rollout_buffer = self.rollout_buffer or self._new_intake(), None
+        rollout_buffer, self.rollout_buffer = self.rollout_buffer or self._new_buffer(), None
         with self.timers.measure("wait"):
             while not rollout_buffer.has(sources):
                 rollout_buffer.add(trajectories.get())
         whole = merge(rollout_buffer.trajectories(sources))
         about = (self.collective, env_ids, self.model.dtype, self.device, self.reference)
         share = prepare(whole, self.algo, *about)
-        if self._looks_once():
+        if self._encodes_once():
             with self.timers.measure("look"):
-                rollout_buffer.frozen = rollout_buffer.frozen or Frozen(
-                    self.model.features, whole.env_ids, len(whole.rewards)
-                )
-                rollout_buffer.look()
-            share = share.with_replay(rollout_buffer.frozen.of(whole.env_ids))
+                rollout_buffer.encode(self.model, whole.env_ids)
+            share = share.with_replay(rollout_buffer.encoded(whole.env_ids, len(whole.rewards)))
         return self._learn(share, self.policy.observation_moments(whole.obs), iteration, total, started)
 
     @done_together
@@ -128,20 +124,18 @@ class LearnerWorker(Worker):
             parts = receive(trajectories, sources)
         played = join_episodes(parts)
         share = prepare_groups(played, batch, self.algo, self.collective, self.model.dtype, self.reference, self.device)
-        if self._looks_once():
+        if self._encodes_once():
             with self.timers.measure("look"):
-                share = replace(share, batch=looked_at(self.model, share.batch, self.algo.minibatch_size))
+                share = share.with_replay(frozen_features(self.model, share.batch, self.algo.minibatch_size))
         rows = None
         if not self.started:  # else what the policy was trained with stays
             rows = moments_of(played, batch.last - batch.first, self.policy.observation_moments)
         return self._learn(share, rows, iteration, total, started)
 
     def take_in(self, trajectories: Channel, rows: np.ndarray) -> None:
-        """While the sims play, for env rows `rows` of this rank: put together and look at what they hand on, until they
+        """While the sims play, for env rows `rows` of this rank: put together and encode what they hand on, until they
         are done."""
-        self.rollout_buffer = self._new_intake()
-        if self._looks_once():
-            self.rollout_buffer.frozen = Frozen(self.model.features, rows, self.algo.rollout_decisions)
+        self.rollout_buffer = self._new_buffer()
         while True:
             with self.timers.measure("wait"):
                 piece = trajectories.get()
@@ -149,13 +143,13 @@ class LearnerWorker(Worker):
                 return
             with self.timers.measure("look"):
                 self.rollout_buffer.add(piece)
-                if self.rollout_buffer.frozen:
-                    self.rollout_buffer.look()
+                if self._encodes_once():
+                    self.rollout_buffer.encode(self.model, rows)
 
-    def _new_intake(self) -> RolloutBuffer:
-        return RolloutBuffer(self.algo.rollout_decisions, min(self.config.micro_batch_size or LOT, LOT))
+    def _new_buffer(self) -> RolloutBuffer:
+        return RolloutBuffer(self.algo.rollout_decisions, min(self.config.micro_batch_size or ENCODED, ENCODED))
 
-    def _looks_once(self) -> bool:
+    def _encodes_once(self) -> bool:
         """Whether what frozen parts of the policy make of an observation is kept for all epochs."""
         return self.algo.epochs > 1 and not self.config.shard
 

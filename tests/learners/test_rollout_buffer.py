@@ -8,8 +8,8 @@ import torch
 
 from embodied.core.observations import take_rows
 from embodied.core.types import Trajectory
-from embodied.learners import rollout_buffer
-from embodied.learners.rollout_buffer import PER_DECISION, Frozen, RolloutBuffer
+from embodied.learners import model
+from embodied.learners.rollout_buffer import PER_DECISION, RolloutBuffer
 
 HORIZON = 7
 
@@ -51,7 +51,7 @@ class Looking:
     def __init__(self):
         self.sizes = []
 
-    def __call__(self, obs):
+    def features(self, obs):
         self.sizes.append(len(obs["instruction"]))
         return {
             "seen": obs["state"].sum(dim=1, keepdim=True),
@@ -63,10 +63,9 @@ def taken(*arriving, rows=range(5), lot=6):
     """What came and was seen, looked at after every piece."""
     look = Looking()
     found = RolloutBuffer(HORIZON, lot)
-    found.frozen = Frozen(look, np.array(rows), HORIZON)
     for piece in arriving:
         found.add(piece)
-        found.look()
+        found.encode(look, np.array(rows))
     return found, look
 
 
@@ -82,10 +81,10 @@ def test_pieces_of_any_size_give_the_same_bits(sizes):
     assert found.has(SOURCES) and sorted(look.sizes) == sorted(looked.sizes)
     for ours, theirs in zip(found.trajectories(SOURCES), (FIRST, SECOND), strict=True):
         same(ours, theirs)
-    for name, tensor in found.frozen.of(np.arange(5)).items():
-        assert torch.equal(tensor, whole.frozen.known[name])
+    for name, tensor in found.encoded(np.arange(5), HORIZON).items():
+        assert torch.equal(tensor, whole.features.kept[name])
     state = np.concatenate([each.obs["state"].swapaxes(0, 1).reshape(-1, 3) for each in (FIRST, SECOND)])
-    np.testing.assert_allclose(found.frozen.known["seen"][:, 0], state.sum(axis=1))
+    np.testing.assert_allclose(found.features.kept["seen"][:, 0], state.sum(axis=1))
 
 
 def test_looking_begins_before_the_rollout_has_ended():
@@ -101,14 +100,16 @@ def test_what_a_dead_worker_played_is_forgotten_when_its_successor_plays():
     sources = (FIRST.source, again.source)
     assert found.has(sources) and not found.has(SOURCES)
     same(found.trajectories(sources)[1], again)
-    assert torch.equal(found.frozen.known["seen"], taken(FIRST, again)[0].frozen.known["seen"])
-    assert torch.equal(found.frozen.of(FIRST.env_ids)["seen"], taken(FIRST, rows=range(3))[0].frozen.known["seen"])
+    assert torch.equal(found.features.kept["seen"], taken(FIRST, again)[0].features.kept["seen"])
+    assert torch.equal(
+        found.encoded(FIRST.env_ids, HORIZON)["seen"], taken(FIRST, rows=range(3))[0].features.kept["seen"]
+    )
 
 
 def test_nothing_more_is_looked_at_where_it_could_not_be_kept(monkeypatch):
-    monkeypatch.setattr(rollout_buffer, "KEPT_BYTES", 16 * 5 * HORIZON - 1)
+    monkeypatch.setattr(model, "KEPT_BYTES", 16 * 5 * HORIZON - 1)
     found, look = taken(FIRST, SECOND)
-    assert look.sizes == [6] and found.frozen.known == {}
+    assert look.sizes == [6] and found.features.kept == {}
 
 
 def same(ours, theirs):

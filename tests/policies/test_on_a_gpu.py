@@ -19,7 +19,7 @@ from embodied.learners.config import LearnerConfig
 from embodied.learners.demonstrations import Demonstrations
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
-from embodied.learners.update import looked_at, prepare, update_policy
+from embodied.learners.update import frozen_features, prepare, update_policy
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig, MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
 
@@ -123,7 +123,7 @@ def learn(policy, played):
     model = model_of(policy)
     optimizer = Optimizer(policy, config, Alone())
     share = prepare(played, config, Alone(), np.arange(ROWS), model.dtype, WHERE)
-    share = share.with_replay(looked_at(model, share.batch, ROWS).replay)
+    share = share.with_replay(frozen_features(model, share.batch, ROWS))
     with patch("embodied.learners.optimizer.adam", step_there):
         return update_policy(model, optimizer, config, share, 0, 0, 10)
 
