@@ -1,27 +1,28 @@
-"""One stage of a sim worker: a vector env, its open episodes, and the trajectory being recorded.
+"""One stage of a sim worker: a vector env that plays for training, its policy worker, and what is recorded.
 
 The cycle of a decision is ask -> take -> ask: `ask` sends the current observation to the policy, `take` receives its
-actions, plays them, records everything and resets what finished. Two stages let the policy answer one while the other
-is simulated.
+actions, plays and records them, and begins new episodes on the rows that are done. Two stages let the policy answer one
+while the other is simulated.
 """
 
 from __future__ import annotations
 
-from time import perf_counter
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from embodied.core.arrays import room_for_many
+from embodied.core.arrays import host, room_for_many
 from embodied.core.episodes import EpisodeList, head_start
-from embodied.core.observations import Observation, room_for, take_rows, text_arrays, write
-from embodied.core.types import ActReply, EpisodeResult, Note, Trajectory
+from embodied.core.observations import Observation, join_rows, room_for, take_rows, write
+from embodied.core.types import ActReply, ChunkResult, EpisodeResult, EpisodeSpec, Note, PlayedEpisodes, Trajectory
 from embodied.envs.base import VectorEnv
-from embodied.envs.episode_tracker import EpisodeTracker
+from embodied.envs.episode_player import EpisodePlayer, spread
 from embodied.envs.policy_client import PolicyClient
 from embodied.runtime import Channel, Timers
 
 
-class Stage:
+class Stage(EpisodePlayer):
     def __init__(
         self,
         env: VectorEnv,
@@ -31,51 +32,55 @@ class Stage:
         timers: Timers,
         journal: Channel | None = None,
     ) -> None:
-        self.env = env
+        super().__init__(env, timers)
         self.name = name
         self.env_ids = env_ids
         self.num_envs_total = num_envs_total
-        self.timers = timers
         self.journal = journal
-        self.rows = EpisodeTracker(env.num_envs, env.env_spec.has_success)
-        self.obs: Observation | None = None
-        self.final_obs: Observation | None = None
+        self.client: PolicyClient | None = None
+        self.final_obs: Observation | None = None  # of the rows `final_rows`, truncated in the last decision
         self.final_rows = np.empty(0, np.int64)
-        self.line: PolicyClient | None = None
         self.valued: tuple[Observation | None, tuple[str, int] | None] = (None, None)  # the last, and in which question
-        self.step_s = self.reset_s = self.wait_s = 0.0
+
+    # Where rollouts are of a fixed number of decisions, every row goes on to its own next episode
 
     def reset(self, rows: np.ndarray, episodes: EpisodeList) -> None:
         """Begin the next episode of these rows: env e plays episodes e, e + E, e + 2E, ..."""
-        started = perf_counter()
         next_index = (self.env_ids[rows] + self.rows.started[rows] * self.num_envs_total).tolist()
         if self.journal is not None:
             self.journal.put(Note(self.name, begun=tuple(next_index)))
-        specs = [episodes[index] for index in next_index]
-        by_row: list = [None] * self.env.num_envs
-        for row, spec in zip(rows, specs, strict=True):
-            by_row[row] = spec
-        mask = np.zeros(self.env.num_envs, bool)
-        mask[rows] = True
-        options = {"reset_mask": mask, "episodes": by_row, "elapsed": self._head_start()}
-        obs, info = self.env.reset(options=options)
-        self.obs = text_arrays(obs)
-        self.rows.begin(rows, specs, info.get("success"))
-        self.reset_s += self.timers.add("reset", started)
+        self.begin(rows, [episodes[index] for index in next_index], self._head_start())
 
     def _head_start(self) -> np.ndarray:
         """How much of the step limit counts as used: with `env.stagger` a part of every env's first episode."""
         first = (self.rows.started == 0) & self.env.config.stagger
         return first * head_start(self.env_ids, self.env.env_spec.max_episode_steps)
 
+    def go_on(self, done: np.ndarray, result: ChunkResult, episodes: EpisodeList) -> None:
+        """Keep what truncated episodes showed last, whose value is asked for next, and begin the next ones."""
+        self.final_rows = np.flatnonzero(result.truncated.any(axis=1))
+        self.final_obs = take_rows(self.obs, self.final_rows) if len(self.final_rows) else None
+        if len(done):
+            self.reset(done, episodes)
+
+    # Where whole episodes are played, a free row takes the next one that waits
+
+    def refill(self, free: np.ndarray, waiting: deque[EpisodeSpec]) -> None:
+        if len(free) and waiting:
+            specs = [waiting.popleft() for _ in free[: len(waiting)]]
+            self.begin(free[: len(specs)], specs)
+
+    # Both
+
     def ask(self, value_only: bool = False) -> None:
-        """The observation that ends a rollout begins the next one; it is sent once."""
+        """Show the policy the rows that play. What ends a rollout begins the next one, and is sent once."""
         (valued, question), self.valued = self.valued, (None, None)
-        asked = self.line.ask(
+        self.at, self.shown = self.seen()
+        asked = self.client.ask(
             same_as=question if valued is self.obs else None,
-            obs=self.obs,
-            episodes=self.rows.episode.copy(),
-            decisions=self.rows.decision.copy(),
+            obs=self.shown,
+            episodes=self.rows.episode[self.at],
+            decisions=self.rows.decision[self.at],
             final_obs=self.final_obs,
             value_only=value_only,
         )
@@ -83,35 +88,45 @@ class Stage:
             self.valued = self.obs, asked
 
     def receive(self) -> ActReply:
-        started = perf_counter()
-        reply = self.line.answer()
-        self.wait_s += self.timers.add("wait", started)
-        return reply
+        with self.timers.measure("wait"):
+            return self.client.answer()
 
-    def take(self, record: Record, t: int, episodes: EpisodeList) -> None:
-        """Play the policy's answer to the last `ask` and record it as decision t."""
+    def take(self, record: Record | EpisodeRecord, refill: Callable[[np.ndarray, ChunkResult], None]) -> None:
+        """Play and record the policy's answer to the last `ask`; `refill` begins episodes on the rows that are done."""
         reply = self.receive()
-        record.finals(t - 1, self.final_rows, reply.final_values)
-        started = perf_counter()
-        result = self.env.step_chunk(reply.output.actions)
-        self.step_s += self.timers.add("step", started)
-        record.decision(t, self.obs, reply, result, self.rows.episode)
-        self.rows.record(result)
-        self.obs, self.final_obs, self.final_rows = text_arrays(result.obs), None, np.empty(0, np.int64)
-        done = np.flatnonzero(result.done)
-        if len(done):
-            record.finished += self.rows.results(done)
-            self.final_rows = np.flatnonzero(result.truncated.any(axis=1))
-            if len(self.final_rows):
-                self.final_obs = take_rows(self.obs, self.final_rows)
-            self.reset(done, episodes)
+        episodes = self.rows.episode[self.at]
+        result = self.play(spread(reply.output.actions, self.at, self.env.num_envs))
+        record.decision(self, episodes, reply, result)
+        done, outcomes = self.end(result)
+        record.finished += outcomes
+        refill(done, result)
 
     def close(self, record: Record) -> None:
         """Receive the values that the end of a rollout needs; the last request was `ask(value_only=True)`."""
-        reply = self.receive()
-        record.finals(record.horizon - 1, self.final_rows, reply.final_values)
-        record.values[record.horizon] = reply.values
+        record.values_after(self, self.receive())
         self.final_obs, self.final_rows = None, np.empty(0, np.int64)
+
+
+def play_whole(
+    stages: Sequence[Stage], shares: Sequence[Sequence[EpisodeSpec]]
+) -> tuple[PlayedEpisodes, list[EpisodeResult]]:
+    """Play each stage's share of episodes to the end. Stages take turns, so that the policy works for one while another
+    is simulated."""
+    records = [EpisodeRecord() for _ in stages]
+    waiting = [deque(share) for share in shares]
+    for stage, queue in zip(stages, waiting, strict=True):
+        stage.playing[:] = False
+        stage.refill(np.arange(stage.env.num_envs), queue)
+        if stage.playing.any():
+            stage.ask()
+    while any(stage.playing.any() for stage in stages):
+        for stage, record, queue in zip(stages, records, waiting, strict=True):
+            if stage.playing.any():
+                stage.take(record, lambda done, _, stage=stage, queue=queue: stage.refill(done, queue))
+                if stage.playing.any():
+                    stage.ask()
+    finished = [result for record in records for result in record.finished]
+    return put_together([decision for record in records for decision in record.decisions]), finished
 
 
 class Record:
@@ -121,6 +136,7 @@ class Record:
         self.source = source
         self.horizon = horizon
         self.env_ids = env_ids
+        self.taken = 0  # decisions that are recorded
         self.handed = 0  # decisions that have been handed on
         self.finished: list[EpisodeResult] = []
         self.arrays: dict[str, np.ndarray] = {}
@@ -129,8 +145,8 @@ class Record:
         self.values: np.ndarray | None = None
         self.final_values: np.ndarray | None = None
 
-    def decision(self, t: int, obs: Observation, reply: ActReply, result, episode: np.ndarray) -> None:
-        num = len(self.env_ids)
+    def decision(self, stage: Stage, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
+        num, t = len(self.env_ids), self.taken
         parts = {
             "actions": reply.output.actions,
             "logprobs": reply.output.logprobs,
@@ -139,24 +155,27 @@ class Record:
             "truncated": result.truncated,
             "mask": result.mask,
             "versions": np.full(num, reply.version, np.int64),
-            "episodes": episode,
+            "episodes": episodes,
         }
         if self.values is None:
             self.arrays = {name: room_for_many(part, self.horizon) for name, part in parts.items()}
             self.replay = {name: room_for_many(part, self.horizon) for name, part in reply.output.replay.items()}
-            self.obs = room_for(obs, self.horizon)
+            self.obs = room_for(stage.shown, self.horizon)
             self.values = np.zeros((self.horizon + 1, num), reply.values.dtype)
             self.final_values = np.zeros((self.horizon, num), reply.values.dtype)
         for name, part in parts.items():
             self.arrays[name][t] = part
         for name, part in reply.output.replay.items():
             self.replay[name][t] = part
-        write(self.obs, t, obs)
-        self.values[t] = reply.values
+        write(self.obs, t, stage.shown)
+        self.values_after(stage, reply)
+        self.taken += 1
 
-    def finals(self, t: int, rows: np.ndarray, final_values: np.ndarray | None) -> None:
-        if len(rows):
-            self.final_values[t, rows] = final_values
+    def values_after(self, stage: Stage, reply: ActReply) -> None:
+        """The values of what is seen after the last decision that is recorded."""
+        self.values[self.taken] = reply.values
+        if len(stage.final_rows):
+            self.final_values[self.taken - 1, stage.final_rows] = reply.final_values
 
     def trajectory(self, columns: slice, end: int) -> Trajectory:
         """The part of the record that belongs to these env rows: the decisions before `end` that have not been handed
@@ -174,3 +193,38 @@ class Record:
             last=end == self.horizon,
             **cut,
         )
+
+
+class EpisodeRecord:
+    """What happened in whole episodes, decision by decision."""
+
+    def __init__(self) -> None:
+        self.finished: list[EpisodeResult] = []
+        self.decisions: list[tuple[Observation, dict[str, np.ndarray], dict[str, np.ndarray]]] = []
+
+    def decision(self, stage: Stage, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
+        arrays = {
+            "episodes": episodes,
+            "actions": reply.output.actions,
+            "logprobs": reply.output.logprobs,
+            "rewards": result.rewards[stage.at],
+            "mask": result.mask[stage.at],
+            "versions": np.full(len(stage.at), reply.version, np.int64),
+        }
+        self.decisions.append((stage.shown, arrays, reply.output.replay))
+
+
+def put_together(decisions: list[tuple[Observation, dict, dict]]) -> PlayedEpisodes:
+    """Sorted by episode; within one, decisions are in the order in which they were taken."""
+    joined = {name: np.concatenate([host(arrays[name]) for _, arrays, _ in decisions]) for name in decisions[0][1]}
+    replay = {name: np.concatenate([host(extra[name]) for _, _, extra in decisions]) for name in decisions[0][2]}
+    of = joined.pop("episodes")
+    order = np.argsort(of, kind="stable")
+    episodes, lengths = np.unique(of, return_counts=True)
+    return PlayedEpisodes(
+        episodes=episodes,
+        lengths=lengths,
+        obs=take_rows(join_rows([obs for obs, _, _ in decisions]), order),
+        replay={name: array[order] for name, array in replay.items()},
+        **{name: array[order] for name, array in joined.items()},
+    )

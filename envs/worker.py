@@ -13,13 +13,13 @@ from embodied.core.observations import text_arrays
 from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, PlayedEpisodes, Recording, RolloutStats, Route
 from embodied.envs import make_env
 from embodied.envs.action_source import ExpertActions, PolicyActions
-from embodied.envs.episode_collector import Player, play_whole
 from embodied.envs.episode_player import play_episodes
 from embodied.envs.experts import make_expert
 from embodied.envs.policy_client import PolicyClient
-from embodied.envs.rollout import Record, Stage
+from embodied.envs.rollout import Record, Stage, play_whole
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.gpu_memory import Taken
+from embodied.runtime.timers import Total
 
 
 class SimWorker(Worker):
@@ -71,46 +71,45 @@ class SimWorker(Worker):
     ) -> RolloutStats:
         """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows: at the
         end, or every `granularity` decisions."""
+        before = self.timers.totals()
         records = [Record(source, horizon, s.env_ids) for source, s in zip(route.sources, self.stages, strict=True)]
-        for stage, *channels in zip(self.stages, route.sources, route.requests, route.replies, strict=True):
-            stage.line = PolicyClient(*channels)
-            stage.step_s = stage.reset_s = stage.wait_s = 0.0
+        self._connect(route)
+        for stage in self.stages:
             if stage.obs is None:
                 stage.reset(np.arange(stage.env.num_envs), episodes)
             stage.ask()
         for t in range(horizon):
             for stage, record in zip(self.stages, records, strict=True):
-                stage.take(record, t, episodes)
+                stage.take(record, lambda done, result, stage=stage: stage.go_on(done, result, episodes))
                 stage.ask(value_only=t == horizon - 1)
                 if granularity and t and t % granularity == 0:
                     self._deliver(record, out, t)
         for stage, record in zip(self.stages, records, strict=True):
             stage.close(record)
             self._deliver(record, out, horizon)
-        return RolloutStats(
-            env_steps=sum(int(record.arrays["mask"].sum()) for record in records),
-            finished=tuple(result for record in records for result in record.finished),
-            step_s=sum(stage.step_s for stage in self.stages),
-            reset_s=sum(stage.reset_s for stage in self.stages),
-            wait_s=sum(stage.wait_s for stage in self.stages),
-        )
+        env_steps = sum(int(record.arrays["mask"].sum()) for record in records)
+        return self._stats(before, env_steps, [result for record in records for result in record.finished])
 
     def play(self, episodes: list[EpisodeSpec], route: Route) -> RolloutStats:
         """Play these training episodes to their ends, as many at a time as there are envs, and keep them."""
-        stages = zip(self.stages, route.sources, route.requests, route.replies, strict=True)
-        players = [
-            Player(stage.env, episodes[i :: len(self.stages)], PolicyClient(*channels), self.timers)
-            for i, (stage, *channels) in enumerate(stages)
-        ]
-        played = play_whole(players)
+        before = self.timers.totals()
+        self._connect(route)
+        played, finished = play_whole(self.stages, [episodes[i :: len(self.stages)] for i in range(len(self.stages))])
         self.shelf = join_episodes([played] if self.shelf is None else [self.shelf, played])
-        return RolloutStats(
-            env_steps=int(played.mask.sum()),
-            finished=tuple(sorted((r for p in players for r in p.results), key=lambda result: result.index)),
-            step_s=sum(player.step_s for player in players),
-            reset_s=sum(player.reset_s for player in players),
-            wait_s=sum(player.wait_s for player in players),
+        return self._stats(before, int(played.mask.sum()), sorted(finished, key=lambda result: result.index))
+
+    def _connect(self, route: Route) -> None:
+        for stage, *channels in zip(self.stages, route.sources, route.requests, route.replies, strict=True):
+            stage.client = PolicyClient(*channels)
+
+    def _stats(self, before: dict[str, Total], env_steps: int, finished: list[EpisodeResult]) -> RolloutStats:
+        """What was done and where the time went since `before`."""
+        now = self.timers.totals()
+        nothing = Total(0, 0.0, 0.0)
+        spent = (
+            now.get(part, nothing).seconds - before.get(part, nothing).seconds for part in ("step", "reset", "wait")
         )
+        return RolloutStats(env_steps, tuple(finished), *spent)
 
     def kept(self) -> list[int]:
         """The episodes on the shelf."""
@@ -211,6 +210,7 @@ def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeL
     env_state = {name[4:]: array[at] for name, array in state.items() if name.startswith("env.")}
     if env_state:
         stage.obs = text_arrays(stage.env.set_state(env_state))
+        stage.playing[:] = True
         return 0
     open_episodes = int((stage.rows.length > 0).sum())
     stage.rows.started -= stage.rows.length == 0  # not yet begun: played again; begun: abandoned, the next one follows

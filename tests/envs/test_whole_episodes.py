@@ -14,7 +14,7 @@ from embodied.core.rng import uniform
 from embodied.core.types import ActReply, PolicyOutput
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
-from embodied.envs.episode_collector import Player, play_whole
+from embodied.envs.rollout import Stage, play_whole
 from embodied.runtime import Timers
 
 CHUNK = 3
@@ -27,7 +27,7 @@ class Policy:
     def __init__(self):
         self.asked = []
 
-    def ask(self, obs, episodes, decisions):
+    def ask(self, obs, episodes, decisions, **_):
         assert len(obs["state"]) == len(obs["instruction"]) == len(episodes)
         self.asked += zip(episodes.tolist(), decisions.tolist(), strict=True)
         noise = uniform(0, "test", episodes, decisions, 2 * CHUNK)
@@ -46,8 +46,10 @@ def play(rows, stages=1, episodes=EPISODES):
     config = PointMassConfig(name="pointmass", dtype="float64", max_episode_steps=20, instruction=True)
     lines = [Policy() for _ in range(stages)]
     shares = [episodes[i::stages] for i in range(stages)]
-    players = [Player(make_env(config, rows), share, line, Timers()) for share, line in zip(shares, lines, strict=True)]
-    return play_whole(players), players, [question for line in lines for question in line.asked]
+    stages = [Stage(make_env(config, rows), "sim-0", np.arange(rows), rows, Timers()) for _ in lines]
+    for stage, line in zip(stages, lines, strict=True):
+        stage.client = line
+    return *play_whole(stages, shares), [question for line in lines for question in line.asked]
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +65,10 @@ def test_what_is_recorded_does_not_depend_on_the_company(alone, rows, stages):
 
 
 def test_rows_that_have_finished_ask_nothing(alone):
-    played, players, asked = play(5)
+    played, results, asked = play(5)
     expected = [(int(e), d) for e, length in zip(played.episodes, played.lengths, strict=True) for d in range(length)]
     assert sorted(asked) == expected
-    lengths = {result.index: result.length for player in players for result in player.results}
+    lengths = {result.index: result.length for result in results}
     ends = np.cumsum(played.lengths)
     for episode, end, length in zip(played.episodes.tolist(), ends, played.lengths, strict=True):
         mask = played.mask[end - length : end]
