@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from embodied.core.arrays import room_for_many
+from embodied.core.arrays import room_for
 from embodied.core.observations import Observation, take_rows, text_arrays
 from embodied.core.rng import normal
 from embodied.core.types import Array, ChunkResult, EpisodeResult, EpisodeSpec, Note, Recording
@@ -69,7 +69,7 @@ def spread(actions: Array, at: np.ndarray, num_rows: int) -> Array:
     """These rows' actions among those of all rows; the others stand still."""
     if len(at) == num_rows:
         return actions
-    everywhere = room_for_many(actions[0], num_rows)
+    everywhere = room_for(actions, num_rows)
     everywhere[at] = actions
     return everywhere
 

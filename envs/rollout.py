@@ -8,18 +8,21 @@ while the other is simulated.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from embodied.core.arrays import host, room_for_many
+from embodied.core.arrays import host, is_tensor
 from embodied.core.episodes import EpisodeList, head_start
-from embodied.core.observations import Observation, join_rows, room_for, take_rows, write
-from embodied.core.types import ActReply, ChunkResult, EpisodeResult, EpisodeSpec, Note, PlayedEpisodes, Trajectory
+from embodied.core.observations import Observation, map_obs, take_rows
+from embodied.core.trajectories import in_sequences
+from embodied.core.types import ActReply, Array, ChunkResult, EpisodeResult, EpisodeSpec, Note, Trajectory
 from embodied.envs.base import VectorEnv
 from embodied.envs.episode_player import EpisodePlayer, spread
 from embodied.envs.policy_client import PolicyClient
 from embodied.runtime import Channel, Timers
+
+Refill = Callable[[np.ndarray, ChunkResult], None]  # begins episodes on rows that are done
 
 
 class Stage(EpisodePlayer):
@@ -65,7 +68,8 @@ class Stage(EpisodePlayer):
 
     # Where whole episodes are played, a free row takes the next one that waits
 
-    def refill(self, free: np.ndarray, waiting: deque[EpisodeSpec]) -> None:
+    def refill(self, free: np.ndarray, _: ChunkResult | None = None, *, waiting: deque[EpisodeSpec]) -> None:
+        """Begin waiting episodes on free rows."""
         if len(free) and waiting:
             specs = [waiting.popleft() for _ in free[: len(waiting)]]
             self.begin(free[: len(specs)], specs)
@@ -91,7 +95,7 @@ class Stage(EpisodePlayer):
         with self.timers.measure("wait"):
             return self.client.answer()
 
-    def take(self, record: Record | EpisodeRecord, refill: Callable[[np.ndarray, ChunkResult], None]) -> None:
+    def take(self, record: Record, refill: Refill) -> None:
         """Play and record the policy's answer to the last `ask`; `refill` begins episodes on the rows that are done."""
         reply = self.receive()
         episodes = self.rows.episode[self.at]
@@ -103,128 +107,79 @@ class Stage(EpisodePlayer):
 
     def close(self, record: Record) -> None:
         """Receive the values that the end of a rollout needs; the last request was `ask(value_only=True)`."""
-        record.values_after(self, self.receive())
+        record.value(self, self.receive())
         self.final_obs, self.final_rows = None, np.empty(0, np.int64)
 
 
-def play_whole(
-    stages: Sequence[Stage], shares: Sequence[Sequence[EpisodeSpec]]
-) -> tuple[PlayedEpisodes, list[EpisodeResult]]:
-    """Play each stage's share of episodes to the end. Stages take turns, so that the policy works for one while another
-    is simulated."""
-    records = [EpisodeRecord() for _ in stages]
-    waiting = [deque(share) for share in shares]
-    for stage, queue in zip(stages, waiting, strict=True):
-        stage.playing[:] = False
-        stage.refill(np.arange(stage.env.num_envs), queue)
+def take_turns(
+    stages: Sequence[Stage], records: Sequence[Record], refills: Sequence[Refill], horizon: int = 0
+) -> Iterator[int]:
+    """Play until no row does, or `horizon` decisions. Stages take turns, so that the policy works for one while another
+    is simulated; yields the number of decisions after each round."""
+    for stage in stages:
         if stage.playing.any():
             stage.ask()
-    while any(stage.playing.any() for stage in stages):
-        for stage, record, queue in zip(stages, records, waiting, strict=True):
+    decisions = 0
+    while any(stage.playing.any() for stage in stages) and (not horizon or decisions < horizon):
+        decisions += 1
+        for stage, record, refill in zip(stages, records, refills, strict=True):
             if stage.playing.any():
-                stage.take(record, lambda done, _, stage=stage, queue=queue: stage.refill(done, queue))
+                stage.take(record, refill)
                 if stage.playing.any():
-                    stage.ask()
-    finished = [result for record in records for result in record.finished]
-    return put_together([decision for record in records for decision in record.decisions]), finished
+                    stage.ask(value_only=decisions == horizon)
+        yield decisions
 
 
 class Record:
-    """The arrays of one trajectory, filled decision by decision (allocated when the first shows its shapes)."""
+    """What one stage plays, decision by decision, until it is handed on as a trajectory."""
 
-    def __init__(self, source: str, horizon: int, env_ids: np.ndarray) -> None:
-        self.source = source
-        self.horizon = horizon
-        self.env_ids = env_ids
-        self.taken = 0  # decisions that are recorded
+    def __init__(self, source: str, horizon: int = 0) -> None:
+        """Of so many decisions of every env row, with values; or of whole episodes without."""
+        self.source, self.horizon = source, horizon
         self.handed = 0  # decisions that have been handed on
+        self.env_steps = 0
         self.finished: list[EpisodeResult] = []
-        self.arrays: dict[str, np.ndarray] = {}
-        self.obs: dict[str, object] = {}
-        self.replay: dict[str, np.ndarray] = {}
-        self.values: np.ndarray | None = None
-        self.final_values: np.ndarray | None = None
+        self.decisions: list[tuple[np.ndarray, Observation]] = []  # ids of the sequences, and arrays of their decisions
 
     def decision(self, stage: Stage, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
-        num, t = len(self.env_ids), self.taken
-        parts = {
-            "actions": reply.output.actions,
-            "logprobs": reply.output.logprobs,
-            "rewards": result.rewards,
-            "terminated": result.terminated,
-            "truncated": result.truncated,
-            "mask": result.mask,
-            "versions": np.full(num, reply.version, np.int64),
-            "episodes": episodes,
-        }
-        if self.values is None:
-            self.arrays = {name: room_for_many(part, self.horizon) for name, part in parts.items()}
-            self.replay = {name: room_for_many(part, self.horizon) for name, part in reply.output.replay.items()}
-            self.obs = room_for(stage.shown, self.horizon)
-            self.values = np.zeros((self.horizon + 1, num), reply.values.dtype)
-            self.final_values = np.zeros((self.horizon, num), reply.values.dtype)
-        for name, part in parts.items():
-            self.arrays[name][t] = part
-        for name, part in reply.output.replay.items():
-            self.replay[name][t] = part
-        write(self.obs, t, stage.shown)
-        self.values_after(stage, reply)
-        self.taken += 1
-
-    def values_after(self, stage: Stage, reply: ActReply) -> None:
-        """The values of what is seen after the last decision that is recorded."""
-        self.values[self.taken] = reply.values
-        if len(stage.final_rows):
-            self.final_values[self.taken - 1, stage.final_rows] = reply.final_values
-
-    def trajectory(self, columns: slice, end: int) -> Trajectory:
-        """The part of the record that belongs to these env rows: the decisions before `end` that have not been handed
-        on. None of them is written to any more when the answer to the question after them has been taken."""
-        piece = slice(self.handed, end)
-        cut = {name: array[piece, columns] for name, array in self.arrays.items()}
-        return Trajectory(
-            env_ids=self.env_ids[columns],
-            obs=take_rows(self.obs, (piece, columns)),
-            values=self.values[self.handed : end + 1, columns],
-            final_values=self.final_values[piece, columns],
-            replay={name: array[piece, columns] for name, array in self.replay.items()},
-            source=self.source,
-            first=self.handed,
-            last=end == self.horizon,
-            **cut,
-        )
-
-
-class EpisodeRecord:
-    """What happened in whole episodes, decision by decision."""
-
-    def __init__(self) -> None:
-        self.finished: list[EpisodeResult] = []
-        self.decisions: list[tuple[Observation, dict[str, np.ndarray], dict[str, np.ndarray]]] = []
-
-    def decision(self, stage: Stage, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
+        at, output = stage.at, map_obs(owned, {**vars(reply.output), "values": host(reply.values)})
+        if self.horizon:
+            self.value(stage, reply)
         arrays = {
+            "obs": stage.shown,
+            "replay": output["replay"],
+            "actions": output["actions"],
+            "logprobs": output["logprobs"],
+            "rewards": result.rewards[at],
+            "terminated": result.terminated[at],
+            "truncated": result.truncated[at],
+            "mask": result.mask[at],
+            "versions": np.full(len(at), reply.version, np.int64),
             "episodes": episodes,
-            "actions": reply.output.actions,
-            "logprobs": reply.output.logprobs,
-            "rewards": result.rewards[stage.at],
-            "mask": result.mask[stage.at],
-            "versions": np.full(len(stage.at), reply.version, np.int64),
         }
-        self.decisions.append((stage.shown, arrays, reply.output.replay))
+        if self.horizon:
+            arrays |= {"values": output["values"], "next_values": np.zeros_like(output["values"])}
+        self.decisions.append((stage.env_ids[at] if self.horizon else episodes, arrays))
+        self.env_steps += int(arrays["mask"].sum())
+
+    def value(self, stage: Stage, reply: ActReply) -> None:
+        """What was seen after the last decision is worth this."""
+        if self.decisions:
+            _, arrays = self.decisions[-1]
+            arrays["next_values"][:] = reply.values
+            if len(stage.final_rows):
+                arrays["next_values"][stage.final_rows] = reply.final_values
+
+    def trajectory(self, end: int | None = None) -> Trajectory:
+        """The decisions before `end` (None: all) that have not been handed on."""
+        count = len(self.decisions) if end is None else end - self.handed
+        taken, self.decisions = self.decisions[:count], self.decisions[count:]
+        ids, lengths, arrays = in_sequences(taken)
+        first, self.handed = self.handed, self.handed + count
+        last = not self.horizon or self.handed == self.horizon
+        return Trajectory(ids=ids, lengths=lengths, source=self.source, first=first, last=last, **arrays)
 
 
-def put_together(decisions: list[tuple[Observation, dict, dict]]) -> PlayedEpisodes:
-    """Sorted by episode; within one, decisions are in the order in which they were taken."""
-    joined = {name: np.concatenate([host(arrays[name]) for _, arrays, _ in decisions]) for name in decisions[0][1]}
-    replay = {name: np.concatenate([host(extra[name]) for _, _, extra in decisions]) for name in decisions[0][2]}
-    of = joined.pop("episodes")
-    order = np.argsort(of, kind="stable")
-    episodes, lengths = np.unique(of, return_counts=True)
-    return PlayedEpisodes(
-        episodes=episodes,
-        lengths=lengths,
-        obs=take_rows(join_rows([obs for obs, _, _ in decisions]), order),
-        replay={name: array[order] for name, array in replay.items()},
-        **{name: array[order] for name, array in joined.items()},
-    )
+def owned(array: Array) -> Array:
+    """A copy of what lies in a message's memory, which is used again when nobody holds it."""
+    return array if is_tensor(array) else np.array(array)

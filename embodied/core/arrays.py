@@ -36,9 +36,9 @@ def as_asked(answer: torch.Tensor, obs: dict[str, Any]) -> Any:
     return answer if is_tensor(first) else host(answer)
 
 
-def room_for_many(array: Any, count: int) -> Any:
-    """Zeros for so many arrays like this one, stacked, where it is."""
-    shape = (count, *array.shape)
+def room_for(array: Any, count: int) -> Any:
+    """Zeros for so many rows like those of this array, where it is."""
+    shape = (count, *array.shape[1:])
     return array.new_zeros(shape) if is_tensor(array) else np.zeros(shape, array.dtype)
 
 

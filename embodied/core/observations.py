@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.arrays import concatenate, room_for_many
+from embodied.core.arrays import concatenate
 
 # "state": [N,D]; "images": {camera: uint8 [N,H,W,3]}; "instruction": N texts; "privileged": [N,P], numbers that help to
 # learn and that no action may depend on
@@ -60,11 +60,6 @@ def take_rows(obs: Observation, index: Any) -> Observation:
 def join_rows(parts: Sequence[Observation], axis: int = 0) -> Observation:
     """Observations one after the other along an axis; a single one is returned as it is."""
     return parts[0] if len(parts) == 1 else map_obs(lambda *arrays: concatenate(arrays, axis), *parts)
-
-
-def room_for(obs: Observation, count: int) -> Observation:
-    """Room for so many observations like this one, stacked."""
-    return map_obs(lambda array: room_for_many(array, count), obs)
 
 
 def write(room: Observation, index: Any, obs: Observation) -> None:

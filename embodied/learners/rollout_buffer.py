@@ -6,21 +6,19 @@ that change and are computed in fixed microbatches, so where pieces end cannot c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core.arrays import room_for_many
-from embodied.core.observations import map_obs, take_rows, text_lists, write
+from embodied.core.arrays import room_for
+from embodied.core.observations import map_obs, take_rows, text_lists
+from embodied.core.trajectories import join, map_decisions
 from embodied.core.types import Trajectory
-from embodied.learners.batch import items_of
+from embodied.learners.batch import own
 from embodied.learners.model import FrozenFeatures, Model
-
-OTHERS = ("env_ids", "obs", "replay", "values", "source", "first", "last")
-PER_DECISION = [field.name for field in fields(Trajectory) if field.name not in OTHERS]
 
 
 @dataclass
@@ -35,8 +33,8 @@ class Coming:
 class RolloutBuffer:
     """What has come of one iteration."""
 
-    def __init__(self, horizon: int, batch_size: int) -> None:
-        """Rollouts that come in pieces have `horizon` decisions; about `batch_size` items are encoded together."""
+    def __init__(self, batch_size: int, horizon: int = 0) -> None:
+        """About `batch_size` items are encoded together; rollouts that come in pieces have `horizon` decisions."""
         self.horizon = horizon
         self.batch_size = batch_size
         self.coming: dict[str, Coming] = {}  # by stage of a sim worker: of one that was replaced, what came last
@@ -44,75 +42,62 @@ class RolloutBuffer:
         self.rows = np.empty(0, np.int64)  # env rows whose observations are encoded, sorted
 
     def add(self, piece: Trajectory) -> None:
-        stage = stage_of(piece.source)
+        stage, whole = stage_of(piece.source), piece
+        if not piece.last or piece.first:
+            whole = room_for_all(piece, self.horizon) if piece.first == 0 else self.coming[stage].whole
+            rows = items_of(
+                range(len(whole.ids)), range(piece.first, piece.first + int(piece.lengths[0])), self.horizon
+            )
+            map_decisions(lambda room, array: room.__setitem__(rows, array), whole, piece)
         if piece.first == 0:
-            self.coming[stage] = Coming(piece if piece.last else whole_room(piece, self.horizon))
-        coming = self.coming[stage]
-        if coming.whole is not piece:
-            fill(coming.whole, piece)
-        coming.have = piece.first + len(piece.rewards)
+            self.coming[stage] = Coming(whole)
+        self.coming[stage].have = piece.first + int(piece.lengths.max())
 
     def has(self, sources: Iterable[str]) -> bool:
         """Whether all that these sources have played has come."""
         there = {coming.whole.source: coming for coming in self.coming.values()}
-        return all(s in there and there[s].have == len(there[s].whole.rewards) for s in sources)
+        return all(s in there and there[s].have == there[s].whole.lengths.max() for s in sources)
 
-    def trajectories(self, sources: Iterable[str]) -> list[Trajectory]:
-        return [self.coming[stage_of(source)].whole for source in sources]
+    def trajectory(self, sources: Iterable[str]) -> Trajectory:
+        """All that these sources have played, together."""
+        return join([self.coming[stage_of(source)].whole for source in sources])
 
     def encode(self, model: Model, rows: np.ndarray) -> None:
         """Frozen features of all whole microbatches that have come, of the rank's env rows `rows` (sorted)."""
         for coming in self.coming.values():
-            whole, horizon = coming.whole, len(coming.whole.rewards)
+            whole, horizon = coming.whole, int(coming.whole.lengths[0])
             if self.features is None:
                 self.rows, self.features = rows, FrozenFeatures(model, len(rows) * horizon)
-            size = max(1, self.batch_size // len(whole.env_ids))
+            size = max(1, self.batch_size // len(whole.ids))
             while self.features.wanted and coming.encoded < horizon:
-                part = slice(coming.encoded, min(coming.encoded + size, horizon))
+                part = range(coming.encoded, min(coming.encoded + size, horizon))
                 if part.stop > coming.have:
                     break
-                obs = text_lists(map_obs(items_of, take_rows(whole.obs, part)))
-                self.features.add(obs, self._items(whole.env_ids, part, horizon))
+                seen = take_rows(whole.obs, items_of(range(len(whole.ids)), part, horizon))
+                items = items_of(np.searchsorted(self.rows, whole.ids), part, horizon)
+                self.features.add(text_lists(map_obs(own, seen)), torch.from_numpy(items))
                 coming.encoded = part.stop
 
-    def encoded(self, env_ids: np.ndarray, horizon: int) -> dict[str, Tensor]:
+    def encoded(self, ids: np.ndarray) -> dict[str, Tensor]:
         """Frozen features of these rows: others were lost with their sim worker."""
-        if len(env_ids) == len(self.rows):
+        if len(ids) == len(self.rows):
             return self.features.kept
-        items = self._items(env_ids, slice(0, horizon), horizon)
+        horizon = self.features.num_items // len(self.rows)
+        items = torch.from_numpy(items_of(np.searchsorted(self.rows, ids), range(horizon), horizon))
         return {name: tensor[items] for name, tensor in self.features.kept.items()}
 
-    def _items(self, env_ids: np.ndarray, part: slice, horizon: int) -> Tensor:
-        rows = np.searchsorted(self.rows, env_ids)
-        return torch.from_numpy((rows[:, None] * horizon + np.arange(part.start, part.stop)).ravel())
+
+def items_of(rows: Sequence[int] | np.ndarray, decisions: range, horizon: int) -> np.ndarray:
+    """These decisions of these rows, where every row has `horizon` of them."""
+    return (np.array(rows)[:, None] * horizon + np.array(decisions)).ravel()
+
+
+def room_for_all(piece: Trajectory, horizon: int) -> Trajectory:
+    """Room for a rollout that begins with this piece."""
+    count = len(piece.ids) * horizon
+    room = map_decisions(lambda array: room_for(array, count), piece)
+    return replace(piece, lengths=np.full_like(piece.lengths, horizon), last=True, **room)
 
 
 def stage_of(source: str) -> str:
     return source.partition("#")[0]
-
-
-def whole_room(piece: Trajectory, horizon: int) -> Trajectory:
-    """For a rollout that begins with this piece."""
-
-    def room(array):
-        return room_for_many(array[0], horizon)
-
-    return replace(
-        piece,
-        obs=map_obs(room, piece.obs),
-        replay={name: room(array) for name, array in piece.replay.items()},
-        values=room_for_many(piece.values[0], horizon + 1),
-        last=True,
-        **{name: room(getattr(piece, name)) for name in PER_DECISION},
-    )
-
-
-def fill(whole: Trajectory, piece: Trajectory) -> None:
-    """At its place; the value after its last decision is also the first of the next piece."""
-    part = slice(piece.first, piece.first + len(piece.rewards))
-    whole.values[part.start : part.stop + 1] = piece.values
-    for name in PER_DECISION:
-        getattr(whole, name)[part] = getattr(piece, name)
-    for name, array in piece.replay.items():
-        whole.replay[name][part] = array
-    write(whole.obs, part, piece.obs)
