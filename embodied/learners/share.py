@@ -242,7 +242,7 @@ def moments_of(
         if found is None:
             return None
         rows |= zip(alike.tolist(), found, strict=True)
-    return np.array([rows[sequence] for sequence in range(count)])
+    return np.array([rows[sequence] for sequence in range(len(starts))])[:count]
 
 
 def by_step(array: Array, rows: Any, count: int) -> Array:
