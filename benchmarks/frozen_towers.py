@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, code_commit, machine, markdown, packages, write_json
+from embodied.core.observations import text_arrays
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.batch import Batch
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
-from embodied.learners.update import looked_at
+from embodied.learners.update import frozen_features
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
 
@@ -65,10 +66,11 @@ def compare(config, items: int, epochs: int, rounds: int) -> dict[str, float]:
     for _ in range(rounds + 1):
         for name, times in seconds.items():
             started = process_time()
-            learn(model, looked_at(model, batch, items) if name == "once" else batch, epochs)
+            known = frozen_features(model, batch, items) if name == "once" else {}
+            learn(model, replace(batch, replay=batch.replay | known), epochs)
             times.append(process_time() - started)
     again, once = (median(times[1:]) for times in seconds.values())
-    known = looked_at(model, replace(batch, replay={}), items).replay
+    known = frozen_features(model, batch, items)
     kept = sum(tensor.nbytes for tensor in known.values()) / items
     return {"again": again, "once": once, "saved": 1 - once / again, "kept_bytes": kept}
 
@@ -93,7 +95,7 @@ def batch_of(policy, rows: int) -> Batch:
     obs["images"] = {name: torch.from_numpy(image) for name, image in obs["images"].items()}
     obs["state"] = torch.from_numpy(obs["state"])
     replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
-    return Batch(0, obs, *map(torch.from_numpy, (output.actions, output.logprobs, *played)), replay)
+    return Batch(0, text_arrays(obs), *map(torch.from_numpy, (output.actions, output.logprobs, *played)), replay)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,3 @@ class GatedLearner(LearnerWorker):
     def update(self, *args):
         arrive(self.name, "update")
         return super().update(*args)
-
-    def update_groups(self, *args):
-        arrive(self.name, "update")
-        return super().update_groups(*args)

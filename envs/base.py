@@ -19,7 +19,8 @@ from gymnasium.vector.utils import batch_space
 
 from embodied.core.arrays import finite_rows, host, is_tensor
 from embodied.core.errors import NotFinite, WrongShape
-from embodied.core.types import ChunkResult, EnvSpec, EpisodeSpec, Observation
+from embodied.core.observations import Observation, map_obs, text_arrays, text_lists
+from embodied.core.types import ChunkResult, EnvSpec, EpisodeSpec
 from embodied.envs import import_class
 from embodied.envs.image_cache import Images, Pictures
 from embodied.envs.preflight import BeforeARun
@@ -337,17 +338,13 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
 
 def put_rows(obs: Observation, other: Observation, rows: np.ndarray) -> Observation:
     """`obs` with these rows taken from `other`."""
-    out: Observation = {}
-    for name, part in obs.items():
-        if isinstance(part, dict):
-            out[name] = put_rows(part, other[name], rows)
-        elif isinstance(part, list):
-            mine = set(rows.tolist())
-            out[name] = [other[name][row] if row in mine else text for row, text in enumerate(part)]
-        else:
-            out[name] = part.clone() if is_tensor(part) else np.array(part)
-            out[name][rows] = other[name][rows]
-    return out
+
+    def put(part: Any, others: Any) -> Any:
+        mixed = part.clone() if is_tensor(part) else np.array(part)
+        mixed[rows] = others[rows]
+        return mixed
+
+    return text_lists(map_obs(put, text_arrays(obs), text_arrays(other)))
 
 
 def observation_space(spec: EnvSpec, dtype: np.dtype) -> spaces.Dict:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from embodied.core.types import Observation
+from embodied.core.observations import Observation, is_text, leaves, map_obs, take_rows, text_arrays
 
 
 @dataclass
@@ -29,33 +30,27 @@ class Played:
 
 
 def copied(obs: Observation) -> Observation:
-    return {
-        k: copied(v) if isinstance(v, dict) else list(v) if isinstance(v, list) else np.array(v) for k, v in obs.items()
-    }
+    return map_obs(lambda part: np.array(part, object if is_text(part) else None), obs)
 
 
 def rows_of(obs: Observation, rows: np.ndarray) -> Observation:
-    take = lambda part: [part[row] for row in rows] if isinstance(part, list) else part[rows]  # noqa: E731
-    return {name: rows_of(part, rows) if isinstance(part, dict) else take(part) for name, part in obs.items()}
+    return take_rows(text_arrays(obs), rows)
 
 
 def flat(obs: Observation, row: int) -> np.ndarray:
     """Everything one row sees as one vector of numbers (texts do not change inside an episode)."""
-    parts = [part for name in obs for part in (obs[name].values() if isinstance(obs[name], dict) else [obs[name]])]
-    return np.concatenate([np.asarray(part[row], float).ravel() for part in parts if not isinstance(part, list)])
+    return np.concatenate([np.asarray(part[row], float).ravel() for part in leaves(obs) if not is_text(part)])
 
 
 def far(one: Observation, other: Observation) -> float:
     """The largest difference of two observations; infinite where texts differ."""
-    largest = 0.0
-    for name, part in one.items():
-        if isinstance(part, dict):
-            largest = max(largest, far(part, other[name]))
-        elif isinstance(part, list):
-            largest = max(largest, 0.0 if part == list(other[name]) else np.inf)
-        elif part.size:
-            largest = max(largest, float(np.abs(part.astype(float) - other[name].astype(float)).max()))
-    return largest
+
+    def distance(part: Any, others: Any) -> float:
+        if is_text(part):
+            return 0.0 if list(part) == list(others) else np.inf
+        return float(np.abs(part.astype(float) - others.astype(float)).max(initial=0.0))
+
+    return max(leaves(map_obs(distance, one, other)), default=0.0)
 
 
 def cut(played: Played, rows: np.ndarray) -> Played:

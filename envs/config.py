@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Strict
 from embodied.envs.libero.suites import is_own, tasks_of
 
@@ -359,12 +358,6 @@ def unknown_env(name: str) -> str:
     """What to say of a name that is neither ours nor a class."""
     known = f"known: {', '.join(ENV_CONFIGS)}, gym:<id>, my_pkg.my_module:MyEnv"
     return f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'gym:'])}"
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean ...?", or nothing where no known name is near."""
-    near = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {

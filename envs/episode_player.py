@@ -1,25 +1,77 @@
-"""Playing a fixed list of episodes to the end.
+"""A vector env and the episodes that its rows play.
 
-Every row takes the next episode of the list when its own is over; rows without one stay frozen and are shown to no
-policy. Which episodes are played, and what happens in each, does not depend on how many rows there are.
+Rows without an episode stay frozen and are shown to no policy. Which episodes are played, and what happens in each,
+does not depend on how many rows there are. Training (`rollout`) and evaluation (`play_episodes`) differ in who chooses
+actions, what begins on a free row, what is recorded and when it ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from embodied.core.arrays import take_rows
+from embodied.core.arrays import room_for
+from embodied.core.observations import Observation, take_rows, text_arrays
 from embodied.core.rng import normal
-from embodied.core.types import EpisodeResult, EpisodeSpec, Note, Recording
+from embodied.core.types import Array, ChunkResult, EpisodeResult, EpisodeSpec, Note, Recording
 from embodied.envs.action_source import ActionSource
 from embodied.envs.base import VectorEnv
 from embodied.envs.episode_recorder import EpisodeRecorder
 from embodied.envs.episode_tracker import EpisodeTracker
 from embodied.envs.video_recorder import VideoRecorder
 from embodied.runtime import Channel, Timers
+
+
+class EpisodePlayer:
+    def __init__(self, env: VectorEnv, timers: Timers) -> None:
+        self.env = env
+        self.timers = timers
+        self.rows = EpisodeTracker(env.num_envs, env.env_spec.has_success)
+        self.playing = np.zeros(env.num_envs, bool)
+        self.obs: Observation | None = None
+
+    def begin(self, rows: np.ndarray, specs: Sequence[EpisodeSpec], elapsed: np.ndarray | None = None) -> None:
+        """Begin these episodes on these rows, in one batch; `elapsed` env steps [N] of their limit count as used."""
+        by_row: list[EpisodeSpec | None] = [None] * self.env.num_envs
+        for row, spec in zip(rows, specs, strict=True):
+            by_row[row] = spec
+        mask = np.zeros(self.env.num_envs, bool)
+        mask[rows] = True
+        with self.timers.measure("reset"):
+            obs, info = self.env.reset(options={"reset_mask": mask, "episodes": by_row, "elapsed": elapsed})
+        self.obs = text_arrays(obs)
+        self.rows.begin(rows, specs, info.get("success"))
+        self.playing[rows] = True
+
+    def seen(self) -> tuple[np.ndarray, Observation]:
+        """The rows that play, and what they see."""
+        at = np.flatnonzero(self.playing)
+        return at, self.obs if self.playing.all() else take_rows(self.obs, at)
+
+    def play(self, actions: Array, on_frame: Callable[[np.ndarray], None] | None = None) -> ChunkResult:
+        """Play one decision of every row, actions [N, C, A]."""
+        with self.timers.measure("step"):
+            result = self.env.step_chunk(actions, on_frame=on_frame)
+        self.rows.record(result)
+        self.obs = text_arrays(result.obs)
+        return result
+
+    def end(self, result: ChunkResult) -> tuple[np.ndarray, list[EpisodeResult]]:
+        """The rows whose episodes ended in this decision, and how; they play no more."""
+        done = np.flatnonzero(result.done & self.playing)
+        self.playing[done] = False
+        return done, self.rows.results(done)
+
+
+def spread(actions: Array, at: np.ndarray, num_rows: int) -> Array:
+    """These rows' actions among those of all rows; the others stand still."""
+    if len(at) == num_rows:
+        return actions
+    everywhere = room_for(actions, num_rows)
+    everywhere[at] = actions
+    return everywhere
 
 
 def play_episodes(
@@ -32,70 +84,47 @@ def play_episodes(
     timers: Timers,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[EpisodeResult]:
-    """`alone` are the last of the episodes; each is played with no other beside it. Once `stop` says so the decision in
-    progress is the last one, and what is not over is given up."""
-    waiting = deque(episodes)
-    rows = EpisodeTracker(env.num_envs, env.env_spec.has_success)
-    playing = np.zeros(env.num_envs, bool)
+    """Play a fixed list of episodes to the end, a free row taking the next one. `alone` are the last of the episodes;
+    each is played with no other beside it. Once `stop` says so the decision in progress is the last one, and what is
+    not over is given up."""
+    player, waiting = EpisodePlayer(env, timers), deque(episodes)
     results: list[EpisodeResult] = []
 
-    def refill(free: np.ndarray):
-        """Start waiting episodes on free rows; None if there were none."""
-        free = free[: num_startable(waiting, playing, alone)]
+    def refill(free: np.ndarray) -> None:
+        """Begin waiting episodes on free rows."""
+        free = free[: num_startable(waiting, player.playing, alone)]
         if not len(free):
-            return None
+            return
         specs = [waiting.popleft() for _ in free]
         notes.put(Note(action_source.source, begun=tuple(spec.index for spec in specs)))
-        by_row: list = [None] * env.num_envs
-        mask = np.zeros(env.num_envs, bool)
-        mask[free] = True
-        for row, spec in zip(free, specs, strict=True):
-            by_row[row] = spec
-        with timers.measure("reset"):
-            obs, info = env.reset(options={"reset_mask": mask, "episodes": by_row})
-        rows.begin(free, specs, info.get("success"))
+        player.begin(free, specs)
         action_source.begin(free)
-        playing[free] = True
-        films.begin(free, specs, obs.get("instruction"))
-        drafts.begin(free, specs, obs.get("instruction"))
-        return obs
+        for recorder in (videos, records):
+            recorder.begin(free, specs, player.obs.get("instruction"))
 
     def on_frame(moved: np.ndarray) -> None:
-        films.on_frame(moved)
-        drafts.on_frame(moved)
+        for recorder in (videos, records):
+            recorder.on_frame(moved)
 
-    with VideoRecorder(env, rows, recording) as films, EpisodeRecorder(env, recording.drafts) as drafts:
-        obs = refill(np.arange(env.num_envs))
-        while playing.any() and not stop():
-            at = np.flatnonzero(playing)
+    with VideoRecorder(env, player.rows, recording) as videos, EpisodeRecorder(env, recording.drafts) as records:
+        refill(np.arange(env.num_envs))
+        while player.playing.any() and not stop():
+            at, seen = player.seen()
             with timers.measure("wait"):
-                decisions, values = action_source.act(take_rows(obs, at), rows, at)
+                decisions, values = action_source.act(seen, player.rows, at)
             actions = spread(decisions, at, env.num_envs)
-            films.decided(at, values)
-            drafts.decided(obs, actions)
-            with timers.measure("step"):
-                result = env.step_chunk(disturbed(actions, rows, recording), on_frame=on_frame)
-            rows.record(result)
-            drafts.record(result)
-            obs = result.obs
-            done = np.flatnonzero(result.done & playing)
+            videos.decided(at, values)
+            records.decided(player.obs, actions)
+            result = player.play(disturbed(actions, player.rows, recording), on_frame)
+            records.record(result)
+            done, outcomes = player.end(result)
             if len(done):
-                outcomes = rows.results(done)
                 results += outcomes
-                films.finish(done, outcomes)
-                drafts.finish(done, outcomes)
+                for recorder in (videos, records):
+                    recorder.finish(done, outcomes)
                 notes.put(Note(action_source.source, finished=tuple(outcomes)))
-                playing[done] = False
-                fresh = refill(np.flatnonzero(~playing) if waiting and waiting[0].index in alone else done)
-                obs = obs if fresh is None else fresh
+                refill(np.flatnonzero(~player.playing) if waiting and waiting[0].index in alone else done)
     return results
-
-
-def spread(actions: np.ndarray, at: np.ndarray, num_rows: int) -> np.ndarray:
-    """These rows' actions among those of all rows; the others stand still."""
-    everywhere = np.zeros((num_rows, *actions.shape[1:]), actions.dtype)
-    everywhere[at] = actions
-    return everywhere
 
 
 def disturbed(actions: np.ndarray, rows: EpisodeTracker, recording: Recording) -> np.ndarray:

@@ -34,7 +34,7 @@ class EpisodeRecorder:
         for draft in self.open.values():
             draft.discard()
 
-    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: list[str] | None) -> None:
+    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: np.ndarray | None) -> None:
         if self.folder is None:
             return
         from embodied.datasets import EpisodeBuffer, buffer_name, features_of, fps_of
@@ -42,7 +42,7 @@ class EpisodeRecorder:
         spec = self.env.env_spec
         for row, episode in zip(rows.tolist(), specs, strict=True):
             self.open[row] = EpisodeBuffer(self.folder / buffer_name(episode.index), fps_of(spec), features_of(spec))
-            self.words[row] = instructions[row] if instructions else episode.task
+            self.words[row] = episode.task if instructions is None else instructions[row]
 
     def decided(self, obs: Observation, actions: np.ndarray) -> None:
         """The next decision of all rows."""

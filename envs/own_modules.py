@@ -21,8 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.envs.config import EXTERNAL, SIMULATORS, nearest, unknown_env
+from embodied.core.errors import ConfigError, EmbodiedError, nearest
+from embodied.envs.config import EXTERNAL, SIMULATORS, unknown_env
 from embodied.system.vulkan_driver import ensure_vulkan
 
 if TYPE_CHECKING:

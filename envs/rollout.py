@@ -1,26 +1,31 @@
-"""One stage of a sim worker: a vector env, its open episodes, and the trajectory being recorded.
+"""One stage of a sim worker: a vector env that plays for training, its policy worker, and what is recorded.
 
 The cycle of a decision is ask -> take -> ask: `ask` sends the current observation to the policy, `take` receives its
-actions, plays them, records everything and resets what finished. Two stages let the policy answer one while the other
-is simulated.
+actions, plays and records them, and begins new episodes on the rows that are done. Two stages let the policy answer one
+while the other is simulated.
 """
 
 from __future__ import annotations
 
-from time import perf_counter
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from embodied.core.arrays import map_obs, room_for_many, take_rows
+from embodied.core.arrays import host, is_tensor
 from embodied.core.episodes import EpisodeList, head_start
-from embodied.core.types import ActReply, EpisodeResult, Note, Observation, Trajectory
+from embodied.core.observations import Observation, map_obs, take_rows
+from embodied.core.trajectories import in_sequences
+from embodied.core.types import ActReply, Array, ChunkResult, EpisodeResult, EpisodeSpec, Note, Trajectory
 from embodied.envs.base import VectorEnv
-from embodied.envs.episode_tracker import EpisodeTracker
+from embodied.envs.episode_player import EpisodePlayer, spread
 from embodied.envs.policy_client import PolicyClient
 from embodied.runtime import Channel, Timers
 
+Refill = Callable[[np.ndarray, ChunkResult], None]  # begins episodes on rows that are done
 
-class Stage:
+
+class Stage(EpisodePlayer):
     def __init__(
         self,
         env: VectorEnv,
@@ -30,50 +35,56 @@ class Stage:
         timers: Timers,
         journal: Channel | None = None,
     ) -> None:
-        self.env = env
+        super().__init__(env, timers)
         self.name = name
         self.env_ids = env_ids
         self.num_envs_total = num_envs_total
-        self.timers = timers
         self.journal = journal
-        self.rows = EpisodeTracker(env.num_envs, env.env_spec.has_success)
-        self.obs: Observation | None = None
-        self.final_obs: Observation | None = None
+        self.client: PolicyClient | None = None
+        self.final_obs: Observation | None = None  # of the rows `final_rows`, truncated in the last decision
         self.final_rows = np.empty(0, np.int64)
-        self.line: PolicyClient | None = None
         self.valued: tuple[Observation | None, tuple[str, int] | None] = (None, None)  # the last, and in which question
-        self.step_s = self.reset_s = self.wait_s = 0.0
+
+    # Where rollouts are of a fixed number of decisions, every row goes on to its own next episode
 
     def reset(self, rows: np.ndarray, episodes: EpisodeList) -> None:
         """Begin the next episode of these rows: env e plays episodes e, e + E, e + 2E, ..."""
-        started = perf_counter()
         next_index = (self.env_ids[rows] + self.rows.started[rows] * self.num_envs_total).tolist()
         if self.journal is not None:
             self.journal.put(Note(self.name, begun=tuple(next_index)))
-        specs = [episodes[index] for index in next_index]
-        by_row: list = [None] * self.env.num_envs
-        for row, spec in zip(rows, specs, strict=True):
-            by_row[row] = spec
-        mask = np.zeros(self.env.num_envs, bool)
-        mask[rows] = True
-        options = {"reset_mask": mask, "episodes": by_row, "elapsed": self._head_start()}
-        self.obs, info = self.env.reset(options=options)
-        self.rows.begin(rows, specs, info.get("success"))
-        self.reset_s += self.timers.add("reset", started)
+        self.begin(rows, [episodes[index] for index in next_index], self._head_start())
 
     def _head_start(self) -> np.ndarray:
         """How much of the step limit counts as used: with `env.stagger` a part of every env's first episode."""
         first = (self.rows.started == 0) & self.env.config.stagger
         return first * head_start(self.env_ids, self.env.env_spec.max_episode_steps)
 
+    def go_on(self, done: np.ndarray, result: ChunkResult, episodes: EpisodeList) -> None:
+        """Keep what truncated episodes showed last, whose value is asked for next, and begin the next ones."""
+        self.final_rows = np.flatnonzero(result.truncated.any(axis=1))
+        self.final_obs = take_rows(self.obs, self.final_rows) if len(self.final_rows) else None
+        if len(done):
+            self.reset(done, episodes)
+
+    # Where whole episodes are played, a free row takes the next one that waits
+
+    def refill(self, free: np.ndarray, _: ChunkResult | None = None, *, waiting: deque[EpisodeSpec]) -> None:
+        """Begin waiting episodes on free rows."""
+        if len(free) and waiting:
+            specs = [waiting.popleft() for _ in free[: len(waiting)]]
+            self.begin(free[: len(specs)], specs)
+
+    # Both
+
     def ask(self, value_only: bool = False) -> None:
-        """The observation that ends a rollout begins the next one; it is sent once."""
+        """Show the policy the rows that play. What ends a rollout begins the next one, and is sent once."""
         (valued, question), self.valued = self.valued, (None, None)
-        asked = self.line.ask(
+        self.at, self.shown = self.seen()
+        asked = self.client.ask(
             same_as=question if valued is self.obs else None,
-            obs=self.obs,
-            episodes=self.rows.episode.copy(),
-            decisions=self.rows.decision.copy(),
+            obs=self.shown,
+            episodes=self.rows.episode[self.at],
+            decisions=self.rows.decision[self.at],
             final_obs=self.final_obs,
             value_only=value_only,
         )
@@ -81,109 +92,94 @@ class Stage:
             self.valued = self.obs, asked
 
     def receive(self) -> ActReply:
-        started = perf_counter()
-        reply = self.line.answer()
-        self.wait_s += self.timers.add("wait", started)
-        return reply
+        with self.timers.measure("wait"):
+            return self.client.answer()
 
-    def take(self, record: Record, t: int, episodes: EpisodeList) -> None:
-        """Play the policy's answer to the last `ask` and record it as decision t."""
+    def take(self, record: Record, refill: Refill) -> None:
+        """Play and record the policy's answer to the last `ask`; `refill` begins episodes on the rows that are done."""
         reply = self.receive()
-        record.finals(t - 1, self.final_rows, reply.final_values)
-        started = perf_counter()
-        result = self.env.step_chunk(reply.output.actions)
-        self.step_s += self.timers.add("step", started)
-        record.decision(t, self.obs, reply, result, self.rows.episode)
-        self.rows.record(result)
-        self.obs, self.final_obs, self.final_rows = result.obs, None, np.empty(0, np.int64)
-        done = np.flatnonzero(result.done)
-        if len(done):
-            record.finished += self.rows.results(done)
-            self.final_rows = np.flatnonzero(result.truncated.any(axis=1))
-            if len(self.final_rows):
-                self.final_obs = take_rows(result.obs, self.final_rows)
-            self.reset(done, episodes)
+        episodes = self.rows.episode[self.at]
+        result = self.play(spread(reply.output.actions, self.at, self.env.num_envs))
+        record.decision(self, episodes, reply, result)
+        done, outcomes = self.end(result)
+        record.finished += outcomes
+        refill(done, result)
 
     def close(self, record: Record) -> None:
         """Receive the values that the end of a rollout needs; the last request was `ask(value_only=True)`."""
-        reply = self.receive()
-        record.finals(record.horizon - 1, self.final_rows, reply.final_values)
-        record.values[record.horizon] = reply.values
+        record.value(self, self.receive())
         self.final_obs, self.final_rows = None, np.empty(0, np.int64)
 
 
+def take_turns(
+    stages: Sequence[Stage], records: Sequence[Record], refills: Sequence[Refill], horizon: int = 0
+) -> Iterator[int]:
+    """Play until no row does, or `horizon` decisions. Stages take turns, so that the policy works for one while another
+    is simulated; yields the number of decisions after each round."""
+    for stage in stages:
+        if stage.playing.any():
+            stage.ask()
+    decisions = 0
+    while any(stage.playing.any() for stage in stages) and (not horizon or decisions < horizon):
+        decisions += 1
+        for stage, record, refill in zip(stages, records, refills, strict=True):
+            if stage.playing.any():
+                stage.take(record, refill)
+                if stage.playing.any():
+                    stage.ask(value_only=decisions == horizon)
+        yield decisions
+
+
 class Record:
-    """The arrays of one trajectory, filled decision by decision (allocated when the first shows its shapes)."""
+    """What one stage plays, decision by decision, until it is handed on as a trajectory."""
 
-    def __init__(self, source: str, horizon: int, env_ids: np.ndarray) -> None:
-        self.source = source
-        self.horizon = horizon
-        self.env_ids = env_ids
+    def __init__(self, source: str, horizon: int = 0) -> None:
+        """Of so many decisions of every env row, with values; or of whole episodes without."""
+        self.source, self.horizon = source, horizon
         self.handed = 0  # decisions that have been handed on
+        self.env_steps = 0
         self.finished: list[EpisodeResult] = []
-        self.arrays: dict[str, np.ndarray] = {}
-        self.obs: dict[str, object] = {}
-        self.replay: dict[str, np.ndarray] = {}
-        self.values: np.ndarray | None = None
-        self.final_values: np.ndarray | None = None
+        self.decisions: list[tuple[np.ndarray, Observation]] = []  # ids of the sequences, and arrays of their decisions
 
-    def decision(self, t: int, obs: Observation, reply: ActReply, result, episode: np.ndarray) -> None:
-        num = len(self.env_ids)
-        parts = {
-            "actions": reply.output.actions,
-            "logprobs": reply.output.logprobs,
-            "rewards": result.rewards,
-            "terminated": result.terminated,
-            "truncated": result.truncated,
-            "mask": result.mask,
-            "versions": np.full(num, reply.version, np.int64),
-            "episodes": episode,
+    def decision(self, stage: Stage, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
+        at, output = stage.at, map_obs(owned, {**vars(reply.output), "values": host(reply.values)})
+        if self.horizon:
+            self.value(stage, reply)
+        arrays = {
+            "obs": stage.shown,
+            "replay": output["replay"],
+            "actions": output["actions"],
+            "logprobs": output["logprobs"],
+            "rewards": result.rewards[at],
+            "terminated": result.terminated[at],
+            "truncated": result.truncated[at],
+            "mask": result.mask[at],
+            "versions": np.full(len(at), reply.version, np.int64),
+            "episodes": episodes,
         }
-        if self.values is None:
-            self.arrays = {name: room_for_many(part, self.horizon) for name, part in parts.items()}
-            self.replay = {name: room_for_many(part, self.horizon) for name, part in reply.output.replay.items()}
-            self.obs = room_for(obs, self.horizon)
-            self.values = np.zeros((self.horizon + 1, num), reply.values.dtype)
-            self.final_values = np.zeros((self.horizon, num), reply.values.dtype)
-        for name, part in parts.items():
-            self.arrays[name][t] = part
-        for name, part in reply.output.replay.items():
-            self.replay[name][t] = part
-        store(self.obs, t, obs)
-        self.values[t] = reply.values
+        if self.horizon:
+            arrays |= {"values": output["values"], "next_values": np.zeros_like(output["values"])}
+        self.decisions.append((stage.env_ids[at] if self.horizon else episodes, arrays))
+        self.env_steps += int(arrays["mask"].sum())
 
-    def finals(self, t: int, rows: np.ndarray, final_values: np.ndarray | None) -> None:
-        if len(rows):
-            self.final_values[t, rows] = final_values
+    def value(self, stage: Stage, reply: ActReply) -> None:
+        """What was seen after the last decision is worth this."""
+        if self.decisions:
+            _, arrays = self.decisions[-1]
+            arrays["next_values"][:] = reply.values
+            if len(stage.final_rows):
+                arrays["next_values"][stage.final_rows] = reply.final_values
 
-    def trajectory(self, columns: slice, end: int) -> Trajectory:
-        """The part of the record that belongs to these env rows: the decisions before `end` that have not been handed
-        on. None of them is written to any more when the answer to the question after them has been taken."""
-        piece = slice(self.handed, end)
-        cut = {name: array[piece, columns] for name, array in self.arrays.items()}
-        return Trajectory(
-            env_ids=self.env_ids[columns],
-            obs=map_obs(
-                self.obs, lambda array: array[piece, columns], lambda texts: [row[columns] for row in texts[piece]]
-            ),
-            values=self.values[self.handed : end + 1, columns],
-            final_values=self.final_values[piece, columns],
-            replay={name: array[piece, columns] for name, array in self.replay.items()},
-            source=self.source,
-            first=self.handed,
-            last=end == self.horizon,
-            **cut,
-        )
+    def trajectory(self, end: int | None = None) -> Trajectory:
+        """The decisions before `end` (None: all) that have not been handed on."""
+        count = len(self.decisions) if end is None else end - self.handed
+        taken, self.decisions = self.decisions[:count], self.decisions[count:]
+        ids, lengths, arrays = in_sequences(taken)
+        first, self.handed = self.handed, self.handed + count
+        last = not self.horizon or self.handed == self.horizon
+        return Trajectory(ids=ids, lengths=lengths, source=self.source, first=first, last=last, **arrays)
 
 
-def room_for(obs: Observation, horizon: int) -> Observation:
-    return map_obs(obs, lambda array: room_for_many(array, horizon), lambda texts: [None] * horizon)
-
-
-def store(room: Observation, t: int, obs: Observation) -> None:
-    for name, part in obs.items():
-        if isinstance(part, dict):
-            for camera, image in part.items():
-                room[name][camera][t] = image
-        else:
-            room[name][t] = list(part) if name == "instruction" else part
+def owned(array: Array) -> Array:
+    """A copy of what lies in a message's memory, which is used again when nobody holds it."""
+    return array if is_tensor(array) else np.array(array)

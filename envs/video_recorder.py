@@ -38,13 +38,13 @@ class VideoRecorder:
         for writer in self.open.values():
             writer.discard()
 
-    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: list[str] | None) -> None:
+    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: np.ndarray | None) -> None:
         wanted = [(int(row), spec) for row, spec in zip(rows, specs, strict=True) if spec.index in self.film]
         if wanted:
             from embodied.reporting.videos import VideoWriter
         for row, spec in wanted:
             self.open[row] = VideoWriter(self.recording.videos, fps=self.env.env_spec.control_hz)
-            self.told[row] = Told(instructions[row] if instructions else spec.task)
+            self.told[row] = Told(spec.task if instructions is None else instructions[row])
         self._shoot([row for row, _ in wanted])
 
     def decided(self, rows: np.ndarray, values: np.ndarray) -> None:

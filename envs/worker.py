@@ -6,19 +6,24 @@ next episode of the driver's list; the arrays it records go to the learner ranks
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
+
 import numpy as np
 
-from embodied.core.episodes import EpisodeList, arrays_of, choose_episodes, env_blocks, episodes_from, join_episodes
-from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, PlayedEpisodes, Recording, RolloutStats, Route
+from embodied.core.episodes import EpisodeList, env_blocks
+from embodied.core.observations import text_arrays
+from embodied.core.trajectories import arrays_of, choose, join, trajectory_from
+from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Recording, RolloutStats, Route, Trajectory
 from embodied.envs import make_env
 from embodied.envs.action_source import ExpertActions, PolicyActions
-from embodied.envs.episode_collector import Player, play_whole
 from embodied.envs.episode_player import play_episodes
 from embodied.envs.experts import make_expert
 from embodied.envs.policy_client import PolicyClient
-from embodied.envs.rollout import Record, Stage
+from embodied.envs.rollout import Record, Refill, Stage, take_turns
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.device_memory import Taken
+from embodied.runtime.timers import Total
 
 
 class SimWorker(Worker):
@@ -35,7 +40,7 @@ class SimWorker(Worker):
         self.eval_env = None
         self.memory = Taken()  # of its GPU, by all its simulators
         self.stopped = False
-        self.shelf: PlayedEpisodes | None = None  # whole episodes that the learners may still want
+        self.whole: Trajectory | None = None  # whole episodes that the learners may still want
 
     def spec(self) -> EnvSpec:
         """Build the envs (the first call takes seconds with a real simulator) and say what they offer."""
@@ -66,61 +71,66 @@ class SimWorker(Worker):
         return Needs(self.memory.num_bytes, self.memory.num_bytes)
 
     def collect(
-        self, episodes: EpisodeList, horizon: int, route: Route, out: tuple[Channel, ...], granularity: int = 0
+        self,
+        episodes: EpisodeList | list[EpisodeSpec],
+        route: Route,
+        horizon: int = 0,
+        out: tuple[Channel, ...] = (),
+        granularity: int = 0,
     ) -> RolloutStats:
         """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows: at the
-        end, or every `granularity` decisions."""
-        records = [Record(source, horizon, s.env_ids) for source, s in zip(route.sources, self.stages, strict=True)]
+        end, or every `granularity` decisions. Or, without a horizon, play a list of episodes to their ends, as many at
+        a time as there are envs, and keep them."""
+        before, records = self.timers.totals(), [Record(source, horizon) for source in route.sources]
         for stage, *channels in zip(self.stages, route.sources, route.requests, route.replies, strict=True):
-            stage.line = PolicyClient(*channels)
-            stage.step_s = stage.reset_s = stage.wait_s = 0.0
+            stage.client = PolicyClient(*channels)
+        refills = self._go_on(episodes) if horizon else self._begin_whole(episodes)
+        for decisions in take_turns(self.stages, records, refills, horizon):
+            if granularity and decisions > 1 and (decisions - 1) % granularity == 0:
+                self._deliver(records, out, decisions - 1)  # what follows the last one is not known yet
+        if horizon:
+            for stage, record in zip(self.stages, records, strict=True):
+                stage.close(record)
+            self._deliver(records, out, horizon)
+        else:
+            played = [record.trajectory() for record in records if record.decisions]
+            self.whole = join([self.whole, *played] if self.whole else played)
+        return self._stats(before, records)
+
+    def _go_on(self, episodes: EpisodeList) -> list[Refill]:
+        """Open episodes go on; every row has its own next one."""
+        for stage in self.stages:
             if stage.obs is None:
                 stage.reset(np.arange(stage.env.num_envs), episodes)
-            stage.ask()
-        for t in range(horizon):
-            for stage, record in zip(self.stages, records, strict=True):
-                stage.take(record, t, episodes)
-                stage.ask(value_only=t == horizon - 1)
-                if granularity and t and t % granularity == 0:
-                    self._deliver(record, out, t)
-        for stage, record in zip(self.stages, records, strict=True):
-            stage.close(record)
-            self._deliver(record, out, horizon)
-        return RolloutStats(
-            env_steps=sum(int(record.arrays["mask"].sum()) for record in records),
-            finished=tuple(result for record in records for result in record.finished),
-            step_s=sum(stage.step_s for stage in self.stages),
-            reset_s=sum(stage.reset_s for stage in self.stages),
-            wait_s=sum(stage.wait_s for stage in self.stages),
-        )
+        return [partial(stage.go_on, episodes=episodes) for stage in self.stages]
 
-    def play(self, episodes: list[EpisodeSpec], route: Route) -> RolloutStats:
-        """Play these training episodes to their ends, as many at a time as there are envs, and keep them."""
-        stages = zip(self.stages, route.sources, route.requests, route.replies, strict=True)
-        players = [
-            Player(stage.env, episodes[i :: len(self.stages)], PolicyClient(*channels), self.timers)
-            for i, (stage, *channels) in enumerate(stages)
-        ]
-        played = play_whole(players)
-        self.shelf = join_episodes([played] if self.shelf is None else [self.shelf, played])
-        return RolloutStats(
-            env_steps=int(played.mask.sum()),
-            finished=tuple(sorted((r for p in players for r in p.results), key=lambda result: result.index)),
-            step_s=sum(player.step_s for player in players),
-            reset_s=sum(player.reset_s for player in players),
-            wait_s=sum(player.wait_s for player in players),
+    def _begin_whole(self, episodes: list[EpisodeSpec]) -> list[Refill]:
+        """Begin as many of these as there are rows; each free row takes the next one."""
+        queues = [deque(episodes[i :: len(self.stages)]) for i in range(len(self.stages))]
+        for stage, waiting in zip(self.stages, queues, strict=True):
+            stage.playing[:] = False
+            stage.refill(np.arange(stage.env.num_envs), waiting=waiting)
+        return [partial(stage.refill, waiting=waiting) for stage, waiting in zip(self.stages, queues, strict=True)]
+
+    def _stats(self, before: dict[str, Total], records: list[Record]) -> RolloutStats:
+        """What was done and where the time went since `before`."""
+        now, nothing = self.timers.totals(), Total(0, 0.0, 0.0)
+        step_s, reset_s, wait_s = (
+            now.get(part, nothing).seconds - before.get(part, nothing).seconds for part in ("step", "reset", "wait")
         )
+        finished = tuple(result for record in records for result in record.finished)
+        return RolloutStats(sum(record.env_steps for record in records), finished, step_s, reset_s, wait_s)
 
     def kept(self) -> list[int]:
-        """The episodes on the shelf."""
-        return [] if self.shelf is None else self.shelf.episodes.tolist()
+        """The whole episodes that are kept."""
+        return [] if self.whole is None else self.whole.ids.tolist()
 
     def hand_over(self, wanted: list[np.ndarray], source: str, out: tuple[Channel, ...]) -> list[int]:
         """Send every learner rank those of its wanted episodes that are kept here; -> the ranks that got something."""
         kept, ranks = set(self.kept()), []
         for rank, (episodes, channel) in enumerate(zip(wanted, out, strict=True)):
             if mine := [episode for episode in episodes.tolist() if episode in kept]:
-                part = choose_episodes(self.shelf, mine, source)
+                part = choose(self.whole, mine, source)
                 channel.put(part, weight=int(part.mask.sum()))
                 ranks.append(rank)
         return ranks
@@ -128,17 +138,17 @@ class SimWorker(Worker):
     def keep(self, episodes: tuple[int, ...]) -> None:
         """Forget all kept episodes but these."""
         mine = [episode for episode in self.kept() if episode in episodes]
-        self.shelf = choose_episodes(self.shelf, mine) if mine else None
+        self.whole = choose(self.whole, mine) if mine else None
 
     def get_kept(self) -> dict[str, np.ndarray]:
-        """The shelf as arrays, for a checkpoint; empty if nothing is kept."""
-        return {} if self.shelf is None else arrays_of(self.shelf)
+        """The whole episodes that are kept, as arrays for a checkpoint; empty if there are none."""
+        return {} if self.whole is None else arrays_of(self.whole)
 
     def set_kept(self, arrays: dict[str, np.ndarray]) -> None:
         """This worker's part of what all workers kept."""
-        shelf = episodes_from(arrays)
-        mine = shelf.episodes[self.rank :: self.world_size]
-        self.shelf = choose_episodes(shelf, mine) if len(mine) else None
+        kept = trajectory_from(arrays)
+        mine = kept.ids[self.rank :: self.world_size]
+        self.whole = choose(kept, mine) if len(mine) else None
 
     def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
         """Take over from a worker that died, whose env rows had begun so many episodes: begin their next ones."""
@@ -185,15 +195,15 @@ class SimWorker(Worker):
         for env in [stage.env for stage in self.stages] + ([self.eval_env] if self.eval_env else []):
             env.close()
 
-    def _deliver(self, record: Record, out: tuple[Channel, ...], end: int) -> None:
+    def _deliver(self, records: list[Record], out: tuple[Channel, ...], end: int) -> None:
         """Hand on the decisions before `end`, cut at the borders of the learner ranks' env blocks."""
-        for rank, block in enumerate(env_blocks(self.config.num_envs, len(out))):
-            columns = np.flatnonzero((record.env_ids >= block.start) & (record.env_ids < block.stop))
-            if len(columns):
-                cut = slice(int(columns[0]), int(columns[-1]) + 1)
-                trajectory = record.trajectory(cut, end)
-                out[rank].put(trajectory, weight=trajectory.num_steps)
-        record.handed = end
+        for record in records:
+            played = record.trajectory(end)
+            for block, channel in zip(env_blocks(self.config.num_envs, len(out)), out, strict=True):
+                ids = played.ids[(played.ids >= block.start) & (played.ids < block.stop)]
+                if len(ids):
+                    part = choose(played, ids, played.source)
+                    channel.put(part, weight=part.num_steps)
 
 
 def stage_state(stage: Stage) -> dict[str, np.ndarray]:
@@ -209,7 +219,8 @@ def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeL
     stage.rows.set_state(rows, [episodes[int(index)] for index in rows["episode"]])
     env_state = {name[4:]: array[at] for name, array in state.items() if name.startswith("env.")}
     if env_state:
-        stage.obs = stage.env.set_state(env_state)
+        stage.obs = text_arrays(stage.env.set_state(env_state))
+        stage.playing[:] = True
         return 0
     open_episodes = int((stage.rows.length > 0).sum())
     stage.rows.started -= stage.rows.length == 0  # not yet begun: played again; begun: abandoned, the next one follows

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embodied.core.arrays import join_rows
 from embodied.core.errors import DeadlineExceeded
-from embodied.core.types import ActRequest, Array, Observation, PolicyOutput
+from embodied.core.types import ActRequest, Array, PolicyOutput
 from embodied.runtime import Channel
 
 
@@ -76,15 +75,6 @@ class Questions:
 def sim_of(source: str) -> str:
     """ "sim-0/1#7" -> "sim-0"."""
     return source.partition("/")[0]
-
-
-def num_rows(obs: Observation) -> int:
-    first = next(iter(obs.values()))
-    return len(next(iter(first.values())) if isinstance(first, dict) else first)
-
-
-def side_by_side(parts: Sequence[Observation]) -> Observation:
-    return parts[0] if len(parts) == 1 else join_rows(parts)
 
 
 def cut(array: Array, counts: Sequence[int]) -> list[Array]:

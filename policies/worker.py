@@ -16,9 +16,10 @@ import torch
 from embodied.core import rng
 from embodied.core.arrays import finite_rows
 from embodied.core.errors import Unusable, WrongShape
-from embodied.core.types import ActReply, ActRequest, Array, AskAgain, EnvSpec, Observation, PolicyOutput
+from embodied.core.observations import Observation, join_rows, num_rows, text_lists
+from embodied.core.types import ActReply, ActRequest, Array, AskAgain, EnvSpec, PolicyOutput
 from embodied.policies import make_policy
-from embodied.policies.request_batching import Merging, Questions, cut, cut_output, num_rows, side_by_side
+from embodied.policies.request_batching import Merging, Questions, cut, cut_output
 from embodied.runtime import Channel, Needs, Worker
 from embodied.runtime.device_memory import Belongings, Computing, give_back_unused, num_bytes
 from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
@@ -171,7 +172,7 @@ class PolicyWorker(Worker):
             return {}
         asked = list(requests.values())
         noise = self._noise(asked, stream)
-        output = self.policy.act(side_by_side([request.obs for request in asked]), noise, temperature)
+        output = self.policy.act(text_lists(join_rows([request.obs for request in asked])), noise, temperature)
         check_output(output, len(noise), self.action_dim)
         for what in ("actions", "logprobs", "values"):
             self._check_finite(what.replace("logprobs", "log-probs"), getattr(output, what))
@@ -181,7 +182,7 @@ class PolicyWorker(Worker):
         if not observations:
             return {}
         counts = [num_rows(obs) for obs in observations.values()]
-        values = self.policy.value(side_by_side(list(observations.values())))
+        values = self.policy.value(text_lists(join_rows(list(observations.values()))))
         if list(values.shape) != [sum(counts)]:
             raise WrongShape(f"the policy's values are of shape {list(values.shape)}, it must be one per env row")
         self._check_finite("values", values)

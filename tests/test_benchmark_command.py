@@ -18,7 +18,7 @@ from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile
 from embodied.profiling import calibration, measure
 from embodied.profiling.channel_probe import copied
-from embodied.profiling.role_probe import ProbeWorker, num_decisions, real
+from embodied.profiling.role_probe import ProbeWorker, real
 from embodied.profiling.store import cost_key, newest_profile, repeated, workflow_of
 from embodied.profiling.timed_run import Round, Trial
 from embodied.reporting.benchmark_page import describe, paired_ratio, timeline
@@ -141,7 +141,7 @@ def test_parts_are_measured_again_and_again_with_the_same_envs(arguments):
     for repeat in (1, 2):
         samples = probes.rollout(2, 4, 1)
         assert len(samples.seconds["sim"]) == len(samples.seconds["policy"]) == repeat
-        assert num_decisions(probes.parts[2].kept.get()) <= 2 * 4
+        assert len(probes.parts[2].kept.get().mask) <= 2 * 4
     assert samples.horizon == 8
     assert min(probes.update(2, 4, 1)["step"]) > 0
     moves = probes.moves(2)
@@ -162,7 +162,7 @@ def test_sims_are_measured_without_a_policy_and_networks_with_few_rows_many_time
     samples = networks.rollout(12, 4, 1)
     assert "sim" not in samples.seconds and samples.seconds["policy"] and not samples.reset_s
     assert {*networks.parts} == {4} and {*asked} == {12}  # a sim of four rows, asking like three
-    assert num_decisions(networks.parts[4].kept.get()) == 12 * 4
+    assert len(networks.parts[4].kept.get().mask) == 12 * 4
     assert min(networks.update(12, 24, 1)["step"]) > 0
 
 
@@ -190,9 +190,9 @@ def test_what_is_played_many_times_over_is_in_rows_of_its_own():
     networks.rollout(2, 4, 1)
     played = networks.parts[2].kept.get()
     twice = copied(played, 2)
-    assert twice.env_ids.tolist() == [0, 1, 2, 3]
-    assert twice.values.shape == (5, 4) and twice.obs["state"].shape[:2] == (4, 4)
-    assert (twice.rewards[:, 2:] == played.rewards).all()
+    assert twice.ids.tolist() == [0, 1, 2, 3] and twice.lengths.tolist() == [4] * 4
+    assert twice.values.shape == (16,) and len(twice.obs["state"]) == 16
+    assert (twice.rewards[8:] == played.rewards).all()
 
 
 def test_an_iteration_of_whole_episodes_is_one_round_of_all_groups():

@@ -48,8 +48,7 @@ def note_pictures(notes: Path) -> None:
 def pictures(item) -> tuple[int, int]:
     """Pictures of one camera in an item's observations, and the bytes of all."""
     found = [obs["images"] for obs in (item.obs, getattr(item, "final_obs", None)) if obs]
-    lead = 2 if isinstance(item, Trajectory) else 1
-    count = sum(int(np.prod(images["near"].shape[:lead])) for images in found)
+    count = sum(len(images["near"]) for images in found)
     return count, sum(image.nbytes for images in found for image in images.values())
 
 

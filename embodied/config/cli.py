@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from embodied.config.schema import nearest
+from embodied.config.schema import nearest_key
 
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}
 
@@ -134,9 +134,8 @@ def parse(argv: list[str], recipes: list[str]) -> Arguments:
 def _not_an_override(key: str, equals: str, text: str, recipes: list[str]) -> str | None:
     bare = key.lstrip("+-~")
     if key.startswith("-") and not equals:
-        return (
-            f"{key}: unknown option{nearest(key, list(FLAGS))}; options: --help, --cfg, --dry-run; settings: key=value"
-        )
+        near = nearest_key(key, list(FLAGS))
+        return f"{key}: unknown option{near}; options: --help, --cfg, --dry-run; settings: key=value"
     if key.startswith(("--", "+")):
         return f"{key}={text}: write {bare}={text or '...'}; keys are set without {key[: len(key) - len(bare)]}"
     if key.startswith("~"):

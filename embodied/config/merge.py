@@ -16,7 +16,7 @@ import yaml
 
 from embodied import recipes
 from embodied.config.cli import read_yaml, yaml_problem
-from embodied.config.schema import Section, choices, is_path, nearest
+from embodied.config.schema import Section, choices, is_path, nearest_key
 from embodied.core.errors import ConfigError
 
 RECIPES = Path(recipes.__file__).resolve().parent
@@ -109,13 +109,13 @@ def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -
         if path.is_file():
             return path
         beside = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern) if p.is_file())
-        hint = nearest(str(path), beside)
+        hint = nearest_key(str(path), beside)
         problems.append(f"{asked_by or 'recipe='}{recipe}: there is no file {path}{hint}")
         return None
     names = recipe_names()
     if recipe in names:
         return RECIPES / f"{recipe}.yaml"
-    hint = nearest(recipe, names) or "."
+    hint = nearest_key(recipe, names) or "."
     problems.append(
         f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} Recipes: {', '.join(names)}; or path/to/my.yaml"
     )

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from embodied.config.merge import Tree
-from embodied.config.schema import Section, choices, leaves, nearest
+from embodied.config.schema import Section, choices, leaves, nearest_key
 from embodied.core.errors import ConfigError
 
 
@@ -57,7 +57,7 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
     kind, value = error["type"], error["input"]
     if kind in ("literal_error", "union_tag_invalid"):
         known = [str(word) for word in allowed_words(path, root, tree)]
-        return f"unknown{nearest(str(value), known) or ';'} known: {', '.join(known)}"
+        return f"unknown{nearest_key(str(value), known) or ';'} known: {', '.join(known)}"
     if kind == "string_type":
         return f"should be text; write {path}='\"{value}\"'" if value is not None else "should be text, not empty"
     if kind in ("int_parsing", "int_type", "int_from_float"):
@@ -83,7 +83,7 @@ def unknown_key(path: str, root: Section, tree: Tree) -> str:
         variants = " or ".join(f"{section_path}.name={tag}" for tag in owners)
         return f"{path} is a key of {variants}, but {section_path}.name is {chosen}{came_from([path], tree)}"
     known = [key for key, _, only in leaves(root) if not only or only == chosen_variant(key, root, tree)]
-    return f"{path}: unknown key{nearest(path, known)}{came_from([path], tree)}"
+    return f"{path}: unknown key{nearest_key(path, known)}{came_from([path], tree)}"
 
 
 def chosen_variant(path: str, root: Section, tree: Tree) -> str | None:

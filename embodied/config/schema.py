@@ -5,7 +5,6 @@ A section is a key that holds other keys: one model, or several variants with di
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import UnionType
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, Discriminator, Tag
 from pydantic.fields import FieldInfo
 
+from embodied.core.errors import nearest
 from embodied.core.options import BelongsToFile
 
 
@@ -111,9 +111,8 @@ def choices(annotation: Any) -> list[Any]:
     return [word for kind in get_args(annotation) for word in choices(kind)]
 
 
-def nearest(word: str, known: list[str]) -> str:
+def nearest_key(word: str, known: list[str]) -> str:
     """`, did you mean 'x'?` for the closest known word (all that end alike, for the bare name of a key), or nothing."""
     same_leaf = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]]
     plain = len(same_leaf) == 1 or (same_leaf and "." not in word)
-    close = same_leaf if plain else difflib.get_close_matches(word, known, n=1)
-    return f", did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return f", did you mean {' or '.join(map(repr, same_leaf))}?" if plain else nearest(word, known, 0.6, ", ")

@@ -5,12 +5,10 @@ Torch is imported only where a tensor is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from embodied.core.types import Observation
 
 if TYPE_CHECKING:
     import torch
@@ -27,36 +25,6 @@ def tensor_of(array: Any, device: torch.device | str) -> torch.Tensor:
     return torch.as_tensor(array).to(device)
 
 
-def map_obs(obs: Observation, arrays: Callable, texts: Callable) -> Observation:
-    """Apply one function to every array of an observation and another to its instruction list."""
-    out: Observation = {}
-    for name, part in obs.items():
-        if name == "instruction":
-            out[name] = texts(part)
-        elif isinstance(part, dict):
-            out[name] = {camera: arrays(image) for camera, image in part.items()}
-        else:
-            out[name] = arrays(part)
-    return out
-
-
-def take_rows(obs: Observation, rows: np.ndarray) -> Observation:
-    return map_obs(obs, lambda array: array[rows], lambda texts: [texts[row] for row in rows])
-
-
-def join_rows(parts: Sequence[Observation]) -> Observation:
-    """The rows of several observations, one after the other."""
-    joined: Observation = {}
-    for name, first in parts[0].items():
-        if name == "instruction":
-            joined[name] = [text for part in parts for text in part[name]]
-        elif isinstance(first, dict):
-            joined[name] = {key: concatenate([part[name][key] for part in parts]) for key in first}
-        else:
-            joined[name] = concatenate([part[name] for part in parts])
-    return joined
-
-
 def host(array: Any) -> np.ndarray:
     """As numpy, fetched from its device where it has one."""
     return array.detach().cpu().numpy() if is_tensor(array) else np.asarray(array)
@@ -68,9 +36,9 @@ def as_asked(answer: torch.Tensor, obs: dict[str, Any]) -> Any:
     return answer if is_tensor(first) else host(answer)
 
 
-def room_for_many(array: Any, count: int) -> Any:
-    """Zeros for so many arrays like this one, stacked, where it is."""
-    shape = (count, *array.shape)
+def room_for(array: Any, count: int) -> Any:
+    """Zeros for so many rows like those of this array, where it is."""
+    shape = (count, *array.shape[1:])
     return array.new_zeros(shape) if is_tensor(array) else np.zeros(shape, array.dtype)
 
 

@@ -6,6 +6,9 @@ with `exit_code`. A broken invariant of our own is an `assert` instead.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class EmbodiedError(Exception):
     """Something the user can act on: the text says what happened, where, and what to try."""
@@ -78,3 +81,9 @@ class ChannelClosed(EmbodiedError):
 
 class DeadlineExceeded(EmbodiedError):
     """A wait lasted longer than its deadline (`faults.timeout_s` unless named otherwise)."""
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5, before: str = "; ") -> str:
+    """ "; did you mean ...?", or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, list(known), 1, cutoff)
+    return f"{before}did you mean {near[0]!r}?" if near else ""

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from embodied.core.observations import Observation
+
 Array = Any  # numpy array, or a torch tensor where data stays on a GPU
-# "state": [N,D]; "images": {camera: uint8 [N,H,W,3]}; "instruction": list of N strings; "privileged": [N,P], numbers
-# that help to learn and that no action may depend on
-Observation = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -134,26 +133,30 @@ class EpisodeResult:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """T consecutive decisions of a block of N envs with all the learner needs: a rollout, or a piece of one.
+    """Consecutive decisions of R sequences, one sequence after the other, with all the learner needs: K decisions.
 
-    `values[t]` is V(obs[t]) at act time and `values[T]` V of the observation after the last decision. `final_values[t,
-    n]` is V(final_obs) where the episode of env n was truncated inside decision t, else 0: the observation at t+1
-    already belongs to the next episode.
+    A sequence is what one env row played in a rollout, or a piece of it (its id is the row's; one episode may follow
+    another), or one whole episode (its id is the episode's index). Two of two decisions and one: `ids` [3, 5],
+    `lengths` [2, 1], K = 3, and row 2 of every array is the only decision of sequence 5.
+
+    `values` is V(obs) at act time and `next_values` V of what followed: of the final observation where the episode was
+    truncated inside the decision, else of the next observation. Algorithms without values have None.
     """
 
-    env_ids: np.ndarray  # int [N], global
-    obs: Observation  # arrays [T, N, ...]
-    actions: np.ndarray  # [T, N, C, A]
-    logprobs: np.ndarray  # [T, N, C, A]
-    values: np.ndarray  # [T+1, N]
-    final_values: np.ndarray  # [T, N]
-    rewards: np.ndarray  # [T, N, C]
-    terminated: np.ndarray  # bool [T, N, C]
-    truncated: np.ndarray  # bool [T, N, C]
-    mask: np.ndarray  # bool [T, N, C]
-    versions: np.ndarray  # int [T, N], the policy version that acted
-    episodes: np.ndarray  # int [T, N], EpisodeSpec.index
-    replay: dict[str, np.ndarray] = field(default_factory=dict)  # [T, N, ...]
+    ids: np.ndarray  # int [R], ascending
+    lengths: np.ndarray  # int [R], decisions
+    obs: Observation  # arrays [K, ...]
+    actions: np.ndarray  # [K, C, A]
+    logprobs: np.ndarray  # [K, C, A]
+    rewards: np.ndarray  # [K, C]
+    terminated: np.ndarray  # bool [K, C]
+    truncated: np.ndarray  # bool [K, C]
+    mask: np.ndarray  # bool [K, C]
+    versions: np.ndarray  # int [K], the policy version that acted
+    episodes: np.ndarray  # int [K], EpisodeSpec.index
+    values: np.ndarray | None = None  # [K]
+    next_values: np.ndarray | None = None  # [K]
+    replay: dict[str, np.ndarray] = field(default_factory=dict)  # [K, ...]
     source: str = ""  # who played it in which round, as in `ActRequest`
     first: int = 0  # of the rollout's decisions, the one that this piece begins with
     last: bool = True  # whether the rollout ends with it
@@ -164,38 +167,18 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class PlayedEpisodes:
-    """E whole episodes of K decisions in all, one after the other in the order of their indices.
+class BatchPart:
+    """What an iteration learns from, and which part of it is one learner rank's: the sequences from `first` to `last`.
 
-    Episodes 3 and 5 of two decisions and one: `episodes` [3, 5], `lengths` [2, 1], K = 3, and row 2 of every array is
-    the only decision of episode 5.
+    A rank without a part gets a copy of a sequence that counts nothing.
     """
 
-    episodes: np.ndarray  # int [E], EpisodeSpec.index, ascending
-    lengths: np.ndarray  # int [E], decisions
-    obs: Observation  # arrays [K, ...]
-    actions: np.ndarray  # [K, C, A]
-    logprobs: np.ndarray  # [K, C, A]
-    rewards: np.ndarray  # [K, C]
-    mask: np.ndarray  # bool [K, C]
-    versions: np.ndarray  # int [K], the policy version that acted
-    replay: dict[str, np.ndarray] = field(default_factory=dict)  # [K, ...]
-    source: str = ""  # who sends it, in which hand-over
-
-
-@dataclass(frozen=True)
-class GroupBatch:
-    """What an iteration learns from, and which part of it is one learner rank's: the episodes from `first` to `last`.
-
-    A rank without a part gets a copy of an episode that counts nothing.
-    """
-
-    episodes: np.ndarray  # int [E], of all ranks, ascending
-    scores: np.ndarray  # [E], returns
-    advantages: np.ndarray  # [E]
-    version: int  # of the weights that the update starts from
+    ids: np.ndarray  # int [R], of all ranks, ascending
     first: int
     last: int
+    version: int  # of the weights that the update starts from
+    scores: np.ndarray | None = None  # [R], returns, where episodes are compared in groups
+    advantages: np.ndarray | None = None  # [R]
 
 
 @dataclass(frozen=True)

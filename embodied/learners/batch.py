@@ -1,8 +1,7 @@
-"""One learner rank's share of an iteration, as flat items in a fixed order.
+"""One learner rank's part of an iteration, as flat items in a fixed order.
 
-An item is one decision of one env. Its global id is e * T + t for the e-th env of the batch (env e, unless a slice was
-lost), and with whole episodes it counts their decisions in the order of the episodes: the order never depends on which
-worker delivered first.
+An item is one decision. Its global id counts the decisions of all ranks' sequences, in the order of their ids (env rows
+but those whose slice was lost, or whole episodes): the order never depends on which worker delivered first.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core.arrays import concatenate, is_tensor, map_obs
-from embodied.core.types import Array, Observation, PlayedEpisodes, Trajectory
+from embodied.core.arrays import is_tensor
+from embodied.core.observations import Observation, is_text, map_obs, text_lists
+from embodied.core.types import Array, Trajectory
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Items of a block of envs or episodes: tensors [items, ...] on this rank; `first` is the global id of item 0."""
+    """Items of a block of sequences: tensors [items, ...] on this rank; `first` is the global id of item 0."""
 
     first: int
     obs: Observation
@@ -34,99 +34,35 @@ class Batch:
 
     def inputs(self, items: Tensor) -> dict:
         """What `Policy.forward` needs of these items."""
-        return {"obs": take_items(self.obs, items), "actions": take(self.actions, items)} | {
-            name: take(tensor, items) for name, tensor in self.replay.items()
-        }
+        replay = {name: take(tensor, items) for name, tensor in self.replay.items()}
+        return {"obs": self.observed(items), "actions": take(self.actions, items)} | replay
+
+    def observed(self, items: Tensor) -> Observation:
+        """The observations of these items, as policies take them."""
+        return text_lists(map_obs(lambda part: take(part, items), self.obs))
 
 
-def merge(parts: list[Trajectory]) -> Trajectory:
-    """Trajectories of disjoint env blocks, side by side in env order."""
-    if len(parts) == 1:
-        return parts[0]
-    parts = sorted(parts, key=lambda part: int(part.env_ids[0]))
-    fields = "actions logprobs values final_values rewards terminated truncated mask versions episodes".split()
-    return Trajectory(
-        env_ids=np.concatenate([part.env_ids for part in parts]),
-        obs=merge_obs([part.obs for part in parts]),
-        replay={name: concatenate([part.replay[name] for part in parts], axis=1) for name in parts[0].replay},
-        **{name: concatenate([getattr(part, name) for part in parts], axis=1) for name in fields},
-    )
-
-
-def merge_obs(parts: list[Observation]) -> Observation:
-    merged: Observation = {}
-    for name, first in parts[0].items():
-        if name == "instruction":
-            merged[name] = [[text for part in parts for text in part[name][t]] for t in range(len(first))]
-        elif isinstance(first, dict):
-            merged[name] = {key: concatenate([part[name][key] for part in parts], axis=1) for key in first}
-        else:
-            merged[name] = concatenate([part[name] for part in parts], axis=1)
-    return merged
-
-
-def flatten(trajectory: Trajectory, first: int, device: str) -> Batch:
-    """[T, N, ...] to items in env order; `first` is the global id of the first. What losses are made of goes to the
-    device; observations stay where they are, pixels as bytes, until they are looked at."""
+def flatten(trajectory: Trajectory, first: int, version: int, device: str) -> Batch:
+    """The trajectory's decisions as items; `first` is the global id of the first. What losses are made of goes to the
+    device; observations stay where they are, pixels as bytes, until they are encoded."""
     return Batch(
         first=first,
-        obs=flatten_obs(trajectory.obs),
-        actions=items_of(trajectory.actions).to(device),
-        logprobs=items_of(trajectory.logprobs).to(device),
-        mask=items_of(trajectory.mask).to(device),
-        current=torch.ones(trajectory.mask[..., 0].size, dtype=torch.bool, device=device),
-        replay={name: items_of(array) for name, array in trajectory.replay.items()},
+        obs=map_obs(own, trajectory.obs),
+        actions=own(trajectory.actions).to(device),
+        logprobs=own(trajectory.logprobs).to(device),
+        mask=own(trajectory.mask).to(device),
+        current=torch.from_numpy(trajectory.versions == version).to(device),
+        replay={name: own(array) for name, array in trajectory.replay.items()},
     )
 
 
-def flatten_episodes(played: PlayedEpisodes, first: int, version: int, device: str) -> Batch:
-    """Whole episodes as items, in their order; what goes to the device is as in `flatten`."""
-    return Batch(
-        first=first,
-        obs=map_obs(played.obs, own, list),
-        actions=own(played.actions).to(device),
-        logprobs=own(played.logprobs).to(device),
-        mask=own(played.mask).to(device),
-        current=torch.from_numpy(played.versions == version).to(device),
-        replay={name: own(array) for name, array in played.replay.items()},
-    )
-
-
-def own(array: Array) -> Tensor:
-    """A tensor with contiguous memory of its own, on the device where the array is."""
+def own(array: Array) -> Array:
+    """A tensor with contiguous memory of its own, on the device where the array is; texts stay an array."""
     if is_tensor(array):
         return array.clone(memory_format=torch.contiguous_format)
-    return torch.from_numpy(np.array(array, order="C"))
+    copy = np.array(array, order="C")
+    return copy if is_text(copy) else torch.from_numpy(copy)
 
 
-def items_of(array: Array) -> Tensor:
-    """[T, N, ...] -> a tensor of its own [N * T, ...]."""
-    return own(array.swapaxes(0, 1)).view(-1, *array.shape[2:])
-
-
-def take(tensor: Tensor, items: Tensor) -> Tensor:
-    return tensor[items.to(tensor.device)]
-
-
-def flatten_obs(obs: Observation) -> Observation:
-    flat: Observation = {}
-    for name, part in obs.items():
-        if name == "instruction":
-            flat[name] = [part[t][n] for n in range(len(part[0])) for t in range(len(part))]
-        elif isinstance(part, dict):
-            flat[name] = {key: items_of(array) for key, array in part.items()}
-        else:
-            flat[name] = items_of(part)
-    return flat
-
-
-def take_items(obs: Observation, items: Tensor) -> Observation:
-    taken: Observation = {}
-    for name, part in obs.items():
-        if name == "instruction":
-            taken[name] = [part[item] for item in items.tolist()]
-        elif isinstance(part, dict):
-            taken[name] = {key: take(tensor, items) for key, tensor in part.items()}
-        else:
-            taken[name] = take(part, items)
-    return taken
+def take(array: Array, items: Tensor) -> Array:
+    return array[items.to(array.device)] if is_tensor(array) else array[items.numpy()]

@@ -15,10 +15,10 @@ from torch import Tensor
 from embodied.algorithms.lr_schedules import sft_factor
 from embodied.algorithms.minibatches import minibatches, owned, permutation
 from embodied.core import rng
-from embodied.core.arrays import map_obs
 from embodied.core.episodes import env_blocks
 from embodied.core.errors import ConfigError
-from embodied.core.types import EnvSpec, Observation
+from embodied.core.observations import map_obs
+from embodied.core.types import EnvSpec
 from embodied.datasets import read_dataset
 from embodied.learners.demonstrations import Demonstrations
 from embodied.learners.update import check_finite, check_weights
@@ -53,7 +53,7 @@ class ImitationLearner(LearnerWorker):
         self.demos = Demonstrations(policy.spec, policy.horizon, sum(lengths[: mine.start]), sum(lengths))
         own = sum(lengths[mine.start : mine.stop])
         seen = self.demos.read((dataset[number] for number in mine), own, self.algo.cache)
-        moments = [policy.observation_moments(with_axis(obs)) for obs in seen]
+        moments = [policy.observation_moments(map_obs(lambda array: array[:, None], obs)) for obs in seen]
         if moments[0] is not None:
             policy.merge_observation_moments(np.concatenate(self.collective.gather(np.concatenate(moments))))
         return self.demos.total
@@ -117,8 +117,3 @@ def mean_of_items(losses: Tensor, mask: Tensor) -> Tensor:
         return losses.sum()
     shown = mask[:, :, None].expand_as(losses)
     return (torch.where(shown, losses, 0.0).sum((1, 2)) / shown.sum((1, 2))).sum()
-
-
-def with_axis(obs: Observation) -> Observation:
-    """[T, ...] -> [T, 1, ...]: as a rollout of one env row."""
-    return map_obs(obs, lambda array: array[:, None], lambda texts: [[text] for text in texts])

@@ -16,6 +16,8 @@ from embodied.learners.config import LearnerConfig
 from embodied.learners.sharding import sum_gradients_now
 from embodied.policies.base import Policy, Scores
 
+KEPT_BYTES = 4 * 2**30  # of the host's memory, at most, for what frozen parts make of an iteration's observations
+
 
 class Model:
     def __init__(self, policy: Policy, config: LearnerConfig, tick: Callable[[], None] = lambda: None) -> None:
@@ -67,6 +69,30 @@ class Model:
         size = self.config.micro_batch_size or max(len(items), 1)
         parts = [(part, True) for part in items.split(size) if len(part)]
         return parts + [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(parts))
+
+
+class FrozenFeatures:
+    """What frozen parts of the policy make of the observations of so many items: computed once for all epochs of an
+    update, where all of it can be kept."""
+
+    def __init__(self, model: Model, num_items: int) -> None:
+        self.model, self.num_items = model, num_items
+        self.wanted = True
+        self.kept: dict[str, Tensor] = {}
+
+    def add(self, obs: Observation, items: Tensor) -> None:
+        """Encode the observations of these items in one pass."""
+        if not len(items):
+            return
+        found = self.model.features(obs)
+        if not self.kept:
+            each = sum(tensor[0].nbytes for tensor in found.values())
+            self.wanted = 0 < each * self.num_items <= KEPT_BYTES
+            if not self.wanted:
+                return
+            self.kept = {name: tensor.new_empty(self.num_items, *tensor.shape[1:]) for name, tensor in found.items()}
+        for name, tensor in found.items():
+            self.kept[name][items] = tensor
 
 
 def recompute(policy: Policy) -> None:

@@ -1,145 +1,103 @@
-"""What a learner rank gets of a rollout: pieces, put together as they come and looked at with frozen parts of a policy.
+"""What a learner rank gets of a rollout: pieces, put together and encoded by frozen parts of the policy as they come.
 
-Where learners have devices of their own, this is done while the rollout goes on. What frozen parts make of a piece
-depends on no weights that change, and is looked at in lots that do not depend on where pieces end; so neither does
-what is learned.
+Where learners have devices of their own, this is done while the rollout goes on. Frozen features depend on no weights
+that change and are computed in fixed microbatches, so where pieces end cannot change what is learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core.arrays import map_obs, room_for_many
-from embodied.core.types import Observation, Trajectory
-from embodied.learners.batch import flatten_obs
-from embodied.learners.update import KEPT_BYTES
-
-OTHERS = ("env_ids", "obs", "replay", "values", "source", "first", "last")
-PER_DECISION = [field.name for field in fields(Trajectory) if field.name not in OTHERS]
-
-
-class Frozen:
-    """What frozen parts of the policy make of the observations of some env rows: items row by row, `horizon` decisions
-    each."""
-
-    def __init__(self, look: Callable[[Observation], dict[str, Tensor]], rows: np.ndarray, horizon: int) -> None:
-        """`rows` are sorted."""
-        self.look = look
-        self.rows = rows
-        self.horizon = horizon
-        self.wanted = True
-        self.known: dict[str, Tensor] = {}
-
-    def see(self, obs: Observation, env_ids: np.ndarray, decisions: range) -> None:
-        """Some decisions of some rows: arrays [t, n, ...]."""
-        found = self.look(flatten_obs(obs))
-        if not self.known:
-            count = len(self.rows) * self.horizon
-            each = sum(tensor[0].nbytes for tensor in found.values())
-            self.wanted = 0 < each * count <= KEPT_BYTES
-            if not self.wanted:
-                return
-            self.known = {name: tensor.new_empty(count, *tensor.shape[1:]) for name, tensor in found.items()}
-        items = self._items(env_ids, decisions)
-        for name, tensor in found.items():
-            self.known[name][items] = tensor
-
-    def of(self, env_ids: np.ndarray) -> dict[str, Tensor]:
-        """Of these rows: others were lost with their sim worker."""
-        if len(env_ids) == len(self.rows):
-            return self.known
-        items = self._items(env_ids, range(self.horizon))
-        return {name: tensor[items] for name, tensor in self.known.items()}
-
-    def _items(self, env_ids: np.ndarray, decisions: range) -> Tensor:
-        rows = np.searchsorted(self.rows, env_ids)
-        return torch.from_numpy((rows[:, None] * self.horizon + np.array(decisions)).ravel())
+from embodied.core.arrays import room_for
+from embodied.core.observations import map_obs, take_rows, text_lists
+from embodied.core.trajectories import join, map_decisions
+from embodied.core.types import Trajectory
+from embodied.learners.batch import own
+from embodied.learners.model import FrozenFeatures, Model
 
 
 @dataclass
 class Coming:
-    """A source's rollout: its decisions before `have` have come, those before `seen` have been looked at."""
+    """A source's rollout: its decisions before `have` have come, those before `encoded` are encoded."""
 
     whole: Trajectory
     have: int = 0
-    seen: int = 0
+    encoded: int = 0
 
 
 class RolloutBuffer:
-    """Of one iteration."""
+    """What has come of one iteration."""
 
-    def __init__(self, horizon: int, lot: int) -> None:
-        """Of `horizon` decisions, where they come in pieces; about `lot` items are looked at together."""
+    def __init__(self, batch_size: int, horizon: int = 0) -> None:
+        """About `batch_size` items are encoded together; rollouts that come in pieces have `horizon` decisions."""
         self.horizon = horizon
-        self.lot = lot
+        self.batch_size = batch_size
         self.coming: dict[str, Coming] = {}  # by stage of a sim worker: of one that was replaced, what came last
-        self.frozen: Frozen | None = None
+        self.features: FrozenFeatures | None = None
+        self.rows = np.empty(0, np.int64)  # env rows whose observations are encoded, sorted
 
     def add(self, piece: Trajectory) -> None:
-        stage = stage_of(piece.source)
+        stage, whole = stage_of(piece.source), piece
+        if not piece.last or piece.first:
+            whole = room_for_all(piece, self.horizon) if piece.first == 0 else self.coming[stage].whole
+            rows = items_of(
+                range(len(whole.ids)), range(piece.first, piece.first + int(piece.lengths[0])), self.horizon
+            )
+            map_decisions(lambda room, array: room.__setitem__(rows, array), whole, piece)
         if piece.first == 0:
-            self.coming[stage] = Coming(piece if piece.last else room_for(piece, self.horizon))
-        coming = self.coming[stage]
-        if coming.whole is not piece:
-            write(coming.whole, piece)
-        coming.have = piece.first + len(piece.rewards)
+            self.coming[stage] = Coming(whole)
+        self.coming[stage].have = piece.first + int(piece.lengths.max())
 
     def has(self, sources: Iterable[str]) -> bool:
-        """All that these sources have played."""
+        """Whether all that these sources have played has come."""
         there = {coming.whole.source: coming for coming in self.coming.values()}
-        return all(s in there and there[s].have == len(there[s].whole.rewards) for s in sources)
+        return all(s in there and there[s].have == there[s].whole.lengths.max() for s in sources)
 
-    def trajectories(self, sources: Iterable[str]) -> list[Trajectory]:
-        return [self.coming[stage_of(source)].whole for source in sources]
+    def trajectory(self, sources: Iterable[str]) -> Trajectory:
+        """All that these sources have played, together."""
+        return join([self.coming[stage_of(source)].whole for source in sources])
 
-    def look(self) -> None:
-        """At all whole lots that have come and were not looked at."""
+    def encode(self, model: Model, rows: np.ndarray) -> None:
+        """Frozen features of all whole microbatches that have come, of the rank's env rows `rows` (sorted)."""
         for coming in self.coming.values():
-            whole, frozen = coming.whole, self.frozen
-            rows, horizon = whole.env_ids, len(whole.rewards)
-            size = max(1, self.lot // len(rows))
-            while frozen.wanted and coming.seen < horizon and (end := min(coming.seen + size, horizon)) <= coming.have:
-                frozen.see(cut(whole.obs, slice(coming.seen, end)), rows, range(coming.seen, end))
-                coming.seen = end
+            whole, horizon = coming.whole, int(coming.whole.lengths[0])
+            if self.features is None:
+                self.rows, self.features = rows, FrozenFeatures(model, len(rows) * horizon)
+            size = max(1, self.batch_size // len(whole.ids))
+            while self.features.wanted and coming.encoded < horizon:
+                part = range(coming.encoded, min(coming.encoded + size, horizon))
+                if part.stop > coming.have:
+                    break
+                seen = take_rows(whole.obs, items_of(range(len(whole.ids)), part, horizon))
+                items = items_of(np.searchsorted(self.rows, whole.ids), part, horizon)
+                self.features.add(text_lists(map_obs(own, seen)), torch.from_numpy(items))
+                coming.encoded = part.stop
+
+    def encoded(self, ids: np.ndarray) -> dict[str, Tensor]:
+        """Frozen features of these rows: others were lost with their sim worker."""
+        if len(ids) == len(self.rows):
+            return self.features.kept
+        horizon = self.features.num_items // len(self.rows)
+        items = torch.from_numpy(items_of(np.searchsorted(self.rows, ids), range(horizon), horizon))
+        return {name: tensor[items] for name, tensor in self.features.kept.items()}
+
+
+def items_of(rows: Sequence[int] | np.ndarray, decisions: range, horizon: int) -> np.ndarray:
+    """These decisions of these rows, where every row has `horizon` of them."""
+    return (np.array(rows)[:, None] * horizon + np.array(decisions)).ravel()
+
+
+def room_for_all(piece: Trajectory, horizon: int) -> Trajectory:
+    """Room for a rollout that begins with this piece."""
+    count = len(piece.ids) * horizon
+    room = map_decisions(lambda array: room_for(array, count), piece)
+    return replace(piece, lengths=np.full_like(piece.lengths, horizon), last=True, **room)
 
 
 def stage_of(source: str) -> str:
     return source.partition("#")[0]
-
-
-def cut(obs: Observation, part: slice) -> Observation:
-    return map_obs(obs, lambda array: array[part], lambda texts: texts[part])
-
-
-def room_for(piece: Trajectory, horizon: int) -> Trajectory:
-    """For a rollout that begins with this piece."""
-
-    def room(array):
-        return room_for_many(array[0], horizon)
-
-    return replace(
-        piece,
-        obs=map_obs(piece.obs, room, lambda texts: [None] * horizon),
-        replay={name: room(array) for name, array in piece.replay.items()},
-        values=room_for_many(piece.values[0], horizon + 1),
-        last=True,
-        **{name: room(getattr(piece, name)) for name in PER_DECISION},
-    )
-
-
-def write(whole: Trajectory, piece: Trajectory) -> None:
-    """At its place; the value after its last decision is also the first of the next piece."""
-    part = slice(piece.first, piece.first + len(piece.rewards))
-    whole.values[part.start : part.stop + 1] = piece.values
-    for name in PER_DECISION:
-        getattr(whole, name)[part] = getattr(piece, name)
-    for name, array in piece.replay.items():
-        whole.replay[name][part] = array
-    for name, there in piece.obs.items():
-        for key, array in there.items() if isinstance(there, dict) else [(None, there)]:
-            (whole.obs[name] if key is None else whole.obs[name][key])[part] = array

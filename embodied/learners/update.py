@@ -6,132 +6,20 @@ The gradient and the step's statistics travel between ranks as one vector.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.advantages import gae, merge_moments, moments, normalize
-from embodied.algorithms.config import AlgoConfig, PPOConfig
-from embodied.algorithms.losses import PPOItems, Stats, ppo_loss_sum
+from embodied.algorithms.config import AlgoConfig
 from embodied.algorithms.lr_schedules import lr_factor, skip_remaining_epochs
 from embodied.algorithms.minibatches import minibatches, owned, permutation
-from embodied.core.arrays import host
 from embodied.core.errors import Diverged, WrongShape
-from embodied.core.types import Trajectory
-from embodied.learners.batch import Batch, flatten, items_of, take, take_items
-from embodied.learners.collective import Collective
-from embodied.learners.model import Model
+from embodied.learners.batch import Batch, take
+from embodied.learners.model import FrozenFeatures, Model
 from embodied.learners.optimizer import Optimizer
+from embodied.learners.share import Share
 from embodied.policies.base import Scores
-
-SUMS = (
-    "policy_loss",
-    "value_loss",
-    "entropy",
-    "approx_kl",
-    "clip_fraction",
-    "dual_clip_fraction",
-    "value_clip_fraction",
-)
-KEPT_BYTES = 4 * 2**30  # of the host's memory, at most, for what frozen parts make of an iteration's observations
-
-
-@dataclass(frozen=True)
-class Share:
-    """This rank's items of an iteration, as PPO learns from them."""
-
-    batch: Batch
-    num_items: int  # over all ranks
-    values: Tensor  # [items], at act time
-    advantages: Tensor  # [items]
-    returns: Tensor  # [items]
-    reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
-    about: dict[str, float] = field(default_factory=dict)  # more that there is to say of the data
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """The parts of the loss that the log shows."""
-        return SUMS if self.reference is None else (*SUMS, "reference_kl")
-
-    def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: PPOConfig) -> tuple[Tensor, Stats]:
-        """Of some items that all weigh the same (0: padding), and the parts of the loss that `sums` names."""
-        items = PPOItems(
-            logprobs=take(self.batch.logprobs, part),
-            values=take(self.values, part),
-            advantages=take(self.advantages, part),
-            returns=take(self.returns, part),
-            mask=take(self.batch.mask, part),
-            weights=self.advantages.new_full((len(part),), weight),
-            reference=None if self.reference is None else take(self.reference, part),
-        )
-        return ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
-
-    def with_replay(self, known: dict[str, Tensor]) -> Share:
-        """With more inputs of its items."""
-        return replace(self, batch=replace(self.batch, replay=self.batch.replay | known))
-
-    def summary(self) -> dict[str, float]:
-        """What there is to say of the data."""
-        return {"train/explained_variance": explained_variance(self)} | self.about
-
-
-def prepare(
-    trajectory: Trajectory,
-    config: PPOConfig,
-    collective: Collective,
-    env_ids: np.ndarray,
-    dtype: torch.dtype,
-    device: str = "cpu",
-    reference: Model | None = None,
-) -> Share:
-    """Advantages of this rank's rows, normalised over all ranks, which together have the rows `env_ids` (sorted)."""
-    horizon = len(trajectory.rewards)
-    first = int(np.searchsorted(env_ids, trajectory.env_ids[0])) * horizon
-    batch, rewards, about = flatten(trajectory, first, device), trajectory.rewards, {}
-    compared = None if reference is None else logprobs_of(reference, batch, config.minibatch_size)
-    if compared is not None and config.kl_in == "reward":
-        away = divergences(batch, compared).reshape(-1, horizon).T
-        rewards = penalised_rewards(rewards, away, config.kl_coef)
-        per_env = [moments(column, np.ones_like(column)) for column in away.T]
-        mean = merge_moments(np.concatenate(collective.gather(np.array(per_env)))).mean
-        about, compared = {"train/reference_kl": mean}, None
-    fields = (rewards, trajectory.terminated, trajectory.truncated, trajectory.mask)
-    advantages, returns = gae(
-        *fields, trajectory.values, trajectory.final_values, config.gamma, config.gae_lambda, config.advantage_level
-    )
-    if config.normalize_advantages:
-        per_env = [moments(column, np.ones_like(column)) for column in advantages.T]
-        rows = np.concatenate(collective.gather(np.array(per_env)))  # env order, however many ranks
-        advantages = normalize(advantages, merge_moments(rows))
-    items = [items_of(array).to(device, dtype) for array in (advantages, returns)]
-    values = items_of(trajectory.values[:-1]).to(device)
-    return Share(batch, len(env_ids) * horizon, values, *items, compared, about)
-
-
-def penalised_rewards(rewards: np.ndarray, divergences: np.ndarray, kl_coef: float) -> np.ndarray:
-    """Rewards [T, N, C], where each decision pays for its divergence [T, N] as it begins.
-
-    One decision of two steps with rewards 1 and 2, divergence 0.5, kl_coef 2: 0 and 2.
-    """
-    paid = np.array(host(rewards), np.float64)
-    paid[:, :, 0] -= kl_coef * divergences
-    return paid
-
-
-def divergences(batch: Batch, reference: Tensor) -> np.ndarray:
-    """[items], by how much an item was likelier when it was taken than under the reference, in nats."""
-    differences = torch.where(batch.mask[:, :, None], batch.logprobs - reference, 0.0)
-    return differences.sum((1, 2)).double().cpu().numpy()
-
-
-def logprobs_of(model: Model, batch: Batch, size: int) -> Tensor:
-    """Of all items under another policy, without gradient."""
-    size = model.config.micro_batch_size or size
-    with torch.no_grad():
-        parts = [model.score(batch.inputs(part)).logprobs for part in torch.arange(len(batch)).split(size)]
-    return torch.cat(parts)
 
 
 def update_policy(
@@ -171,19 +59,14 @@ def update_policy(
     }
 
 
-def looked_at(model: Model, batch: Batch, size: int) -> Batch:
-    """With what the policy computes of the items' observations and no epoch changes, where that fits."""
-    known: dict[str, Tensor] = {}
+def frozen_features(model: Model, batch: Batch, size: int) -> dict[str, Tensor]:
+    """What the policy computes of the items' observations and no epoch changes; empty where that does not fit."""
+    features = FrozenFeatures(model, len(batch))
     for items in torch.arange(len(batch)).split(model.config.micro_batch_size or size):
-        found = model.features(take_items(batch.obs, items))
-        if not known:
-            each = sum(tensor[0].nbytes for tensor in found.values()) if len(items) else 0
-            if not each or each * len(batch) > KEPT_BYTES:
-                return batch
-            known = {name: tensor.new_empty(len(batch), *tensor.shape[1:]) for name, tensor in found.items()}
-        for name, tensor in found.items():
-            known[name][items] = tensor
-    return replace(batch, replay=batch.replay | known)
+        features.add(batch.observed(items), items)
+        if not features.wanted:
+            break
+    return features.kept
 
 
 def item_blocks(optimizer: Optimizer, share: Share) -> list[tuple[int, int]]:
@@ -244,10 +127,3 @@ def check_weights(optimizer: Optimizer, iteration: int) -> None:
     broken = torch.tensor([0.0 if optimizer.finite() else 1.0], dtype=torch.float64, device=where)
     if float(optimizer.collective.sum(broken)):
         raise Diverged(f"weights are NaN or infinite after iteration {iteration + 1}; try a lower algo.lr")
-
-
-def explained_variance(share: Share) -> float:
-    """How much of the returns' variance the value function predicted at act time (this rank's items)."""
-    variance = float(share.returns.var(unbiased=False))
-    error = float((share.returns - share.values).var(unbiased=False))
-    return 1.0 - error / variance if variance > 0 else 0.0

@@ -6,7 +6,6 @@ step, and everything that is normalised (advantages, observations, gradient norm
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -15,19 +14,18 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.core.episodes import join_episodes
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
-from embodied.core.types import EnvSpec, GroupBatch, PlayedEpisodes
-from embodied.learners.batch import merge
+from embodied.core.types import BatchPart, EnvSpec, Trajectory
+from embodied.learners.batch import Batch
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
-from embodied.learners.grpo import moments_of, prepare_groups
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
-from embodied.learners.rollout_buffer import Frozen, RolloutBuffer
+from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
-from embodied.learners.update import looked_at, prepare, update_policy
+from embodied.learners.share import moments_of, prepare
+from embodied.learners.update import frozen_features, update_policy
 from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
@@ -37,7 +35,7 @@ from embodied.runtime.tensor_bytes import ITEM_BYTES, blob_of, spec_of, tensor_o
 from embodied.runtime.weights import Publication, WeightStore
 
 MOVING_S = 3600.0  # at most, from or to a slow disk
-LOT = 32  # items that frozen parts look at together: enough for their speed, few enough to begin early
+ENCODED = 32  # items that frozen parts encode together: enough for their speed, few enough to begin early
 
 
 class LearnerWorker(Worker):
@@ -96,73 +94,22 @@ class LearnerWorker(Worker):
 
     @done_together
     def update(
-        self, trajectories: Channel, sources: tuple[str, ...], env_ids: np.ndarray, iteration: int, total: int
+        self, trajectories: Channel, sources: tuple[str, ...], part: BatchPart, iteration: int, total: int
     ) -> dict[str, float]:
-        """Receive this rank's trajectories of one rollout, those of `sources`, and do one PPO update with all ranks,
-        which together have the env rows `env_ids`."""
-        started = self._begin_update()
-        rollout_buffer, self.rollout_buffer = self.rollout_buffer or self._new_intake(), None
+        """Receive this rank's part of an iteration, which `sources` hand over, and do one update with all ranks."""
+        self.model.first_backward, started = None, perf_counter()
+        buffer, self.rollout_buffer = self.rollout_buffer or self._new_buffer(), None
         with self.timers.measure("wait"):
-            while not rollout_buffer.has(sources):
-                rollout_buffer.add(trajectories.get())
-        whole = merge(rollout_buffer.trajectories(sources))
-        about = (self.collective, env_ids, self.model.dtype, self.device, self.reference)
-        share = prepare(whole, self.algo, *about)
-        if self._looks_once():
+            while not buffer.has(sources):
+                buffer.add(trajectories.get())
+        whole = buffer.trajectory(sources)
+        share = prepare(whole, part, self.algo, self.collective, self.model.dtype, self.device, self.reference)
+        if self._encodes_once():
             with self.timers.measure("look"):
-                rollout_buffer.frozen = rollout_buffer.frozen or Frozen(
-                    self.model.features, whole.env_ids, len(whole.rewards)
-                )
-                rollout_buffer.look()
-            share = share.with_replay(rollout_buffer.frozen.of(whole.env_ids))
-        return self._learn(share, self.policy.observation_moments(whole.obs), iteration, total, started)
-
-    @done_together
-    def update_groups(
-        self, trajectories: Channel, sources: tuple[str, ...], batch: GroupBatch, iteration: int, total: int
-    ) -> dict[str, float]:
-        """The same with whole episodes, in groups."""
-        started = self._begin_update()
-        with self.timers.measure("wait"):
-            parts = receive(trajectories, sources)
-        played = join_episodes(parts)
-        share = prepare_groups(played, batch, self.algo, self.collective, self.model.dtype, self.reference, self.device)
-        if self._looks_once():
-            with self.timers.measure("look"):
-                share = replace(share, batch=looked_at(self.model, share.batch, self.algo.minibatch_size))
-        rows = None
-        if not self.started:  # else what the policy was trained with stays
-            rows = moments_of(played, batch.last - batch.first, self.policy.observation_moments)
-        return self._learn(share, rows, iteration, total, started)
-
-    def take_in(self, trajectories: Channel, rows: np.ndarray) -> None:
-        """While the sims play, for env rows `rows` of this rank: put together and look at what they hand on, until they
-        are done."""
-        self.rollout_buffer = self._new_intake()
-        if self._looks_once():
-            self.rollout_buffer.frozen = Frozen(self.model.features, rows, self.algo.rollout_decisions)
-        while True:
-            with self.timers.measure("wait"):
-                piece = trajectories.get()
-            if piece is None:
-                return
-            with self.timers.measure("look"):
-                self.rollout_buffer.add(piece)
-                if self.rollout_buffer.frozen:
-                    self.rollout_buffer.look()
-
-    def _new_intake(self) -> RolloutBuffer:
-        return RolloutBuffer(self.algo.rollout_decisions, min(self.config.micro_batch_size or LOT, LOT))
-
-    def _looks_once(self) -> bool:
-        """Whether what frozen parts of the policy make of an observation is kept for all epochs."""
-        return self.algo.epochs > 1 and not self.config.shard
-
-    def _begin_update(self) -> float:
-        self.model.first_backward = None
-        return perf_counter()
-
-    def _learn(self, share, moments: np.ndarray | None, iteration: int, total: int, started: float) -> dict[str, float]:
+                share = share.with_replay(self._encoded(buffer, whole, share.batch))
+        moments = None
+        if whole.values is not None or not self.started:  # else what the policy was trained with stays
+            moments = moments_of(whole, part.last - part.first, self.policy.observation_moments)
         with self.store.updating(), self.computing.counted():
             numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, iteration, total)
             if moments is not None:
@@ -171,6 +118,34 @@ class LearnerWorker(Worker):
             return numbers
         self.timers.mark("first backward", self.model.first_backward)
         return numbers | {"time/first_backward_s": self.model.first_backward - started}
+
+    def _encoded(self, buffer: RolloutBuffer, whole: Trajectory, batch: Batch) -> dict[str, Tensor]:
+        """Frozen features of the items: of rollouts as they came, of whole episodes now."""
+        if whole.values is None:
+            return frozen_features(self.model, batch, self.algo.minibatch_size)
+        buffer.encode(self.model, whole.ids)
+        return buffer.encoded(whole.ids)
+
+    def take_in(self, trajectories: Channel, rows: np.ndarray) -> None:
+        """While the sims play, for env rows `rows` of this rank: put together and encode what they hand on, until they
+        are done."""
+        self.rollout_buffer = self._new_buffer(self.algo.rollout_decisions)
+        while True:
+            with self.timers.measure("wait"):
+                piece = trajectories.get()
+            if piece is None:
+                return
+            with self.timers.measure("look"):
+                self.rollout_buffer.add(piece)
+                if self._encodes_once():
+                    self.rollout_buffer.encode(self.model, rows)
+
+    def _new_buffer(self, horizon: int = 0) -> RolloutBuffer:
+        return RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), horizon)
+
+    def _encodes_once(self) -> bool:
+        """Whether what frozen parts of the policy make of an observation is kept for all epochs."""
+        return self.algo.epochs > 1 and not self.config.shard
 
     def needs(self, shared: bool = False) -> Needs:
         """Weights, gradients, the optimizer's two averages of them, the reference, and what updates took besides;
@@ -273,14 +248,3 @@ def check_learns(policy: Policy) -> None:
         if not isinstance(tensor, Tensor) or spec_of(tensor).dtype not in ITEM_BYTES:
             found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ConfigError(f"{kind.__name__} keeps {name}, which is {found}; weights are {', '.join(ITEM_BYTES)}")
-
-
-def receive(trajectories: Channel, sources: tuple[str, ...]) -> list:
-    """One part of each source; others are what sims that died have left."""
-    missing, parts = set(sources), []
-    while missing:
-        part: PlayedEpisodes = trajectories.get()
-        if part.source in missing:
-            missing.remove(part.source)
-            parts.append(part)
-    return parts

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied.core.arrays import concatenate, map_obs
-from embodied.core.episodes import join_episodes
-from embodied.core.types import ActReply, ActRequest, PlayedEpisodes, PolicyOutput, Trajectory
-from embodied.learners.rollout_buffer import PER_DECISION
-from embodied.policies.request_batching import num_rows
+from embodied.core.observations import num_rows
+from embodied.core.trajectories import join
+from embodied.core.types import ActReply, ActRequest, PolicyOutput, Trajectory
 
 if TYPE_CHECKING:
     from embodied.policies.worker import PolicyWorker
@@ -78,23 +76,8 @@ class Kept:
         return self.items[0]
 
 
-def copied(played: Trajectory | PlayedEpisodes, copies: int) -> Trajectory | PlayedEpisodes:
+def copied(played: Trajectory, copies: int) -> Trajectory:
     """As if so many sims had played the same, each in env rows or episodes of its own."""
-    if copies == 1:
-        return played
-    if isinstance(played, PlayedEpisodes):
-        each = int(played.episodes.max()) + 1
-        parts = [replace(played, episodes=played.episodes + copy * each) for copy in range(copies)]
-        return replace(join_episodes(parts), source=played.source)
-
-    def wider(array: Any) -> Any:
-        return concatenate([array] * copies, axis=1)
-
-    return replace(
-        played,
-        env_ids=np.arange(len(played.env_ids) * copies),
-        obs=map_obs(played.obs, wider, lambda texts: [list(row) * copies for row in texts]),
-        replay={name: wider(array) for name, array in played.replay.items()},
-        values=wider(played.values),
-        **{name: wider(getattr(played, name)) for name in PER_DECISION},
-    )
+    each = int(played.ids.max()) + 1
+    parts = [replace(played, ids=played.ids + copy * each) for copy in range(copies)]
+    return replace(join(parts), source=played.source)

@@ -22,12 +22,11 @@ import torch
 
 from embodied.config.recipe import RunConfig
 from embodied.core.episodes import EpisodeList
-from embodied.core.types import GroupBatch, PlayedEpisodes, Route, Trajectory
+from embodied.core.observations import take_rows, text_lists
+from embodied.core.types import BatchPart, Route
 from embodied.envs.base import VectorEnv
 from embodied.envs.worker import SimWorker
-from embodied.learners.batch import flatten_obs
 from embodied.learners.memory_estimate import Memory, size_of
-from embodied.learners.rollout_buffer import cut
 from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy
 from embodied.policies.worker import PolicyWorker
@@ -142,7 +141,7 @@ class ProbeWorker(Worker):
         part = self.parts[self._rows(num_envs)]
         first = 2 if self._has_frozen_parts(part) else 1  # epochs: with one nothing is kept of what frozen parts make
         times, looks = {first: [], first + 1: []}, []
-        items = num_decisions(part.kept.get())
+        items = len(part.kept.get().mask)
         steps = -(-items // minibatch)
         with self._away(part):
             for epochs, found in times.items():
@@ -189,7 +188,7 @@ class ProbeWorker(Worker):
         if self.config.algo.epochs == 1:
             return False
         played = part.kept.get()
-        obs = cut(played.obs, slice(0, 1)) if self.grouped else flatten_obs(cut(played.obs, slice(0, 1)))
+        obs = text_lists(take_rows(played.obs, slice(0, 1)))
         with torch.no_grad():
             return bool(part.policy.policy.frozen_features(obs))
 
@@ -216,21 +215,17 @@ class ProbeWorker(Worker):
         group_size = self.config.algo.group_size if self.grouped else 1
         episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks_of(self.config), group_size=group_size)
         if not self.grouped:
-            part.sim.collect(episodes, decisions, route, (part.kept,))
+            part.sim.collect(episodes, route, decisions, (part.kept,))
             return 0.0
         part.sim.keep(())
-        stats = part.sim.play([episodes[i] for i in range(num_envs)], route)
+        stats = part.sim.collect([episodes[i] for i in range(num_envs)], route)
         part.sim.hand_over([np.array(part.sim.kept())], "probe", (part.kept,))
         return stats.reset_s
 
     def _learn(self, learner: LearnerWorker, part: Part) -> None:
         played = part.kept.get()
-        if not self.grouped:
-            learner.update(part.kept, ("probe",), np.arange(played.rewards.shape[1]), 0, 100)
-            return
-        scores = np.resize([1.0, -1.0], len(played.episodes))
-        batch = GroupBatch(played.episodes, scores, scores, 0, 0, len(scores))
-        learner.update_groups(part.kept, ("probe",), batch, 0, 100)
+        scores = np.resize([1.0, -1.0], len(played.ids)) if self.grouped else None
+        learner.update(part.kept, ("probe",), BatchPart(played.ids, 0, len(played.ids), 0, scores, scores), 0, 100)
 
     def _learner(self, algo: Any, part: Part) -> LearnerWorker:
         options = (self.config.policy, algo, self.config.learner.model_copy(update={"shard": False}))
@@ -275,12 +270,6 @@ class ProbeWorker(Worker):
 def looking_s(learner: LearnerWorker) -> float:
     total = learner.timers.totals().get("look")
     return total.seconds if total else 0.0
-
-
-def num_decisions(played: Trajectory | PlayedEpisodes) -> int:
-    if isinstance(played, PlayedEpisodes):
-        return int(played.lengths.sum())
-    return played.rewards.shape[0] * played.rewards.shape[1]
 
 
 def moves_of(worker: PolicyWorker | LearnerWorker) -> Moves:

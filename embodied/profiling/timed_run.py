@@ -18,7 +18,7 @@ from embodied.workflows.embodied import EmbodiedLoop
 
 MANY = 1_000_000  # iterations that the schedule of the learning rate is stretched over
 PHASES = ("rollout", "update", "publish")
-OUTER = {"sim": ("collect", "play"), "policy": ("serve",), "learner": ("take_in", "update", "update_groups")}
+OUTER = {"sim": ("collect",), "policy": ("serve",), "learner": ("take_in", "update")}
 
 
 @dataclass(frozen=True)

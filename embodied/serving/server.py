@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from embodied.core import rng
-from embodied.core.arrays import finite_rows, host, join_rows
+from embodied.core.arrays import finite_rows, host
+from embodied.core.observations import join_rows, text_arrays, text_lists
 from embodied.core.types import Observation
 from embodied.policies.base import Policy
 from embodied.serving.config import ServeConfig
@@ -98,7 +99,8 @@ class Answers:
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
         clients, numbers = (np.array([getattr(one, key) for one in requests]) for key in ("client", "number"))
         noise = draw(self.config.seed, "act/serve", clients, numbers, self.noise.width)
-        output = self.policy.act(join_rows([one.obs for one in requests]), noise, self.config.temperature)
+        obs = text_lists(join_rows([text_arrays(one.obs) for one in requests]))
+        output = self.policy.act(obs, noise, self.config.temperature)
         actions = host(output.actions)
         sound = finite_rows(actions) & finite_rows(output.logprobs)  # tokens are numbers even where all else is NaN
         spent = 1000 * (time.perf_counter() - began)

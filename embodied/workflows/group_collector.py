@@ -15,7 +15,7 @@ import numpy as np
 from embodied.algorithms.groups import Group, GroupPool, group_advantages
 from embodied.core.episodes import EpisodeList, env_blocks
 from embodied.core.errors import ConfigError
-from embodied.core.types import EpisodeResult, EpisodeSpec, GroupBatch, RolloutStats, Route
+from embodied.core.types import BatchPart, EpisodeResult, EpisodeSpec, RolloutStats, Route
 from embodied.runtime import Handle
 
 if TYPE_CHECKING:
@@ -98,10 +98,10 @@ class GroupCollector:
         options = (self.algo.baseline, self.algo.scale, self.algo.deviation)
         advantages = group_advantages(scores, *options).ravel()
         blocks = env_blocks(len(advantages), len(self.learners))
-        about = (batch.episodes, scores.ravel(), advantages, batch.version)
-        parts = [GroupBatch(*about, block.start, block.stop) for block in blocks]
+        about = (batch.version, scores.ravel(), advantages)
+        parts = [BatchPart(batch.episodes, block.start, block.stop, *about) for block in blocks]
         shares = zip(self.trajectories, batch.sources, parts, strict=True)
-        return self.learners.update_groups.each([(*share, iteration, total) for share in shares])
+        return self.learners.update.each([(*share, iteration, total) for share in shares])
 
     def numbers(self, batch: GroupedEpisodes) -> dict[str, float]:
         counts, sims = self.pool.counts, len(self.rollouts.sims)
@@ -147,7 +147,7 @@ class GroupCollector:
         shares = {sim: specs[block.start : block.stop] for sim, block in blocks if block}
 
         def begin(sim: int, route: Route) -> Handle:
-            return rollouts.sims[sim].play(shares[sim], route)
+            return rollouts.sims[sim].collect(shares[sim], route)
 
         calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, 1.0, "train")
         played = [call for call in calls.values() if call.succeeded()]

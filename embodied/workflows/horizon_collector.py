@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied.core.episodes import EpisodeList, env_blocks
-from embodied.core.types import EpisodeResult, RolloutStats, Route
+from embodied.core.types import BatchPart, EpisodeResult, RolloutStats, Route
 from embodied.runtime import Handle
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class RolloutParts:
     """What the sims have collected in an iteration: which gave which env rows, and where the time went."""
 
+    version: int
     stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
     sources: dict[str, range] = field(default_factory=dict)  # source -> its env rows
     seconds: float = 0.0
@@ -70,7 +71,7 @@ class HorizonCollector:
         rollouts, streamed = self.rollouts, self.config.pipeline.granularity
         if streamed:
             self.learners.take_in.each(list(zip(self.trajectories, map(np.array, self.blocks), strict=True)))
-        batch, missing = RolloutParts(), list(range(len(rollouts.sims)))
+        batch, missing = RolloutParts(version), list(range(len(rollouts.sims)))
         while missing:
             calls, routes = rollouts.play(missing, self._collect, self.config.pipeline.stages, 1.0, "train")
             for sim, call in calls.items():
@@ -88,8 +89,11 @@ class HorizonCollector:
         return batch
 
     def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
-        shares = [(c, batch.sources_of(block)) for c, block in zip(self.trajectories, self.blocks, strict=True)]
-        return self.learners.update.each([(*share, batch.env_ids, iteration, total) for share in shares])
+        ids, calls = batch.env_ids, []
+        for channel, block in zip(self.trajectories, self.blocks, strict=True):
+            part = BatchPart(ids, *np.searchsorted(ids, (block.start, block.stop)).tolist(), batch.version)
+            calls.append((channel, batch.sources_of(block), part, iteration, total))
+        return self.learners.update.each(calls)
 
     def numbers(self, batch: RolloutParts) -> dict[str, float]:
         def mean(what: Callable[[RolloutStats], float]) -> float:
@@ -119,7 +123,7 @@ class HorizonCollector:
     def _collect(self, sim: int, route: Route) -> Handle:
         horizon = self.config.algo.rollout_decisions
         granularity = self.config.pipeline.granularity or 0
-        return self.rollouts.sims[sim].collect(self.episodes, horizon, route, tuple(self.outlets), granularity)
+        return self.rollouts.sims[sim].collect(self.episodes, route, horizon, tuple(self.outlets), granularity)
 
     def _parts(self, sim: int, route: Route) -> dict[str, range]:
         """Which env rows each stage of a sim plays."""

@@ -14,11 +14,11 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError, nearest
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import import_class
 from embodied.envs.base import StepResult, VectorEnv
-from embodied.envs.config import ExternalEnvConfig, GymConfig, nearest
+from embodied.envs.config import ExternalEnvConfig, GymConfig
 from embodied.envs.protocols import AS_TRAINED, Protocol
 
 SUCCESS_KEYS = ("success", "is_success")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, nearest
 from embodied.envs.libero.suites import is_own
 from embodied.envs.libero.tasks import TaskFiles
 from embodied.envs.own_modules import import_class
@@ -68,8 +68,7 @@ def read_bddl(path: Path, task: str) -> str:
     try:
         text = re.sub(r";[^\n]*", "", path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
-        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.bddl")], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = nearest(path.name, [other.name for other in path.parent.glob("*.bddl")], 0.6)
         cause = getattr(err, "strerror", None) or "it is no text"
         raise ConfigError(f"{said}{path} cannot be read: {cause}{hint}") from None
     if text.count("(") != text.count(")") or not text.strip().startswith("("):
@@ -162,9 +161,8 @@ def check_buildable(files: TaskFiles) -> None:
     declared = rooms | {name for names in found["objects"].values() for name in names} | {*found["regions"]}
     for name in mentioned(found):
         if name not in declared:
-            hint = difflib.get_close_matches(name, declared, 1, 0.5)
-            told = f"; did you mean {hint[0]!r}?" if hint else ""
-            raise ConfigError(f"{files.name}: {name!r} is no object, fixture or region of {files.bddl}{told}")
+            hint = nearest(name, declared)
+            raise ConfigError(f"{files.name}: {name!r} is no object, fixture or region of {files.bddl}{hint}")
 
 
 def register(kind: type) -> None:

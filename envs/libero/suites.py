@@ -6,10 +6,11 @@ recipe is checked before anything starts.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from embodied.core.errors import nearest
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,7 @@ def tasks_of(selection: str | Sequence[str]) -> tuple[str, ...]:
             found.append(name)
             continue
         if suite not in SUITES:
-            near = difflib.get_close_matches(suite, SUITES, 1, 0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = nearest(suite, SUITES, 0.4)
             raise ValueError(
                 f"env.task={name!r}: the suites are {', '.join(SUITES)}{hint}; a task of your own is "
                 "path/to/task.bddl or my_tasks:MyTask"

@@ -6,8 +6,8 @@ import ast
 import inspect
 from typing import Any
 
-from embodied.core.errors import ConfigError
-from embodied.envs.config import ManiSkillConfig, nearest
+from embodied.core.errors import ConfigError, nearest
+from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.tasks import TWINS
 from embodied.envs.maniskill.tasks import find_task
 from embodied.envs.own_modules import where

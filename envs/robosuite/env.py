@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.errors import ConfigError, MissingAsset, WrongShape
+from embodied.core.errors import ConfigError, MissingAsset, WrongShape, nearest
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import own_modules
 from embodied.envs.base import StepResult, VectorEnv
-from embodied.envs.config import RobosuiteConfig, nearest
+from embodied.envs.config import RobosuiteConfig
 from embodied.envs.libero import images
 from embodied.envs.libero.scene import Draws, quiet, simulator
 from embodied.envs.protocols import AS_TRAINED, Protocol

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from embodied.core.arrays import host, map_obs
+from embodied.core.arrays import host
 from embodied.core.errors import NotFinite
+from embodied.core.observations import map_obs
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.config import ExternalEnvConfig
@@ -46,7 +47,7 @@ def test_a_chunk_in_which_episodes_end_gives_the_same_as_tensors():
         np.testing.assert_array_equal(a.rewards, b.rewards)
         np.testing.assert_array_equal(a.mask, b.mask)
         assert all(isinstance(part, torch.Tensor) for part in (b.obs["state"], b.obs["images"]["near"]))
-        seen = map_obs(b.obs, host, list)
+        seen = map_obs(host, b.obs)
         np.testing.assert_array_equal(a.obs["state"], seen["state"])
         for camera, frames in a.obs["images"].items():
             np.testing.assert_array_equal(frames, seen["images"][camera])

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.core.types import ActionSpec, EnvSpec, GroupBatch, PlayedEpisodes
+from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
 from embodied.datasets import RecordedEpisode
 from embodied.learners.bc import ImitationLearner
 from embodied.learners.collective import Alone
 from embodied.learners.demonstrations import Demonstrations
-from embodied.learners.grpo import prepare_groups
+from embodied.learners.share import prepare
 
-PLAYED = PlayedEpisodes(
-    episodes=np.array([3, 5]),
+PLAYED = Trajectory(
+    ids=np.array([3, 5]),
     lengths=np.array([2, 1]),
     obs={"state": np.zeros((3, 2), np.float32)},
     actions=np.zeros((3, 1, 2), np.float32),
@@ -23,6 +23,9 @@ PLAYED = PlayedEpisodes(
     rewards=np.ones((3, 1)),
     mask=np.ones((3, 1), bool),
     versions=np.zeros(3, np.int64),
+    terminated=np.zeros((3, 1), bool),
+    truncated=np.zeros((3, 1), bool),
+    episodes=np.array([3, 3, 5]),
 )
 
 
@@ -31,10 +34,9 @@ def test_groups_are_learned_from_on_the_learners_device(kl_coef):
     numbers = torch.zeros(3, 1, 2, device="meta", requires_grad=True)
     scores = SimpleNamespace(logprobs=numbers, entropy=numbers)
     reference = SimpleNamespace(config=SimpleNamespace(micro_batch_size=None), score=lambda inputs: scores)
-    batch = GroupBatch(PLAYED.episodes, np.array([1.0, 0.0]), np.array([1.0, -1.0]), 0, 0, 2)
+    part = BatchPart(PLAYED.ids, 0, 2, 0, np.array([1.0, 0.0]), np.array([1.0, -1.0]))
     config = GRPOConfig(name="grpo", groups=1, group_size=2, kl_coef=kl_coef)
-    told = (PLAYED, batch, config, Alone(), torch.float32, reference if kl_coef else None, "meta")
-    share = prepare_groups(*told)
+    share = prepare(PLAYED, part, config, Alone(), torch.float32, "meta", reference if kl_coef else None)
     loss, stats = share.loss_sum(scores, torch.arange(3), 1.0, config)
     assert {loss.device.type, *(number.device.type for number in stats.values())} == {"meta"}
     assert share.batch.current.device.type == "meta" and share.batch.obs["state"].device.type == "cpu"

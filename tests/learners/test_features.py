@@ -1,15 +1,18 @@
 """What frozen towers see is computed once for all epochs of an update, and makes no difference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from embodied.core.observations import text_arrays
 from embodied.core.types import ActionSpec, EnvSpec
-from embodied.learners import update
+from embodied.learners import model
 from embodied.learners.batch import Batch
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
-from embodied.learners.update import looked_at
+from embodied.learners.update import frozen_features
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
 
@@ -32,7 +35,9 @@ def batch_of(policy, rows=5):
     arrays = (output.actions, output.logprobs, np.ones(output.actions.shape[:2], bool), np.ones(rows, bool))
     tensors = map(torch.from_numpy, arrays)
     obs = obs | {"images": {n: torch.from_numpy(i) for n, i in images.items()}, "state": torch.from_numpy(obs["state"])}
-    return Batch(0, obs, *tensors, {name: torch.from_numpy(array) for name, array in output.replay.items()})
+    return Batch(
+        0, text_arrays(obs), *tensors, {name: torch.from_numpy(array) for name, array in output.replay.items()}
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,7 +46,8 @@ def test_images_are_not_looked_at_again(family, monkeypatch):
     spec = EnvSpec(ActionSpec(2), state_dim=3, images=CAMERAS, instruction=True)
     policy = make_policy(config, spec, 0).eval()
     batch = batch_of(policy)
-    known, items = looked_at(Model(policy, LearnerConfig()), batch, 2), torch.tensor([3, 0, 4])
+    kept = frozen_features(Model(policy, LearnerConfig()), batch, 2)
+    known, items = replace(batch, replay=batch.replay | kept), torch.tensor([3, 0, 4])
     wanted = policy(batch.inputs(items))
     for image in batch.obs["images"].values():
         image.zero_()
@@ -51,9 +57,9 @@ def test_images_are_not_looked_at_again(family, monkeypatch):
     if family != "pi0":  # whose value is read at the state
         assert not torch.allclose(policy(batch.inputs(items)).values, wanted.values, atol=1e-4)
     trained = make_policy(config.model_copy(update={"train": "all"}), spec).eval()
-    assert looked_at(Model(trained, LearnerConfig()), batch, 2) is batch
-    monkeypatch.setattr(update, "KEPT_BYTES", sum(map(size_of_one, known.replay.values())) * len(batch) // 2)
-    assert looked_at(Model(policy, LearnerConfig()), batch, 2) is batch, "more than may be kept"
+    assert not frozen_features(Model(trained, LearnerConfig()), batch, 2)
+    monkeypatch.setattr(model, "KEPT_BYTES", sum(map(size_of_one, kept.values())) * len(batch) // 2)
+    assert not frozen_features(Model(policy, LearnerConfig()), batch, 2), "more than may be kept"
 
 
 def size_of_one(tensor):

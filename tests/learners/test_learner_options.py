@@ -16,7 +16,8 @@ from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
-from embodied.learners.update import prepare, update_policy
+from embodied.learners.share import prepare
+from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.baselines import RandomPolicy
 from embodied.policies.folder import read_blobs, read_weights
@@ -39,7 +40,8 @@ def trained(dtype="float64", iterations=2, algo=PPO, before=lambda policy: None,
     model = Model(policy, LearnerConfig(**options))
     optimizer = Optimizer(policy, algo, Alone())
     for iteration in range(iterations):
-        share = prepare(toy.rollout(actor, iteration), algo, Alone(), np.arange(toy.N), model.dtype)
+        data = toy.rollout(actor, iteration)
+        share = prepare(data, toy.part_of(data), algo, Alone(), model.dtype)
         numbers = update_policy(model, optimizer, algo, share, 0, iteration, iterations)
     return policy, optimizer, numbers
 
@@ -183,7 +185,8 @@ from embodied.core.types import EnvSpec
 from embodied.core.episodes import env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.rendezvous import RendezvousFile
-from embodied.learners.update import prepare, update_policy
+from embodied.learners.share import prepare
+from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.config import MLPConfig
 from embodied.runtime import Timers
@@ -203,7 +206,7 @@ block = env_blocks(toy.N, size)[rank]
 
 def train(iteration):
     data = toy.columns(toy.rollout(actor, iteration), slice(block.start, block.stop))
-    share = prepare(data, worker.algo, worker.collective, np.arange(toy.N), worker.model.dtype)
+    share = prepare(data, toy.part_of(data), worker.algo, worker.collective, worker.model.dtype)
     return update_policy(worker.model, worker.optimizer, worker.algo, share, 0, iteration, 3)
 
 for iteration in range(2):
@@ -244,7 +247,8 @@ def test_two_learners_that_hold_half_of_everything_learn_the_same(tmp_path, dtyp
     actor, policy = toy.make(), toy.make(dtype=dtype)
     optimizer = Optimizer(policy, algo, Alone())
     for iteration in range(3):
-        share = prepare(toy.rollout(actor, iteration), algo, Alone(), np.arange(toy.N), getattr(torch, dtype))
+        data = toy.rollout(actor, iteration)
+        share = prepare(data, toy.part_of(data), algo, Alone(), getattr(torch, dtype))
         update_policy(Model(policy, LearnerConfig()), optimizer, algo, share, 0, iteration, 3)
         whole[iteration + 1] = {name: tensor.numpy().copy() for name, tensor in policy.state_dict().items()}
     optimizer.save(tmp_path / "alone")
@@ -276,7 +280,8 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.episodes import env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.rendezvous import RendezvousFile
-from embodied.learners.update import prepare, update_policy
+from embodied.learners.share import prepare
+from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.runtime import Timers
 from embodied.policies.folder import read_weights
@@ -290,7 +295,7 @@ worker.rank, worker.world_size, worker.timers = rank, 2, Timers()
 worker.build(toy.ENV, "0" * 16, True, out / f"start-{rank}")
 block = env_blocks(toy.N, 2)[rank]
 data = toy.columns(toy.rollout(actor, 0), slice(block.start, block.stop))
-share = prepare(data, algo, worker.collective, np.arange(toy.N), worker.model.dtype)
+share = prepare(data, toy.part_of(data), algo, worker.collective, worker.model.dtype)
 with patch("torch.distributed.reduce_scatter_single", wraps=torch.distributed.reduce_scatter_single) as sums:
     numbers = update_policy(worker.model, worker.optimizer, algo, share, 0, 0, 1)
 worker.save(out / "after")

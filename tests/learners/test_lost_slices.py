@@ -10,14 +10,15 @@ import numpy as np
 import torch
 
 from embodied.algorithms.config import PPOConfig
-from embodied.learners.batch import merge
+from embodied.core.trajectories import join, map_decisions
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.rendezvous import RendezvousRoom
-from embodied.learners.update import prepare, update_policy
-from embodied.learners.worker import receive
+from embodied.learners.rollout_buffer import RolloutBuffer
+from embodied.learners.share import prepare
+from embodied.learners.update import update_policy
 
 _spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "toy.py")
 toy = importlib.util.module_from_spec(_spec)
@@ -28,7 +29,7 @@ CONFIG = PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=5, lr=1e-2)
 def trained(part, env_ids, collective):
     """The weights after an update with this part of the env rows `env_ids`."""
     policy = toy.make()
-    share = prepare(part, CONFIG, collective, env_ids, torch.float64)
+    share = prepare(part, toy.part_of(part, env_ids.tolist()), CONFIG, collective, torch.float64)
     update_policy(Model(policy, LearnerConfig()), Optimizer(policy, CONFIG, collective), CONFIG, share, 0, 0, 10)
     return policy.state_dict()
 
@@ -37,7 +38,7 @@ def test_all_counts_are_those_of_a_smaller_run():
     """Env 1 is missing: rank 0 has env 0, rank 1 has envs 2 and 3; together they are a run of three envs."""
     data = toy.rollout(toy.make(), seed=1)
     parts = [toy.columns(data, slice(0, 1)), toy.columns(data, slice(2, 4))]
-    small = replace(merge(parts), env_ids=np.arange(3))
+    small = replace(join(parts), ids=np.arange(3))
     room, weights = RendezvousRoom(2, 30.0), {}
 
     def work(rank):
@@ -61,5 +62,33 @@ def test_a_rank_takes_the_trajectories_it_is_told_of_and_no_other():
     data = toy.rollout(toy.make(), seed=2)
     sources = ("sim-0/0#1", "sim-1/0#2", "sim-0/0#2", "sim-0/0#3")
     channel = Fifo(replace(data, source=source) for source in sources)
-    assert [part.source for part in receive(channel, ("sim-0/0#2", "sim-1/0#2"))] == ["sim-1/0#2", "sim-0/0#2"]
+    buffer, wanted = RolloutBuffer(32), ("sim-0/0#2", "sim-1/0#2")
+    while not buffer.has(wanted):
+        buffer.add(channel.get())
+    assert sorted(coming.whole.source for coming in buffer.coming.values()) == sorted(wanted)
     assert [part.source for part in channel] == ["sim-0/0#3"]
+
+
+def test_what_older_weights_have_played_is_known_for_it():
+    """Half of the decisions are those of the version before the one that is trained on."""
+    data = toy.rollout(toy.make(), seed=3)
+    data.versions[: toy.T * toy.N // 2] = 4
+    data.versions[toy.T * toy.N // 2 :] = 5
+    share = prepare(data, toy.part_of(data, version=5), CONFIG, Alone(), torch.float64)
+    assert share.summary()["train/staleness"] == 0.5
+    assert share.batch.current.tolist() == [version == 5 for version in data.versions]
+
+
+def test_sequences_of_different_lengths_get_the_advantages_they_would_get_alone():
+    """The first two decisions of env 0 beside all of env 1: the value after them is what they bootstrap from."""
+    config = PPOConfig(rollout_decisions=toy.T, normalize_advantages=False)
+    data = toy.rollout(toy.make(), seed=4)
+    short, whole = toy.columns(data, slice(0, 1)), toy.columns(data, slice(1, 2))
+    short = replace(short, lengths=np.array([2]), **map_decisions(lambda array: array[:2], short))
+    both = join([whole, short])
+    assert both.lengths.tolist() == [2, toy.T]
+    found = prepare(both, toy.part_of(both, [0, 1]), config, Alone(), torch.float64)
+    alone = [prepare(one, toy.part_of(one, one.ids.tolist()), config, Alone(), torch.float64) for one in (short, whole)]
+    assert found.num_items == 2 + toy.T
+    for name in ("advantages", "returns", "values"):
+        assert torch.equal(getattr(found, name), torch.cat([getattr(one, name) for one in alone]))

@@ -16,7 +16,8 @@ from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
-from embodied.learners.update import prepare, update_policy
+from embodied.learners.share import prepare
+from embodied.learners.update import update_policy
 from embodied.train import main
 
 _spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "toy.py")
@@ -36,19 +37,20 @@ def model(policy):
 def share_of(actor, algo, reference, seed=0, rows=None, collective=None):
     data = toy.rollout(actor, seed)
     data = data if rows is None else toy.columns(data, rows)
-    return data, prepare(data, algo, collective or Alone(), np.arange(toy.N), torch.float64, reference=reference)
+    return data, prepare(data, toy.part_of(data), algo, collective or Alone(), torch.float64, reference=reference)
 
 
 def test_rewards_pay_for_leaving_the_reference_by_hand():
     actor, other = toy.make(), toy.make(seed=1)
     data, share = share_of(actor, config(kl_coef=0.5, kl_in="reward"), model(other))
-    rewards, away = np.array(data.rewards), np.zeros((toy.T, toy.N))
+    steps = toy.by_step(data)
+    rewards, away = np.array(steps["rewards"]), np.zeros((toy.T, toy.N))
     for t in range(toy.T):
-        obs, mask = {"state": torch.from_numpy(data.obs["state"][t])}, data.mask[t][:, :, None]
-        there = other({"obs": obs, "actions": torch.from_numpy(data.actions[t])}).logprobs.detach().numpy()
-        away[t] = ((data.logprobs[t] - there) * mask).sum((1, 2))
+        obs, mask = {"state": torch.from_numpy(steps["obs"][t])}, steps["mask"][t][:, :, None]
+        there = other({"obs": obs, "actions": torch.from_numpy(steps["actions"][t])}).logprobs.detach().numpy()
+        away[t] = ((steps["logprobs"][t] - there) * mask).sum((1, 2))
     rewards[:, :, 0] -= 0.5 * away
-    fields = (rewards, data.terminated, data.truncated, data.mask, data.values, data.final_values)
+    fields = (rewards, *(steps[name] for name in ("terminated", "truncated", "mask", "values", "final_values")))
     wanted, returns = gae(*fields, PLAIN.gamma, PLAIN.gae_lambda)
     np.testing.assert_allclose(share.advantages, wanted.T.ravel(), atol=1e-12)
     np.testing.assert_allclose(share.returns, returns.T.ravel(), atol=1e-12)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from embodied.core.trajectories import DECISIONS, join, map_decisions
 from embodied.core.types import Trajectory
-from embodied.learners import rollout_buffer
-from embodied.learners.rollout_buffer import PER_DECISION, Frozen, RolloutBuffer, cut
+from embodied.learners import model
+from embodied.learners.rollout_buffer import RolloutBuffer, items_of
 
 HORIZON = 7
 
@@ -17,31 +18,31 @@ def rollout(source, rows, seed=0):
     draw = np.random.default_rng(seed)
 
     def some(*shape):
-        return draw.normal(size=(HORIZON, len(rows), *shape))
+        return draw.normal(size=(HORIZON * len(rows), *shape))
 
-    spans = {"actions": (1, 2), "logprobs": (1, 2), "final_values": (), "versions": (), "episodes": ()}
-    arrays = {name: some(*spans.get(name, (1,))) for name in PER_DECISION}
+    spans = {"actions": (1, 2), "logprobs": (1, 2)} | dict.fromkeys(
+        ("values", "next_values", "versions", "episodes"), ()
+    )
+    arrays = {name: some(*spans.get(name, (1,))) for name in DECISIONS}
     obs = {
         "state": some(3),
         "images": {"top": some(2, 2, 3)},
-        "instruction": [[f"{t} {r}" for r in rows] for t in range(7)],
+        "instruction": np.array([f"{t} {r}" for r in rows for t in range(HORIZON)], object),
     }
-    values = draw.normal(size=(HORIZON + 1, len(rows)))
-    return Trajectory(env_ids=np.array(rows), obs=obs, values=values, replay={"kind": some()}, source=source, **arrays)
+    lengths = np.full(len(rows), HORIZON)
+    return Trajectory(np.array(rows), lengths, obs, replay={"kind": some()}, source=source, **arrays)
 
 
 def pieces(whole, *sizes):
     begin = 0
     for size in sizes:
-        part = slice(begin, begin + size)
+        at = items_of(range(len(whole.ids)), range(begin, begin + size), HORIZON)
         yield replace(
             whole,
-            obs=cut(whole.obs, part),
-            values=whole.values[begin : begin + size + 1],
-            replay={name: array[part] for name, array in whole.replay.items()},
+            lengths=np.full(len(whole.ids), size),
             first=begin,
             last=begin + size == HORIZON,
-            **{name: getattr(whole, name)[part] for name in PER_DECISION},
+            **map_decisions(lambda array, at=at: array[at], whole),
         )
         begin += size
 
@@ -50,7 +51,7 @@ class Looking:
     def __init__(self):
         self.sizes = []
 
-    def __call__(self, obs):
+    def features(self, obs):
         self.sizes.append(len(obs["instruction"]))
         return {
             "seen": obs["state"].sum(dim=1, keepdim=True),
@@ -61,11 +62,10 @@ class Looking:
 def taken(*arriving, rows=range(5), lot=6):
     """What came and was seen, looked at after every piece."""
     look = Looking()
-    found = RolloutBuffer(HORIZON, lot)
-    found.frozen = Frozen(look, np.array(rows), HORIZON)
+    found = RolloutBuffer(lot, HORIZON)
     for piece in arriving:
         found.add(piece)
-        found.look()
+        found.encode(look, np.array(rows))
     return found, look
 
 
@@ -79,12 +79,11 @@ def test_pieces_of_any_size_give_the_same_bits(sizes):
     assert sorted(looked.sizes) == [2, 3, 6, 6, 6, 6, 6]  # two decisions of three rows, three of two, and what is left
     found, look = taken(*pieces(SECOND, *sizes), *pieces(FIRST, *sizes))
     assert found.has(SOURCES) and sorted(look.sizes) == sorted(looked.sizes)
-    for ours, theirs in zip(found.trajectories(SOURCES), (FIRST, SECOND), strict=True):
-        same(ours, theirs)
-    for name, tensor in found.frozen.of(np.arange(5)).items():
-        assert torch.equal(tensor, whole.frozen.known[name])
-    state = np.concatenate([each.obs["state"].swapaxes(0, 1).reshape(-1, 3) for each in (FIRST, SECOND)])
-    np.testing.assert_allclose(found.frozen.known["seen"][:, 0], state.sum(axis=1))
+    same(found.trajectory(SOURCES), join((FIRST, SECOND)))
+    for name, tensor in found.encoded(np.arange(5)).items():
+        assert torch.equal(tensor, whole.features.kept[name])
+    state = np.concatenate([each.obs["state"] for each in (FIRST, SECOND)])
+    np.testing.assert_allclose(found.features.kept["seen"][:, 0], state.sum(axis=1))
 
 
 def test_looking_begins_before_the_rollout_has_ended():
@@ -99,15 +98,15 @@ def test_what_a_dead_worker_played_is_forgotten_when_its_successor_plays():
     found, _ = taken(early, FIRST, *pieces(again, 2, 5))
     sources = (FIRST.source, again.source)
     assert found.has(sources) and not found.has(SOURCES)
-    same(found.trajectories(sources)[1], again)
-    assert torch.equal(found.frozen.known["seen"], taken(FIRST, again)[0].frozen.known["seen"])
-    assert torch.equal(found.frozen.of(FIRST.env_ids)["seen"], taken(FIRST, rows=range(3))[0].frozen.known["seen"])
+    same(found.trajectory(sources), join((FIRST, again)))
+    assert torch.equal(found.features.kept["seen"], taken(FIRST, again)[0].features.kept["seen"])
+    assert torch.equal(found.encoded(FIRST.ids)["seen"], taken(FIRST, rows=range(3))[0].features.kept["seen"])
 
 
 def test_nothing_more_is_looked_at_where_it_could_not_be_kept(monkeypatch):
-    monkeypatch.setattr(rollout_buffer, "KEPT_BYTES", 16 * 5 * HORIZON - 1)
+    monkeypatch.setattr(model, "KEPT_BYTES", 16 * 5 * HORIZON - 1)
     found, look = taken(FIRST, SECOND)
-    assert look.sizes == [6] and found.frozen.known == {}
+    assert look.sizes == [6] and found.features.kept == {}
 
 
 def same(ours, theirs):
@@ -116,7 +115,7 @@ def same(ours, theirs):
         if field.name == "obs":
             np.testing.assert_array_equal(a["state"], b["state"])
             np.testing.assert_array_equal(a["images"]["top"], b["images"]["top"])
-            assert a["instruction"] == b["instruction"]
+            np.testing.assert_array_equal(a["instruction"], b["instruction"])
         elif field.name == "replay":
             np.testing.assert_array_equal(a["kind"], b["kind"])
         else:

@@ -13,13 +13,14 @@ from embodied.algorithms.config import PPOConfig
 from embodied.algorithms.minibatches import permutation
 from embodied.core.episodes import env_blocks
 from embodied.core.errors import Diverged, WrongShape
-from embodied.learners.batch import merge
+from embodied.core.trajectories import join
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
 from embodied.learners.rendezvous import RendezvousRoom
-from embodied.learners.update import prepare, update_policy
+from embodied.learners.share import prepare
+from embodied.learners.update import update_policy
 
 
 def beside(path):
@@ -36,7 +37,7 @@ T, N, C, make, rollout, columns = toy.T, toy.N, toy.C, toy.make, toy.rollout, to
 
 def ours(policy, optimizer, trajectory, config, iteration):
     model = policy if isinstance(policy, Model) else Model(policy, LearnerConfig())
-    share = prepare(trajectory, config, optimizer.collective, np.arange(N), torch.float64)
+    share = prepare(trajectory, toy.part_of(trajectory), config, optimizer.collective, torch.float64)
     return update_policy(model, optimizer, config, share, 0, iteration, 10)
 
 
@@ -62,10 +63,7 @@ def test_five_updates_equal_the_single_file_reference(options):
 
     for iteration in range(5):
         data = rollout(mine, seed=iteration)
-        batch = {"obs": data.obs["state"]} | {
-            name: getattr(data, name)
-            for name in "actions logprobs values final_values rewards terminated truncated mask".split()
-        }
+        batch = toy.by_step(data)
         orders = [permutation(0, iteration, epoch, T * N) for epoch in range(config.epochs)]
         scored.parameters = theirs.parameters
         epochs = reference.reference_update(scored, their_adam, batch, config, orders)
@@ -108,8 +106,8 @@ def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks):
 def test_deliveries_in_any_order_make_the_same_batch():
     data = rollout(make(), seed=2)
     parts = [columns(data, slice(a, a + 1)) for a in range(N)]
-    merged = merge(parts[::-1])
-    assert np.array_equal(merged.env_ids, data.env_ids)
+    merged = join(parts[::-1])
+    assert np.array_equal(merged.ids, data.ids)
     assert np.array_equal(merged.rewards, data.rewards)
     assert np.array_equal(merged.obs["state"], data.obs["state"])
 

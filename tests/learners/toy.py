@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from embodied.core.types import ActionSpec, EnvSpec, Trajectory
+from embodied.core.trajectories import choose
+from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
 
@@ -30,23 +29,43 @@ def rollout(policy, seed) -> Trajectory:
     states = r.normal(size=(T, N, 5))
     outs = [policy.act({"state": s}, r.normal(size=(N, C * 3))) for s in states]
     values = np.stack([*(o.values for o in outs), policy.value({"state": r.normal(size=(N, 5))})])
+    finals = np.where(truncated.any(axis=2), r.normal(size=(T, N)), values[1:])
     return Trajectory(
-        env_ids=np.arange(N),
-        obs={"state": states},
-        actions=np.stack([o.actions for o in outs]),
-        logprobs=np.stack([o.logprobs for o in outs]),
-        values=values,
-        final_values=np.where(truncated.any(axis=2), r.normal(size=(T, N)), 0.0),
-        rewards=r.normal(size=(T, N, C)) * mask,
-        terminated=terminated,
-        truncated=truncated,
-        mask=mask,
-        versions=np.zeros((T, N), np.int64),
-        episodes=np.zeros((T, N), np.int64),
+        ids=np.arange(N),
+        lengths=np.full(N, T),
+        obs={"state": by_row(states)},
+        actions=by_row(np.stack([o.actions for o in outs])),
+        logprobs=by_row(np.stack([o.logprobs for o in outs])),
+        values=by_row(values[:-1]),
+        next_values=by_row(finals),
+        rewards=by_row(r.normal(size=(T, N, C)) * mask),
+        terminated=by_row(terminated),
+        truncated=by_row(truncated),
+        mask=by_row(mask),
+        versions=np.zeros(T * N, np.int64),
+        episodes=np.zeros(T * N, np.int64),
     )
 
 
+def by_row(array):
+    """[T, N, ...] -> [N * T, ...], row after row."""
+    return array.swapaxes(0, 1).reshape(-1, *array.shape[2:])
+
+
+def by_step(data: Trajectory) -> dict:
+    """The arrays [T, N, ...] of a whole rollout, with the values [T + 1, N] of all that was seen."""
+    fields = "actions logprobs values next_values rewards terminated truncated mask".split()
+    arrays = {name: getattr(data, name) for name in fields} | {"obs": data.obs["state"]}
+    stacked = {name: array.reshape(len(data.ids), T, *array.shape[1:]).swapaxes(0, 1) for name, array in arrays.items()}
+    finals = stacked.pop("next_values")
+    return stacked | {"values": np.concatenate([stacked["values"], finals[-1:]]), "final_values": finals}
+
+
 def columns(data: Trajectory, cut: slice) -> Trajectory:
-    fields = "actions logprobs values final_values rewards terminated truncated mask versions episodes".split()
-    cuts = {name: getattr(data, name)[:, cut] for name in fields}
-    return replace(data, env_ids=data.env_ids[cut], obs={"state": data.obs["state"][:, cut]}, **cuts)
+    return choose(data, data.ids[cut])
+
+
+def part_of(data: Trajectory, ids=range(N), version=0) -> BatchPart:
+    """What all ranks have, of which this is one's."""
+    first = list(ids).index(data.ids[0])
+    return BatchPart(np.array(ids), first, first + len(data.ids), version)

@@ -10,8 +10,8 @@ from fake_cuda import WHERE, Card
 
 from embodied.algorithms.config import PPOConfig
 from embodied.core import arrays
-from embodied.core.arrays import map_obs
-from embodied.core.types import ActionSpec, EnvSpec, Trajectory
+from embodied.core.observations import map_obs, text_arrays
+from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
 from embodied.datasets.reader import RecordedEpisode
 from embodied.learners.bc import ImitationLearner
 from embodied.learners.collective import Alone
@@ -19,7 +19,8 @@ from embodied.learners.config import LearnerConfig
 from embodied.learners.demonstrations import Demonstrations
 from embodied.learners.model import Model
 from embodied.learners.optimizer import Optimizer
-from embodied.learners.update import looked_at, prepare, update_policy
+from embodied.learners.share import prepare
+from embodied.learners.update import frozen_features, update_policy
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig, MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
 
@@ -80,28 +81,29 @@ def numbers(wanted, rows=ROWS):
 
 def on_card(obs):
     """The observation of a simulator on the same GPU."""
-    return map_obs(obs, lambda array: torch.as_tensor(array).to(WHERE), list)
+    return map_obs(lambda part: part if isinstance(part, list) else torch.as_tensor(part).to(WHERE), obs)
 
 
 def rollout(policy):
     """DECISIONS decisions, as a learner gets them."""
     output = policy.act(seen(policy.spec), numbers(policy.noise_spec()))
-    many = lambda array: np.stack([np.asarray(array)] * DECISIONS)  # noqa: E731
-    chunk = output.actions.shape[1]
-    flags = np.zeros((DECISIONS, ROWS, chunk), bool)
+    many = lambda array: np.repeat(np.asarray(array), DECISIONS, axis=0)  # noqa: E731
+    count, chunk = DECISIONS * ROWS, output.actions.shape[1]
+    flags = np.zeros((count, chunk), bool)
     return Trajectory(
-        env_ids=np.arange(ROWS),
-        obs=map_obs(seen(policy.spec), many, lambda texts: [texts] * DECISIONS),
+        ids=np.arange(ROWS),
+        lengths=np.full(ROWS, DECISIONS),
+        obs=map_obs(many, text_arrays(seen(policy.spec))),
         actions=many(output.actions),
         logprobs=many(output.logprobs),
-        values=np.zeros((DECISIONS + 1, ROWS), np.float32),
-        final_values=np.zeros((DECISIONS, ROWS), np.float32),
-        rewards=np.ones((DECISIONS, ROWS, chunk), np.float32),
+        values=np.zeros(count, np.float32),
+        next_values=np.zeros(count, np.float32),
+        rewards=np.ones((count, chunk), np.float32),
         terminated=flags,
         truncated=flags,
         mask=~flags,
-        versions=np.zeros((DECISIONS, ROWS), np.int64),
-        episodes=np.zeros((DECISIONS, ROWS), np.int64),
+        versions=np.zeros(count, np.int64),
+        episodes=np.zeros(count, np.int64),
         replay={name: many(array) for name, array in output.replay.items()},
     )
 
@@ -122,8 +124,8 @@ def learn(policy, played):
     config = PPOConfig(rollout_decisions=DECISIONS, epochs=1, minibatch_size=ROWS * DECISIONS, max_grad_norm=0.5)
     model = model_of(policy)
     optimizer = Optimizer(policy, config, Alone())
-    share = prepare(played, config, Alone(), np.arange(ROWS), model.dtype, WHERE)
-    share = share.with_replay(looked_at(model, share.batch, ROWS).replay)
+    share = prepare(played, BatchPart(played.ids, 0, ROWS, 0), config, Alone(), model.dtype, WHERE)
+    share = share.with_replay(frozen_features(model, share.batch, ROWS))
     with patch("embodied.learners.optimizer.adam", step_there):
         return update_policy(model, optimizer, config, share, 0, 0, 10)
 

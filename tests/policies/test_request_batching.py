@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from embodied.config.recipe import load
-from embodied.core.arrays import take_rows
 from embodied.core.errors import StaleWeights, Unusable
+from embodied.core.observations import join_rows, num_rows, take_rows, text_arrays, text_lists
 from embodied.core.types import ActionSpec, ActReply, ActRequest, AskAgain, EnvSpec, PolicyOutput
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
-from embodied.policies.request_batching import Merging, num_rows, side_by_side
+from embodied.policies.request_batching import Merging
 from embodied.policies.worker import PolicyWorker
 from embodied.runtime import Cluster, HostPlan, Timers
 
@@ -234,7 +234,7 @@ def test_large_networks_merge_by_default_and_small_ones_do_not():
 
 def test_rows_are_put_together_whatever_the_observation_holds():
     whole = seen(0, 5)
-    parts = [take_rows(whole, np.arange(2)), take_rows(whole, np.arange(2, 5))]
-    again = side_by_side(parts)
+    parts = [take_rows(text_arrays(whole), rows) for rows in (np.arange(2), np.arange(2, 5))]
+    again = text_lists(join_rows(parts))
     assert num_rows(again) == 5 and again["instruction"] == whole["instruction"]
     assert np.array_equal(again["images"]["top"], whole["images"]["top"])

@@ -1,20 +1,18 @@
 """Whole episodes: who plays them, and in which company, changes nothing of what is recorded."""
 
+from collections import deque
+from functools import partial
+
 import numpy as np
 import pytest
 
-from embodied.core.episodes import (
-    EpisodeList,
-    arrays_of,
-    choose_episodes,
-    episodes_from,
-    join_episodes,
-)
+from embodied.core.episodes import EpisodeList
 from embodied.core.rng import uniform
+from embodied.core.trajectories import arrays_of, choose, join, trajectory_from
 from embodied.core.types import ActReply, PolicyOutput
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
-from embodied.envs.episode_collector import Player, play_whole
+from embodied.envs.rollout import Record, Stage, take_turns
 from embodied.runtime import Timers
 
 CHUNK = 3
@@ -27,7 +25,7 @@ class Policy:
     def __init__(self):
         self.asked = []
 
-    def ask(self, obs, episodes, decisions):
+    def ask(self, obs, episodes, decisions, **_):
         assert len(obs["state"]) == len(obs["instruction"]) == len(episodes)
         self.asked += zip(episodes.tolist(), decisions.tolist(), strict=True)
         noise = uniform(0, "test", episodes, decisions, 2 * CHUNK)
@@ -46,8 +44,17 @@ def play(rows, stages=1, episodes=EPISODES):
     config = PointMassConfig(name="pointmass", dtype="float64", max_episode_steps=20, instruction=True)
     lines = [Policy() for _ in range(stages)]
     shares = [episodes[i::stages] for i in range(stages)]
-    players = [Player(make_env(config, rows), share, line, Timers()) for share, line in zip(shares, lines, strict=True)]
-    return play_whole(players), players, [question for line in lines for question in line.asked]
+    stages = [Stage(make_env(config, rows), "sim-0", np.arange(rows), rows, Timers()) for _ in lines]
+    for stage, line in zip(stages, lines, strict=True):
+        stage.client = line
+    records, refills = [Record("") for _ in lines], []
+    for stage, share in zip(stages, map(deque, shares), strict=True):
+        stage.refill(np.arange(rows), waiting=share)
+        refills.append(partial(stage.refill, waiting=share))
+    assert list(take_turns(stages, records, refills))
+    whole = join([record.trajectory() for record in records if record.decisions])
+    finished = [result for record in records for result in record.finished]
+    return whole, finished, [question for line in lines for question in line.asked]
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +70,12 @@ def test_what_is_recorded_does_not_depend_on_the_company(alone, rows, stages):
 
 
 def test_rows_that_have_finished_ask_nothing(alone):
-    played, players, asked = play(5)
-    expected = [(int(e), d) for e, length in zip(played.episodes, played.lengths, strict=True) for d in range(length)]
+    played, results, asked = play(5)
+    expected = [(int(e), d) for e, length in zip(played.ids, played.lengths, strict=True) for d in range(length)]
     assert sorted(asked) == expected
-    lengths = {result.index: result.length for player in players for result in player.results}
+    lengths = {result.index: result.length for result in results}
     ends = np.cumsum(played.lengths)
-    for episode, end, length in zip(played.episodes.tolist(), ends, played.lengths, strict=True):
+    for episode, end, length in zip(played.ids.tolist(), ends, played.lengths, strict=True):
         mask = played.mask[end - length : end]
         assert mask.sum() == lengths[episode] and mask[:-1].all() and mask[-1].any()
     assert len(set(lengths.values())) > 1, "episodes of different lengths"
@@ -83,9 +90,17 @@ def test_a_group_begins_alike(alone):
 
 def test_episodes_are_chosen_joined_and_stored_without_loss(alone):
     whole = alone[0]
-    even, odd = (choose_episodes(whole, range(first, 12, 2), "sim-0#1") for first in (0, 1))
-    assert even.source == "sim-0#1" and even.episodes.tolist() == [0, 2, 4, 6, 8, 10]
-    again = episodes_from(arrays_of(join_episodes([odd, even])))
-    assert again.obs["instruction"] == whole.obs["instruction"]
+    even, odd = (choose(whole, range(first, 12, 2), "sim-0#1") for first in (0, 1))
+    assert even.source == "sim-0#1" and even.ids.tolist() == [0, 2, 4, 6, 8, 10]
+    again = trajectory_from(arrays_of(join([odd, even])))
+    assert again.obs["instruction"].tolist() == whole.obs["instruction"].tolist()
     ours, theirs = arrays_of(again), arrays_of(whole)
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_episodes_kept_by_an_older_checkpoint_are_read(alone):
+    whole = alone[0]
+    older = {n: a for n, a in arrays_of(whole).items() if n not in ("ids", "episodes", "terminated", "truncated")}
+    again = trajectory_from(older | {"episodes": whole.ids})
+    assert again.ids.tolist() == whole.ids.tolist() and np.array_equal(again.episodes, whole.episodes)
+    assert np.array_equal(again.actions, whole.actions) and not again.truncated.any()

@@ -1,0 +1,253 @@
+"""What one learner rank learns from: a trajectory's decisions as items, each with its advantage.
+
+PPO estimates advantages from values along a sequence; GRPO and its relatives compare whole episodes within groups.
+What is normalised is normalised over all ranks, in the order of sequences, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.algorithms.advantages import Moments, gae, merge_moments, moments, normalize
+from embodied.algorithms.config import GRPOConfig, PPOConfig
+from embodied.algorithms.groups import episode_weights, returns_to_go
+from embodied.algorithms.losses import GRPOItems, PPOItems, Stats, grpo_loss_sum, ppo_loss_sum
+from embodied.core.arrays import host, is_tensor
+from embodied.core.observations import Observation, map_obs
+from embodied.core.types import Array, BatchPart, Trajectory
+from embodied.learners.batch import Batch, flatten, own, take
+from embodied.learners.collective import Collective
+from embodied.learners.model import Model
+from embodied.policies.base import Scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """This rank's items of an iteration."""
+
+    batch: Batch
+    num_items: int  # over all ranks
+    advantages: Tensor  # [items]
+    reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
+    about: dict[str, float] = field(default_factory=dict)  # what there is to say of the data
+
+    def with_replay(self, known: dict[str, Tensor]) -> Share:
+        """With more inputs of its items."""
+        return replace(self, batch=replace(self.batch, replay=self.batch.replay | known))
+
+    def summary(self) -> dict[str, float]:
+        """What there is to say of the data."""
+        return self.about
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOShare(Share):
+    values: Tensor  # [items], at act time
+    returns: Tensor  # [items]
+
+    SUMS: ClassVar = (
+        "policy_loss",
+        "value_loss",
+        "entropy",
+        "approx_kl",
+        "clip_fraction",
+        "dual_clip_fraction",
+        "value_clip_fraction",
+    )
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The parts of the loss that the log shows."""
+        return self.SUMS if self.reference is None else (*self.SUMS, "reference_kl")
+
+    def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: PPOConfig) -> tuple[Tensor, Stats]:
+        """The loss of some items that all weigh the same (0: padding), and the parts of it that `sums` names."""
+        items = PPOItems(
+            logprobs=take(self.batch.logprobs, part),
+            values=take(self.values, part),
+            advantages=take(self.advantages, part),
+            returns=take(self.returns, part),
+            mask=take(self.batch.mask, part),
+            weights=self.advantages.new_full((len(part),), weight),
+            reference=None if self.reference is None else take(self.reference, part),
+        )
+        return ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
+
+    def summary(self) -> dict[str, float]:
+        return {"train/explained_variance": explained_variance(self)} | self.about
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOShare(Share):
+    weights: Tensor  # [items]
+
+    sums: ClassVar = ("policy_loss", "entropy", "reference_kl", "approx_kl", "clip_fraction", "dual_clip_fraction")
+
+    def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: GRPOConfig) -> tuple[Tensor, Stats]:
+        """The loss of some items (`weight` 0: padding), and the parts of it that `sums` names."""
+        items = GRPOItems(
+            logprobs=take(self.batch.logprobs, part),
+            advantages=take(self.advantages, part),
+            mask=take(self.batch.mask, part),
+            weights=weight * take(self.weights, part),
+            reference=None if self.reference is None else take(self.reference, part),
+        )
+        return grpo_loss_sum(scores.logprobs, scores.entropy, items, config)
+
+
+def prepare(
+    trajectory: Trajectory,
+    part: BatchPart,
+    config: PPOConfig | GRPOConfig,
+    collective: Collective,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    reference: Model | None = None,
+) -> PPOShare | GRPOShare:
+    """This rank's sequences as items with their advantages; all ranks take part."""
+    mine = part.last - part.first
+    lengths = np.concatenate([found[:, 0] for found in collective.gather(trajectory.lengths[:mine, None])])
+    first = int(lengths[: part.first].sum()) if mine else int(lengths.sum())  # nobody's items, where it has no part
+    batch = flatten(trajectory, first, part.version, device)
+    compared = None if reference is None else logprobs_of(reference, batch, config.minibatch_size)
+    away = None if compared is None or config.kl_in != "reward" else divergences(batch, compared)
+    about = {"train/staleness": float((part.version - trajectory.versions).mean())}
+    common = {"batch": batch, "num_items": int(lengths.sum()), "reference": compared if away is None else None}
+    if part.advantages is None:
+        found, more = ppo_advantages(trajectory, away, config, collective)
+        kind, common["values"] = PPOShare, own(trajectory.values).to(device)
+    else:
+        found, more = group_advantages(trajectory, part, lengths, away, config, collective)
+        kind = GRPOShare
+    tensors = {name: torch.from_numpy(numbers).to(device, dtype) for name, numbers in found.items()}
+    return kind(**common, **tensors, about=about | more)
+
+
+def ppo_advantages(
+    trajectory: Trajectory, away: np.ndarray | None, config: PPOConfig, collective: Collective
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Advantages and returns [K], where decisions that left the reference so far pay for it, and what to log."""
+    rewards, about = trajectory.rewards, {}
+    if away is not None:
+        rewards = penalised_rewards(rewards, away, config.kl_coef)
+        about["train/reference_kl"] = everywhere(away, trajectory.lengths, collective).mean
+    advantages, returns = gae_of(trajectory, rewards, config)
+    if config.normalize_advantages:
+        advantages = normalize(advantages, everywhere(advantages, trajectory.lengths, collective))
+    return {"advantages": advantages, "returns": returns}, about
+
+
+def gae_of(trajectory: Trajectory, rewards: np.ndarray, config: PPOConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns [K]; shorter sequences are padded with decisions that nobody played."""
+    lengths = trajectory.lengths
+    ends, rows = np.cumsum(lengths), np.arange(len(lengths))
+    at = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths), np.repeat(rows, lengths)
+
+    def side_by_side(array: np.ndarray, more: int = 0) -> np.ndarray:
+        """[K, ...] -> [T, R, ...]"""
+        room = np.zeros((lengths.max() + more, len(rows), *array.shape[1:]), array.dtype)
+        room[at] = array
+        return room
+
+    flags = (trajectory.terminated, trajectory.truncated, trajectory.mask)
+    values = side_by_side(trajectory.values, 1)
+    values[lengths, rows] = trajectory.next_values[ends - 1]
+    fields = [side_by_side(array) for array in (rewards, *flags)]
+    following = side_by_side(trajectory.next_values)
+    levels = (config.gamma, config.gae_lambda, config.advantage_level)
+    advantages, returns = gae(*fields, values, following, *levels)
+    return advantages[at], returns[at]
+
+
+def group_advantages(
+    trajectory: Trajectory,
+    part: BatchPart,
+    lengths: np.ndarray,
+    away: np.ndarray | None,
+    config: GRPOConfig,
+    collective: Collective,
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Advantages and weights [K] of the decisions of whole episodes, of all of which `lengths` are known, and what to
+    log. Decisions that left the reference so far pay for it, and are compared with all decisions of the iteration."""
+    mine, counted = slice(part.first, part.last), part.last - part.first
+    each = (part.advantages, part.scores, episode_weights(lengths, config.weighting))
+    advantages, scores, weights = (numbers[mine] if counted else np.zeros(1) for numbers in each)
+    found = {
+        name: np.repeat(each, trajectory.lengths) for name, each in (("advantages", advantages), ("weights", weights))
+    }
+    if away is None:
+        return found, {}
+    returns = returns_to_go(scores, away, trajectory.lengths, config.kl_coef)
+    over = everywhere(returns, trajectory.lengths[:counted], collective)
+    about = {"train/reference_kl": everywhere(away, trajectory.lengths[:counted], collective).mean}
+    return found | {"advantages": normalize(returns, over)}, about
+
+
+def everywhere(numbers: np.ndarray, lengths: np.ndarray, collective: Collective) -> Moments:
+    """Moments of the numbers [K] of all ranks, sequence by sequence; `lengths` are those that count here."""
+    parts = np.split(numbers[: lengths.sum()], np.cumsum(lengths)[:-1]) if len(lengths) else []
+    rows = np.array([moments(part, np.ones_like(part)) for part in parts]).reshape(-1, 3)
+    return merge_moments(np.concatenate(collective.gather(rows)))
+
+
+def penalised_rewards(rewards: np.ndarray, divergences: np.ndarray, kl_coef: float) -> np.ndarray:
+    """Rewards [K, C], where each decision pays for its divergence [K] as it begins.
+
+    One decision of two steps with rewards 1 and 2, divergence 0.5, kl_coef 2: 0 and 2.
+    """
+    paid = np.array(host(rewards), np.float64)
+    paid[:, 0] -= kl_coef * divergences
+    return paid
+
+
+def divergences(batch: Batch, reference: Tensor) -> np.ndarray:
+    """[items], by how much an item was likelier when it was taken than under the reference, in nats."""
+    differences = torch.where(batch.mask[:, :, None], batch.logprobs - reference, 0.0)
+    return differences.sum((1, 2)).double().cpu().numpy()
+
+
+def logprobs_of(model: Model, batch: Batch, size: int) -> Tensor:
+    """Log-probs of all items under another policy, without gradient."""
+    size = model.config.micro_batch_size or size
+    with torch.no_grad():
+        parts = [model.score(batch.inputs(part)).logprobs for part in torch.arange(len(batch)).split(size)]
+    return torch.cat(parts)
+
+
+def explained_variance(share: PPOShare) -> float:
+    """How much of the returns' variance the value function predicted at act time (this rank's items)."""
+    variance = float(share.returns.var(unbiased=False))
+    error = float((share.returns - share.values).var(unbiased=False))
+    return 1.0 - error / variance if variance > 0 else 0.0
+
+
+def moments_of(
+    trajectory: Trajectory, count: int, moments: Callable[[Observation], np.ndarray | None]
+) -> np.ndarray | None:
+    """The observation moments of the first `count` sequences, a row each; None for policies that track none."""
+    rows: dict[int, np.ndarray] = {}
+    starts = np.cumsum(trajectory.lengths) - trajectory.lengths
+    for length in np.unique(trajectory.lengths):
+        alike = np.flatnonzero(trajectory.lengths == length)
+        at = (starts[alike, None] + np.arange(length)).ravel()
+        rows_of = slice(None) if len(alike) == len(starts) else at
+        found = moments(map_obs(partial(by_step, rows=rows_of, count=len(alike)), trajectory.obs))
+        if found is None:
+            return None
+        rows |= zip(alike.tolist(), found, strict=True)
+    return np.array([rows[sequence] for sequence in range(len(starts))])[:count]
+
+
+def by_step(array: Array, rows: Any, count: int) -> Array:
+    """These rows [count * T, ...], sequence after sequence, as [T, count, ...]; only images are not copied."""
+    found = array[rows].reshape(count, -1, *array.shape[1:]).swapaxes(0, 1)
+    if found.ndim > 3:
+        return found
+    return found.contiguous() if is_tensor(found) else np.ascontiguousarray(found)
