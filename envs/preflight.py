@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from embodied.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from embodied.envs.action_source import Expert
 
 
 class BeforeARun:
@@ -59,6 +65,16 @@ class BeforeARun:
     def prove(cls, config: Any, proofs: Path) -> list[str]:
         """Find out on this machine what `proven` wants to know, keep it, and say it in lines."""
         return []
+
+    def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
+        """The expert of this kind (`collect.expert`) that plays this env's rows; it calls `tick` during long work."""
+        if kind == "planner":
+            raise ConfigError(
+                f"collect.expert=planner is ManiSkill's motion planner and does not play env.name={self.config.name}"
+            )
+        raise ConfigError(
+            f"there is no expert for env.name={self.config.name}; name a policy that solves it: checkpoint=runs/..."
+        )
 
     def facts(self) -> dict[str, str]:
         """What one can choose in this env, and what is chosen, by topic."""

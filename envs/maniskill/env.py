@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 from embodied.core.arrays import tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.envs.action_source import Expert
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.tasks import TWINS, is_bridge
@@ -143,6 +145,19 @@ class ManiSkillEnv(VectorEnv):
         why = f"Batched physics is not used for this task: {found.problem}; {gain}"
         return [f"single envs only. {why}", f"kept: {path}"]
 
+    def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
+        if kind == "planner":
+            from embodied.envs.maniskill.motion_planner import PlannerExpert
+
+            return PlannerExpert(self, tick)
+        if is_bridge(self.config.task):
+            from embodied.envs.maniskill.bridge.expert import BridgeExpert
+
+            return BridgeExpert(self)
+        from embodied.envs.maniskill.expert import ManiSkillExpert
+
+        return ManiSkillExpert(self)
+
     def facts(self) -> dict[str, str]:
         from embodied.envs.maniskill.choices import facts
 
@@ -201,7 +216,7 @@ class ManiSkillEnv(VectorEnv):
 
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray | None:
         if self.batched:
-            from embodied.envs.maniskill.cpu_reset import begin_episodes
+            from embodied.envs.maniskill.cpu_batch import begin_episodes
 
             seeds, states = ([getattr(one, key) for one in episodes] for key in ("seed", "init_state_id"))
             self._info_now = info = begin_episodes(self.envs[0], rows, seeds, states)
@@ -300,7 +315,7 @@ class ManiSkillEnv(VectorEnv):
         return {camera: np.stack([images[camera] for images in seen]) for camera in self.config.cameras}
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
-        from embodied.envs.maniskill.human_view import film
+        from embodied.envs.maniskill.images import film
 
         if self.config.backend == "cuda":
             return to_numpy(self.envs[0].render_rgb_array())[rows]

@@ -18,7 +18,7 @@ from embodied.core.types import Array, EnvSpec, Observation
 from embodied.policies.config import PrismaticConfig
 from embodied.policies.folder import copy_files, read_blobs
 from embodied.policies.openvla.action_stats import OWN, RANGES, Ranges, stated_ranges
-from embodied.policies.openvla.actions import ActionTokens
+from embodied.policies.openvla.action_tokens import ActionTokens
 from embodied.policies.openvla.components import as_stored
 from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, write_published
 from embodied.policies.openvla.llama import LanguageModel

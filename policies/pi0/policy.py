@@ -22,10 +22,9 @@ from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import Pi0Config
 from embodied.policies.pi0 import flow
-from embodied.policies.pi0.augmentation import DRAWS, augmented
 from embodied.policies.pi0.env_check import check_env, views_of
 from embodied.policies.pi0.folder import MODEL, SCALED, drawn, layout_of, read_published, save_beside, write_back
-from embodied.policies.pi0.images import pixels_of, resize_with_pad
+from embodied.policies.pi0.images import DRAWS, augmented, pixels_of, resize_with_pad
 from embodied.policies.pi0.network import Pi0Network, Prefix, in_half
 from embodied.policies.pi0.normalize import Scale, choose, read_figures, width_of
 from embodied.policies.pi0.settings import PRESETS, settings_of

@@ -13,10 +13,10 @@ from embodied.core.types import EpisodeResult, Recording
 from embodied.envs.action_source import ExpertActions
 from embodied.envs.config import ManiSkillConfig, PointMassConfig
 from embodied.envs.episode_player import play_episodes
-from embodied.envs.experts import make_expert
 from embodied.envs.maniskill import motion_planner, panda
 from embodied.envs.maniskill.env import ManiSkillEnv
 from embodied.envs.maniskill.motion_planner import CONTROLS, SOLVERS, Plan, PlannerExpert, Replay
+from embodied.envs.pointmass.env import PointMassEnv
 from embodied.runtime import Timers
 
 pytest.importorskip("mani_skill")
@@ -58,7 +58,7 @@ def test_a_hand_that_does_not_arrive_goes_on_after_a_while():
 def played(task, mode, count, rows, **options):
     env = ManiSkillEnv(ManiSkillConfig(task=task, control_mode=mode, **options), rows)
     episodes = EpisodeList(0, "demonstrations", (task,)).first(count)
-    action_source = ExpertActions(make_expert(env, "planner"), "expert")
+    action_source = ExpertActions(env.expert("planner"), "expert")
     results = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
     env.close()
     return results
@@ -97,13 +97,15 @@ def test_who_plays_beside_an_episode_changes_nothing():
 
 def test_what_the_planner_does_not_play_is_refused():
     with pytest.raises(ConfigError, match=r"env\.task=PullCube-v1 with env\.control_mode=pd_joint_delta_pos"):
-        make_expert(
+        ManiSkillEnv.expert(
             SimpleNamespace(config=ManiSkillConfig(task="PullCube-v1", control_mode="pd_joint_delta_pos")), "planner"
         )
     with pytest.raises(ConfigError, match=r"PickCube-v1.*pd_joint_vel; it plays .* with pd_joint_delta_pos"):
-        make_expert(SimpleNamespace(config=ManiSkillConfig(task="PickCube-v1", control_mode="pd_joint_vel")), "planner")
+        ManiSkillEnv.expert(
+            SimpleNamespace(config=ManiSkillConfig(task="PickCube-v1", control_mode="pd_joint_vel")), "planner"
+        )
     with pytest.raises(ConfigError, match=r"does not play env\.name=pointmass"):
-        make_expert(SimpleNamespace(config=PointMassConfig(name="pointmass")), "planner")
+        PointMassEnv(PointMassConfig(name="pointmass"), 1).expert("planner")
 
 
 def test_a_missing_planner_is_told_with_what_to_install(monkeypatch):

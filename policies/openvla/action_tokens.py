@@ -6,6 +6,8 @@ What surprises: 256 ids share 255 bin centres (the two lowest ids mean the same)
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 
 class ActionTokens:
@@ -22,3 +24,18 @@ class ActionTokens:
 
     def encode(self, actions: np.ndarray) -> np.ndarray:
         return self.bins - np.digitize(np.clip(actions, -1, 1), self.edges)
+
+
+def pick(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+    """A token for each of logits [..., bins], by the inverse of the cumulated probabilities; 0: the best."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    steps = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    below = uniform[..., None].double() * steps[..., -1:]
+    return torch.searchsorted(steps, below).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def action_scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of these tokens, and entropies, [...] of logits [..., bins]."""
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(-1, tokens[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
