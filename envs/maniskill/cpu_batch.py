@@ -1,7 +1,7 @@
 """Building a ManiSkill env whose batched code runs on N CPU scenes in one process.
 
-ManiSkill refuses more than one env per process on a CPU, although its batched code would do. While an env is built,
-a few names of its modules are replaced so that it gets `BatchedCpuPhysics` where it expects the GPU's; then everything is
+ManiSkill refuses more than one env per process on a CPU, although its batched code would do. While an env is built, a
+few names of its modules are replaced so that it gets `BatchedCpuPhysics` where it expects the GPU's; then everything is
 put back. What the env looks up lazily is looked up once before that, so nothing of the replacement is needed later.
 """
 

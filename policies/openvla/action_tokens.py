@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class ActionTokens:
-    """Tokens count from 0: `Settings.first_action_id` is added for the vocabulary."""
+    """Tokens count from 0: `OpenVLASettings.first_action_id` is added for the vocabulary."""
 
     def __init__(self, bins: int) -> None:
         self.edges = np.linspace(-1, 1, bins)

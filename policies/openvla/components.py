@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import CheckpointError, EmbodiedError
-from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged, product, published_name
+from embodied.policies.folder import own_layer
+from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged, product
 from embodied.policies.vla.shards import write_tensors
 from embodied.runtime.tensor_bytes import read_safetensors, tensor_of
 
@@ -80,7 +81,7 @@ def as_stored(path: Path | None, weights: dict[str, Tensor]) -> dict[str, Tensor
         return weights
     before, found = dict(merged(stored.items(), scale)), dict(stored)
     for name in stored:
-        own = published_name(name)
+        own = own_layer(name)
         if is_adapter(name) or torch.equal(before[own].to(weights[own].dtype), weights[own]):
             continue
         found[name] = weights[own]

@@ -18,13 +18,14 @@ from embodied.core.types import NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import OpenVLAOFTConfig
 from embodied.policies.openvla.action_tokens import action_scores, pick
-from embodied.policies.openvla.base import PATCHES, PrismaticPolicy, check_cameras
+from embodied.policies.openvla.base import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.llama import LlamaStack
 from embodied.policies.openvla.text import STOP
 from embodied.policies.openvla.vision import Block
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.statistics import Statistics, statistics_of
+from embodied.runtime.tensor_bytes import Blob
 
 # The networks that OFT adds: a head that regresses numbers, a projector for the state, FiLM in vision blocks. Key names
 # are upstream's.
@@ -127,7 +128,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return super().numbers(config)[0], felt and len(felt.low)
 
     def choose_cameras(self) -> tuple[str, ...]:
-        check_cameras(self.config, self.spec, self.config.cameras, "policy.cameras")
+        self.check_cameras(self.config.cameras)
         return self.config.cameras or tuple(sorted(self.spec.images))
 
     def build(self) -> None:
@@ -173,13 +174,12 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             layers += [layer for film in wrapped for layer in (film.scale, film.shift)]
         return tuple(layers)
 
-    def start(self, name: str, parameter: Tensor, draw: torch.Generator) -> None:
-        """As ever, and the head's first actions near the middle: single precision is finer there."""
-        super().start(name, parameter, draw)
+    def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
+        """The head's first actions are near the middle: single precision is finer there."""
+        first = super().start(name, shape, draw)
         if name == LOG_SCALE:
-            parameter.fill_(self.config.initial_log_scale)
-        elif name == CENTER:
-            parameter.mul_(0.1)
+            return first.fill_(self.config.initial_log_scale)
+        return first * 0.1 if name == CENTER else first
 
     def noise_spec(self) -> NoiseSpec:
         return NoiseSpec("uniform", self.config.chunk * self.spec.action.dim)
@@ -289,8 +289,8 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     # On disk
 
-    def published_name(self, name: str) -> str:
-        return unwrapped(super().published_name(name))
+    def stored_name(self, stored: dict[str, Blob], name: str) -> str:
+        return name if name in stored else unwrapped(name)
 
     def is_extra(self, name: str) -> bool:
         return super().is_extra(name) or (self.film and name.endswith(FILM))

@@ -69,6 +69,20 @@ def read_figures(path: Path) -> dict[str, Figures]:
     return found
 
 
+def figures_of(found: dict[str, Figures], where: str, name: str | None) -> tuple[Figures | None, str]:
+    """The figures `name` of those `found` at `where`, or of a dataset's folder of this name, and whose they are."""
+    if name and name not in found and Path(name).is_dir():
+        found, where, name = read_figures(Path(name)), name, None
+        if not found:
+            raise CheckpointError(
+                f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json; of LeRobot 2.1's "
+                f"datasets python -m embodied.datasets.figures {where} writes the former"
+            )
+    if not found and name:
+        raise ConfigError(f"policy.statistics={name}: there is no such folder")
+    return (choose(found, name, where) if found else None), where
+
+
 def choose(found: dict[str, Figures], name: str | None, where: str) -> Figures:
     """Those of the data set `name`, which may be left out where there is only one."""
     return found[choose_key(found, name, where)]

@@ -93,7 +93,7 @@ class VisionTower(nn.Module):
         return self.vision_model(pixels)
 
 
-class Projector(nn.Module):
+class MultiModalProjector(nn.Module):
     """From patches to the language model's width."""
 
     def __init__(self, vision_dim: int, dim: int) -> None:

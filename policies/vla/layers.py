@@ -56,7 +56,7 @@ def with_adapter(y: Tensor, layer: nn.Module, x: Tensor, rows: slice = slice(Non
     if not hasattr(layer, "lora_A"):
         return y
     down, up = (getattr(layer, part)[ADAPTER].weight.flatten(1) for part in ("lora_A", "lora_B"))
-    return y + F.linear(F.linear(x.to(down.dtype), down), up[rows]) * layer.scaling[ADAPTER]
+    return y + F.linear(F.linear(x.to(down.dtype), down), up[rows]) * layer.adapter_scale
 
 
 def smooth_filters(shape: torch.Size, draw: torch.Generator) -> Tensor:

@@ -271,7 +271,6 @@ def test_an_adapter_that_does_not_fit_its_layer_is_refused(adapted_towers):
 
 
 def test_adapters_beside_towers_of_their_own_are_loaded_with_them(adapted_towers, tmp_path):
-    pytest.importorskip("peft")
     made = build(pretrained=str(adapted_towers), lora_rank=2)
     made.save_pretrained(tmp_path / "saved")
     again = load_policy(tmp_path / "saved")
