@@ -5,8 +5,8 @@ For authors of plug-ins: run it in a test on an env of 3 rows or more. It takes 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -15,10 +15,35 @@ from embodied.core.errors import EmbodiedError, NotFinite, WrongShape
 from embodied.core.types import EpisodeSpec, Observation
 from embodied.envs.base import VectorEnv, action_space, observation_space
 from embodied.envs.check_images import images_are_painted_where_promised
-from embodied.envs.check_played import Played, copied, cut, cut_steps, far, flat, rows_of
 
 SEED = 20_001
-FEW = 8  # steps where a short look is enough
+FEW = 8  # steps where a few are enough
+Seen = dict[str, np.ndarray]  # an observation as copies, images by `images.camera`, texts as objects
+
+
+@dataclass
+class Played:
+    """What T env steps gave: arrays [N, T], and the observation after each step."""
+
+    rewards: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray | None
+    seen: list[Seen]
+
+    @property
+    def done(self) -> np.ndarray:
+        return self.terminated | self.truncated
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Everything but the observations, by name; without success where the env has none."""
+        found = {name: getattr(self, name) for name in ("rewards", "terminated", "truncated", "success")}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def part(self, rows: Any, steps: slice = slice(None)) -> Played:
+        """These rows, in these steps."""
+        arrays = {"success": None} | {name: array[rows, steps] for name, array in self.arrays().items()}
+        return Played(**arrays, seen=[rows_of(seen, rows) for seen in self.seen[steps]])
 
 
 class ContractViolation(EmbodiedError):
@@ -46,18 +71,20 @@ def check_vector_env(env: VectorEnv, atol: float = 0.0) -> None:
 
 
 class Checker:
+    """The rules, each a method named for what it demands, and the tools they play with."""
+
     def __init__(self, env: VectorEnv, atol: float) -> None:
         self.env, self.atol = env, atol
         self.spec = env.env_spec
         self.num = env.num_envs
         self.rng = np.random.default_rng(SEED)
-        self.first = self.episodes(SEED)
-        self.others = self.episodes(SEED + 500)
+        self.first, self.others = self.episodes(SEED), self.episodes(SEED + 500)
         self.lead = min(2, self.spec.max_episode_steps - 1)  # steps by which row 1 is behind when episodes end
+        self.second = np.arange(self.num) == 1
 
     def run(self) -> None:
         self.spaces_match_the_spec()
-        self.reset_gives_observations_and_success()
+        self.reset_and_step_give_what_the_spec_promises()
         self.reset_without_options_follows_the_seed()
         self.reset_touches_masked_rows_only()
         self.an_episode_starts_the_same_anywhere()
@@ -68,7 +95,7 @@ class Checker:
         self.a_chunk_is_its_steps(played)
         if self.spec.images:
             images_are_painted_where_promised(self, fail)
-        self.filming_changes_nothing()
+        self.a_video_changes_nothing()
         self.a_saved_state_continues()
 
     def spaces_match_the_spec(self) -> None:
@@ -80,76 +107,52 @@ class Checker:
             if getattr(env, name) != space:
                 fail("spaces", f"{name} is {getattr(env, name)}, env_spec means {space}")
 
-    def reset_gives_observations_and_success(self) -> None:
-        obs, info = self.reset(self.first)
-        self.looks_right(obs)
-        self.success_of(info)
-        obs, rewards, terminated, truncated, info = self.step(self.actions(1)[:, 0])
-        self.looks_right(obs)
-        self.success_of(info)
-        shapes = {
-            "rewards": (rewards, self.env.dtype),
-            "terminated": (terminated, bool),
-            "truncated": (truncated, bool),
-        }
-        for name, (array, dtype) in shapes.items():
-            if array.shape != (self.num,) or array.dtype != dtype:
-                fail("step-arrays", f"{name} is {array.dtype} {list(array.shape)}, not {np.dtype(dtype)} [{self.num}]")
+    def reset_and_step_give_what_the_spec_promises(self) -> None:
+        obs, info = self.env.reset(options={"reset_mask": np.ones(self.num, bool), "episodes": self.first})
+        self.looks_right(obs, info)
+        obs, _, _, _, info = self.step(self.actions(1)[:, 0])
+        self.looks_right(obs, info)
 
     def reset_without_options_follows_the_seed(self) -> None:
-        first, _ = self.env.reset(seed=SEED)
-        first = copied(first)
-        again, _ = self.env.reset(seed=SEED)
+        first, again = (seen_in(self.env.reset(seed=SEED)[0]) for _ in range(2))
         self.same("reset-without-mask", first, again, "reset(seed=s) twice shows different states", exact=True)
 
     def reset_touches_masked_rows_only(self) -> None:
         self.reset(self.first)
-        before = copied(self.play(self.actions(2)).obs[-1])
-        mask = np.arange(self.num) == 1
-        after, _ = self.env.reset(options={"reset_mask": mask, "episodes": self.only(self.others, [1])})
-        kept = np.flatnonzero(~mask)
+        before = self.play(self.actions(2)).seen[-1]
+        after = self.reset_rows(self.second, self.others)
+        kept = ~self.second
         self.same("reset-mask", rows_of(before, kept), rows_of(after, kept), "resetting row 1 changed other rows")
 
     def an_episode_starts_the_same_anywhere(self) -> None:
         """Alone in a partial reset, in another row and in a full batch of itself."""
         rule = "same-initial-state"
-        start = copied(self.reset(self.first)[0])
-        everywhere, _ = self.reset([self.first[0]] * self.num)
+        start, everywhere = self.reset(self.first), self.reset([self.first[0]] * self.num)
         zeros = np.zeros(self.num, int)
         self.same(rule, rows_of(start, zeros), everywhere, "one EpisodeSpec in all rows gives different states")
         self.reset(self.others)
-        mask = np.arange(self.num) == self.num - 1
-        alone, _ = self.env.reset(options={"reset_mask": mask, "episodes": [self.first[0]] * self.num})
-        last = np.array([self.num - 1])
-        self.same(
-            rule, rows_of(start, zeros[:1]), rows_of(alone, last), "an EpisodeSpec starts elsewhere in other company"
-        )
+        alone = self.reset_rows(np.arange(self.num) == self.num - 1, [self.first[0]] * self.num)
+        what = "an EpisodeSpec starts elsewhere in other company"
+        self.same(rule, rows_of(start, [0]), rows_of(alone, [-1]), what)
 
     def an_episode_goes_the_same_anywhere(self) -> None:
-        rule = "same-trajectory"
-        actions = self.actions(min(FEW, self.spec.max_episode_steps))
-        self.reset(self.first)
-        once = self.play(actions)
-        self.reset(self.first)
-        self.equal(rule, once, self.play(actions), "the same batch played twice differs", exact=True)
-        moved = np.roll(
-            np.arange(self.num), 1
-        )  # row r now plays what row r-1 played; the last row gets company of its own
-        specs = [self.first[row] for row in moved]
-        specs[0], elsewhere = self.others[0], actions[moved].copy()
-        elsewhere[0] = self.actions(actions.shape[1])[0]
-        self.reset(specs)
-        again = self.play(elsewhere)
-        rows = np.arange(1, self.num)
-        self.equal(rule, cut(once, rows - 1), cut(again, rows), "an episode depends on its row or its company")
+        rule, actions = "same-trajectory", self.actions(min(FEW, self.spec.max_episode_steps))
+        once, again = self.play(actions, self.first), self.play(actions, self.first)
+        self.equal(rule, once, again, "the same batch played twice differs", exact=True)
+        moved = np.roll(np.arange(self.num), 1)  # row r plays what row r-1 played, but row 0 something new
+        specs, elsewhere = [self.first[row] for row in moved], actions[moved].copy()
+        specs[0], elsewhere[0] = self.others[0], self.actions(actions.shape[1])[0]
+        again, rows = self.play(elsewhere, specs), np.arange(1, self.num)
+        self.equal(rule, once.part(rows - 1), again.part(rows), "an episode depends on its row or its company")
 
     def arrays_stay_as_they_were_returned(self) -> None:
-        held, _ = self.reset(self.first)
-        shown = copied(held)
+        held, _ = self.env.reset(options={"reset_mask": np.ones(self.num, bool), "episodes": self.first})
+        shown = seen_in(held)
         later = self.env.step_chunk(self.actions(1))
         rewards = later.rewards.copy()
         self.env.step_chunk(self.actions(2))
-        self.same("fresh-arrays", shown, held, "a later step wrote into an observation that was handed out", exact=True)
+        what = "a later step wrote into an observation that was handed out"
+        self.same("fresh-arrays", shown, seen_in(held), what, exact=True)
         if not np.array_equal(rewards, later.rewards):
             fail("fresh-arrays", "a later step wrote into rewards that were handed out")
 
@@ -164,11 +167,9 @@ class Checker:
         else:
             refused["NaN"] = np.full((self.num, 1, action.dim), np.nan, np.float32)
             wild = np.where(self.actions(3) < 0, -7.0, 7.0).astype(np.float32)
-            self.reset(self.first)
-            clipped = self.play(np.clip(wild, -1, 1))
-            self.reset(self.first)
+            clipped, played = self.play(np.clip(wild, -1, 1), self.first), self.play(wild, self.first)
             same = "actions outside [-1, 1] do not act as if they were clipped"
-            self.equal("action-range", clipped, self.play(wild), same, exact=True)
+            self.equal("action-range", clipped, played, same, exact=True)
         for what, actions in refused.items():
             self.reset(self.first)
             try:
@@ -188,32 +189,30 @@ class Checker:
             fail("frozen", "mask is True for rows that are done")
         return played
 
-    def row_ends_well(self, row: int, played: Played, start: Observation) -> None:
-        limit = self.spec.max_episode_steps - (0 if row == 1 else self.lead)
-        last = played.last_step(row)
-        if last is None or last >= limit:
+    def row_ends_well(self, row: int, played: Played, start: Seen) -> None:
+        limit, done = self.spec.max_episode_steps - (0 if row == 1 else self.lead), played.done[row]
+        last = int(done.argmax())  # the step at which the episode ends
+        if not done.any() or last >= limit:
             fail("truncation", f"row {row} goes on after max_episode_steps={self.spec.max_episode_steps}")
         terminated, truncated = played.terminated[row], played.truncated[row]
         if terminated[last] and truncated[last]:
             fail("truncation", f"row {row} is terminated and truncated at once")
-        if played.done[row, last + 1 :].any() or played.rewards[row, last + 1 :].any():
+        if done[last + 1 :].any() or played.rewards[row, last + 1 :].any():
             fail("frozen", f"row {row} is done, but later steps report rewards or ends without a reset")
         if played.success is not None:
-            self.success_ends_well(row, last, played)
+            ended = {"truncate": truncated, "terminate": terminated}.get(self.env.config.on_success)
+            self.success_ends_well(row, played.success[row], last, ended)
         if last > 0:
-            begin, before, end = (flat(obs, row) for obs in (start, played.obs[last - 1], played.obs[last]))
+            begin, before, end = (flat(seen, row) for seen in (start, played.seen[last - 1], played.seen[last]))
             if np.array_equal(begin, end) and not np.array_equal(begin, before):
                 fail("autoreset", f"the last observation of row {row} is the first of a new episode")
 
-    def success_ends_well(self, row: int, last: int, played: Played) -> None:
-        success = played.success[row]
+    def success_ends_well(self, row: int, success: np.ndarray, last: int, ended: np.ndarray | None) -> None:
+        """`ended` says where the episode ended in the way that on_success asks for, if it asks for one."""
         if (success[last + 1 :] != success[last]).any():
             fail("frozen", f"success of row {row} changes after its episode is over")
-        policy = self.env.config.on_success
-        if policy == "continue":
-            return
-        ended = played.truncated[row] if policy == "truncate" else played.terminated[row]
-        if success[:last].any() or (success[last] and not ended[last]):
+        if ended is not None and (success[:last].any() or (success[last] and not ended[last])):
+            policy = self.env.config.on_success
             fail("success", f"row {row} succeeds, but on_success={policy} does not end its episode so")
 
     def a_chunk_is_its_steps(self, played: Played) -> None:
@@ -225,7 +224,7 @@ class Checker:
             steps = slice(first, first + size)
             frames: list[np.ndarray] = []
             result = self.env.step_chunk(self.whole[:, steps], on_frame=lambda moved, f=frames: f.append(moved.copy()))
-            self.chunk_is(result, cut_steps(played, steps), first)
+            self.chunk_is(result, played.part(slice(None), steps), first)
             if not np.array_equal(np.array(frames).reshape(-1, self.num).T, result.mask[:, : len(frames)]):
                 fail("on-frame", "on_frame is not called once per env step with the rows that took it")
 
@@ -237,19 +236,18 @@ class Checker:
             frozen = ~mask
             if result.rewards[row, frozen].any() or (result.terminated | result.truncated)[row, frozen].any():
                 fail("mask", f"row {row} has rewards or ends where its mask is False")
-        for name in ("rewards", "terminated", "truncated", "success"):
-            whole, single = getattr(result, name), getattr(steps, name)
-            if (whole is None) != (single is None) or (whole is not None and not np.array_equal(whole, single)):
+        for name, single in steps.arrays().items():
+            if not np.array_equal(getattr(result, name), single):
                 fail("step-chunk", f"{name} of a chunk differ from those of its single steps (from step {first})")
+        seen = seen_in(result.obs)
         for row in np.flatnonzero(result.mask.any(axis=1)):
             last = int(result.mask[row].sum()) - 1
-            if not np.array_equal(flat(result.obs, row), flat(steps.obs[last], row)):
-                rule = "final-observation" if last + 1 < len(steps.obs) else "step-chunk"
-                fail(
-                    rule, f"row {row} does not show the state after step {first + last}, the last it took in the chunk"
-                )
+            if not np.array_equal(flat(seen, row), flat(steps.seen[last], row)):
+                rule = "final-observation" if last + 1 < len(steps.seen) else "step-chunk"
+                what = f"row {row} does not show the state after step {first + last}, the last it took in the chunk"
+                fail(rule, what)
 
-    def filming_changes_nothing(self) -> None:
+    def a_video_changes_nothing(self) -> None:
         if self.env.film_problem():
             return
         actions = self.actions(min(4, self.spec.max_episode_steps))
@@ -258,18 +256,14 @@ class Checker:
         self.reset(self.first)
         rows = np.array([0, self.num - 1])
         frames: list[np.ndarray] = []
-        filmed = self.env.step_chunk(actions, on_frame=lambda moved: frames.append(self.env.render_rows(rows)))
+        shown = self.env.step_chunk(actions, on_frame=lambda moved: frames.append(self.env.render_rows(rows)))
         shape = frames[0].shape
-        if (
-            len(shape) != 4
-            or shape[0] != 2
-            or shape[3] != 3
-            or any(f.dtype != np.uint8 or f.shape != shape for f in frames)
-        ):
+        fits = len(shape) == 4 and shape[::3] == (2, 3)
+        if not fits or any(frame.dtype != np.uint8 or frame.shape != shape for frame in frames):
             fail("frames", f"render_rows of 2 rows gives {frames[0].dtype} {list(shape)}, not uint8 [2, H, W, 3]")
-        self.same("frames", plain.obs, filmed.obs, "filming changes what is observed", exact=True)
-        if not np.array_equal(plain.rewards, filmed.rewards):
-            fail("frames", "filming changes the rewards")
+        self.same("frames", seen_in(plain.obs), seen_in(shown.obs), "a video changes what is observed", exact=True)
+        if not np.array_equal(plain.rewards, shown.rewards):
+            fail("frames", "a video changes the rewards")
 
     def a_saved_state_continues(self) -> None:
         self.reset(self.first)
@@ -283,30 +277,30 @@ class Checker:
         actions = self.actions(FEW)
         expected = self.play(actions)
         self.reset(self.others)
-        self.looks_right(self.env.set_state(state))
+        self.looks_right(self.env.set_state(state), self.env._info())
         self.equal("saved-state", expected, self.play(actions), "steps after set_state differ", exact=True)
 
-    # Tools.
+    # Tools
 
     def episodes(self, seed: int) -> list[EpisodeSpec]:
         spec = EpisodeSpec(self.env.config.task, -1, seed, 0)
         return [replace(spec, seed=seed + row, index=row) for row in range(self.num)]
 
-    def only(self, specs: list[EpisodeSpec], rows: list[int]) -> list[EpisodeSpec | None]:
-        return [spec if row in rows else None for row, spec in enumerate(specs)]
+    def reset(self, specs: list[EpisodeSpec]) -> Seen:
+        return self.reset_rows(np.ones(self.num, bool), specs)
 
-    def reset(self, specs: list[EpisodeSpec]) -> tuple[Observation, dict[str, Any]]:
-        return self.env.reset(options={"reset_mask": np.ones(self.num, bool), "episodes": specs})
+    def reset_rows(self, mask: np.ndarray, specs: list[EpisodeSpec]) -> Seen:
+        """Reset the rows of a mask; the others have no episode among those handed over."""
+        episodes = [spec if there else None for spec, there in zip(specs, mask, strict=True)]
+        return seen_in(self.env.reset(options={"reset_mask": mask, "episodes": episodes})[0])
 
-    def stagger(self) -> tuple[Observation, np.ndarray]:
-        """Row 1 at the start of its episode, the others ahead. Returns the first observations and who is over."""
-        start = copied(self.reset(self.first)[0])
-        over = np.zeros(self.num, bool)
+    def stagger(self) -> tuple[Seen, np.ndarray]:
+        """Row 1 at the start of its episode, the others ahead. Returns the first observations and the rows over."""
+        start, over = self.reset(self.first), np.zeros(self.num, bool)
         if self.lead:
             over |= self.play(np.zeros_like(self.actions(self.lead))).done.any(axis=1)
-        mask = np.arange(self.num) == 1
-        self.env.reset(options={"reset_mask": mask, "episodes": self.only(self.first, [1])})
-        return start, over & ~mask
+        self.reset_rows(self.second, self.first)
+        return start, over & ~self.second
 
     def actions(self, steps: int) -> np.ndarray:
         action = self.spec.action
@@ -317,66 +311,69 @@ class Checker:
     def step(self, actions: np.ndarray) -> Any:
         return self.env.step(actions[:, 0] if self.spec.action.discrete else actions)
 
-    def play(self, actions: np.ndarray) -> Played:
-        rows = []
+    def play(self, actions: np.ndarray, specs: list[EpisodeSpec] | None = None) -> Played:
+        """Env steps one by one, from the start of these episodes, or from where the env is."""
+        if specs:
+            self.reset(specs)
+        steps = []
         for t in range(actions.shape[1]):
             obs, rewards, terminated, truncated, info = self.step(actions[:, t])
-            rows.append((copied(obs), rewards, terminated, truncated, info.get("success")))
-        obs, rewards, terminated, truncated, success = zip(*rows, strict=True)
+            steps.append((seen_in(obs), rewards, terminated, truncated, info.get("success")))
+        seen, *arrays, success = zip(*steps, strict=True)
         success = None if success[0] is None else np.stack(success, 1)
-        return Played(np.stack(rewards, 1), np.stack(terminated, 1), np.stack(truncated, 1), success, list(obs))
+        return Played(*(np.stack(array, 1) for array in arrays), success, list(seen))
 
-    def looks_right(self, obs: Observation) -> None:
-        for name, space in self.env.single_observation_space.spaces.items():
-            if name not in obs:
-                fail("observation", f"{name} is missing; the observation has {sorted(obs)}")
-            parts = (
-                {f"images.{camera}": image for camera, image in obs[name].items()}
-                if name == "images"
-                else {name: obs[name]}
-            )
-            spaces = (
-                {f"images.{camera}": s for camera, s in space.spaces.items()} if name == "images" else {name: space}
-            )
-            for part, wanted in spaces.items():
-                if name != "instruction":
-                    array_is(part, parts.get(part), wanted, self.num)
-                elif len(obs[name]) != self.num or not all(isinstance(text, str) for text in obs[name]):
-                    fail("observation", f"instruction must be a list of {self.num} texts")
-        if extra := obs.keys() - self.env.single_observation_space.spaces.keys():
-            fail("observation", f"{sorted(extra)} are observed but not announced in env_spec")
+    def looks_right(self, obs: Observation, info: dict[str, Any]) -> None:
+        """What the base does not check already: it refuses wrong shapes and numbers that are not finite."""
+        if obs.keys() != (wanted := self.env.single_observation_space.spaces.keys()):
+            fail("observation", f"it has {sorted(obs)}, env_spec means {sorted(wanted)}")
+        texts = obs.get("instruction", [""] * self.num)
+        if len(texts) != self.num or not all(isinstance(text, str) for text in texts):
+            fail("observation", f"instruction must be a list of {self.num} texts")
+        for name, part in seen_in(obs).items():
+            dtype = np.dtype(np.uint8) if name.startswith("images.") else self.env.dtype
+            if part.dtype not in (dtype, object):
+                fail("observation", f"{name} is {part.dtype}, not {dtype}")
+        if self.spec.has_success != (there := info.get("success") is not None):
+            fail("success", f"has_success is {self.spec.has_success}, but info has{'' if there else ' no'} success")
 
-    def success_of(self, info: dict[str, Any]) -> None:
-        success = info.get("success")
-        if self.spec.has_success != (success is not None):
-            fail(
-                "success",
-                f"has_success is {self.spec.has_success}, but info has{'' if success is not None else ' no'} success",
-            )
-        if success is not None and (success.dtype != bool or success.shape != (self.num,)):
-            fail("success", f"success is {success.dtype} {list(success.shape)}, not bool [{self.num}]")
-
-    def same(self, rule: str, one: Observation, other: Observation, what: str, exact: bool = False) -> None:
-        difference = far(one, other)
+    def same(self, rule: str, one: Seen, other: Seen, what: str, exact: bool = False) -> None:
+        difference = max((far(part, other[name]) for name, part in one.items()), default=0.0)
         if not difference <= (0.0 if exact else self.atol):
             fail(rule, f"{what} (by {difference:.3g})")
 
     def equal(self, rule: str, one: Played, other: Played, what: str, exact: bool = False) -> None:
-        for t, (a, b) in enumerate(zip(one.obs, other.obs, strict=True)):
-            live = np.flatnonzero(~one.done[:, :t].any(axis=1))
+        for t, (a, b) in enumerate(zip(one.seen, other.seen, strict=True)):
+            live = ~one.done[:, :t].any(axis=1)
             self.same(rule, rows_of(a, live), rows_of(b, live), f"{what}: observations after step {t}", exact)
-        atol = 0.0 if exact else self.atol
-        for name in ("rewards", "terminated", "truncated", "success"):
-            a, b = getattr(one, name), getattr(other, name)
-            if a is not None and not np.allclose(a.astype(float), b.astype(float), rtol=0, atol=atol):
+        atol, arrays = 0.0 if exact else self.atol, other.arrays()
+        for name, array in one.arrays().items():
+            if not np.allclose(array.astype(float), arrays[name].astype(float), rtol=0, atol=atol):
                 fail(rule, f"{what}: {name}")
 
 
-def fail(rule: str, what: str) -> None:
+def fail(rule: str, what: str) -> NoReturn:
     raise ContractViolation(rule, what)
 
 
-def array_is(name: str, array: Any, space: Any, num: int) -> None:
-    if not isinstance(array, np.ndarray) or array.dtype != space.dtype or array.shape != (num, *space.shape):
-        have = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-        fail("observation", f"{name} is {have}, not {space.dtype} {[num, *space.shape]}")
+def seen_in(obs: Observation) -> Seen:
+    """Copies of all that an observation shows."""
+    parts = {name: part for name, part in obs.items() if not isinstance(part, dict)}
+    parts |= {f"images.{camera}": image for camera, image in obs.get("images", {}).items()}
+    return {name: np.array(part, object if isinstance(part, list) else None) for name, part in parts.items()}
+
+
+def rows_of(seen: Seen, rows: Any) -> Seen:
+    return {name: part[rows] for name, part in seen.items()}
+
+
+def flat(seen: Seen, row: int) -> np.ndarray:
+    """Everything one row sees as one vector of numbers (texts do not change inside an episode)."""
+    return np.concatenate([part[row].astype(float).ravel() for part in seen.values() if part.dtype != object])
+
+
+def far(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference of two arrays; infinite where texts differ."""
+    if one.dtype == object:
+        return 0.0 if np.array_equal(one, other) else np.inf
+    return float(np.abs(one.astype(float) - other.astype(float)).max(initial=0.0))

@@ -28,7 +28,7 @@ def images_are_painted_where_promised(check: Checker, fail: Callable[[str, str],
         expect(fail, counts, np.ones(check.num, int), "a reset of all rows")
         moved = env.step_chunk(check.actions(STEPS)).mask.any(axis=1)
         expect(fail, counts, moved.astype(int), f"a chunk of {STEPS} steps")
-        env.reset(options={"reset_mask": everybody == 1, "episodes": check.only(check.others, [1])})
+        check.reset_rows(everybody == 1, check.others)
         expect(fail, counts, (everybody == 1).astype(int), "a reset of row 1")
         check.stagger()
         counts[:] = 0
