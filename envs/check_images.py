@@ -1,7 +1,7 @@
 """The rules of `check_vector_env` for envs that leave their images to `_paint`: what is painted, and when.
 
 A row is painted when it began, at the border of a chunk if it moved, and where its episode ends inside a chunk: once
-for every time somebody sees something new.
+for every time that something new is seen.
 """
 
 from __future__ import annotations

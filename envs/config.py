@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from embodied.core.options import LocalPath, Strict
 from embodied.envs.libero.suites import is_own, tasks_of
+from embodied.envs.maniskill.bridge.tasks import is_bridge
 
 EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 OnSuccess = Literal["truncate", "terminate", "continue"]
@@ -54,6 +55,11 @@ Modules = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if is
 
 
 class CommonEnvConfig(Strict):
+    @classmethod
+    def knows(cls, task: str | Sequence[str]) -> bool:
+        """Whether these are tasks of this env and of no other, by their names alone."""
+        return False
+
     num_envs: int = Field(
         32, gt=0, le=2**20, description="Env rows in the whole run, shared out among the sim workers."
     )
@@ -87,13 +93,17 @@ REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tas
 class ManiSkillConfig(CommonEnvConfig):
     of_task: ClassVar = ("max_episode_steps",)
 
+    @classmethod
+    def knows(cls, task: str | Sequence[str]) -> bool:
+        return is_bridge(task)
+
     name: Literal["maniskill"] = Field(
         "maniskill",
         description="Which env: maniskill, libero, robosuite, pointmass, gym:<id> or my_pkg.my_module:MyEnv.",
     )
     task: Tasks = Field("PushCube-v1", description="Any registered ManiSkill task; an evaluation takes a list as well.")
     on_failure: Literal["terminate", "continue"] = Field(
-        "terminate", description="A failure that the task tells of ends the episode, or does not."
+        "terminate", description="A failure that the task reports ends the episode, or does not."
     )
     control_mode: str | None = Field(
         None,
@@ -136,9 +146,9 @@ class ManiSkillConfig(CommonEnvConfig):
         False, description="Observe coarse copies of fine meshes: several times faster on a CPU, other pixels."
     )
     shader: Literal["default", "minimal", "rt-fast", "rt-med", "rt"] = Field(
-        "default", description="ManiSkill shader pack of the camera that films episodes; rt traces rays, slowly."
+        "default", description="ManiSkill shader pack of the camera that records videos; rt traces rays, slowly."
     )
-    video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of filmed frames, in pixels.")
+    video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of video frames, in pixels.")
 
     @model_validator(mode="after")
     def _something_is_hidden(self) -> ManiSkillConfig:
@@ -147,7 +157,7 @@ class ManiSkillConfig(CommonEnvConfig):
 
     @model_validator(mode="after")
     def _reward_mode_exists(self) -> ManiSkillConfig:
-        """As far as it is known without the simulator: tasks of the user's may have others."""
+        """Refuse unknown modes as far as they are known without the simulator: a user's tasks may have others."""
         tasks = (self.task,) if isinstance(self.task, str) else self.task
         if self.reward_mode not in REWARD_MODES and not self.modules and not any(":" in task for task in tasks):
             raise ValueError(
@@ -218,7 +228,7 @@ class LiberoConfig(CommonEnvConfig):
     tasks_in_memory: int = Field(
         10, gt=0, description="Tasks a sim worker keeps loaded though no row plays them: 0.3 GB each, with images 0.8."
     )
-    video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of filmed frames.")
+    video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of video frames.")
 
     @model_validator(mode="after")
     def _tasks_exist(self) -> LiberoConfig:
@@ -232,7 +242,7 @@ class LiberoConfig(CommonEnvConfig):
         return self
 
     def worker_bytes(self, rows: int) -> float:
-        """Of a sim worker with so many env rows: a task's scene weighs, a row in it hardly does."""
+        """Memory of a sim worker with so many env rows: a task's scene weighs, a row in it hardly does."""
         loaded = min(len(tasks_of(self.task)), max(rows, self.tasks_in_memory))
         return SIM_BYTES + loaded * (SCENE_WITH_IMAGES_BYTES if self.cameras else SCENE_BYTES)
 
@@ -266,10 +276,10 @@ class RobosuiteConfig(CommonEnvConfig):
     )
     cameras: tuple[str, ...] = Field((), description="Cameras whose images are observed: agentview, frontview, ...")
     image_size: int = Field(84, ge=16, le=1024, description="Width and height of these images, in pixels.")
-    video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of filmed frames.")
+    video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of video frames.")
 
     def worker_bytes(self, rows: int) -> float:
-        """Of a sim worker with so many env rows."""
+        """Memory of a sim worker with so many env rows."""
         return ROBOSUITE_BYTES + rows * (ROW_WITH_IMAGES_BYTES if self.cameras else ROW_BYTES)
 
 
@@ -278,7 +288,7 @@ class GymConfig(CommonEnvConfig):
     task: str = Field(description="How results name the task; unset: the Gymnasium id.")
     on_success: OnSuccess = Field(
         "terminate",
-        description="As for all envs, where the env tells of success.",
+        description="As for all envs, where the env reports success.",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")
 
@@ -318,7 +328,7 @@ def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 def unknown_env(name: str) -> str:
-    """What to say of a name that is neither ours nor a class."""
+    """The message for a name that is neither ours nor a class."""
     known = f"known: {', '.join(ENV_CONFIGS)}, gym:<id>, my_pkg.my_module:MyEnv"
     return f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'gym:'])}"
 
@@ -335,6 +345,11 @@ ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
     "libero": LiberoConfig,
     "robosuite": RobosuiteConfig,
 }
+
+
+def env_of_task(task: str | Sequence[str]) -> str | None:
+    """The `env.name` that plays these tasks, where their names alone say it."""
+    return next((name for name, kind in ENV_CONFIGS.items() if kind.knows(task)), None)
 
 
 SIMULATORS = ("maniskill", "libero", "robosuite")  # whose tasks can be the user's own: env.task=my_pkg.my_module:MyTask

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,19 @@ class BeforeARun:
 
     @classmethod
     def longest_episode(cls, config: Any) -> int | None:
-        """In env steps, as far as it is known without the simulator."""
+        """The longest episode in env steps, as far as it is known without the simulator."""
         return config.max_episode_steps
 
     @classmethod
     def check(cls, config: Any) -> None:
         """Raise `MissingAsset` or `ConfigError` if this env cannot run here. Called before a run, never prompts."""
+
+    @classmethod
+    def missing_files(
+        cls, config: Any, environ: Mapping[str, str] = os.environ, exists: Callable[[Path], bool] = Path.exists
+    ) -> list[str]:
+        """The files that this env's tasks need beside packages and that are not here, each with how to get it."""
+        return []
 
     @classmethod
     def resolve(cls, config: Any) -> Any:
@@ -44,7 +52,7 @@ class BeforeARun:
 
     @classmethod
     def remarks(cls, config: Any, proofs: Path) -> list[str]:
-        """What the first screen should say of a resolved config that would surprise."""
+        """Lines for the first screen about a resolved config that would surprise."""
         return []
 
     @classmethod
@@ -53,7 +61,7 @@ class BeforeARun:
 
     @classmethod
     def plain(cls, config: Any) -> Any:
-        """A resolved config in which nothing but the env itself is looked at."""
+        """A resolved config that tests nothing but the env itself."""
         return cls.resolve(config)
 
     @classmethod
@@ -77,5 +85,5 @@ class BeforeARun:
         )
 
     def facts(self) -> dict[str, str]:
-        """What one can choose in this env, and what is chosen, by topic."""
+        """The choices that this env has, and what is chosen, by topic."""
         return {}

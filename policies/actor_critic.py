@@ -39,7 +39,7 @@ class ObservationNormalizer(nn.Module):
         self.register_buffer("m2", torch.zeros(dim, dtype=torch.float64))
 
     def forward(self, state: Tensor, first: int = 0) -> Tensor:
-        """Of numbers that are those from `first` on."""
+        """Moments of the numbers from `first` on."""
         if self.count < 2:
             return state
         part = slice(first, first + state.shape[-1])

@@ -60,7 +60,7 @@ def published_family(folder: Path) -> str | None:
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
-    """What travels along unchanged beside the weights."""
+    """Copy the files that travel unchanged beside the weights."""
     if source.resolve() == folder.resolve():
         return
     for file in (file for pattern in patterns for file in source.glob(pattern)):

@@ -42,7 +42,7 @@ RULES = (
 
 
 def own_protocol(config: LiberoConfig) -> Protocol:
-    """For tasks of the user's own: the states that are given, or placements drawn by the episodes' seeds."""
+    """The protocol of a user's own tasks: the states that are given, or placements drawn by the episodes' seeds."""
     number = 0 if config.states_file is None else len(read_states(config.states_file))
     begin = f"from the {number} stored states of env.states_file in their order" if number else "from drawn placements"
     rules = (
@@ -173,7 +173,7 @@ class LiberoEnv(VectorEnv):
         return tasks[episode.index % len(tasks)]
 
     def row(self, row: int) -> Row:
-        """What a row has of its own of a simulation: for experts."""
+        """The part of a simulation that belongs to a row, for experts."""
         return self._rows[row]
 
     def _steps_of(self, task: str) -> int:

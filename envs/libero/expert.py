@@ -138,7 +138,7 @@ class LiberoExpert:
 
 
 def goal_of(goal: list[list[str]], task: str) -> tuple[str, str, bool]:
-    """What goes where, and whether into it."""
+    """Which object goes where, and whether into it."""
     if len(goal) == 1 and goal[0][0] in ("in", "on") and len(goal[0]) == 3:
         relation, what, where = goal[0]
         return what, where, relation == "in"

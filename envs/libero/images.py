@@ -139,7 +139,7 @@ RENDER_NODE_FILE = 0x3377  # EGL_DRM_RENDER_NODE_FILE_EXT
 def choose_card() -> None:
     """Tell MuJoCo the device behind EMBODIED_RENDER_FILE. One that names no file is taken by its place: NVIDIA's come
     first, by PCI address. Where there are fewer devices, as in containers without the driver's graphics part, the
-    pictures come from what there is."""
+    images come from what there is."""
     if (place := os.environ.get(CHOICE)) is None:
         return
     files, wanted = render_files(), os.environ.get("EMBODIED_RENDER_FILE", "")
@@ -151,7 +151,7 @@ def choose_card() -> None:
 
 
 def render_files() -> list[str]:
-    """Of EGL's devices in their order; "" of one that names none."""
+    """The files of EGL's devices in their order; "" for one that names none."""
     egl = ctypes.CDLL("libEGL.so.1")
     egl.eglGetProcAddress.restype, egl.eglGetProcAddress.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
 

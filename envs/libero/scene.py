@@ -39,7 +39,7 @@ NO_OP = np.array([0, 0, 0, 0, 0, 0, -1.0])  # stand still, gripper open
 
 
 class Row:
-    """What one env row has of its own in a scene."""
+    """The part of a scene that belongs to one env row."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -191,7 +191,7 @@ class Draws:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """For a while the global generators go on where these stopped."""
+        """Let the global generators go on where these stopped, for a while."""
         with _drawing:
             before = np.random.get_state(), random.getstate()
             np.random.set_state(self._numpy)
@@ -205,7 +205,7 @@ class Draws:
 
 
 def simulator() -> tuple[Any, Any]:
-    """Loaded once, whoever asks first: it changes what belongs to the process."""
+    """Load LIBERO once: that changes what belongs to the process."""
     with _loading:
         return load_simulator()
 

@@ -117,7 +117,7 @@ def furniture_joints(scene: Scene) -> np.ndarray:
 
 
 def xyzw(quaternion: np.ndarray) -> np.ndarray:
-    """From MuJoCo's order (w first)."""
+    """A quaternion in MuJoCo's order (w first), with w last."""
     return np.roll(quaternion, -1, axis=-1)
 
 

@@ -83,7 +83,7 @@ def init_with_planes(builder: Any) -> None:
 
 
 def setup_scene(env: Any) -> None:
-    """In place of BaseEnv._setup_scene: a CPU scene for every env, and one physics system over them all."""
+    """Replaces BaseEnv._setup_scene: a CPU scene for every env, and one physics system over them all."""
     env._set_scene_config()
     scenes = []
     for _ in range(env.num_envs):
@@ -198,7 +198,7 @@ def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], states: 
 
 
 class RowsOfUniforms:
-    """In place of `torch.rand`: row i of what it returns comes from a CPU generator seeded for row i, on any device."""
+    """Replaces `torch.rand`: row i of what it returns comes from a CPU generator seeded for row i, on any device."""
 
     def __init__(self, seeds: list[int], device: torch.device) -> None:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -213,7 +213,7 @@ class RowsOfUniforms:
 
 
 class RowsOfNormals:
-    """In place of a numpy generator: row i of what it returns comes from the i-th of these."""
+    """Replaces a numpy generator: row i of what it returns comes from the i-th of these."""
 
     def __init__(self, generators: list[np.random.RandomState]) -> None:
         self.generators = generators

@@ -25,7 +25,7 @@ from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.action_source import Expert
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ManiSkillConfig
-from embodied.envs.maniskill.bridge.tasks import TWINS, is_bridge
+from embodied.envs.maniskill.bridge.tasks import TWINS, is_bridge, missing_files
 from embodied.envs.maniskill.tasks import (
     BATCHED_CONTROLS,
     BATCHED_TASKS,
@@ -44,8 +44,6 @@ from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.system.vulkan import ensure_vulkan, has_nvidia
 
 DRAWING = threading.RLock()  # torch.rand and torch's generator belong to the process: one env draws at a time
-
-
 RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"
 TO_THE_END = {"on_success": "continue", "on_failure": "continue"}
 PROTOCOL = Protocol("maniskill-v1", RULES, TO_THE_END)
@@ -71,6 +69,10 @@ class ManiSkillEnv(VectorEnv):
         return Protocol("bridge-v1", BRIDGE_RULES, TO_THE_END, stored_states=states.pop()), PROTOCOL, AS_TRAINED
 
     @classmethod
+    def missing_files(cls, config: ManiSkillConfig, environ=os.environ, exists=Path.exists) -> list[str]:
+        return missing_files(cls.tasks(config), environ, exists)
+
+    @classmethod
     def resolve(cls, config: ManiSkillConfig) -> ManiSkillConfig:
         backend = config.backend
         if backend == "auto":
@@ -79,7 +81,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def proven(cls, config: ManiSkillConfig, proofs: Path) -> ManiSkillConfig:
-        """With batched physics where a proof is kept here; refused where somebody asks for it without."""
+        """The config with batched physics where a proof is kept here; refused where it is asked for without one."""
         if config.backend not in ("cpu_batched", "auto") or not isinstance(config.task, str) or is_listed(config):
             return config
         from embodied.envs.maniskill.equality_proof import read_proof
@@ -90,12 +92,10 @@ class ManiSkillEnv(VectorEnv):
             return config.model_copy(update={"backend": "cpu_batched"})
         if config.backend == "cpu_batched":
             told = f"does not hold here: {found.problem}" if found else f"is not proven: {to_prove(config)} plays both"
+            other = f" or env.control_mode={BATCHED_CONTROLS[0]}" * (config.task in BATCHED_TASKS)
             raise ConfigError(
                 f"env.backend=cpu_batched for {config.task} with env.control_mode={config.control_mode} {told}; "
-                + (
-                    "try env.backend=cpu"
-                    + f" or env.control_mode={BATCHED_CONTROLS[0]}" * (config.task in BATCHED_TASKS)
-                )
+                f"try env.backend=cpu{other}"
             )
         return config
 
@@ -124,7 +124,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def plain(cls, config: ManiSkillConfig) -> ManiSkillConfig:
-        """As ManiSkill itself plays it."""
+        """The config with which ManiSkill itself plays the task."""
         return cls.resolve(config.model_copy(update={"backend": "cuda" if config.backend == "cuda" else "cpu"}))
 
     @classmethod
@@ -293,7 +293,7 @@ class ManiSkillEnv(VectorEnv):
             self._numbers[name][row] = to_numpy(part)[0]
 
     def _prepare(self, env: Any) -> None:
-        """What a scene needs after ManiSkill has built it."""
+        """Change what a scene needs changed after ManiSkill has built it."""
         if self.config.fast_images:
             from embodied.envs.maniskill.images import thin
 
@@ -328,7 +328,7 @@ class ManiSkillEnv(VectorEnv):
 
 def draws_on_gpu() -> bool:
     """Whether this process has a GPU to draw on, and a driver for it; SAPIEN finds the one that CUDA sees. Containers
-    often lack the driver's graphics part: pictures are drawn on cores then."""
+    often lack the driver's graphics part: images are drawn on cores then."""
     return bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
 
 

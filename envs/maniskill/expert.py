@@ -29,7 +29,7 @@ ABOVE = 0.07  # the height over a cube from which the hand comes down
 
 @dataclass(frozen=True)
 class World:
-    """What the rules look at: arrays with one row per env."""
+    """The positions that the rules read: arrays with one row per env."""
 
     hand: np.ndarray  # [N, 3], the point between the fingers
     turned: np.ndarray  # [N, 3, 3], second column: the axis along which the fingers close
@@ -146,7 +146,7 @@ def pick_cube(world: World) -> Wish:
 
 
 def push_cube(world: World) -> Wish:
-    """From behind the cube (its side towards the arm) straight on, until it lies in the middle of the goal."""
+    """Push from behind the cube (its side towards the arm) straight on, until it lies in the middle of the goal."""
     cube, goal = world.place("obj"), world.place("goal_region")
     offset = world.hand - cube
     start = cube - np.array([0.05, 0.0, 0.0])

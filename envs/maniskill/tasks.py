@@ -122,7 +122,7 @@ def control_of(config: ManiSkillConfig) -> str:
 
 
 def is_listed(config: ManiSkillConfig) -> bool:
-    """Whether batched physics was proven equal for this, by us."""
+    """Whether this is one of the tasks and controls for which batched physics is proven equal."""
     return config.task in BATCHED_TASKS and control_of(config) in BATCHED_CONTROLS and not config.robot
 
 
@@ -146,7 +146,7 @@ def registered() -> dict[str, Any]:
 
 
 def maker(task: str) -> Any:
-    """What builds a task."""
+    """The function that builds a task's env."""
     import gymnasium
 
     if task in TWINS:
@@ -166,7 +166,7 @@ def made(kind: Callable[..., Any], spec: Any, **options: Any) -> Any:
 
 
 def has_several_robots(cls: type) -> bool:
-    """Whether a task is played by more than one robot, unless somebody asks for another."""
+    """Whether a task is played by more than one robot, unless another is asked for."""
     asked = inspect.signature(cls.__init__).parameters.get("robot_uids")
     return asked is not None and isinstance(asked.default, list | tuple) and len(asked.default) > 1
 

@@ -288,7 +288,7 @@ def controller(name: str) -> dict[str, Any]:
 
 
 def robots(config: RobosuiteConfig, kind: type) -> list[str]:
-    """Who plays; unset, the class's own choice, or Pandas."""
+    """The robots that play; unset, the class's own choice, or Pandas."""
     from robosuite.environments.manipulation.two_arm_env import TwoArmEnv
     from robosuite.robots import ROBOT_CLASS_MAPPING
 

@@ -1,4 +1,4 @@
-"""What OpenVLA and its successors share: the networks, how a folder becomes weights and back, prompts and pictures.
+"""What OpenVLA and its successors share: the networks, how a folder becomes weights and back, prompts and images.
 
 What surprises: weights stay empty until `initialise` or `load_weights`; building a model costs no memory.
 """
@@ -82,7 +82,7 @@ class PrismaticPolicy(VLAPolicy):
 
     @classmethod
     def numbers(cls, config: PrismaticConfig) -> tuple[int, int | None]:
-        """How many an action of a published folder has, and how many it wants to know of what the robot feels."""
+        """Numbers in an action of a published folder's model, and in the state that it reads (None: it reads none)."""
         published = read_published(config.pretrained)
         return len(statistics_of(published.norm_stats, config.statistics, config.pretrained).low), None
 
@@ -186,7 +186,7 @@ class PrismaticPolicy(VLAPolicy):
             return tensor_of(inputs["tokens"], self.device)
         return tensor_of(self.codes.encode(self.units_of(inputs["actions"])), self.device)
 
-    # What it is told and shown
+    # Prompts and images
 
     def _words(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of the prompts [N, L], and which of them are there."""
@@ -194,7 +194,7 @@ class PrismaticPolicy(VLAPolicy):
         return align([self.tokenizer.encode(text) for text in texts], self.settings.pad_id)
 
     def _pixels(self, obs: Observation) -> list[Tensor]:
-        """Of each camera [N, 3 * towers, size, size]."""
+        """Processed pixels of each camera [N, 3 * towers, size, size]."""
         frames = [tensor_of(obs["images"][camera], self.device) for camera in self.cameras]
         return [self.images(part).to(self.dtype) for part in frames]
 
@@ -202,20 +202,20 @@ class PrismaticPolicy(VLAPolicy):
         return for_acting(self.config, VisionBackbone.forward, self.device)(self.vision_backbone, *seen)
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
-        """What frozen towers see, [B, cameras, patches, dim]."""
+        """Features of frozen towers [B, cameras, patches, dim]."""
         if any(p.requires_grad for p in self.vision_backbone.parameters()):
             return {}
         return {PATCHES: torch.stack([self.vision_backbone(pixels) for pixels in self._pixels(obs)], dim=1)}
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Of the action tokens, tempered as the recipe says."""
+        """Logits of the action tokens, divided by `policy.temperature`."""
         first, words = self.settings.first_action_id, self.language_model.lm_head
         rows = slice(first, first + self.settings.bins)
         logits = with_adapter(nn.functional.linear(hidden, words.weight[rows]), words, hidden, rows)
         return logits.to(self.exact) / self.config.temperature
 
     def _word_losses(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """How badly it writes these tokens [B, K] among all words, [B, K] of hidden states [B, K, D]; where there is
+        """Cross entropy [B, K] of these tokens [B, K] among all words, from hidden states [B, K, D]; where there is
         one more of those, the stop token behind them too."""
         ids = tokens + self.settings.first_action_id
         ids = nn.functional.pad(ids, (0, hidden.shape[1] - ids.shape[1]), value=STOP)

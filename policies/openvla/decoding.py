@@ -143,7 +143,7 @@ class CompiledWriting(Writing):
         self.memory = [cache.room(layer, self._one_token(dtype)) for layer in range(stack.settings.depth)]
         for memory in (memory for pair in self.memory for memory in pair):
             torch._dynamo.mark_static_address(memory)  # a CUDA graph may write to it
-            memory[:, :, present.shape[1] :] = 0  # what is not looked at must be numbers
+            memory[:, :, present.shape[1] :] = 0  # what is masked must still be numbers
 
     def _one_token(self, dtype: torch.dtype) -> Tensor:
         settings = self.stack.settings

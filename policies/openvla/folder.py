@@ -58,7 +58,7 @@ def read_published(path: Path | str) -> PublishedOpenVLA:
             more = f"; it holds adapters: policy.lora_path={path}, with the model they are for as policy.pretrained"
         raise CheckpointError(f"{path} is not an OpenVLA folder: {CONFIG} is missing{more}")
     config = {key: value for key, value in read_json(path / CONFIG).items() if key not in OURS}
-    if "llm_backbone_id" not in config and "v01" in path.resolve().name:  # by which upstream tells
+    if "llm_backbone_id" not in config and "v01" in path.resolve().name:  # upstream tells them apart by this
         config["llm_backbone_id"] = "vicuna-v15-7b"
     settings = settings_of(config, str(path / CONFIG))
     stats = config.get("norm_stats") or {}
@@ -88,7 +88,7 @@ def read_stored(published: PublishedOpenVLA, kinds: tuple[str, ...]) -> dict[str
 
 
 def unwrapped(name: str) -> str:
-    """Of a tower's weight where no FiLM is wrapped around its block."""
+    """The name of a tower's weight where no FiLM is wrapped around its block."""
     return name.replace(".block.", ".")
 
 

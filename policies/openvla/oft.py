@@ -57,7 +57,7 @@ class ResidualMLP(nn.Module):
 
 
 class L1Head(nn.Module):
-    """From the hidden states of an action's numbers, [N, C, A * D], to the action [N, C, A]."""
+    """Maps the hidden states of an action's numbers [N, C, A * D] to the action [N, C, A]."""
 
     def __init__(self, dim: int, actions: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     @classmethod
     def choices(cls, config: OpenVLAOFTConfig, task: str) -> dict[str, Any]:
-        """Models that are told the robot's state see all cameras, others (RLinf's) the first, and no stop token."""
+        """Models that read the robot's state see all cameras, others (RLinf's) the first, and no stop token."""
         alone = "proprio_projector" not in read_published(config.pretrained).components
         more = {"cameras": config.cameras[:1], "stop_token": False} if alone else {}
         return super().choices(config, task) | more
@@ -269,7 +269,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return stack(self.language_model.model, x, mask, bidirectional=both, padded=not there.all(), read=read)
 
     def _seen(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:
-        """What the towers see in all images, one after the other [N, cameras * P, D]."""
+        """Vision features of all images, one after the other [N, cameras * P, D]."""
         images, told = self._pixels(obs), ()
         if self.film:
             weights = present[:, :, None].to(words.dtype)
@@ -299,7 +299,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return super().published_config() | {OFT: {"head": self.head, "proprio": self.proprio, "film": self.film}}
 
     def left_out(self) -> dict[str, str]:
-        """With FiLM not the towers: the folder's shards hold others than its file of the towers."""
+        """Leaves out no towers with FiLM: the folder's shards hold others than its file of the towers."""
         return {n: f for n, f in super().left_out().items() if not (self.film and n.startswith("vision_backbone."))}
 
     def components(self) -> tuple[str, ...]:

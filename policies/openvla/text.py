@@ -54,7 +54,7 @@ class LlamaTokenizer:
 
 
 class LlamaWords:
-    """For small models without a vocabulary file: a word's id is a hash of it."""
+    """Tokeniser of small models without a vocabulary file: a word's id is a hash of it."""
 
     def __init__(self, settings: OpenVLASettings) -> None:
         self.words = settings.first_action_id - 3  # 0, 1 and 2 are unknown, begin and end

@@ -81,7 +81,7 @@ def read_published(path: Path | str, kind: str) -> PublishedPi0:
 
 
 def read_unused(path: Path, base: str | None, kind: str) -> dict[str, Blob]:
-    """What a folder of ours keeps of weights that nobody uses; one of adapters leaves them in the folder below."""
+    """Unused weights that a folder of ours keeps; a folder of adapters leaves them in the folder below."""
     if base:
         return read_published(base, kind).unused
     return read_safetensors(path / UNUSED) if (path / UNUSED).is_file() else {}
@@ -110,7 +110,7 @@ def write_back(path: Path, source: PublishedPi0, own: dict[str, Tensor]) -> dict
 
 
 def save_beside(path: Path, source: PublishedPi0, whole: bool) -> None:
-    """What a checkpoint of ours needs besides config.json and weights, `whole` or only those that are trained."""
+    """Write what a checkpoint needs besides config.json and weights, `whole` or only those that are trained."""
     copy_files(source.path, path, (*COMPANIONS, *FIGURES))
     if whole and source.unused and source.path.resolve() != path.resolve():
         specs = {name: blob.spec for name, blob in source.unused.items()}
@@ -118,5 +118,5 @@ def save_beside(path: Path, source: PublishedPi0, whole: bool) -> None:
 
 
 def layout_of(settings: Pi0Settings, published: PublishedPi0 | None) -> dict[str, Any]:
-    """What our config.json says of it."""
+    """The part of our config.json that describes the published model."""
     return settings.published | ({LAYOUT: published.layout} if published else {})

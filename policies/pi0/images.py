@@ -35,7 +35,7 @@ def pixels_of(frames: Tensor) -> Tensor:
 # The base camera's are cut to 95% somewhere, stretched to the old size and turned by up to 5 degrees (black comes in);
 # all get another brightness, contrast and saturation.
 
-DRAWS = 6  # uniform numbers for a picture: down, across, turn, brightness, contrast, saturation
+DRAWS = 6  # uniform numbers for an image: down, across, turn, brightness, contrast, saturation
 CUT, DEGREES, STILL = 0.95, 5.0, 0.1  # a turn of less than STILL degrees is none
 
 
@@ -48,7 +48,7 @@ def augmented(pixels: Tensor, uniform: Tensor) -> Tensor:
 
 
 def cut(pixels: Tensor, uniform: Tensor) -> Tensor:
-    """A part [B, 3, S, S] of pictures, stretched to their size, bilinear; it begins at one of the whole pixels."""
+    """A part [B, 3, S, S] of images, stretched to their size, bilinear; it begins at one of the whole pixels."""
     size = pixels.shape[-1]
     part = int(size * CUT)
     first = (uniform * (size - part + 1)).floor().clamp(max=size - part)  # [B, 2]
@@ -69,7 +69,7 @@ def turned(pixels: Tensor, uniform: Tensor) -> Tensor:
 
 
 def coloured(pixels: Tensor, uniform: tuple[Tensor, ...]) -> Tensor:
-    """[B, cameras, 3, S, S], each picture by uniform numbers [B, cameras, 1, 1, 1] of its own."""
+    """[B, cameras, 3, S, S], each image by uniform numbers [B, cameras, 1, 1, 1] of its own."""
     brightness, contrast, saturation = uniform
     pixels = pixels * (0.7 + 0.6 * brightness)
     mean = pixels.mean(dim=(2, 3, 4), keepdim=True)

@@ -134,7 +134,7 @@ class Pi0Network(nn.Module):
         return torch.cat([present[:, None].expand(-1, length, -1), among.expand(rows, -1, -1)], dim=2)[:, None]
 
     def _freeze_unused(self) -> None:
-        """Of the language model's last layer only keys and values are looked at."""
+        """Freeze what nothing reads: of the language model's last layer only keys and values are used."""
         language = self.vlm.language_model
         last = language.layers[-1]
         attention = last.self_attn

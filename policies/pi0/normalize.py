@@ -89,13 +89,13 @@ def choose(found: dict[str, Figures], name: str | None, where: str) -> Figures:
 
 
 def width_of(figures: dict[str, list[float]]) -> int:
-    """Of what they describe, without the zeros that fill it up to a model's width."""
+    """How many numbers the figures describe, without the zeros that fill them up to a model's width."""
     columns = [enumerate(column, 1) for column in figures.values()]
     return max((at for column in columns for at, number in column if abs(number) > ZERO), default=0)
 
 
 def _state_files(path: Path) -> list[Path]:
-    """Of the steps that normalise."""
+    """Files of the steps that normalise."""
     try:
         steps = read_json(path).get("steps", [])
         files = [step.get("state_file") for step in steps if step.get("registry_name") == "normalizer_processor"]

@@ -87,7 +87,7 @@ class Pi0Policy(VLAPolicy):
 
     @classmethod
     def numbers(cls, config: Pi0Config) -> tuple[int, int | None]:
-        """How many an action of a published folder has, and how many it wants to know of what the robot feels."""
+        """Numbers in an action of a published folder's model, and in the state that it reads (None: it reads none)."""
         published = read_published(config.pretrained, config.name)
         figures = choose(published.figures, config.statistics, config.pretrained)
         told = not published.settings.adaptive or config.state_in_prompt
@@ -187,7 +187,7 @@ class Pi0Policy(VLAPolicy):
         return Scores(logprobs, entropy, values)
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
-        """What a frozen PaliGemma makes of images and words: its keys and values, of prompts of one length."""
+        """Keys and values of a frozen PaliGemma for images and words, with prompts of one length."""
         if self.config.train == "all":
             return {}
         prefix = self._prefix(obs, self._unit_state(obs), self.settings.max_tokens)
@@ -270,7 +270,7 @@ class Pi0Policy(VLAPolicy):
         return prefix, F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
 
     def _prefix(self, obs: Observation, state: Tensor, width: int = 0, draws: Tensor | None = None) -> Prefix:
-        """Of prompts of at least `width` tokens, padding included."""
+        """The prefix of images and prompts of at least `width` tokens, padding included."""
         texts = self.instructions(obs, len(state))
         told = self._told(state) if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)
         sentences = [self.tokenizer.encode(prompt(text, row)) for text, row in zip(texts, told)]
@@ -280,13 +280,13 @@ class Pi0Policy(VLAPolicy):
             return for_acting(self.config, Pi0Network.prefix, self.device)(self.model, pixels, *words)
 
     def _pixels(self, obs: Observation) -> Tensor:
-        """Of all cameras [N, cameras, 3, S, S]."""
+        """Pixels of all cameras [N, cameras, 3, S, S]."""
         size = self.settings.vision.image_size
         frames = [resize_with_pad(tensor_of(obs["images"][view], self.device), size) for view in self.views]
         return torch.stack([pixels_of(view) for view in frames], dim=1)
 
     def _told(self, state: Tensor) -> np.ndarray:
-        """The state that the prompt tells."""
+        """The state that the prompt contains."""
         return state.cpu().numpy()
 
     def _unit_state(self, obs: Observation) -> Tensor:
@@ -335,7 +335,7 @@ class Pi0Policy(VLAPolicy):
         return {"chain": points.cpu().numpy(), "first": first.cpu().numpy()}
 
     def _played(self, x: Tensor, obs: Observation) -> np.ndarray:
-        """What the env takes, of points in the model's units."""
+        """Actions in the env's units, from points in the model's."""
         actions = self.action_scale.from_unit(self._scored(x))
         if count := self.config.relative_actions:
             actions[..., :count] += tensor_of(obs["state"], self.device)[:, None, :count]
@@ -354,7 +354,7 @@ class Pi0Policy(VLAPolicy):
 
 
 def lerobots_own(published: dict[str, Any]) -> dict[str, Any]:
-    """What lerobot does otherwise than openpi with the same task, of a folder that it wrote."""
+    """Options in which lerobot differs from openpi on the same task, for a folder that it wrote."""
     if "type" not in published:
         return {}
     steps = published.get("n_action_steps")

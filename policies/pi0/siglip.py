@@ -94,7 +94,7 @@ class VisionTower(nn.Module):
 
 
 class MultiModalProjector(nn.Module):
-    """From patches to the language model's width."""
+    """Maps patches to the language model's width."""
 
     def __init__(self, vision_dim: int, dim: int) -> None:
         super().__init__()

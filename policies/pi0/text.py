@@ -15,7 +15,7 @@ EDGES = np.linspace(-1, 1, 257)[:-1]
 
 
 def prompt(instruction: str, state: np.ndarray | None) -> str:
-    """`state` in the model's units; None: it is not told in words."""
+    """`state` in the model's units; None: the prompt does not contain it."""
     text = instruction.strip().replace("_", " ").replace("\n", " ")
     if state is None:
         return f"{text}\n"
@@ -43,7 +43,7 @@ class GemmaTokenizer:
 
 
 class GemmaWords:
-    """For small models without a vocabulary file: numbers up to 255 have ids of their own, a word's is a hash of it."""
+    """Tokeniser of small models without a vocabulary file: numbers up to 255 have ids of their own, words a hash."""
 
     def __init__(self, settings: Pi0Settings) -> None:
         self.words = settings.vocab - 260

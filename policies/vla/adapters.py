@@ -1,4 +1,4 @@
-"""Adapters as peft saves them, made by whoever trained a published model.
+"""Adapters as peft saves them, made in training a published model.
 
 Their rank, scale and targets are the folder's; what peft can do and we do not is refused by name.
 """
@@ -74,7 +74,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob]) -> dict[str, Blob]:
-    """By our names, which must be these; `stored` are the weights of the model that they are for."""
+    """Adapters by our names, which must be `wanted`; `stored` are the weights of the model that they are for."""
     if not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} has no {WEIGHTS}; other formats run code when they are read: save it again")
     found, more = {}, {}

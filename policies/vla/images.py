@@ -100,7 +100,7 @@ def through_jpeg(frames: Tensor) -> Tensor:
 
 
 def as_in_rlds(frames: Tensor, size: int) -> Tensor:
-    """As the frames of the data sets in RLDS's layout that published LIBERO models were tuned on, uint8."""
+    """Frames as data sets in RLDS's layout hold them, which published LIBERO models were tuned on, uint8."""
     return as_tensorflow(through_jpeg(frames), size)
 
 
@@ -118,7 +118,7 @@ class ImageProcessor:
     size: int
     strategy: str
     normalize: tuple[Moments, ...]
-    crop_area: float = 1.0  # the part of the frame that is looked at, around its middle
+    crop_area: float = 1.0  # the part of the frame that is kept, around its middle
     bars: tuple[int, ...] = (127, 127, 127)
     rlds: bool = False  # whether frames are first made what they are in data sets of RLDS's layout
 
@@ -140,7 +140,7 @@ class ImageProcessor:
         return torch.cat([(pixels - column(mean)) / column(std) for mean, std in self._moments(pixels)], dim=1)
 
     def _shape(self, height: int, width: int) -> tuple[int, int]:
-        """What a frame is resized to."""
+        """Height and width that a frame is resized to."""
         if self.strategy == "resize-naive":
             return self.size, self.size
         short = min(height, width)  # the short side fits; the long one is cut (of a letterbox by a pixel or two)

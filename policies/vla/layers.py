@@ -25,7 +25,7 @@ class GatedMLP(nn.Module):
 
 
 def normed(x: Tensor, eps: float) -> Tensor:
-    """By the root of the mean square, in float32 at least."""
+    """`x` divided by the root of its mean square, in float32 at least."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
 

@@ -36,7 +36,7 @@ def adapt(layer: nn.Linear | nn.Conv2d, rank: int, scale: float) -> None:
     if isinstance(layer, nn.Linear):
         down = nn.Linear(layer.in_features, rank, bias=False)
         up = nn.Linear(rank, layer.out_features, bias=False)
-        layer.__class__ = AdaptedLinear  # whoever holds the layer, holds the adapted one
+        layer.__class__ = AdaptedLinear  # in place, so that all references see the adapter
     else:
         down = nn.Conv2d(layer.in_channels, rank, layer.kernel_size, bias=False)
         up = nn.Conv2d(rank, layer.out_channels, 1, bias=False)
@@ -71,9 +71,9 @@ def add_lora(
 
 
 def chosen_layers(layers: Mapping[str, nn.Module], targets: str | Collection[str], prefix: str) -> list[str]:
-    """Which of them get adapters. "linear": linear layers that are trained, but for the words' weights. "reference":
-    what peft's all-linear meant when the published recipes were written: whatever is called as a linear layer is, used
-    or not."""
+    """Names of the layers that get adapters. "linear": linear layers that are trained, but for the words' weights.
+    "reference": what peft's all-linear meant when the published recipes were written: whatever is called as a linear
+    layer is, used or not."""
     kinds = {name: layer for name, layer in layers.items() if type(layer) in (nn.Linear, nn.Conv2d)}
     if targets == "linear":
         linear = [name for name, layer in kinds.items() if type(layer) is nn.Linear and layer.weight.requires_grad]
@@ -89,8 +89,8 @@ def last_name(name: str) -> str:
 
 
 def initial_adapter(name: str, shape: torch.Size, draw: torch.Generator, way: str = "kaiming") -> Tensor:
-    """Without effect: the second matrix is zero. The first is uniform as peft's default (kaiming_uniform with
-    a = sqrt(5)), or normal as the published recipes ask it for ("gaussian")."""
+    """An adapter's initial matrix, without effect: the second one is zero. The first is uniform as peft's default
+    (kaiming_uniform with a = sqrt(5)), or normal as the published recipes ask it for ("gaussian")."""
     if name.endswith(UP):
         return torch.zeros(shape)
     if way == "gaussian":
@@ -118,7 +118,7 @@ def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tupl
 
 
 def product(up: Tensor, down: Tensor, weight: Tensor, name: str) -> Tensor:
-    """What an adapter adds to a layer's weight, before its scale; of a convolution, too."""
+    """The matrix that an adapter adds to a layer's weight, before its scale; for convolutions, too."""
     if up.ndim < 2 or down.ndim < 2 or (up.shape[0], down[0].numel()) != (weight.shape[0], weight[0].numel()):
         sizes = [list(tensor.shape) for tensor in (up, down, weight)]
         raise CheckpointError(f"the adapter {sizes[0]} x {sizes[1]} does not fit its layer {name} of {sizes[2]}")
@@ -134,7 +134,7 @@ def misfit(names: list[str]) -> str:
 
 
 def save_adapters(folder: Path, weights: Iterable[tuple[str, Tensor]], rank: int, scale: float, base: str) -> None:
-    """As peft saves them: adapter_config.json and adapter_model.safetensors."""
+    """Write adapters as peft does: adapter_config.json and adapter_model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {name: tensor for name, tensor in weights if is_adapter(name)}
     layers = sorted({name.removesuffix(DOWN) for name in found if name.endswith(DOWN)})

@@ -36,7 +36,7 @@ def fast_tokenizer(folder: Path | None, model: str, advice: str):
         found = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as err:  # the package knows no narrower one
         raise CheckpointError(f"{path} is damaged: {err}") from None
-    found.no_padding()  # who saved it may have left on how they filled their batches
+    found.no_padding()  # a saved tokeniser may still pad or cut as it did in training
     found.no_truncation()
     return found
 

@@ -23,7 +23,7 @@ BASE_TURN = np.array([-1.0, -1.0, 1.0])  # from the world's axes to those of the
 
 @dataclass(frozen=True)
 class Scene:
-    """What the rules look at: arrays with one row per env."""
+    """The positions that the rules read: arrays with one row per env."""
 
     hand: np.ndarray  # [N, 3], the point between the fingertips
     asked: np.ndarray  # [N, 3], where the hand is on its way to

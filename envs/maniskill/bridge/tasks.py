@@ -41,13 +41,22 @@ def absent(task: str, folder: Path, exists: Callable[[Path], bool] = Path.exists
     return [name for name in needed(task) if not exists(folder / FILES[name])]
 
 
+def missing_files(
+    tasks: Sequence[str], environ: Mapping[str, str], exists: Callable[[Path], bool] = Path.exists
+) -> list[str]:
+    """The assets that the bridge tasks among these lack here, each with how to get it."""
+    folder = asset_folder(environ)
+    lost = (name for task in tasks if is_bridge(task) for name in absent(task, folder, exists))
+    return [f"{name}: {source_of(name)}" for name in dict.fromkeys(lost)]
+
+
 def asset_folder(environ: Mapping[str, str]) -> Path:
     """Where ManiSkill looks for downloads, as its own `ASSET_DIR` but without the import."""
     return Path(environ.get("MS_ASSET_DIR", Path.home() / ".maniskill")) / "data"
 
 
 def source_of(asset: str) -> str:
-    """How an asset of any ManiSkill task is had."""
+    """How to get an asset of any ManiSkill task."""
     if asset == SVG:
         return f"python -m pip install {SVG}"
     if asset == OBJECTS:
