@@ -50,7 +50,7 @@ class GymEnv(VectorEnv):
         self._space, self._actions = first.observation_space, first.action_space
         shape = spec.images["camera"] if self._image else (spec.state_dim,)
         self._seen = np.zeros((num_envs, *shape), np.uint8 if self._image else self.dtype)
-        self._film_problem: str | None = None
+        self._video_problem: str | None = None
 
     @classmethod
     def check(cls, config: Any) -> None:
@@ -88,18 +88,18 @@ class GymEnv(VectorEnv):
 
     def film_problem(self) -> str:
         """Found out by rendering once, in an env of its own; most envs need a package that is imported only then."""
-        if self._film_problem is None:
+        if self._video_problem is None:
             env = make_single(self.config)
             try:
                 env.reset(seed=0)
                 frame = env.render()
                 good = isinstance(frame, np.ndarray) and frame.ndim == 3
-                self._film_problem = "" if good else f"{self.config.name} has no render mode rgb_array"
+                self._video_problem = "" if good else f"{self.config.name} has no render mode rgb_array"
             except (gymnasium.error.Error, ImportError) as err:
-                self._film_problem = f"{self.config.name} cannot be recorded here: {err}"
+                self._video_problem = f"{self.config.name} cannot be recorded here: {err}"
             finally:
                 close_quietly(env)
-        return self._film_problem
+        return self._video_problem
 
     def close_extras(self, **kwargs: Any) -> None:
         for env in self._envs:

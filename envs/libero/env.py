@@ -25,7 +25,7 @@ from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import LiberoConfig
 from embodied.envs.libero import images as images
 from embodied.envs.libero.own_tasks import check_own, check_width, limit_of, read_states
-from embodied.envs.libero.scene import Row, Scene
+from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.state import PROPRIO, SHOWN, StateReader, state_layout
 from embodied.envs.libero.suites import SETTLING_STEPS, is_own, max_steps, tasks_of
 from embodied.envs.libero.tasks import task_files
@@ -102,7 +102,7 @@ class LiberoEnv(VectorEnv):
         super().__init__(config, num_envs, spec)
         if config.states_file is not None:  # a file that does not fit is refused now
             self._stored[self.all_tasks[0]] = self._states_of(self.all_tasks[0])
-        self._rows: list[Row | None] = [None] * num_envs
+        self._rows: list[SceneRow | None] = [None] * num_envs
         self._task: list[str] = [""] * num_envs
         self._limit = np.full(num_envs, spec.max_episode_steps)
         self._state = np.zeros((num_envs, spec.state_dim), np.float32)
@@ -119,7 +119,7 @@ class LiberoEnv(VectorEnv):
         for at, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
             scene = self._scene(self._task[row])
             if self._rows[row] is None:
-                self._rows[row] = Row(scene)
+                self._rows[row] = SceneRow(scene)
             success[at] = scene.begin(self._rows[row], episode.seed, self._initial_state(episode))
         self._stale[rows] = True
         return success
@@ -172,7 +172,7 @@ class LiberoEnv(VectorEnv):
             raise ValueError(f"episode {episode.index} plays {unknown[0]}, which is not in env.task={self.config.task}")
         return tasks[episode.index % len(tasks)]
 
-    def row(self, row: int) -> Row:
+    def row(self, row: int) -> SceneRow:
         """The part of a simulation that belongs to a row, for experts."""
         return self._rows[row]
 
@@ -199,13 +199,13 @@ class LiberoEnv(VectorEnv):
         check_width(self.config.states_file, task, states, 1 + model.nq + model.nv)
         return states
 
-    def _read(self, mine: Row) -> np.ndarray:
+    def _read(self, mine: SceneRow) -> np.ndarray:
         if mine.scene not in self._readers:
             self._readers[mine.scene] = StateReader(mine.scene, self._layout)
         reader = self._readers[mine.scene]
         return reader.proprio(mine) if self.config.state == "proprio" else reader.full(mine)
 
-    def _painted(self, mine: Row, camera: str) -> np.ndarray:
+    def _painted(self, mine: SceneRow, camera: str) -> np.ndarray:
         frame = self._painter(mine).paint(mine, camera, self.config.image_size)
         return frame[:, ::-1] if self.config.mirrored else frame
 
@@ -214,7 +214,7 @@ class LiberoEnv(VectorEnv):
         most = min(self.config.tasks_in_memory, len(self.all_tasks))
         return SCENES.scene(task, shown, self.config.fast_images, most)
 
-    def _painter(self, row: Row) -> images.Painter:
+    def _painter(self, row: SceneRow) -> images.Painter:
         largest = max(self.config.image_size, self.config.video_size)
         return SCENES.painter(row.scene, largest, self.config.fast_images)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from embodied.core.errors import ConfigError
 from embodied.envs.libero.env import LiberoEnv
-from embodied.envs.libero.scene import Row
+from embodied.envs.libero.scene import SceneRow
 
 # Where things are in a scene, as the expert measures it.
 
@@ -25,7 +25,7 @@ CORNERS = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)
 class Geometry:
     """One row of a scene."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: SceneRow) -> None:
         scene = row.scene
         self._model, self._data = scene.model, row.data._data
         self._env = scene.env

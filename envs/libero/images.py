@@ -1,8 +1,8 @@
 """Camera images of LIBERO scenes, rendered with MuJoCo directly: pixel for pixel those of LIBERO's own env.
 
 OpenGL comes from EGL (a graphics card's, or Mesa's software renderer) or OSMesa; every thread has one context, in which
-each scene keeps its meshes and textures. A frame shows the arrays of `Row.shown`, so it can be drawn long after the
-simulation went on.
+each scene keeps its meshes and textures. A frame shows the arrays of `SceneRow.shown`, so it can be drawn long after
+the simulation went on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import numpy as np
 
 from embodied.core.errors import ConfigError
-from embodied.envs.libero.scene import Row, Scene
+from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.system.vulkan import loads
 
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}  # our names of MuJoCo's cameras
@@ -95,11 +95,11 @@ class Painter:
         room.offwidth, room.offheight = max(room.offwidth, largest), max(room.offheight, largest)
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
 
-    def paint(self, row: Row, camera: str, side: int) -> np.ndarray:
+    def paint(self, row: SceneRow, camera: str, side: int) -> np.ndarray:
         """uint8 [side, side, 3], the right way up: the row's last observation."""
         return self._draw(row.shown, camera, side)
 
-    def paint_now(self, row: Row, camera: str, side: int) -> np.ndarray:
+    def paint_now(self, row: SceneRow, camera: str, side: int) -> np.ndarray:
         """The same of the present moment, for videos."""
         self._scene.attach(row)
         now = {name: getattr(row.data._data, name) for name in ARRAYS}

@@ -315,11 +315,11 @@ class ManiSkillEnv(VectorEnv):
         return {camera: np.stack([images[camera] for images in seen]) for camera in self.config.cameras}
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
-        from embodied.envs.maniskill.images import film
+        from embodied.envs.maniskill.images import video_frames
 
         if self.config.backend == "cuda":
             return to_numpy(self.envs[0].render_rgb_array())[rows]
-        return film(self.envs, self.batched, rows, self._cameras, self.config.video_size)
+        return video_frames(self.envs, self.batched, rows, self._cameras, self.config.video_size)
 
     def close_extras(self, **_: Any) -> None:
         for env in self.envs:

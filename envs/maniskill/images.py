@@ -145,7 +145,7 @@ def coarser(part: Any, scale: np.ndarray) -> RenderShapeTriangleMesh:
 # renderer of its own; its camera is made when a row is first recorded.
 
 
-def film(envs: list[Any], batched: bool, rows: np.ndarray, cameras: dict[int, Any], size: int) -> np.ndarray:
+def video_frames(envs: list[Any], batched: bool, rows: np.ndarray, cameras: dict[int, Any], size: int) -> np.ndarray:
     """uint8 [len(rows), size, size, 3]."""
     frames = []
     for row in rows.tolist():
@@ -164,7 +164,7 @@ def add_camera(env: Any, scene: sapien.Scene, size: int) -> Any:
         next(iter(wanted.values())) if isinstance(wanted, dict) else wanted[0] if isinstance(wanted, list) else wanted
     )
     fov = config.fov if config.fov is not None else 1.0
-    camera = scene.add_camera(f"film-{config.uid}", size, size, fov, config.near, config.far)
+    camera = scene.add_camera(f"video-{config.uid}", size, size, fov, config.near, config.far)
     pose = config.pose.sp if hasattr(config.pose, "sp") else config.pose
     camera.set_entity_pose(pose)
     return camera

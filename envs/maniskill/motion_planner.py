@@ -61,7 +61,7 @@ class Plan:
         return np.minimum.accumulate(ends[::-1])[::-1]
 
 
-class Replay:
+class PlanReplay:
     """How far an episode has come on its plan. `turns` says whether the env's control mode can turn the hand."""
 
     def __init__(self, plan: Plan, turns: bool) -> None:
@@ -98,14 +98,14 @@ class PlannerExpert:
             )
         self._env, self._control = env, CONTROLS[mode]
         self._turns = mode != "pd_ee_delta_pos"
-        self.planner, self._tick = Planner(env), tick
-        self.replays: dict[int, Replay] = {}  # by row
+        self.planner, self._tick = MotionPlanner(env), tick
+        self.replays: dict[int, PlanReplay] = {}  # by row
 
     def begin(self, rows: np.ndarray) -> None:
         seeds = np.concatenate([one._episode_seed for one in self._env.envs])
         for row in rows.tolist():
             self._tick()
-            self.replays[row] = Replay(self.planner.plan(int(seeds[row])), self._turns)
+            self.replays[row] = PlanReplay(self.planner.plan(int(seeds[row])), self._turns)
 
     def act(self) -> np.ndarray:
         qpos = np.concatenate([to_numpy(one.agent.robot.get_qpos()) for one in self._env.envs]).astype(np.float64)
@@ -120,7 +120,7 @@ class PlannerExpert:
         return np.concatenate([moves, grip[:, None]], axis=1).astype(np.float32)
 
 
-class Planner:
+class MotionPlanner:
     """ManiSkill's solution of a task, run in a bare env with the control mode it is written for."""
 
     def __init__(self, env: ManiSkillEnv) -> None:

@@ -41,7 +41,7 @@ class Prefix:
         return cls([(layer[:, 0], layer[:, 1]) for layer in seen.unbind(1)], present, hidden)
 
 
-class Part(nn.Module):
+class NamedParts(nn.Module):
     """A name on the way to others."""
 
     def __init__(self, **parts: nn.Module) -> None:
@@ -56,13 +56,13 @@ class Pi0Network(nn.Module):
         self.settings = settings
         dim = settings.expert.dim
         condition = dim if settings.adaptive else None
-        vlm = Part(
+        vlm = NamedParts(
             vision_tower=VisionTower(settings.vision),
             multi_modal_projector=MultiModalProjector(settings.vision.dim, settings.language.dim),
             language_model=GemmaStack(settings.language, settings.vocab),
         )
-        expert = Part(model=GemmaStack(settings.expert, condition_dim=condition))
-        self.paligemma_with_expert = Part(paligemma=Part(model=vlm), gemma_expert=expert)
+        expert = NamedParts(model=GemmaStack(settings.expert, condition_dim=condition))
+        self.paligemma_with_expert = NamedParts(paligemma=NamedParts(model=vlm), gemma_expert=expert)
         self.action_in_proj = nn.Linear(settings.action_dim, dim)
         self.action_out_proj = nn.Linear(dim, settings.action_dim)
         if settings.adaptive:

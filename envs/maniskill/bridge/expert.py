@@ -22,7 +22,7 @@ BASE_TURN = np.array([-1.0, -1.0, 1.0])  # from the world's axes to those of the
 
 
 @dataclass(frozen=True)
-class Scene:
+class BridgeWorld:
     """The positions that the rules read: arrays with one row per env."""
 
     hand: np.ndarray  # [N, 3], the point between the fingertips
@@ -53,7 +53,7 @@ class BridgeExpert:
         return np.clip(moves / self._env.units, -1.0, 1.0).astype(np.float32)
 
 
-def look(env: ManiSkillEnv) -> Scene:
+def look(env: ManiSkillEnv) -> BridgeWorld:
     found = [one.laid_out() for one in env.envs]
     thing, place, size, top, held = (np.concatenate([to_numpy(part) for part in parts]) for parts in zip(*found))
     arms = [one.agent.controller.controllers["arm"] for one in env.envs]
@@ -61,7 +61,7 @@ def look(env: ManiSkillEnv) -> Scene:
     base = np.concatenate([to_numpy(arm.root_link.pose.p) for arm in arms])
     target = np.concatenate([to_numpy(arm._target_pose.raw_pose) for arm in arms])
     axes = matrices(thing[:, 3:])
-    return Scene(
+    return BridgeWorld(
         hand=hand,
         asked=base + target[:, :3] * BASE_TURN,
         closing=flat(matrices(target[:, 3:])[:, :, 1]) * BASE_TURN[:2],
@@ -73,7 +73,7 @@ def look(env: ManiSkillEnv) -> Scene:
     )
 
 
-def wish(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
+def wish(scene: BridgeWorld) -> tuple[np.ndarray, np.ndarray]:
     """Where the hand should go [N, 3], and what the fingers should do [N]."""
     to_thing, to_place = scene.thing - scene.hand, scene.place - scene.thing
     beside = np.linalg.norm(to_thing[:, :2], axis=1)

@@ -15,7 +15,7 @@ from embodied.envs.config import ManiSkillConfig, PointMassConfig
 from embodied.envs.episode_player import play_episodes
 from embodied.envs.maniskill import motion_planner, panda
 from embodied.envs.maniskill.env import ManiSkillEnv
-from embodied.envs.maniskill.motion_planner import CONTROLS, SOLVERS, Plan, PlannerExpert, Replay
+from embodied.envs.maniskill.motion_planner import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay
 from embodied.envs.pointmass.env import PointMassEnv
 from embodied.runtime import Timers
 
@@ -38,7 +38,7 @@ def test_the_hand_is_never_aimed_beyond_where_the_fingers_have_to_move_first():
 
 def test_a_replay_cuts_a_move_short_but_no_wait_for_the_fingers():
     plan = plan_of([0.0, 0.02, 0.04, 0.06, 0.06, 0.06, 0.08], [1, 1, 1, 1, -1, -1, -1])
-    replay, aims = Replay(plan, turns=True), []
+    replay, aims = PlanReplay(plan, turns=True), []
     joints = REST[None]
     for _ in range(6):
         hand, turned, _ = panda.hand(joints)
@@ -50,7 +50,7 @@ def test_a_replay_cuts_a_move_short_but_no_wait_for_the_fingers():
 def test_a_hand_that_does_not_arrive_goes_on_after_a_while():
     plan = plan_of([0.0, 1.0, 1.0], [1, 1, -1])
     hand, turned, _ = panda.hand(REST[None])
-    replay = Replay(plan, turns=True)
+    replay = PlanReplay(plan, turns=True)
     aims = [int(replay.advance(hand[0], turned[0])) for _ in range(3 * motion_planner.PATIENCE)]
     assert aims[0] == 0 and aims[-1] == 2 and sorted(aims) == aims
 
