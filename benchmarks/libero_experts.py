@@ -20,7 +20,7 @@ from benchmarks.common import RESULTS, ROOT, code_commit, machine, markdown, pac
 PLACE = RESULTS / "libero_experts.json"
 SUITES = ("libero_object", "libero_spatial")
 ROWS = 10
-CODE = ("libero_expert", "libero_geometry", "libero_scene", "libero_state", "libero")  # what a result depends on
+CODE = ("expert", "scene", "state", "env")  # what a result depends on
 
 
 def measure_task(task: str, states: int, videos: Path | None) -> list:
@@ -74,7 +74,7 @@ def report(tasks: dict[str, dict]) -> str:
 
 
 def code_hash() -> str:
-    text = b"".join((ROOT / "envs" / f"{name}.py").read_bytes() for name in CODE)
+    text = b"".join((ROOT / "envs" / "libero" / f"{name}.py").read_bytes() for name in CODE)
     return hashlib.sha256(text).hexdigest()[:16]
 
 

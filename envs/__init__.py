@@ -1,4 +1,6 @@
-"""One file per simulator; this module picks the one a recipe names. Simulators are imported only when named."""
+"""The envs: one folder per simulator, of which this module picks the one that a recipe names, and what an env of one's
+own is made of. Simulators are imported only when named.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from embodied.envs.own_modules import import_all, import_class, simulator_of
 if TYPE_CHECKING:
     from embodied.envs.base import VectorEnv
 
-__all__ = ["PLUGINS", "env_class", "env_that_knows", "import_class", "make_env"]
+PUBLIC = {  # what an env of one's own needs, by the module that defines it; imported when asked for
+    "ActionSpec": "embodied.core.types",
+    "EnvSpec": "embodied.core.types",
+    "EpisodeSpec": "embodied.core.types",
+    "Observation": "embodied.core.types",
+    "Protocol": "embodied.envs.protocols",
+    "StepResult": "embodied.envs.base",
+    "VectorEnv": "embodied.envs.base",
+    "check_vector_env": "embodied.envs.check",
+}
+__all__ = ["PLUGINS", "env_class", "env_that_knows", "import_class", "make_env", *PUBLIC]
 
 PLUGINS = {
     "maniskill": "embodied.envs.maniskill.env:ManiSkillEnv",
@@ -22,6 +34,12 @@ PLUGINS = {
     "pointmass": "embodied.envs.pointmass.env:PointMassEnv",
     "gym": "embodied.envs.gym.env:GymEnv",
 }
+
+
+def __getattr__(name: str) -> Any:
+    if name in PUBLIC:
+        return getattr(importlib.import_module(PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def make_env(config: Any, num_envs: int) -> VectorEnv:

@@ -111,7 +111,7 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     task: Tasks = Field("PushCube-v1", description="Any registered ManiSkill task; an evaluation takes a list as well.")
     on_failure: Literal["terminate", "continue"] = Field(
-        "terminate", description="A failure that the task tells of ends the episode, or does not."
+        "terminate", description="A failure that the task reports ends the episode, or does not."
     )
     control_mode: str | None = Field(
         None,
@@ -154,9 +154,9 @@ class ManiSkillConfig(CommonEnvConfig):
         False, description="Observe coarse copies of fine meshes: several times faster on a CPU, other pixels."
     )
     shader: Literal["default", "minimal", "rt-fast", "rt-med", "rt"] = Field(
-        "default", description="ManiSkill shader pack of the camera that films episodes; rt traces rays, slowly."
+        "default", description="ManiSkill shader pack of the camera that records videos; rt traces rays, slowly."
     )
-    video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of filmed frames, in pixels.")
+    video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of video frames, in pixels.")
 
     @property
     def physics(self) -> str:
@@ -173,7 +173,7 @@ class ManiSkillConfig(CommonEnvConfig):
 
     @model_validator(mode="after")
     def _reward_mode_exists(self) -> ManiSkillConfig:
-        """As far as it is known without the simulator: tasks of the user's may have others."""
+        """Refuse unknown modes as far as they are known without the simulator: a user's tasks may have others."""
         tasks = (self.task,) if isinstance(self.task, str) else self.task
         if self.reward_mode not in REWARD_MODES and not self.modules and not any(":" in task for task in tasks):
             raise ValueError(
@@ -248,7 +248,7 @@ class LiberoConfig(CommonEnvConfig):
     tasks_in_memory: int = Field(
         10, gt=0, description="Tasks a sim worker keeps loaded though no row plays them: 0.3 GB each, with images 0.8."
     )
-    video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of filmed frames.")
+    video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of video frames.")
 
     @model_validator(mode="after")
     def _tasks_exist(self) -> LiberoConfig:
@@ -266,7 +266,7 @@ class LiberoConfig(CommonEnvConfig):
         return dict.fromkeys(self.cameras, (self.image_size, self.image_size))
 
     def worker_bytes(self, rows: int) -> float:
-        """A task's scene weighs, a row in it hardly does."""
+        """Memory of a sim worker with so many env rows: a task's scene weighs, a row in it hardly does."""
         loaded = min(len(tasks_of(self.task)), max(rows, self.tasks_in_memory))
         return SIM_BYTES + loaded * (SCENE_WITH_IMAGES_BYTES if self.cameras else SCENE_BYTES)
 
@@ -300,13 +300,14 @@ class RobosuiteConfig(CommonEnvConfig):
     )
     cameras: tuple[str, ...] = Field((), description="Cameras whose images are observed: agentview, frontview, ...")
     image_size: int = Field(84, ge=16, le=1024, description="Width and height of these images, in pixels.")
-    video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of filmed frames.")
+    video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of video frames.")
 
     @property
     def observed_images(self) -> dict[str, tuple[int, int]]:
         return dict.fromkeys(self.cameras, (self.image_size, self.image_size))
 
     def worker_bytes(self, rows: int) -> float:
+        """Memory of a sim worker with so many env rows."""
         return ROBOSUITE_BYTES + rows * (ROW_WITH_IMAGES_BYTES if self.cameras else ROW_BYTES)
 
 
@@ -315,7 +316,7 @@ class GymConfig(CommonEnvConfig):
     task: str = Field(description="How results name the task; unset: the Gymnasium id.")
     on_success: OnSuccess = Field(
         "terminate",
-        description="As for all envs, where the env tells of success.",
+        description="As for all envs, where the env reports success.",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")
 
@@ -355,7 +356,7 @@ def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 def unknown_env(name: str) -> str:
-    """What to say of a name that is neither ours nor a class."""
+    """The message for a name that is neither ours nor a class."""
     known = f"known: {', '.join(ENV_CONFIGS)}, gym:<id>, my_pkg.my_module:MyEnv"
     return f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'gym:'])}"
 

@@ -152,7 +152,7 @@ def file_name(task: str) -> str:
 
 
 def as_module(name: str) -> str:
-    """What was meant by the path of a file."""
+    """A hint at the module that the path of a file means."""
     path = name.removeprefix("./").removesuffix(".py")
     meant = path.replace("/", ".").strip(".")
     looks_like_file = name.endswith(".py") or "/" in name

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from embodied.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from embodied.envs.action_source import Expert
 
 
 class BeforeARun:
@@ -29,7 +35,7 @@ class BeforeARun:
 
     @classmethod
     def longest_episode(cls, config: Any) -> int | None:
-        """In env steps, as far as it is known without the simulator."""
+        """The longest episode in env steps, as far as it is known without the simulator."""
         return config.max_episode_steps
 
     @classmethod
@@ -48,7 +54,7 @@ class BeforeARun:
 
     @classmethod
     def remarks(cls, config: Any, proofs: Path) -> list[str]:
-        """What the first screen should say of a resolved config that would surprise."""
+        """Lines for the first screen about a resolved config that would surprise."""
         return []
 
     @classmethod
@@ -57,7 +63,7 @@ class BeforeARun:
 
     @classmethod
     def plain(cls, config: Any) -> Any:
-        """A resolved config in which nothing but the env itself is looked at."""
+        """A resolved config that tests nothing but the env itself."""
         return cls.resolve(config)
 
     @classmethod
@@ -70,6 +76,16 @@ class BeforeARun:
         """Find out on this machine what `proven` wants to know, keep it, and say it in lines."""
         return []
 
+    def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
+        """The expert of this kind (`collect.expert`) that plays this env's rows; it calls `tick` during long work."""
+        if kind == "planner":
+            raise ConfigError(
+                f"collect.expert=planner is ManiSkill's motion planner and does not play env.name={self.config.name}"
+            )
+        raise ConfigError(
+            f"there is no expert for env.name={self.config.name}; name a policy that solves it: checkpoint=runs/..."
+        )
+
     def facts(self) -> dict[str, str]:
-        """What one can choose in this env, and what is chosen, by topic."""
+        """The choices that this env has, and what is chosen, by topic."""
         return {}

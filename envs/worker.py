@@ -18,7 +18,6 @@ from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Recording, 
 from embodied.envs import make_env
 from embodied.envs.action_source import ExpertActions, PolicyActions
 from embodied.envs.episode_player import play_episodes
-from embodied.envs.experts import make_expert
 from embodied.envs.policy_client import PolicyClient
 from embodied.envs.rollout import Record, Refill, Stage, take_turns
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
@@ -170,7 +169,7 @@ class SimWorker(Worker):
         self.eval_spec()
         line = PolicyClient(route.sources[0], route.requests[0], route.replies[0])
         action_source = (
-            ExpertActions(make_expert(self.eval_env, expert, self.tick), line.source) if expert else PolicyActions(line)
+            ExpertActions(self.eval_env.expert(expert, self.tick), line.source) if expert else PolicyActions(line)
         )
         stop = lambda: self.stopped  # noqa: E731
         return play_episodes(self.eval_env, episodes, action_source, recording, notes, alone, self.timers, stop)

@@ -1,4 +1,5 @@
-"""One file per policy family; this module picks the one a recipe names.
+"""The policies: one file or folder per family, of which this module picks the one that a recipe names, and what a
+policy of one's own is made of.
 
 `make_policy` builds one with fresh weights, `load_policy` one from its folder. Families are imported only when named.
 """
@@ -26,6 +27,22 @@ FAMILIES = {
     "pi0": "embodied.policies.pi0.policy:Pi0Policy",
     "pi05": "embodied.policies.pi0.policy:Pi0Policy",
 }
+
+PUBLIC = {  # what a policy of one's own needs, by the module that defines it; imported when asked for
+    "EnvSpec": "embodied.core.types",
+    "NoiseSpec": "embodied.core.types",
+    "Observation": "embodied.core.types",
+    "Policy": "embodied.policies.base",
+    "PolicyOutput": "embodied.core.types",
+    "Scores": "embodied.policies.base",
+}
+__all__ = ["FAMILIES", "load_policy", "make_policy", "policy_class", *PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name in PUBLIC:
+        return getattr(importlib.import_module(PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def policy_class(name: str) -> type[Policy]:

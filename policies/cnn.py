@@ -55,7 +55,7 @@ class CNNPolicy(ActorCritic):
         return self._with_state(self.look(obs), obs)
 
     def look(self, obs: Observation) -> Tensor:
-        """What the pictures show: features, or estimates of the privileged numbers."""
+        """Features of the images, or estimates of the privileged numbers."""
         found = torch.cat([trunk(self._pixels(obs["images"][camera])) for camera, trunk in self.trunks.items()], dim=-1)
         return self.estimator(found) if self.estimator else found
 
@@ -75,7 +75,7 @@ class CNNPolicy(ActorCritic):
         return found if self.spec.state_dim is None else torch.cat([found, self.state(obs)], dim=-1)
 
     def _estimate_loss(self, obs: Observation) -> Tensor:
-        """Of each row: the errors in deviations of each number, squared up to 1, linear beyond."""
+        """Huber loss of each row: the errors in deviations of each number, squared up to 1, linear beyond."""
         found, truth = self.look(obs), self.privileged(obs)
         if self.normalizer is not None:
             unit = self.normalizer.spread(self.spec.state_dim or 0, LEAST).to(truth.dtype)

@@ -103,7 +103,7 @@ class VLAConfig(PolicyOptions):
         description="Data set whose ranges actions and states have, where the model was trained on several; or the "
         "folder of any dataset.",
     )
-    instruction: str | None = Field(None, description="What it is told where the env gives no instruction.")
+    instruction: str | None = Field(None, description="The instruction where the env gives none.")
     gripper: Literal["as_is", "libero", "bridge"] = Field(
         "as_is", description="How the last number, from 0 (closed) to 1 (open), becomes what the env takes."
     )
@@ -183,7 +183,7 @@ class OpenVLAOFTConfig(PrismaticConfig):
     )
     proprio: bool | None = Field(
         None,
-        description="Whether it is told what the robot feels (env.state=proprio); null: as the folder says, else no.",
+        description="Whether it reads the robot's state (env.state=proprio); null: as the folder says, else no.",
     )
     film: bool | None = Field(
         None, description="Whether the instruction modulates the vision towers; null: as the folder says, else no."
@@ -221,7 +221,7 @@ class Pi0Config(PolicyOptions):
     cameras: tuple[str, ...] = Field(
         (), description="The env's cameras in the model's order: base, left wrist, right wrist; unset: all, in theirs."
     )
-    instruction: str | None = Field(None, description="What it is told where the env gives no instruction.")
+    instruction: str | None = Field(None, description="The instruction where the env gives none.")
     state_in_prompt: bool = Field(
         True, description="Pi0.5 reads the state in its prompt; false for models that were tuned without."
     )
@@ -233,7 +233,7 @@ class Pi0Config(PolicyOptions):
     relative_actions: int = Field(
         0,
         ge=0,
-        description="Leading action numbers told relative to the state's: 6 for openpi's pi0_libero.",
+        description="Leading action numbers that are relative to the state's: 6 for openpi's pi0_libero.",
     )
     gripper: Literal["as_is", "libero", "bridge"] = Field(
         "as_is", description="How the last number, from 0 (closed) to 1 (open), becomes what the env takes."
@@ -252,7 +252,7 @@ class Pi0Config(PolicyOptions):
     detach_value: bool = Field(False, description="The value's error trains nothing but the value's own weights.")
     augment: bool = Field(
         False,
-        description="Imitation sees pictures cropped, turned and coloured at random, as in openpi's training.",
+        description="Imitation sees images cropped, turned and coloured at random, as in openpi's training.",
     )
     lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
     lora_scale: float = Field(1.0, gt=0, description="As for openvla.")

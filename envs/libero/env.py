@@ -8,7 +8,11 @@ relative to where it is; the last one opens (-1) or closes (1) the gripper.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
+import threading
+from collections.abc import Callable
 from importlib.metadata import version
 from weakref import WeakKeyDictionary
 
@@ -16,12 +20,12 @@ import numpy as np
 
 from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.envs.action_source import Expert
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import LiberoConfig
 from embodied.envs.libero import images
-from embodied.envs.libero import scene_cache as shelf
 from embodied.envs.libero.own_tasks import check_own, check_width, limit_of, read_states
-from embodied.envs.libero.scene import Row, Scene
+from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.state import PROPRIO, SHOWN, StateReader, state_layout
 from embodied.envs.libero.suites import SETTLING_STEPS, is_own, max_steps, tasks_of
 from embodied.envs.libero.tasks import task_files
@@ -38,7 +42,7 @@ RULES = (
 
 
 def own_protocol(config: LiberoConfig) -> Protocol:
-    """For tasks of the user's own: the states that are given, or placements drawn by the episodes' seeds."""
+    """The protocol of a user's own tasks: the states that are given, or placements drawn by the episodes' seeds."""
     number = 0 if config.states_file is None else len(read_states(config.states_file))
     begin = f"from the {number} stored states of env.states_file in their order" if number else "from drawn placements"
     rules = (
@@ -98,7 +102,7 @@ class LiberoEnv(VectorEnv):
         super().__init__(config, num_envs, spec)
         if config.states_file is not None:  # a file that does not fit is refused now
             self._stored[self.all_tasks[0]] = self._states_of(self.all_tasks[0])
-        self._rows: list[Row | None] = [None] * num_envs
+        self._rows: list[SceneRow | None] = [None] * num_envs
         self._task: list[str] = [""] * num_envs
         self._limit = np.full(num_envs, spec.max_episode_steps)
         self._state = np.zeros((num_envs, spec.state_dim), np.float32)
@@ -115,7 +119,7 @@ class LiberoEnv(VectorEnv):
         for at, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
             scene = self._scene(self._task[row])
             if self._rows[row] is None:
-                self._rows[row] = Row(scene)
+                self._rows[row] = SceneRow(scene)
             success[at] = scene.begin(self._rows[row], episode.seed, self._initial_state(episode))
         self._stale[rows] = True
         return success
@@ -150,7 +154,14 @@ class LiberoEnv(VectorEnv):
 
     def close_extras(self, **_: object) -> None:
         self._rows = [None] * self.num_envs
-        shelf.drop_idle()
+        SCENES.drop_idle()
+
+    def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
+        if kind != "scripted":
+            return super().expert(kind, tick)
+        from embodied.envs.libero.expert import LiberoExpert
+
+        return LiberoExpert(self)
 
     # How it is done.
 
@@ -161,8 +172,8 @@ class LiberoEnv(VectorEnv):
             raise ValueError(f"episode {episode.index} plays {unknown[0]}, which is not in env.task={self.config.task}")
         return tasks[episode.index % len(tasks)]
 
-    def row(self, row: int) -> Row:
-        """What a row has of its own of a simulation: for experts."""
+    def row(self, row: int) -> SceneRow:
+        """The part of a simulation that belongs to a row, for experts."""
         return self._rows[row]
 
     def _steps_of(self, task: str) -> int:
@@ -188,21 +199,79 @@ class LiberoEnv(VectorEnv):
         check_width(self.config.states_file, task, states, 1 + model.nq + model.nv)
         return states
 
-    def _read(self, mine: Row) -> np.ndarray:
+    def _read(self, mine: SceneRow) -> np.ndarray:
         if mine.scene not in self._readers:
             self._readers[mine.scene] = StateReader(mine.scene, self._layout)
         reader = self._readers[mine.scene]
         return reader.proprio(mine) if self.config.state == "proprio" else reader.full(mine)
 
-    def _painted(self, mine: Row, camera: str) -> np.ndarray:
+    def _painted(self, mine: SceneRow, camera: str) -> np.ndarray:
         frame = self._painter(mine).paint(mine, camera, self.config.image_size)
         return frame[:, ::-1] if self.config.mirrored else frame
 
     def _scene(self, task: str) -> Scene:
         shown = SHOWN + (images.SHOWN if self.config.cameras else ())
         most = min(self.config.tasks_in_memory, len(self.all_tasks))
-        return shelf.scene(task, shown, self.config.fast_images, most)
+        return SCENES.scene(task, shown, self.config.fast_images, most)
 
-    def _painter(self, row: Row) -> images.Painter:
+    def _painter(self, row: SceneRow) -> images.Painter:
         largest = max(self.config.image_size, self.config.video_size)
-        return shelf.painter(row.scene, largest, self.config.fast_images)
+        return SCENES.painter(row.scene, largest, self.config.fast_images)
+
+
+class SceneCache(threading.local):
+    """The scenes of a worker, loaded once for all of its envs (training and evaluation play the same tasks).
+
+    A scene that some row plays stays; others go when a new one is wanted and as many as allowed are loaded. Per thread:
+    workers of one process do not share, since MuJoCo's data and OpenGL's contexts belong to one thread.
+    """
+
+    def __init__(self) -> None:
+        self.scenes: dict[tuple[str, tuple[str, ...], bool], Scene] = {}
+        self.painters: dict[Scene, images.Painter] = {}
+
+    def scene(self, task: str, shown: tuple[str, ...], fast_images: bool, most: int) -> Scene:
+        """The scene of a task, loaded if it is not here; idle ones make room until at most `most` are loaded."""
+        key = (task, shown, fast_images)
+        if key not in self.scenes:
+            for other in list(self.scenes):
+                if len(self.scenes) >= most:
+                    self._drop_if_idle(other)
+            self.scenes[key] = Scene(task_files(task), shown)
+            if most == 1:
+                forget_files()
+        return self.scenes[key]
+
+    def painter(self, scene: Scene, largest: int, fast: bool) -> images.Painter:
+        """Draws images of up to `largest` pixels a side."""
+        before = self.painters.get(scene)
+        if before is None or before.largest < largest:
+            if before is not None:
+                before.close()
+            self.painters[scene] = images.Painter(scene, largest, fast)
+        return self.painters[scene]
+
+    def drop_idle(self) -> None:
+        """Unload all scenes that no row plays."""
+        for key in list(self.scenes):
+            self._drop_if_idle(key)
+
+    def _drop_if_idle(self, key: tuple[str, tuple[str, ...], bool]) -> None:
+        idle = self.scenes[key]
+        if len(idle.rows):
+            return
+        if idle in self.painters:
+            self.painters.pop(idle).close()
+        self.scenes.pop(key).close()
+
+
+SCENES = SceneCache()
+
+
+def forget_files() -> None:
+    """Drop the meshes and textures that MuJoCo keeps for models to come (a quarter of a gigabyte)."""
+    import mujoco
+
+    mujoco.mj_clearCache(mujoco.mj_getCache())
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: the memory stays with this process
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,21 +1,22 @@
 """Camera images of LIBERO scenes, rendered with MuJoCo directly: pixel for pixel those of LIBERO's own env.
 
 OpenGL comes from EGL (a graphics card's, or Mesa's software renderer) or OSMesa; every thread has one context, in which
-each scene keeps its meshes and textures. A frame shows the arrays of `Row.shown`, so it can be drawn long after the
-simulation went on.
+each scene keeps its meshes and textures. A frame shows the arrays of `SceneRow.shown`, so it can be drawn long after
+the simulation went on.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import sys
 import threading
 
 import numpy as np
 
 from embodied.core.errors import ConfigError
-from embodied.envs.libero.egl import choose_card
-from embodied.envs.libero.scene import Row, Scene
+from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.system.vulkan_driver import loads
 
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}  # our names of MuJoCo's cameras
@@ -94,11 +95,11 @@ class Painter:
         room.offwidth, room.offheight = max(room.offwidth, largest), max(room.offheight, largest)
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
 
-    def paint(self, row: Row, camera: str, side: int) -> np.ndarray:
+    def paint(self, row: SceneRow, camera: str, side: int) -> np.ndarray:
         """uint8 [side, side, 3], the right way up: the row's last observation."""
         return self._draw(row.shown, camera, side)
 
-    def paint_now(self, row: Row, camera: str, side: int) -> np.ndarray:
+    def paint_now(self, row: SceneRow, camera: str, side: int) -> np.ndarray:
         """The same of the present moment, for videos."""
         self._scene.attach(row)
         now = {name: getattr(row.data._data, name) for name in ARRAYS}
@@ -125,3 +126,44 @@ class Painter:
     def close(self) -> None:
         make_current()
         self._context.free()
+
+
+# EGL counts devices in an order of its own, software renderers among them, and does not know CUDA's numbers. What both
+# know is the file through which the system reaches a card, /dev/dri/renderD128 for one.
+
+CHOICE = "MUJOCO_EGL_DEVICE_ID"  # where MuJoCo looks; before, the card's place by PCI address
+MOST = 10  # devices, as MuJoCo looks at no more
+RENDER_NODE_FILE = 0x3377  # EGL_DRM_RENDER_NODE_FILE_EXT
+
+
+def choose_card() -> None:
+    """Tell MuJoCo the device behind EMBODIED_RENDER_FILE. One that names no file is taken by its place: NVIDIA's come
+    first, by PCI address. Where there are fewer devices, as in containers without the driver's graphics part, the
+    images come from what there is."""
+    if (place := os.environ.get(CHOICE)) is None:
+        return
+    files, wanted = render_files(), os.environ.get("EMBODIED_RENDER_FILE", "")
+    if wanted and wanted in files:
+        os.environ[CHOICE] = str(files.index(wanted))
+    elif int(place) >= len(files):
+        print(f"EGL has no device {place} ({wanted or 'no file known'}): drawn on what it has", file=sys.stderr)
+        del os.environ[CHOICE]
+
+
+def render_files() -> list[str]:
+    """The files of EGL's devices in their order; "" for one that names none."""
+    egl = ctypes.CDLL("libEGL.so.1")
+    egl.eglGetProcAddress.restype, egl.eglGetProcAddress.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+
+    def function(name: bytes, result: type, *arguments: type):
+        address = egl.eglGetProcAddress(name)
+        return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None
+
+    pointers, number = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int)
+    query = function(b"eglQueryDevicesEXT", ctypes.c_uint, ctypes.c_int, pointers, number)
+    text = function(b"eglQueryDeviceStringEXT", ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
+    devices, found = (ctypes.c_void_p * MOST)(), ctypes.c_int()
+    if query is None or text is None or not query(MOST, devices, ctypes.byref(found)):
+        return []
+    files = [text(device, RENDER_NODE_FILE) or b"" for device in devices[: found.value]]
+    return [file.decode().rpartition("/")[2] for file in files]

@@ -111,7 +111,7 @@ def read_states(path: Path) -> np.ndarray:
 
 
 def check_own(config: Any) -> None:
-    """What can be said before a simulator is there."""
+    """Refuse what is known to be wrong before a simulator is there."""
     mine = [task for task in tasks_named(config) if is_own(task)]
     for task in mine:
         own_files(task)

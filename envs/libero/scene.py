@@ -38,8 +38,8 @@ ATTEMPTS = 200  # to place all objects without overlap
 NO_OP = np.array([0, 0, 0, 0, 0, 0, -1.0])  # stand still, gripper open
 
 
-class Row:
-    """What one env row has of its own in a scene."""
+class SceneRow:
+    """The part of a scene that belongs to one env row."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -62,15 +62,15 @@ class Scene:
         self.sim, self.robot = self.env.sim, self.env.robots[0]
         self.model = self.sim.model._model
         self.pristine = self.sim.pristine
-        self.rows: weakref.WeakSet[Row] = weakref.WeakSet()
-        self._attached: weakref.ref[Row] | None = None
+        self.rows: weakref.WeakSet[SceneRow] = weakref.WeakSet()
+        self._attached: weakref.ref[SceneRow] | None = None
 
     def new_data(self) -> Any:
         from robosuite.utils.binding_utils import MjData
 
         return MjData(self.sim.model)
 
-    def attach(self, row: Row) -> None:
+    def attach(self, row: SceneRow) -> None:
         """Make robosuite's objects those of this row."""
         before = self._attached() if self._attached else None
         if before is row:
@@ -86,7 +86,7 @@ class Scene:
             getattr(self.model, name)[:] = array
         self._attached = weakref.ref(row)
 
-    def begin(self, row: Row, seed: int, state: np.ndarray | None) -> bool:
+    def begin(self, row: SceneRow, seed: int, state: np.ndarray | None) -> bool:
         """Start an episode from a stored state, or from a placement drawn from `seed`; returns whether it is a success.
 
         Furniture is always placed from `seed`: stored states do not hold it. What follows is LIBERO's hard reset
@@ -113,7 +113,7 @@ class Scene:
             success = self.step(row, NO_OP)
         return success
 
-    def step(self, row: Row, action: np.ndarray) -> bool:
+    def step(self, row: SceneRow, action: np.ndarray) -> bool:
         """One env step; returns whether the task is solved now. Bitwise equal to LIBERO's own."""
         self.attach(row)
         mujoco, model, data = self._mujoco, self.model, row.data._data
@@ -155,7 +155,7 @@ class Scene:
                 "the installed LIBERO's task files and states do not belong together"
             )
 
-    def _show(self, row: Row) -> None:
+    def _show(self, row: SceneRow) -> None:
         data, model = row.data._data, self.model
         row.shown = {name: np.array(getattr(model if name == "site_rgba" else data, name)) for name in self.shown}
 
@@ -191,7 +191,7 @@ class Draws:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """For a while the global generators go on where these stopped."""
+        """Let the global generators go on where these stopped, for a while."""
         with _drawing:
             before = np.random.get_state(), random.getstate()
             np.random.set_state(self._numpy)
@@ -205,7 +205,7 @@ class Draws:
 
 
 def simulator() -> tuple[Any, Any]:
-    """Loaded once, whoever asks first: it changes what belongs to the process."""
+    """Load LIBERO once: that changes what belongs to the process."""
     with _loading:
         return load_simulator()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embodied.envs.libero.scene import Row, Scene
+from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.tasks import TaskFiles, thing_names
 
 SHOWN = ("qpos", "qvel", "xpos", "xquat", "site_xpos")  # arrays of MuJoCo's data that are read here
@@ -23,7 +23,7 @@ FREE_QPOS, FREE_QVEL = 7, 6
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """How many places `full` has for movable objects, furniture, and joints of furniture."""
 
     movable: int
@@ -35,10 +35,10 @@ class Layout:
         return HAND + PLACE * (self.movable + self.fixtures) + self.joints
 
 
-def state_layout(tasks: Sequence[TaskFiles | Scene]) -> Layout:
+def state_layout(tasks: Sequence[TaskFiles | Scene]) -> StateLayout:
     """The layout that fits all these tasks; of the user's own ones the scenes are asked."""
     counts = [count_built(each) if isinstance(each, Scene) else count_things(each) for each in tasks]
-    return Layout(*(max(count) for count in zip(*counts, strict=True)))
+    return StateLayout(*(max(count) for count in zip(*counts, strict=True)))
 
 
 def count_things(files: TaskFiles) -> tuple[int, int, int]:
@@ -63,7 +63,7 @@ def things_in(scene: Scene) -> tuple[list[str], list[str]]:
 class StateReader:
     """Reads the rows of one scene in a layout."""
 
-    def __init__(self, scene: Scene, layout: Layout) -> None:
+    def __init__(self, scene: Scene, layout: StateLayout) -> None:
         env, robot = scene.env, scene.robot
         movable, fixtures = things_in(scene)
         self._hand_site = robot.eef_site_id
@@ -78,12 +78,12 @@ class StateReader:
         self._furniture_joints = furniture_joints(scene)
         self._layout = layout
 
-    def proprio(self, row: Row) -> np.ndarray:
+    def proprio(self, row: SceneRow) -> np.ndarray:
         shown = row.shown
         turned = rotation_vector(shown["xquat"][self._hand_body])
         return np.concatenate([shown["site_xpos"][self._hand_site], turned, shown["qpos"][self._fingers]])
 
-    def full(self, row: Row) -> np.ndarray:
+    def full(self, row: SceneRow) -> np.ndarray:
         shown, layout = row.shown, self._layout
         qpos, qvel, hand = shown["qpos"], shown["qvel"], shown["site_xpos"][self._hand_site]
         state = np.zeros(layout.size)
@@ -117,7 +117,7 @@ def furniture_joints(scene: Scene) -> np.ndarray:
 
 
 def xyzw(quaternion: np.ndarray) -> np.ndarray:
-    """From MuJoCo's order (w first)."""
+    """A quaternion in MuJoCo's order (w first), with w last."""
     return np.roll(quaternion, -1, axis=-1)
 
 

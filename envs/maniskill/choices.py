@@ -71,7 +71,7 @@ def refused(config: ManiSkillConfig, err: Exception) -> ConfigError:
 
 
 def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
-    """Of a built env: what there is, the chosen one first where it is a choice."""
+    """The choices of a built env by topic, the chosen one first."""
     from embodied.envs.maniskill.images import cameras_of
 
     spec = find_task(config.task)

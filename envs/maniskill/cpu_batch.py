@@ -1,30 +1,32 @@
 """Building a ManiSkill env whose batched code runs on N CPU scenes in one process.
 
-ManiSkill refuses more than one env per process on a CPU, although its batched code would do. While an env is built,
-a few names
-of its modules are replaced so that it gets `BatchedCpuPhysics` where it expects the GPU's; then everything is put
-back. What the env looks up lazily is looked up once before that, so nothing of the replacement is needed later.
+ManiSkill refuses more than one env per process on a CPU, although its batched code would do. While an env is built, a
+few names of its modules are replaced so that it gets `BatchedCpuPhysics` where it expects the GPU's; then everything is
+put back. What the env looks up lazily is looked up once before that, so nothing of the replacement is needed later.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import sapien
 import torch
 from mani_skill.agents.controllers.utils.kinematics import Kinematics
 from mani_skill.envs import sapien_env
 from mani_skill.envs.scene import ManiSkillScene
+from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 from mani_skill.render.utils import can_render
 from mani_skill.utils.building.actor_builder import ActorBuilder
 from mani_skill.utils.structs.articulation import Articulation
 from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 
 from embodied.envs.maniskill.cpu_physics import BatchedCpuPhysics
+from embodied.envs.maniskill.tasks import DRAWING
 
 RigidBody = sys.modules["mani_skill.utils.structs.base"].PhysxRigidBodyComponentStruct
 
@@ -81,7 +83,7 @@ def init_with_planes(builder: Any) -> None:
 
 
 def setup_scene(env: Any) -> None:
-    """In place of BaseEnv._setup_scene: a CPU scene for every env, and one physics system over them all."""
+    """Replaces BaseEnv._setup_scene: a CPU scene for every env, and one physics system over them all."""
     env._set_scene_config()
     scenes = []
     for _ in range(env.num_envs):
@@ -114,3 +116,146 @@ def joint_rows(struct: Any) -> torch.Tensor:
 def named(prop: cached_property, name: str) -> cached_property:
     prop.__set_name__(None, name)
     return prop
+
+
+# Beginning episodes in some rows, each from its own seed.
+#
+# ManiSkill's reset seeds one generator for all rows it resets together. Here every row is drawn alone from its own seed
+# (the same draws a single env seeded with it would make) and everything else is done once for all rows. Where a task's
+# code draws for all rows in one call, the rows' own draws are handed to it side by side.
+
+# Tasks that draw once for all rows, in calls that follow on one another whatever was drawn.
+DRAWN_TOGETHER = (
+    "PushCube-v1",
+    "PullCube-v1",
+    "PickCube-v1",
+    "LiftPegUpright-v1",
+    "PlaceSphere-v1",
+    "RollBall-v1",
+    "PokeCube-v1",
+)
+TORCH_RAND = torch.rand
+
+
+@torch.no_grad()
+def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int], states: list[int]) -> dict[str, Any]:
+    """Reset these rows, to a task's stored states where these are not -1; returns ManiSkill's info of all rows."""
+    scene, physics = env.scene, env.scene.px
+    on_cpu = isinstance(physics, BatchedCpuPhysics)
+    mask = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
+    mask[torch.as_tensor(rows, device=env.device)] = True
+    scene._reset_mask = mask
+    env._elapsed_steps[mask] = 0
+    if on_cpu:
+        physics.refresh(rows.tolist())
+    stand_still(env)
+    env.agent.reset()
+    if env.spec.id in DRAWN_TOGETHER:
+        initialize_together(env, rows, seeds)
+    else:
+        initialize_one_by_one(env, rows, seeds, states, mask)
+    scene._reset_mask = mask
+    scene._gpu_apply_all()
+    if on_cpu:  # only these rows changed
+        physics.refresh(rows.tolist())
+        physics.hide_unread(rows.tolist())
+        scene._needs_fetch = False
+    else:
+        physics.gpu_update_articulation_kinematics()
+        scene._gpu_fetch_all()
+    controllers = env.agent.controller.values() if isinstance(env.agent.controller, dict) else [env.agent.controller]
+    for controller in controllers:
+        controller.reset()  # with the mask: targets of rows that go on are theirs
+    scene._reset_mask = torch.ones_like(mask)
+    return env.get_info()
+
+
+def initialize_together(env: Any, rows: np.ndarray, seeds: list[int]) -> None:
+    """The very draws of `initialize_one_by_one`, in one call of the task's code."""
+    own = BatchedRNG.from_seeds(seeds, backend=env._batched_rng_backend)
+    env._episode_seed[rows] = seeds
+    env._batched_episode_rng[rows] = own.rngs
+    env._episode_rng = RowsOfNormals(own.rngs)
+    with replaced_rand(RowsOfUniforms(seeds, env.device)):
+        env._initialize_episode(torch.as_tensor(rows, device=env.device), {})
+    env._episode_rng = own[0]
+
+
+def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], states: list[int], mask: torch.Tensor) -> None:
+    one = torch.zeros_like(mask)
+    with own_draws(env.device) as seed_draws:
+        for row, seed, state in zip(rows.tolist(), seeds, states, strict=True):
+            one[:] = False
+            one[row] = True
+            env.scene._reset_mask = one
+            own = BatchedRNG.from_seeds([seed], backend=env._batched_rng_backend)
+            env._episode_seed[row] = seed
+            env._batched_episode_rng[np.array([row])] = own
+            env._episode_rng = own[0]
+            seed_draws(seed)
+            options = {"episode_id": torch.tensor([state])} if state >= 0 else {}
+            env._initialize_episode(torch.tensor([row], device=env.device), options)
+
+
+class RowsOfUniforms:
+    """Replaces `torch.rand`: row i of what it returns comes from a CPU generator seeded for row i, on any device."""
+
+    def __init__(self, seeds: list[int], device: torch.device) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.device = device
+
+    def __call__(self, *size: Any, **options: Any) -> torch.Tensor:
+        size = options.get("size", size)
+        shape = torch.Size(size if len(size) != 1 or isinstance(size[0], int) else size[0])
+        assert shape[0] == len(self.generators), f"a draw of shape {list(shape)} for {len(self.generators)} rows"
+        drawn = [TORCH_RAND(1, *shape[1:], generator=generator, device="cpu") for generator in self.generators]
+        return torch.cat(drawn).to(self.device)
+
+
+class RowsOfNormals:
+    """Replaces a numpy generator: row i of what it returns comes from the i-th of these."""
+
+    def __init__(self, generators: list[np.random.RandomState]) -> None:
+        self.generators = generators
+
+    def normal(self, mean: float, deviation: float, size: tuple[int, ...]) -> np.ndarray:
+        assert size[0] == len(self.generators), f"a draw of shape {list(size)} for {len(self.generators)} rows"
+        return np.stack([generator.normal(mean, deviation, size[1:]) for generator in self.generators])
+
+
+@contextmanager
+def replaced_rand(rand: Any) -> Iterator[None]:
+    with DRAWING:
+        torch.rand, before = rand, torch.rand
+        try:
+            yield
+        finally:
+            torch.rand = before
+
+
+@contextmanager
+def own_draws(device: torch.device) -> Iterator[Callable[[int], Any]]:
+    """A function that seeds what ManiSkill draws from; afterwards torch's generators are as they were."""
+    with DRAWING:
+        if device.type == "cpu":  # torch.manual_seed would also write a stack trace for an absent GPU: 0.5 ms
+            before = torch.default_generator.get_state()
+            try:
+                yield torch.default_generator.manual_seed
+            finally:
+                torch.default_generator.set_state(before)
+            return
+        with torch.random.fork_rng():
+            yield torch.manual_seed
+
+
+def stand_still(env: Any) -> None:
+    """Zero the velocities of the rows in the mask; applied together with their new poses."""
+    zero = torch.zeros(3, device=env.device)
+    for actor in env.scene.actors.values():
+        if actor.px_body_type == "dynamic":
+            actor.set_linear_velocity(zero)
+            actor.set_angular_velocity(zero)
+    for articulation in env.scene.articulations.values():
+        articulation.set_qvel(torch.zeros(articulation.max_dof, device=env.device))
+        articulation.set_root_linear_velocity(zero)
+        articulation.set_root_angular_velocity(zero)

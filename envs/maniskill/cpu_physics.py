@@ -125,7 +125,7 @@ class BatchedCpuPhysics:
         self.refresh(range(len(self.systems)))
 
     def advance_only(self, envs: list[int]) -> None:
-        """From now on `step` advances these envs alone; the others stand still, so nothing of theirs is fetched."""
+        """Let `step` advance these envs alone from now on; the others stand still, so nothing of theirs is fetched."""
         if envs == self.active:
             return
         self.active, chosen = envs, set(envs)
@@ -143,7 +143,7 @@ class BatchedCpuPhysics:
         self.cuda_rigid_body_data.readers = set()
 
     def settle(self) -> None:
-        """From now on a step fetches only what moves and was read. The rest shows NaN: a late reader fails loudly."""
+        """Let a step fetch only what moves and was read. The rest shows NaN: a late reader fails loudly."""
         noted = self.cuda_rigid_body_data.readers or set()
         self.cuda_rigid_body_data.readers = None
         still = {row for row in range(self.num_free) if self.is_kinematic[row]}
@@ -180,7 +180,7 @@ class BatchedCpuPhysics:
     # fetch: simulator -> arrays
 
     def gpu_fetch_rigid_dynamic_data(self) -> None:
-        """Of all bodies, links as well."""
+        """Poses of all bodies, links as well."""
         self._fetch_poses(self._posed_now, self.active)
         self._fetch_velocities(self._moving_now)
 

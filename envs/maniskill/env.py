@@ -1,48 +1,43 @@
 """ManiSkill tasks from states and images, on the CPU or on ManiSkill's own GPU physics.
 
 Three backends: `cpu_batched` (many envs in one process, for tasks where that was proven equal), `cpu` (plain
-ManiSkill envs one
-after the other) and `cuda`. Whatever the backend, an episode's initial state follows from its own seed, never from
-which other
-rows are reset with it: ManiSkill draws from torch's global generator, so each row's draw gets a generator of its own.
+ManiSkill envs one after the other) and `cuda`. Whatever the backend, an episode's initial state follows from its own
+seed, never from which other rows are reset with it: ManiSkill draws from torch's global generator, so each row's draw
+gets a generator of its own.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from embodied.core.arrays import tensor_of
+from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.envs.action_source import Expert
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.tasks import TWINS, absent, asset_folder, is_bridge, source_of
+from embodied.envs.maniskill.build import build, numbers
 from embodied.envs.maniskill.tasks import (
     BATCHED_CONTROLS,
     BATCHED_TASKS,
+    DRAWING,
     SEVERAL,
     check_bridge,
     check_task,
     control_of,
     find_task,
     is_listed,
-    maker,
-    quiet,
     to_prove,
 )
 from embodied.envs.own_modules import explained, try_out
 from embodied.envs.protocols import AS_TRAINED, Protocol
-from embodied.system.vulkan_driver import ensure_vulkan, has_nvidia
-
-DRAWING = threading.RLock()  # torch.rand and torch's generator belong to the process: one env draws at a time
-
+from embodied.system.vulkan_driver import ensure_vulkan
 
 RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"
 TO_THE_END = {"on_success": "continue", "on_failure": "continue"}
@@ -88,7 +83,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def proven(cls, config: ManiSkillConfig, proofs: Path) -> ManiSkillConfig:
-        """With batched physics where a proof is kept here; refused where somebody asks for it without."""
+        """The config with batched physics where a proof is kept here; refused where it is asked for without one."""
         if config.backend not in ("cpu_batched", "auto") or not isinstance(config.task, str) or is_listed(config):
             return config
         from embodied.envs.maniskill.equality_proof import read_proof
@@ -99,12 +94,10 @@ class ManiSkillEnv(VectorEnv):
             return config.model_copy(update={"backend": "cpu_batched"})
         if config.backend == "cpu_batched":
             told = f"does not hold here: {found.problem}" if found else f"is not proven: {to_prove(config)} plays both"
+            other = f" or env.control_mode={BATCHED_CONTROLS[0]}" * (config.task in BATCHED_TASKS)
             raise ConfigError(
                 f"env.backend=cpu_batched for {config.task} with env.control_mode={config.control_mode} {told}; "
-                + (
-                    "try env.backend=cpu"
-                    + f" or env.control_mode={BATCHED_CONTROLS[0]}" * (config.task in BATCHED_TASKS)
-                )
+                f"try env.backend=cpu{other}"
             )
         return config
 
@@ -133,7 +126,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def plain(cls, config: ManiSkillConfig) -> ManiSkillConfig:
-        """As ManiSkill itself plays it."""
+        """The config with which ManiSkill itself plays the task."""
         return cls.resolve(config.model_copy(update={"backend": "cuda" if config.backend == "cuda" else "cpu"}))
 
     @classmethod
@@ -153,6 +146,19 @@ class ManiSkillEnv(VectorEnv):
             return [told, f"proof: {path}"]
         why = f"Batched physics is not used for this task: {found.problem}; {gain}"
         return [f"single envs only. {why}", f"kept: {path}"]
+
+    def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
+        if kind == "planner":
+            from embodied.envs.maniskill.motion_planner import PlannerExpert
+
+            return PlannerExpert(self, tick)
+        if is_bridge(self.config.task):
+            from embodied.envs.maniskill.bridge.expert import BridgeExpert
+
+            return BridgeExpert(self)
+        from embodied.envs.maniskill.expert import ManiSkillExpert
+
+        return ManiSkillExpert(self)
 
     def facts(self) -> dict[str, str]:
         from embodied.envs.maniskill.choices import facts
@@ -212,11 +218,11 @@ class ManiSkillEnv(VectorEnv):
 
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray | None:
         if self.batched:
-            from embodied.envs.maniskill.cpu_reset import begin_episodes
+            from embodied.envs.maniskill.cpu_batch import begin_episodes
 
             seeds, states = ([getattr(one, key) for one in episodes] for key in ("seed", "init_state_id"))
             self._info_now = info = begin_episodes(self.envs[0], rows, seeds, states)
-            return to_numpy(info["success"])[rows] if self.env_spec.has_success else None
+            return host(info["success"])[rows] if self.env_spec.has_success else None
         import torch
 
         success = np.zeros(len(rows), bool)
@@ -257,9 +263,9 @@ class ManiSkillEnv(VectorEnv):
             info = env.get_info()
             reward = env.get_reward(obs=None, action=taken, info=info)
         self._info_now = info
-        failed = to_numpy(info["fail"]) if "fail" in info else np.zeros(self.num_envs, bool)
-        success = to_numpy(info["success"]) if "success" in info else None
-        return StepResult(to_numpy(reward), self._ends(failed), success)
+        failed = host(info["fail"]) if "fail" in info else np.zeros(self.num_envs, bool)
+        success = host(info["success"]) if "success" in info else None
+        return StepResult(host(reward), self._ends(failed), success)
 
     def _ends(self, failed: np.ndarray) -> np.ndarray:
         return failed if self.config.on_failure == "terminate" else np.zeros_like(failed)
@@ -270,7 +276,7 @@ class ManiSkillEnv(VectorEnv):
 
             with torch.no_grad():
                 seen = numbers(self.envs[0], self._info_now, self.config.privileged)
-                as_kept = to_numpy if self.config.backend != "cuda" else lambda tensor: tensor
+                as_kept = host if self.config.backend != "cuda" else lambda tensor: tensor
                 self._numbers = {name: as_kept(part.float()) for name, part in seen.items()}
             self._info_now = None
         told = {"instruction": self._instructions()} if self.env_spec.instruction else {}
@@ -286,10 +292,10 @@ class ManiSkillEnv(VectorEnv):
         full = self.config.state == "full"
         seen = {"state": obs} if full else numbers(self.envs[row], info, self.config.privileged)
         for name, part in seen.items():
-            self._numbers[name][row] = to_numpy(part)[0]
+            self._numbers[name][row] = host(part)[0]
 
     def _prepare(self, env: Any) -> None:
-        """What a scene needs after ManiSkill has built it."""
+        """Change what a scene needs changed after ManiSkill has built it."""
         if self.config.fast_images:
             from embodied.envs.maniskill.images import thin
 
@@ -311,82 +317,12 @@ class ManiSkillEnv(VectorEnv):
         return {camera: np.stack([images[camera] for images in seen]) for camera in self.config.cameras}
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
-        from embodied.envs.maniskill.human_view import film
+        from embodied.envs.maniskill.images import video_frames
 
         if self.config.backend == "cuda":
-            return to_numpy(self.envs[0].render_rgb_array())[rows]
-        return film(self.envs, self.batched, rows, self._cameras, self.config.video_size)
+            return host(self.envs[0].render_rgb_array())[rows]
+        return video_frames(self.envs, self.batched, rows, self._cameras, self.config.video_size)
 
     def close_extras(self, **_: Any) -> None:
         for env in self.envs:
             env.close()
-
-
-def draws_on_gpu() -> bool:
-    """Whether this process has a GPU to draw on, and a driver for it; SAPIEN finds the one that CUDA sees. Containers
-    often lack the driver's graphics part: pictures are drawn on cores then."""
-    return bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
-
-
-def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
-    """One batched env, or `num_envs` plain ones."""
-    from embodied.envs.maniskill.choices import check_reward, check_robot, refused
-
-    ensure_vulkan()
-    height, width = config.image_size
-    view = {"height": height, "width": width} if config.cameras else {}
-    if config.image_fov is not None:
-        view["fov"] = math.radians(config.image_fov)
-    with quiet(), DRAWING:
-
-        def make(num_envs: int = 1) -> Any:
-            try:
-                return maker(config.task)(
-                    num_envs=num_envs,
-                    obs_mode="state" if config.state == "full" else "none",
-                    control_mode=config.control_mode,
-                    reward_mode=config.reward_mode,
-                    sim_backend="physx_cuda" if config.backend == "cuda" else "physx_cpu",
-                    render_backend="gpu" if config.backend == "cuda" or draws_on_gpu() else "cpu",
-                    sensor_configs=view,
-                    human_render_camera_configs={"shader_pack": config.shader, **view},
-                    **({"robot_uids": config.robot} if config.robot else {}),
-                    **({"object_set": config.object_set} if config.object_set else {}),
-                )
-            except (AssertionError, NotImplementedError) as err:  # ManiSkill's words for options a task does not have
-                raise refused(config, err) from None
-
-        check_task(config.task)
-        check_reward(config)
-        check_robot(config)
-        if config.backend == "cpu_batched":
-            from embodied.envs.maniskill.cpu_batch import make_batched
-
-            return [make_batched(make, num_envs, numbers, trimmed=config.task in BATCHED_TASKS)]
-        if config.backend == "cuda":
-            return [make(num_envs).unwrapped]
-        return [make().unwrapped for _ in range(num_envs)]
-
-
-def numbers(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[str, Any]:
-    """The observed numbers [N, D], tensors: what ManiSkill calls the state, or what of it goes with images and, apart
-    from that, what does not."""
-    from mani_skill.utils import common
-
-    full = env.obs_mode == "state"  # some tasks have a way of their own to tell it
-    extra = {} if full else env._get_obs_extra(info)
-    parts = {"state": env._get_obs_state_dict(info) if full else {"agent": env._get_obs_agent(), "extra": extra}}
-    if privileged:
-        before = env._obs_mode, env.obs_mode_struct.state  # tasks ask one or the other what to tell
-        env._obs_mode, env.obs_mode_struct.state = "state", True
-        try:
-            parts["privileged"] = {name: part for name, part in env._get_obs_extra(info).items() if name not in extra}
-        finally:
-            env._obs_mode, env.obs_mode_struct.state = before
-        if not parts["privileged"]:
-            raise ConfigError(f"env.privileged=true, but {env.spec.id} hides no numbers where there are images")
-    return {name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()}
-
-
-def to_numpy(tensor: Any) -> np.ndarray:
-    return tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else np.asarray(tensor)

@@ -123,7 +123,7 @@ def speed(env: VectorEnv) -> float:
 
 
 def read_proof(config: ManiSkillConfig, folder: Path) -> Proof | None:
-    """What was found for this task as it is now; None if nobody has looked, or it has changed since."""
+    """The proof of this task as it is now; None if there is none, or the task has changed since."""
     path = proof_path(config, folder)
     if not path.is_file():
         return None
@@ -167,7 +167,7 @@ def files(cls: type) -> Iterator[Path]:
 
 
 def cost_of_single(config: ManiSkillConfig, proofs: Path) -> str:
-    """What it costs that envs are stepped one after the other, as far as anybody has measured it."""
+    """How much slower single envs are than a batch, as far as it was measured."""
     found = None if is_listed(config) else read_proof(config, proofs)
     if found is None:
         gain = (

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from embodied.core.arrays import host
 from embodied.core.errors import ConfigError
 from embodied.envs.maniskill import panda
-from embodied.envs.maniskill.env import ManiSkillEnv, to_numpy
+
+if TYPE_CHECKING:
+    from embodied.envs.maniskill.env import ManiSkillEnv
 
 BASE = np.array([-0.615, 0.0, 0.0])  # of the arm
 MOST = 0.1  # radians of a joint that an action of 1 asks for
@@ -29,7 +32,7 @@ ABOVE = 0.07  # the height over a cube from which the hand comes down
 
 @dataclass(frozen=True)
 class World:
-    """What the rules look at: arrays with one row per env."""
+    """The positions that the rules read: arrays with one row per env."""
 
     hand: np.ndarray  # [N, 3], the point between the fingers
     turned: np.ndarray  # [N, 3, 3], second column: the axis along which the fingers close
@@ -75,7 +78,7 @@ class ManiSkillExpert:
 
 def look(env: ManiSkillEnv) -> World:
     def gather(read: Callable[[Any], Any]) -> np.ndarray:
-        return np.concatenate([to_numpy(read(one)) for one in env.envs]).astype(np.float64)
+        return np.concatenate([host(read(one)) for one in env.envs]).astype(np.float64)
 
     qpos = gather(lambda one: one.agent.robot.get_qpos())
     hand, turned, jacobian = panda.hand(qpos[:, : panda.JOINTS])
@@ -146,7 +149,7 @@ def pick_cube(world: World) -> Wish:
 
 
 def push_cube(world: World) -> Wish:
-    """From behind the cube (its side towards the arm) straight on, until it lies in the middle of the goal."""
+    """Push from behind the cube (its side towards the arm) straight on, until it lies in the middle of the goal."""
     cube, goal = world.place("obj"), world.place("goal_region")
     offset = world.hand - cube
     start = cube - np.array([0.05, 0.0, 0.0])

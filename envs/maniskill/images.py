@@ -1,6 +1,6 @@
-"""Camera images of single env rows of ManiSkill, drawn when somebody looks at them.
+"""Camera images of single env rows of ManiSkill, drawn when they are observed.
 
-Cameras are ManiSkill's own, the task's and the robot's, at the size a recipe asks for. On a CPU a picture costs as much
+Cameras are ManiSkill's own, the task's and the robot's, at the size a recipe asks for. On a CPU an image costs as much
 as the scene has triangles (a Panda arm: 136,000), whatever its size; `fast_images` draws with a tenth of them.
 """
 
@@ -59,20 +59,20 @@ def paint_all(env: Any, cameras: tuple[str, ...]) -> dict[str, Any]:
 
 
 def look(env: Any, scene: int, camera: Any, square: bool = False) -> np.ndarray:
-    """What a camera sees; of a digital twin before the photograph it was built after."""
+    """A camera's image; for a digital twin in front of the photograph that it was built after."""
     seen = picture(camera)
     return env.before_photo(seen, segments(camera), scene, square) if hasattr(env, "before_photo") else seen
 
 
 def segments(camera: Any) -> np.ndarray:
-    """Whose pixels these are [H, W], by ManiSkill's ids; its small shader packs them with positions."""
+    """The segmentation [H, W] by ManiSkill's ids; its small shader packs them with positions."""
     if "Segmentation" in camera.get_picture_names():
         return camera.get_picture("Segmentation")[..., 1]
     return camera.get_picture("PositionSegmentation")[..., 3]
 
 
 def picture(camera: Any) -> np.ndarray:
-    """What a camera sees of the scene; some of ManiSkill's shaders give numbers from 0 to 1."""
+    """A camera's image of the scene, uint8; some of ManiSkill's shaders give numbers from 0 to 1."""
     camera.take_picture()
     color = camera.get_picture("Color")[..., :3]
     return color if color.dtype == np.uint8 else (np.clip(color, 0, 1) * 255).astype(np.uint8)
@@ -80,7 +80,7 @@ def picture(camera: Any) -> np.ndarray:
 
 @contextmanager
 def hidden(env: Any, scene: int) -> Iterator[None]:
-    """Without what a task shows to people only, like the goal of PickCube-v1."""
+    """Hide what a task shows to people only, like the goal of PickCube-v1."""
     bodies = [obj._objs[scene].find_component_by_type(RenderBodyComponent) for obj in env._hidden_objects]
     before = [body.visibility for body in bodies]
     for body in bodies:
@@ -139,3 +139,32 @@ def coarser(part: Any, scale: np.ndarray) -> RenderShapeTriangleMesh:
     return RenderShapeTriangleMesh(
         vertices[kept].astype(np.float32), corners.astype(np.uint32), normals[kept], uvs, part.material
     )
+
+
+# Frames for videos, from the camera that the task means for people. A batched CPU env has a scene per row with a
+# renderer of its own; its camera is made when a row is first recorded.
+
+
+def video_frames(envs: list[Any], batched: bool, rows: np.ndarray, cameras: dict[int, Any], size: int) -> np.ndarray:
+    """uint8 [len(rows), size, size, 3]."""
+    frames = []
+    for row in rows.tolist():
+        env = envs[0] if batched else envs[row]
+        scene = env.scene.sub_scenes[row if batched else 0]
+        if row not in cameras:
+            cameras[row] = add_camera(env, scene, size)
+        scene.update_render()
+        frames.append(look(env, row if batched else 0, cameras[row], square=True))
+    return np.stack(frames)
+
+
+def add_camera(env: Any, scene: sapien.Scene, size: int) -> Any:
+    wanted = env._default_human_render_camera_configs
+    config = (
+        next(iter(wanted.values())) if isinstance(wanted, dict) else wanted[0] if isinstance(wanted, list) else wanted
+    )
+    fov = config.fov if config.fov is not None else 1.0
+    camera = scene.add_camera(f"video-{config.uid}", size, size, fov, config.near, config.far)
+    pose = config.pose.sp if hasattr(config.pose, "sp") else config.pose
+    camera.set_entity_pose(pose)
+    return camera

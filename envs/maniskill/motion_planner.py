@@ -12,15 +12,19 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
 
+from embodied.core.arrays import host
 from embodied.core.errors import ConfigError
 from embodied.envs.maniskill import panda
-from embodied.envs.maniskill.env import DRAWING, ManiSkillEnv, build, to_numpy
-from embodied.envs.maniskill.tasks import quiet
+from embodied.envs.maniskill.build import build
+from embodied.envs.maniskill.tasks import DRAWING, quiet
+
+if TYPE_CHECKING:
+    from embodied.envs.maniskill.env import ManiSkillEnv
 
 SOLUTIONS = "mani_skill.examples.motionplanning.panda.solutions"
 SOLVERS = {"PushCube-v1": "solvePushCube", "PickCube-v1": "solvePickCube", "StackCube-v1": "solveStackCube"}
@@ -61,7 +65,7 @@ class Plan:
         return np.minimum.accumulate(ends[::-1])[::-1]
 
 
-class Replay:
+class PlanReplay:
     """How far an episode has come on its plan. `turns` says whether the env's control mode can turn the hand."""
 
     def __init__(self, plan: Plan, turns: bool) -> None:
@@ -98,17 +102,17 @@ class PlannerExpert:
             )
         self._env, self._control = env, CONTROLS[mode]
         self._turns = mode != "pd_ee_delta_pos"
-        self.planner, self._tick = Planner(env), tick
-        self.replays: dict[int, Replay] = {}  # by row
+        self.planner, self._tick = MotionPlanner(env), tick
+        self.replays: dict[int, PlanReplay] = {}  # by row
 
     def begin(self, rows: np.ndarray) -> None:
         seeds = np.concatenate([one._episode_seed for one in self._env.envs])
         for row in rows.tolist():
             self._tick()
-            self.replays[row] = Replay(self.planner.plan(int(seeds[row])), self._turns)
+            self.replays[row] = PlanReplay(self.planner.plan(int(seeds[row])), self._turns)
 
     def act(self) -> np.ndarray:
-        qpos = np.concatenate([to_numpy(one.agent.robot.get_qpos()) for one in self._env.envs]).astype(np.float64)
+        qpos = np.concatenate([host(one.agent.robot.get_qpos()) for one in self._env.envs]).astype(np.float64)
         joints = qpos[:, : panda.JOINTS]
         hand, turned, _ = panda.hand(joints)
         aims = joints.copy()
@@ -120,7 +124,7 @@ class PlannerExpert:
         return np.concatenate([moves, grip[:, None]], axis=1).astype(np.float32)
 
 
-class Planner:
+class MotionPlanner:
     """ManiSkill's solution of a task, run in a bare env with the control mode it is written for."""
 
     def __init__(self, env: ManiSkillEnv) -> None:
@@ -178,7 +182,7 @@ def by_joints(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.nda
 
 def by_joint_targets(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
     """Where each action is added to what was asked for before, nothing is left uncovered."""
-    asked = np.concatenate([to_numpy(one.agent.controller.controllers["arm"]._target_qpos) for one in env.envs])
+    asked = np.concatenate([host(one.agent.controller.controllers["arm"]._target_qpos) for one in env.envs])
     return shortened((aims - asked) / MOST)
 
 

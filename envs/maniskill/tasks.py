@@ -24,6 +24,7 @@ from embodied.envs.own_modules import is_own, own_task, simulator_of, tasks_in
 from embodied.system.vulkan_driver import ensure_vulkan
 
 # Proven equal to single envs by benchmarks/maniskill_equality.py, with their own step limits; none needs a download.
+DRAWING = threading.RLock()  # torch.rand and torch's generator belong to the process: one env draws at a time
 BATCHED_TASKS = {
     "PushCube-v1": 50,
     "PullCube-v1": 50,
@@ -122,7 +123,7 @@ def control_of(config: ManiSkillConfig) -> str:
 
 
 def is_listed(config: ManiSkillConfig) -> bool:
-    """Whether batched physics was proven equal for this, by us."""
+    """Whether this is one of the tasks and controls for which batched physics is proven equal."""
     return config.task in BATCHED_TASKS and control_of(config) in BATCHED_CONTROLS and not config.robot
 
 
@@ -146,7 +147,7 @@ def registered() -> dict[str, Any]:
 
 
 def maker(task: str) -> Any:
-    """What builds a task."""
+    """The function that builds a task's env."""
     import gymnasium
 
     if task in TWINS:
@@ -166,7 +167,7 @@ def made(kind: Callable[..., Any], spec: Any, **options: Any) -> Any:
 
 
 def has_several_robots(cls: type) -> bool:
-    """Whether a task is played by more than one robot, unless somebody asks for another."""
+    """Whether a task is played by more than one robot, unless another is asked for."""
     asked = inspect.signature(cls.__init__).parameters.get("robot_uids")
     return asked is not None and isinstance(asked.default, list | tuple) and len(asked.default) > 1
 

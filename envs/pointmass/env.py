@@ -6,10 +6,13 @@ the progress towards the target plus 1 for being there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.envs.action_source import Expert
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import PointMassConfig
 from embodied.envs.protocols import AS_TRAINED, Protocol
@@ -113,3 +116,28 @@ class PointMassEnv(VectorEnv):
             down = (-up[None, :, None] - y[:, None, None]) ** 2
             frames[across + down < (radius / reach) ** 2] = colour
         return frames
+
+    def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
+        return PointMassExpert(self) if kind == "scripted" else super().expert(kind, tick)
+
+
+TOWARDS, BRAKE = 6.0, 10.0  # force per distance, and per distance moved in an env step, in world sizes
+
+
+class PointMassExpert:
+    """Pushes towards the target, the less the faster the point already is."""
+
+    def __init__(self, env: PointMassEnv) -> None:
+        self._env = env
+
+    def begin(self, rows: np.ndarray) -> None:
+        """Nothing to remember."""
+
+    def act(self) -> np.ndarray:
+        env = self._env
+        state = env.get_state()
+        away = (state["target"] - state["position"]) / env.config.size
+        force = np.clip(TOWARDS * away - BRAKE * state["velocity"] / env.config.size, -1, 1)
+        if env.env_spec.action.discrete:
+            return (force @ DIRECTIONS.T).argmax(axis=1)[:, None]
+        return force.astype(np.float32)

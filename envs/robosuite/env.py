@@ -122,7 +122,7 @@ class RobosuiteEnv(VectorEnv):
 
     def render_rows(self, rows: np.ndarray) -> np.ndarray:
         chosen = [self._singles[row] for row in rows]
-        return np.stack([single.picture(single.film_camera, self.config.video_size) for single in chosen])
+        return np.stack([single.picture(single.video_camera, self.config.video_size) for single in chosen])
 
     def film_problem(self) -> str:
         return images.opengl_problem()
@@ -168,7 +168,7 @@ class Single:
             if name not in self.cameras:
                 there = f"{config.task} has {', '.join(self.cameras)}{nearest(name, self.cameras)}"
                 raise ConfigError(f"env.cameras={name}: {there}")
-        self.film_camera = (
+        self.video_camera = (
             self.env.render_camera if self.env.render_camera in self.cameras else next(iter(self.cameras))
         )
 
@@ -288,7 +288,7 @@ def controller(name: str) -> dict[str, Any]:
 
 
 def robots(config: RobosuiteConfig, kind: type) -> list[str]:
-    """Who plays; unset, the class's own choice, or Pandas."""
+    """The robots that play; unset, the class's own choice, or Pandas."""
     from robosuite.environments.manipulation.two_arm_env import TwoArmEnv
     from robosuite.robots import ROBOT_CLASS_MAPPING
 

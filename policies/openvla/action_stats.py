@@ -33,7 +33,7 @@ class Ranges(nn.Module):
                 self.register_buffer(f"{part}_{name}", torch.tensor(numbers[name], dtype=torch.float64))
 
     def norm_stats(self) -> dict[str, Figures]:
-        """As published folders have them."""
+        """The ranges in the layout of published folders."""
         found: Figures = {}
         for key, numbers in self.named_buffers():
             part, _, name = key.rpartition("_")

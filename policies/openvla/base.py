@@ -1,4 +1,4 @@
-"""What OpenVLA and its successors share: the networks, how a folder becomes weights and back, prompts and pictures.
+"""What OpenVLA and its successors share: the networks, how a folder becomes weights and back, prompts and images.
 
 What surprises: weights stay empty until `initialise` or `load_weights`; building a model costs no memory.
 """
@@ -13,37 +13,36 @@ import torch
 from torch import Tensor, nn
 
 from embodied.core.arrays import host, tensor_of
-from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.errors import ConfigError
 from embodied.core.types import Array, EnvSpec, Observation
 from embodied.policies.config import PrismaticConfig
 from embodied.policies.folder import copy_files, read_blobs
 from embodied.policies.openvla.action_stats import OWN, RANGES, Ranges, stated_ranges
-from embodied.policies.openvla.actions import ActionTokens
+from embodied.policies.openvla.action_tokens import ActionTokens
 from embodied.policies.openvla.components import as_stored
-from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, write_published
+from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, unwrapped, write_published
 from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.settings import PRESETS, settings_of
-from embodied.policies.openvla.text import STOP, Tokenizer, WordTokenizer, prompt, template_of, tokenizer_of
+from embodied.policies.openvla.text import STOP, LlamaWords, prompt, template_of, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.vla.adapters import as_adapted, read_adapters
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.images import processor_of
 from embodied.policies.vla.layers import smooth_filters, with_adapter
-from embodied.policies.vla.lora import AdaptedPolicy, add_lora, initial_adapter, is_adapter, misfit, published_name
+from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter
+from embodied.policies.vla.policy import VLAPolicy
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
-from embodied.policies.vla.text import align
-from embodied.runtime.tensor_bytes import Blob, blob_of
-from embodied.runtime.tensor_bytes import tensor_of as tensor_of_blob
+from embodied.policies.vla.text import Tokenizer, align
+from embodied.runtime.tensor_bytes import Blob
 
 VALUE = "value_head."
 PATCHES = "patches"
 
 
-class PrismaticPolicy(AdaptedPolicy):
+class PrismaticPolicy(VLAPolicy):
     """A family says how actions are read from the language model: `act`, `value`, `forward`."""
 
-    any_image_size = True
-    value_names = (VALUE,)
+    own_scales = (RANGES,)
     extras: tuple[str, ...] = (VALUE, RANGES)  # how the names of weights begin that published folders may lack
 
     def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
@@ -51,13 +50,13 @@ class PrismaticPolicy(AdaptedPolicy):
         config = config if self.adapters is None else as_adapted(config, self.adapters)
         super().__init__(config, spec)
         self.published = read_published(config.pretrained) if config.pretrained else None
-        self.source = self.origin = self.published and self.published.path
+        self.origin = self.published and self.published.path
         published = self.published
         self.settings = published.settings if published else settings_of(PRESETS[config.preset], "policy.preset")
-        self.where = str(self.source or "policy.preset")
+        self.where = str(self.origin or "policy.preset")
         self.stated, self.data_set = stated_ranges(published.norm_stats if published else {}, config.statistics, spec)
         self.cameras = self.choose_cameras()
-        check_env(config, spec, len(self.statistics.low))
+        self.check_env()
         settings, numbers = self.settings, published.preprocessor if published else {}
         kinds = [tower.kind for tower in settings.towers]
         size, area, rlds = settings.image_size, config.crop_area, config.rlds_images
@@ -83,19 +82,27 @@ class PrismaticPolicy(AdaptedPolicy):
 
     @classmethod
     def numbers(cls, config: PrismaticConfig) -> tuple[int, int | None]:
-        """How many an action of a published folder has, and how many it wants to know of what the robot feels."""
+        """Numbers in an action of a published folder's model, and in the state that it reads (None: it reads none)."""
         published = read_published(config.pretrained)
         return len(statistics_of(published.norm_stats, config.statistics, config.pretrained).low), None
 
     @classmethod
     def counted(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
-        words = {"choose_tokenizer": lambda self: WordTokenizer(self.settings)}
+        words = {"choose_tokenizer": lambda self: LlamaWords(self.settings)}
         config = as_adapted(config, Path(config.lora_path)) if config.lora_path else config
         without = config.model_copy(update={"pretrained": None, "statistics": None, "rlds_images": False})
         return type(cls.__name__, (cls,), words)(without, spec)
 
     def choose_tokenizer(self) -> Tokenizer:
-        return tokenizer_of(self.source, self.settings)
+        return tokenizer_of(self.origin, self.settings)
+
+    def check_env(self) -> None:
+        super().check_env()
+        if (asked := self.spec.action.dim) != (known := len(self.statistics.low)):
+            raise ConfigError(
+                f"this model was trained for {known} action numbers, the env takes {asked}; choose another "
+                "env.control_mode (pd_ee_delta_pose has 7), or policy.statistics"
+            )
 
     def choose_cameras(self) -> tuple[str, ...]:
         raise NotImplementedError
@@ -121,66 +128,31 @@ class PrismaticPolicy(AdaptedPolicy):
             parts = {name: getattr(self, name) for name in ("vision_backbone", "projector", "language_model")}
             add_lora(parts, config.lora_rank, config.lora_scale, whole, config.lora_targets)
 
-    @torch.no_grad()
-    def initialise(self, rng: np.random.Generator) -> None:
-        """Published weights where the recipe names some, drawn ones for what is left."""
-        draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
-        stored = self.read_stored() if self.published else {}
-        own = self.state_dict(keep_vars=True)
-        where = {name: self.name_in(stored, name) for name in own}
-        fresh = {name for name in own if not stored or (where[name] not in stored and self.is_extra(name))}
-        if stored and (odd := sorted({where[name] for name in own.keys() - fresh} ^ stored.keys())):
-            raise CheckpointError(f"{self.source}: {misfit(odd)}")
-        for name, parameter in own.items():
-            if name in fresh:
-                self.start(name, parameter, draw)
-            else:
-                self.use_weights({name: tensor_of_blob(stored[where[name]]).clone()})
-
-    def start(self, name: str, parameter: Tensor, draw: torch.Generator) -> None:
-        """The initial numbers of a weight: ones for norms and scales, zero biases, small normal numbers. An adapter
-        begins without effect. Places in an image are as loud as what is seen there."""
-        if name.startswith(RANGES):
-            return
+    def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
         if is_adapter(name):
-            parameter.copy_(initial_adapter(name, parameter.shape, draw, self.config.lora_init))
-        elif name.endswith(("patch_embed.proj.weight", "patch_embed.proj.base_layer.weight")):
-            parameter.copy_(smooth_filters(parameter.shape, draw))
-        elif name.endswith("pos_embed"):
-            parameter.copy_(torch.empty(parameter.shape).normal_(generator=draw))
-        elif name.endswith("bias"):
-            parameter.zero_()
-        elif parameter.ndim == 1:
-            parameter.fill_(1.0)
-        else:
-            parameter.copy_(torch.empty(parameter.shape).normal_(generator=draw) * spread(name, parameter))
+            return initial_adapter(name, shape, draw, self.config.lora_init)
+        if name.endswith("patch_embed.proj.weight"):
+            return smooth_filters(shape, draw)
+        if name.endswith("pos_embed"):
+            return torch.empty(shape).normal_(generator=draw)
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        return torch.empty(shape).normal_(generator=draw) * spread(name, shape)
 
     def read_stored(self) -> dict[str, Blob]:
         """The folder's weights, and the adapters that were made elsewhere."""
+        if not self.published:
+            return {}
         stored = read_stored(self.published, self.components())
         if self.adapters is None:
             return stored
         own = {name for name in self.state_dict() if is_adapter(name)}
         return {n: blob for n, blob in stored.items() if not is_adapter(n)} | read_adapters(self.adapters, own, stored)
 
-    def name_in(self, stored: dict[str, Blob], name: str) -> str:
-        """That of a weight in a folder, where parts may or may not have adapters and FiLM."""
-        names = (name, published_name(name), self.published_name(name))
-        return next((each for each in names if each in stored), names[-1])
-
-    def published_name(self, name: str) -> str:
-        return published_name(name)
-
     def is_extra(self, name: str) -> bool:
         return name.startswith(self.extras) or is_adapter(name)
-
-    def stored_weights(self) -> dict[str, Blob]:
-        """Of the published folder, for acting only: what it lacks is zero."""
-        stored, found = self.read_stored(), {}
-        for name, tensor in self.state_dict().items():
-            blob = stored.get(self.name_in(stored, name))
-            found[name] = blob_of(torch.zeros_like(tensor)) if blob is None else blob
-        return found
 
     # From actions to what the networks write, and back
 
@@ -214,15 +186,15 @@ class PrismaticPolicy(AdaptedPolicy):
             return tensor_of(inputs["tokens"], self.device)
         return tensor_of(self.codes.encode(self.units_of(inputs["actions"])), self.device)
 
-    # What it is told and shown
+    # Prompts and images
 
     def _words(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of the prompts [N, L], and which of them are there."""
-        texts = obs["instruction"] if self.spec.instruction else [self.config.instruction] * count
-        return align([self.tokenizer.encode(prompt(text, self.template)) for text in texts], self.settings.pad_id)
+        texts = [prompt(text, self.template) for text in self.instructions(obs, count)]
+        return align([self.tokenizer.encode(text) for text in texts], self.settings.pad_id)
 
     def _pixels(self, obs: Observation) -> list[Tensor]:
-        """Of each camera [N, 3 * towers, size, size]."""
+        """Processed pixels of each camera [N, 3 * towers, size, size]."""
         frames = [tensor_of(obs["images"][camera], self.device) for camera in self.cameras]
         return [self.images(part).to(self.dtype) for part in frames]
 
@@ -230,20 +202,20 @@ class PrismaticPolicy(AdaptedPolicy):
         return for_acting(self.config, VisionBackbone.forward, self.device)(self.vision_backbone, *seen)
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
-        """What frozen towers see, [B, cameras, patches, dim]."""
+        """Features of frozen towers [B, cameras, patches, dim]."""
         if any(p.requires_grad for p in self.vision_backbone.parameters()):
             return {}
         return {PATCHES: torch.stack([self.vision_backbone(pixels) for pixels in self._pixels(obs)], dim=1)}
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Of the action tokens, tempered as the recipe says."""
+        """Logits of the action tokens, divided by `policy.temperature`."""
         first, words = self.settings.first_action_id, self.language_model.lm_head
         rows = slice(first, first + self.settings.bins)
         logits = with_adapter(nn.functional.linear(hidden, words.weight[rows]), words, hidden, rows)
         return logits.to(self.exact) / self.config.temperature
 
     def _word_losses(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """How badly it writes these tokens [B, K] among all words, [B, K] of hidden states [B, K, D]; where there is
+        """Cross entropy [B, K] of these tokens [B, K] among all words, from hidden states [B, K, D]; where there is
         one more of those, the stop token behind them too."""
         ids = tokens + self.settings.first_action_id
         ids = nn.functional.pad(ids, (0, hidden.shape[1] - ids.shape[1]), value=STOP)
@@ -264,26 +236,26 @@ class PrismaticPolicy(AdaptedPolicy):
     def description(self) -> dict[str, Any]:
         """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""
         ours = super().description()
-        ours["policy"] |= {"pretrained": "." if self.source else None, "statistics": self.source and self.data_set}
+        ours["policy"] |= {"pretrained": "." if self.origin else None, "statistics": self.origin and self.data_set}
         return self.published_config() | ours
 
     def published_config(self) -> dict[str, Any]:
         return self.settings.published | {"norm_stats": self.norm_stats}
 
     def stored_names(self) -> dict[str, str]:
-        return {name: name for name in read_blobs(self.source)}
+        return {name: name for name in read_blobs(self.origin)}
 
     def save_pretrained(self, folder: Path | str, tensors=None, specs=None) -> None:
         super().save_pretrained(folder, tensors, specs)
-        if self.source:
-            copy_files(self.source, Path(folder), COMPANIONS)
+        if self.origin:
+            copy_files(self.origin, Path(folder), COMPANIONS)
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """The layout that other programs read: no value head, adapters merged, large weights in shards."""
         weights = self.published_weights()
         known = self.published.components if self.published else {}
         parts = {kind: as_stored(known.get(kind), self.component(kind, weights)) for kind in self.components()}
-        inside = {self.published_name(n): t for n, t in weights.items() if not self.is_extra(n)}
+        inside = {unwrapped(n): t for n, t in weights.items() if not self.is_extra(n)}
         write_published(Path(folder), self.published_config(), inside, parts, self.published, shard_bytes)
 
     def components(self) -> tuple[str, ...]:
@@ -294,30 +266,8 @@ class PrismaticPolicy(AdaptedPolicy):
         raise NotImplementedError
 
 
-def spread(name: str, weight: Tensor) -> float:
+def spread(name: str, shape: torch.Size) -> float:
     """The deviation of initial weights: what goes through keeps its size. Values begin near zero."""
     if name.startswith(VALUE):
         return 0.02
-    return 1.0 if name.endswith("embed_tokens.weight") else weight[0].numel() ** -0.5
-
-
-def check_env(config: PrismaticConfig, spec: EnvSpec, dim: int) -> None:
-    if spec.action.discrete:
-        raise ConfigError(f"policy.name={config.name} writes continuous actions, but this env takes a choice")
-    if spec.action.dim != dim:
-        raise ConfigError(
-            f"this model was trained for {dim} action numbers, the env takes {spec.action.dim}; choose another "
-            "env.control_mode (pd_ee_delta_pose has 7), or policy.statistics"
-        )
-    if not spec.instruction and config.instruction is None:
-        raise ConfigError(
-            f"policy.name={config.name} needs an instruction, but this env gives none; set policy.instruction='...', "
-            "or env.instruction=true where the env has that option"
-        )
-
-
-def check_cameras(config: PrismaticConfig, spec: EnvSpec, chosen: tuple[str, ...], key: str) -> None:
-    if not spec.images:
-        raise ConfigError(f"policy.name={config.name} needs images, but this env offers none; set env.cameras")
-    if unknown := [name for name in chosen if name not in spec.images]:
-        raise ConfigError(f"{key}={unknown[0]!r} is none of this env's cameras: {', '.join(sorted(spec.images))}")
+    return 1.0 if name.endswith("embed_tokens.weight") else shape[1:].numel() ** -0.5

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import CheckpointError, EmbodiedError
-from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged, product, published_name
+from embodied.policies.folder import own_layer
+from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged, product
 from embodied.policies.vla.shards import write_tensors
 from embodied.runtime.tensor_bytes import read_safetensors, tensor_of
 
@@ -25,7 +26,7 @@ FILM_ALPHA = 16  # the largest alpha that upstream gives the adapters inside a v
 
 
 def find_components(folder: Path) -> dict[str, Path]:
-    """By kind; a converted file comes before the one it was converted from."""
+    """A folder's components by kind; a converted file comes before the one it was converted from."""
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):  # .pt before .safetensors
         match = FILE.fullmatch(path.name)
@@ -57,7 +58,7 @@ def read_component(path: Path) -> dict[str, Tensor]:
 
 
 def component_weights(kind: str, path: Path) -> dict[str, Tensor]:
-    """Under the names of our networks. Adapters inside a vision backbone are merged."""
+    """A component's weights under the names of our networks. Adapters inside a vision backbone are merged."""
     tensors = read_component(path)
     if kind != "vision_backbone":
         return {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
@@ -66,7 +67,7 @@ def component_weights(kind: str, path: Path) -> dict[str, Tensor]:
 
 
 def scale_of(tensors: dict[str, Tensor]) -> float | None:
-    """What upstream multiplies the adapters among them by; None: there are none."""
+    """The scale that upstream gives the adapters among these tensors; None: there are none."""
     rank = next((len(tensor) for name, tensor in tensors.items() if name.endswith(DOWN)), None)
     return None if rank is None else min(rank, FILM_ALPHA) / rank
 
@@ -80,7 +81,7 @@ def as_stored(path: Path | None, weights: dict[str, Tensor]) -> dict[str, Tensor
         return weights
     before, found = dict(merged(stored.items(), scale)), dict(stored)
     for name in stored:
-        own = published_name(name)
+        own = own_layer(name)
         if is_adapter(name) or torch.equal(before[own].to(weights[own].dtype), weights[own]):
             continue
         found[name] = weights[own]

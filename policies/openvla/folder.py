@@ -16,10 +16,10 @@ from embodied.core.errors import CheckpointError
 from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
 from embodied.policies.openvla.action_stats import RANGES
 from embodied.policies.openvla.components import component_weights, find_components
-from embodied.policies.openvla.settings import Settings, settings_of
-from embodied.policies.openvla.text import TOKENIZER
+from embodied.policies.openvla.settings import OpenVLASettings, settings_of
 from embodied.policies.vla.adapters import CONFIG as ADAPTER_CONFIG
 from embodied.policies.vla.shards import write_shards, write_tensors
+from embodied.policies.vla.text import TOKENIZER
 from embodied.runtime.tensor_bytes import Blob, blob_of
 
 OFT = "openvla_oft"
@@ -39,18 +39,18 @@ COMPANIONS = (
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedOpenVLA:
     """A folder whose description was read."""
 
     path: Path
-    settings: Settings
+    settings: OpenVLASettings
     norm_stats: dict[str, Any]
     preprocessor: dict[str, Any]
     components: dict[str, Path] = field(default_factory=dict)  # files beside the shards, by kind
     oft: dict[str, Any] = field(default_factory=dict)  # what a folder of ours says of head, proprio and film
 
 
-def read_published(path: Path | str) -> Published:
+def read_published(path: Path | str) -> PublishedOpenVLA:
     path = Path(path)
     if not (path / CONFIG).is_file():
         more = ""
@@ -60,7 +60,7 @@ def read_published(path: Path | str) -> Published:
             more = "; it holds adapters that are not merged: upstream's merge_lora_weights_and_save.py writes the rest"
         raise CheckpointError(f"{path} is not an OpenVLA folder: {CONFIG} is missing{more}")
     config = {key: value for key, value in read_json(path / CONFIG).items() if key not in OURS}
-    if "llm_backbone_id" not in config and "v01" in path.resolve().name:  # by which upstream tells
+    if "llm_backbone_id" not in config and "v01" in path.resolve().name:  # upstream tells them apart by this
         config["llm_backbone_id"] = "vicuna-v15-7b"
     settings = settings_of(config, str(path / CONFIG))
     stats = config.get("norm_stats") or {}
@@ -74,10 +74,10 @@ def read_published(path: Path | str) -> Published:
             f"or {STATISTICS}, is missing; copy the latter from where the model was trained"
         )
     numbers = read_json(path / PREPROCESSOR) if (path / PREPROCESSOR).is_file() else {}
-    return Published(path, settings, stats, numbers, find_components(path), config.get(OFT, {}))
+    return PublishedOpenVLA(path, settings, stats, numbers, find_components(path), config.get(OFT, {}))
 
 
-def read_stored(published: Published, kinds: tuple[str, ...]) -> dict[str, Blob]:
+def read_stored(published: PublishedOpenVLA, kinds: tuple[str, ...]) -> dict[str, Blob]:
     """All weights of a folder, with those of these components under the names of our networks. Ranges that a folder of
     ours has among them are those of its config.json."""
     stored = {name: blob for name, blob in read_blobs(published.path).items() if not name.startswith(RANGES)}
@@ -90,7 +90,7 @@ def read_stored(published: Published, kinds: tuple[str, ...]) -> dict[str, Blob]
 
 
 def unwrapped(name: str) -> str:
-    """Of a tower's weight where no FiLM is wrapped around its block."""
+    """The name of a tower's weight where no FiLM is wrapped around its block."""
     return name.replace(".block.", ".")
 
 
@@ -99,7 +99,7 @@ def write_published(
     config: dict[str, Any],
     weights: dict[str, Tensor],
     components: dict[str, dict[str, Tensor]],
-    source: Published | None,
+    source: PublishedOpenVLA | None,
     shard_bytes: int,
 ) -> None:
     """Weights in shards of at most `shard_bytes`, components in files of their own, beside them what `source` has."""

@@ -156,7 +156,7 @@ class LanguageModel(nn.Module):
 
 
 def visible(present: Tensor, new: int, bidirectional: bool) -> Tensor:
-    """Who sees whom [N, 1, new, everything]; padding sees itself, so that its rows stay finite."""
+    """Attention mask [N, 1, new, everything]; padding sees itself, so that its rows stay finite."""
     total = present.shape[1]
     here = torch.arange(total, device=present.device)
     seen = torch.ones(new, total, dtype=torch.bool, device=present.device)

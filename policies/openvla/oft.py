@@ -17,14 +17,92 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import OpenVLAOFTConfig
-from embodied.policies.openvla.base import PATCHES, PrismaticPolicy, check_cameras
+from embodied.policies.openvla.action_tokens import action_scores, pick
+from embodied.policies.openvla.base import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
-from embodied.policies.openvla.heads import FiLM, L1Head, ProprioProjector, laplace, laplace_noise
 from embodied.policies.openvla.llama import LlamaStack
-from embodied.policies.openvla.sampling import action_scores, pick
 from embodied.policies.openvla.text import STOP
+from embodied.policies.openvla.vision import Block
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.statistics import Statistics, statistics_of
+from embodied.runtime.tensor_bytes import Blob
+
+# The networks that OFT adds: a head that regresses numbers, a projector for the state, FiLM in vision blocks. Key names
+# are upstream's.
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(x)
+
+
+class ResidualMLP(nn.Module):
+    def __init__(self, inputs: int, dim: int, outputs: int) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(inputs)
+        self.fc1 = nn.Linear(inputs, dim)
+        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(dim) for _ in range(2))
+        self.layer_norm2 = nn.LayerNorm(dim)
+        self.fc2 = nn.Linear(dim, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(self.layer_norm1(x)).relu()
+        for block in self.mlp_resnet_blocks:
+            x = block(x)
+        return self.fc2(self.layer_norm2(x))
+
+
+class L1Head(nn.Module):
+    """Maps the hidden states of an action's numbers [N, C, A * D] to the action [N, C, A]."""
+
+    def __init__(self, dim: int, actions: int) -> None:
+        super().__init__()
+        self.model = ResidualMLP(actions * dim, dim, actions)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.model(hidden)
+
+
+class ProprioProjector(nn.Module):
+    def __init__(self, inputs: int, dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(inputs, dim)
+        self.fc2 = nn.Linear(dim, dim)
+
+    def forward(self, state: Tensor) -> Tensor:
+        return self.fc2(nn.functional.gelu(self.fc1(state)))
+
+
+class FiLM(nn.Module):
+    """A vision block whose features the mean word scales and shifts."""
+
+    def __init__(self, block: Block, words: int, dim: int) -> None:
+        super().__init__()
+        self.block = block
+        self.scale = nn.Linear(words, dim)
+        self.shift = nn.Linear(words, dim)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        x = self.block.attend(x)
+        x = x * (1 + self.scale(words)[:, None]) + self.shift(words)[:, None]
+        return self.block.think(x)
+
+
+def laplace(center: Tensor, log_scale: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-density of numbers around a center, and its entropy. Its maximum is the L1 regression."""
+    log_width = log_scale + torch.log(torch.tensor(2.0, dtype=center.dtype))
+    return -(numbers - center).abs() * (-log_scale).exp() - log_width, (1 + log_width).expand_as(center)
+
+
+def laplace_noise(uniform: Tensor) -> Tensor:
+    """Standard Laplace numbers of uniform ones, by the inverse of the distribution function."""
+    side = (uniform.double() - 0.5).clamp(-0.5 + 1e-12, 0.5 - 1e-12)
+    return -side.sign() * torch.log1p(-2 * side.abs())
+
 
 SLACK = 1e-8  # by which upstream widens every range
 LOG_SCALE = "log_scale"
@@ -37,7 +115,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     @classmethod
     def choices(cls, config: OpenVLAOFTConfig, task: str) -> dict[str, Any]:
-        """Models that are told the robot's state see all cameras, others (RLinf's) the first, and no stop token."""
+        """Models that read the robot's state see all cameras, others (RLinf's) the first, and no stop token."""
         alone = "proprio_projector" not in read_published(config.pretrained).components
         more = {"cameras": config.cameras[:1], "stop_token": False} if alone else {}
         return super().choices(config, task) | more
@@ -50,7 +128,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return super().numbers(config)[0], felt and len(felt.low)
 
     def choose_cameras(self) -> tuple[str, ...]:
-        check_cameras(self.config, self.spec, self.config.cameras, "policy.cameras")
+        self.check_cameras(self.config.cameras)
         return self.config.cameras or tuple(sorted(self.spec.images))
 
     def build(self) -> None:
@@ -96,13 +174,12 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             layers += [layer for film in wrapped for layer in (film.scale, film.shift)]
         return tuple(layers)
 
-    def start(self, name: str, parameter: Tensor, draw: torch.Generator) -> None:
-        """As ever, and the head's first actions near the middle: single precision is finer there."""
-        super().start(name, parameter, draw)
+    def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
+        """The head's first actions are near the middle: single precision is finer there."""
+        first = super().start(name, shape, draw)
         if name == LOG_SCALE:
-            parameter.fill_(self.config.initial_log_scale)
-        elif name == CENTER:
-            parameter.mul_(0.1)
+            return first.fill_(self.config.initial_log_scale)
+        return first * 0.1 if name == CENTER else first
 
     def noise_spec(self) -> NoiseSpec:
         return NoiseSpec("uniform", self.config.chunk * self.spec.action.dim)
@@ -192,7 +269,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return stack(self.language_model.model, x, mask, bidirectional=both, padded=not there.all(), read=read)
 
     def _seen(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:
-        """What the towers see in all images, one after the other [N, cameras * P, D]."""
+        """Vision features of all images, one after the other [N, cameras * P, D]."""
         images, told = self._pixels(obs), ()
         if self.film:
             weights = present[:, :, None].to(words.dtype)
@@ -212,8 +289,8 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     # On disk
 
-    def published_name(self, name: str) -> str:
-        return unwrapped(super().published_name(name))
+    def stored_name(self, stored: dict[str, Blob], name: str) -> str:
+        return name if name in stored else unwrapped(name)
 
     def is_extra(self, name: str) -> bool:
         return super().is_extra(name) or (self.film and name.endswith(FILM))
@@ -222,7 +299,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return super().published_config() | {OFT: {"head": self.head, "proprio": self.proprio, "film": self.film}}
 
     def left_out(self) -> dict[str, str]:
-        """With FiLM not the towers: the folder's shards hold others than its file of the towers."""
+        """Leaves out no towers with FiLM: the folder's shards hold others than its file of the towers."""
         return {n: f for n, f in super().left_out().items() if not (self.film and n.startswith("vision_backbone."))}
 
     def components(self) -> tuple[str, ...]:

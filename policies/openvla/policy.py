@@ -16,17 +16,16 @@ from embodied.core.arrays import tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
-from embodied.policies.openvla.base import PATCHES, PrismaticPolicy, check_cameras
-from embodied.policies.openvla.compiled_decoding import CompiledWriting
-from embodied.policies.openvla.decoding import LAST, way_to_write
+from embodied.policies.openvla.action_tokens import action_scores, pick
+from embodied.policies.openvla.base import PATCHES, PrismaticPolicy
+from embodied.policies.openvla.decoding import LAST, CompiledWriting, way_to_write
 from embodied.policies.openvla.llama import Cache
-from embodied.policies.openvla.sampling import action_scores, pick
 
 
 class OpenVLAPolicy(PrismaticPolicy):
     def choose_cameras(self) -> tuple[str, ...]:
         names, asked = sorted(self.spec.images), self.config.camera
-        check_cameras(self.config, self.spec, (asked,) if asked else (), "policy.camera")
+        self.check_cameras((asked,) if asked else (), "policy.camera")
         if asked is None and len(names) > 1:
             raise ConfigError(f"policy.name={self.config.name} sees one image; choose policy.camera={'|'.join(names)}")
         return (asked or names[0],)

@@ -42,7 +42,7 @@ class LlamaSettings:
 
 
 @dataclass(frozen=True)
-class Settings:
+class OpenVLASettings:
     """The whole model. The last `bins` ids in front of the vocabulary's `padding` are the action tokens."""
 
     towers: tuple[TowerSettings, ...]
@@ -112,14 +112,14 @@ TINY = FULL | {
 PRESETS = {"tiny": TINY, "full": FULL}
 
 
-def settings_of(config: dict[str, Any], where: str) -> Settings:
+def settings_of(config: dict[str, Any], where: str) -> OpenVLASettings:
     """Read a published config.json; `where` is named in complaints."""
     if config.get("model_type") != MODEL_TYPE:
         raise CheckpointError(f"{where} has model_type={config.get('model_type')!r}; an OpenVLA folder says 'openvla'")
     try:
         ids, sizes, text = config["timm_model_ids"], config["image_sizes"], config["text_config"]
         size = _one_size(sizes, where)
-        settings = Settings(
+        settings = OpenVLASettings(
             towers=tuple(_tower(name, where) for name in ids),
             llama=_llama(text, where),
             image_size=size,

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
-from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.openvla.settings import Settings
-from embodied.policies.vla.text import fast_tokenizer, hashed_words
+from embodied.core.errors import CheckpointError
+from embodied.policies.openvla.settings import OpenVLASettings
+from embodied.policies.vla.text import Tokenizer, fast_tokenizer, hashed_words
 
-TOKENIZER = "tokenizer.json"
 BOS, STOP = 1, 2
 SPACE = 29871  # Llama's "▁", which every published model has seen in front of the first action token
-
-
-class Tokenizer(Protocol):
-    def encode(self, text: str) -> list[int]: ...
 
 
 PURE = "In: What action should the robot take to {}?\nOut:"
@@ -25,7 +19,7 @@ VICUNA = (
 )
 
 
-def template_of(settings: Settings, where: str) -> str:
+def template_of(settings: OpenVLASettings, where: str) -> str:
     """The sentence that a model was trained with, by the language model it grew from: OpenVLA v0.1's was a chat."""
     backbone = str(settings.published.get("llm_backbone_id", "llama2-7b-pure"))
     if backbone.startswith("vicuna"):
@@ -42,11 +36,16 @@ def prompt(instruction: str, template: str = PURE) -> str:
     return template.format(instruction.lower())
 
 
-class FolderTokenizer:
+class LlamaTokenizer:
     """The tokeniser of a published folder."""
 
-    def __init__(self, path: Path) -> None:
-        self._fast = fast_tokenizer(path)
+    def __init__(self, folder: Path | None) -> None:
+        self._fast = fast_tokenizer(
+            folder,
+            "a published OpenVLA",
+            "a folder with only tokenizer.model needs one: "
+            "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it",
+        )
 
     def encode(self, text: str) -> list[int]:
         ids = self._fast.encode(text).ids
@@ -54,27 +53,16 @@ class FolderTokenizer:
         return ids if ids[-1] == SPACE else [*ids, SPACE]
 
 
-class WordTokenizer:
-    """For small models without a vocabulary file: a word's id is a hash of it."""
+class LlamaWords:
+    """Tokeniser of small models without a vocabulary file: a word's id is a hash of it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: OpenVLASettings) -> None:
         self.words = settings.first_action_id - 3  # 0, 1 and 2 are unknown, begin and end
 
     def encode(self, text: str) -> list[int]:
         return [BOS, *(3 + number for number in hashed_words(text, self.words))]
 
 
-def tokenizer_of(folder: Path | None, settings: Settings) -> Tokenizer:
-    if settings.tokenizer == "words":
-        return WordTokenizer(settings)
-    path = None if folder is None else folder / TOKENIZER
-    if path is None:
-        raise ConfigError(
-            "policy.preset=full has no vocabulary of its own; give policy.pretrained=FOLDER of a published OpenVLA"
-        )
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no {TOKENIZER}; a folder with only tokenizer.model needs one: "
-            "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it"
-        )
-    return FolderTokenizer(path)
+def tokenizer_of(folder: Path | None, settings: OpenVLASettings) -> Tokenizer:
+    """The tokeniser of a published folder, or that of a small model."""
+    return LlamaWords(settings) if settings.tokenizer == "words" else LlamaTokenizer(folder)

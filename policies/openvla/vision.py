@@ -137,7 +137,7 @@ class VisionBackbone(nn.Module):
 
 
 class Projector(nn.Module):
-    """From vision features to the language model's embeddings."""
+    """Maps vision features to the language model's embeddings."""
 
     def __init__(self, vision_dim: int, dim: int, fused: bool) -> None:
         super().__init__()

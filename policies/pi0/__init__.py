@@ -2,5 +2,5 @@
 
 `policy` is the way in. `siglip`, `gemma` and `network` are the networks with upstream's key names, `flow` the steps
 from noise to actions, `images`, `text` and `normalize` what goes in and out, `settings` the sizes, `folder` the layouts
-that others publish, `checks` what an env must offer.
+that others publish.
 """

@@ -55,7 +55,7 @@ def log_density(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
 
 
 def unit_density(x: Tensor) -> Tensor:
-    """Of the noise that everything begins with."""
+    """Log-density of the noise that an action begins with."""
     return -0.5 * x * x - HALF_LOG_2PI
 
 

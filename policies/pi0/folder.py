@@ -18,10 +18,8 @@ from embodied.core.errors import CheckpointError
 from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
 from embodied.policies.pi0.network import WORDS
 from embodied.policies.pi0.normalize import NORM_STATS, Figures, read_figures
-from embodied.policies.pi0.settings import Settings, settings_of
-from embodied.policies.pi0.text import TOKENIZER
-from embodied.policies.vla.layers import smooth_filters
-from embodied.policies.vla.lora import initial_adapter, is_adapter
+from embodied.policies.pi0.settings import Pi0Settings, settings_of
+from embodied.policies.vla.text import TOKENIZER
 from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of, write_safetensors
 
 MODEL = "model."  # what our names, and lerobot's, begin with
@@ -36,23 +34,23 @@ FIGURES = ("policy_*.safetensors", NORM_STATS, f"assets/**/{NORM_STATS}")
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedPi0:
     """A folder whose description was read; bytes are read when they are used."""
 
     path: Path
-    settings: Settings
+    settings: Pi0Settings
     figures: dict[str, Figures]
     layout: dict[str, str]  # published name -> precision; empty for what nobody has published
     weights: dict[str, Blob]  # our names
     unused: dict[str, Blob]  # published names
     names: dict[str, str]  # our name -> that in the folder
 
-    def __deepcopy__(self, _: dict) -> Published:
+    def __deepcopy__(self, _: dict) -> PublishedPi0:
         """Bytes in files are not copied into memory with a policy."""
         return self
 
 
-def read_published(path: Path | str, kind: str) -> Published:
+def read_published(path: Path | str, kind: str) -> PublishedPi0:
     """`kind` is what the recipe takes it for."""
     path = Path(path)
     if not (path / CONFIG).is_file():
@@ -79,11 +77,11 @@ def read_published(path: Path | str, kind: str) -> Published:
             "(openpi) or the normalising step of policy_preprocessor.json (lerobot) is missing; copy it from where the "
             "model was trained"
         )
-    return Published(path, settings, figures, layout, weights, unused, names)
+    return PublishedPi0(path, settings, figures, layout, weights, unused, names)
 
 
 def read_unused(path: Path, base: str | None, kind: str) -> dict[str, Blob]:
-    """What a folder of ours keeps of weights that nobody uses; one of adapters leaves them in the folder below."""
+    """Unused weights that a folder of ours keeps; a folder of adapters leaves them in the folder below."""
     if base:
         return read_published(base, kind).unused
     return read_safetensors(path / UNUSED) if (path / UNUSED).is_file() else {}
@@ -101,7 +99,7 @@ def own_name(published: str) -> str | None:
     )
 
 
-def write_back(path: Path, source: Published, own: dict[str, Tensor]) -> dict[str, Tensor]:
+def write_back(path: Path, source: PublishedPi0, own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Write the files that belong to the weights; -> the weights under published names, in the precision they had."""
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).write_text(json.dumps(source.settings.published, indent=2) + "\n", encoding="utf-8")
@@ -111,32 +109,14 @@ def write_back(path: Path, source: Published, own: dict[str, Tensor]) -> dict[st
     return {name: weights[name].to(getattr(torch, dtype)) for name, dtype in source.layout.items()}
 
 
-def save_beside(path: Path, source: Published, whole: bool) -> None:
-    """What a checkpoint of ours needs besides config.json and weights, `whole` or only those that are trained."""
+def save_beside(path: Path, source: PublishedPi0, whole: bool) -> None:
+    """Write what a checkpoint needs besides config.json and weights, `whole` or only those that are trained."""
     copy_files(source.path, path, (*COMPANIONS, *FIGURES))
     if whole and source.unused and source.path.resolve() != path.resolve():
         specs = {name: blob.spec for name, blob in source.unused.items()}
         write_safetensors(path / UNUSED, specs, source.unused.items())
 
 
-def drawn(name: str, tensor: Tensor, draw: torch.Generator) -> Tensor:
-    """The initial numbers of a weight: zero where Gemma adds 1 or a gate opens, ones for plain norms, small normal
-    numbers that keep the size of what goes through. Places in an image are as loud as what is seen there. An adapter
-    begins without effect."""
-    if is_adapter(name):
-        return initial_adapter(name, tensor.shape, draw)
-    if name.endswith("patch_embedding.weight"):
-        return smooth_filters(tensor.shape, draw)
-    if name.endswith("position_embedding.weight"):
-        return torch.empty(tensor.shape).normal_(generator=draw)
-    if name.endswith("bias") or ".dense." in name or (name.endswith("norm.weight") and "vision" not in name):
-        return torch.zeros(tensor.shape)
-    if tensor.ndim == 1:
-        return torch.ones(tensor.shape)
-    deviation = tensor[0].numel() ** -0.5
-    return torch.empty(tensor.shape).normal_(0.0, deviation, generator=draw)
-
-
-def layout_of(settings: Settings, published: Published | None) -> dict[str, Any]:
-    """What our config.json says of it."""
+def layout_of(settings: Pi0Settings, published: PublishedPi0 | None) -> dict[str, Any]:
+    """The part of our config.json that describes the published model."""
     return settings.published | ({LAYOUT: published.layout} if published else {})

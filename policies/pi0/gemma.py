@@ -94,7 +94,7 @@ class GemmaStack(nn.Module):
         condition: Tensor | None = None,
     ) -> tuple[Tensor, list[KeysValues]]:
         """Hidden states [N, L, D] and each layer's keys and values, of embeddings [N, L, D] at `position` [N, L];
-        `mask` [N, 1, L, everything], everything of `past` first, says who sees whom."""
+        `mask` [N, 1, L, everything], everything of `past` first, says which token attends to which."""
         x = x.to(self.layers[0].mlp.up_proj.weight.dtype)
         turn = turns(position, self.settings.head_dim, THETA, x.dtype)
         seen = []

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.policies.pi0.gemma import GemmaStack, KeysValues
-from embodied.policies.pi0.settings import Settings
-from embodied.policies.pi0.siglip import Projector, VisionTower
+from embodied.policies.pi0.settings import Pi0Settings
+from embodied.policies.pi0.siglip import MultiModalProjector, VisionTower
+from embodied.policies.vla.layers import smooth_filters
+from embodied.policies.vla.lora import initial_adapter, is_adapter
 
+CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
 PERIODS = (4e-3, 4.0)  # shortest and longest of the time's sines
 EXACT = ("embeddings.", "input_layernorm.", "post_attention_layernorm.", "model.norm.")  # float32 in half precision
 WORDS = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
@@ -38,7 +41,7 @@ class Prefix:
         return cls([(layer[:, 0], layer[:, 1]) for layer in seen.unbind(1)], present, hidden)
 
 
-class Part(nn.Module):
+class NamedParts(nn.Module):
     """A name on the way to others."""
 
     def __init__(self, **parts: nn.Module) -> None:
@@ -48,18 +51,18 @@ class Part(nn.Module):
 
 
 class Pi0Network(nn.Module):
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Pi0Settings) -> None:
         super().__init__()
         self.settings = settings
         dim = settings.expert.dim
         condition = dim if settings.adaptive else None
-        vlm = Part(
+        vlm = NamedParts(
             vision_tower=VisionTower(settings.vision),
-            multi_modal_projector=Projector(settings.vision.dim, settings.language.dim),
+            multi_modal_projector=MultiModalProjector(settings.vision.dim, settings.language.dim),
             language_model=GemmaStack(settings.language, settings.vocab),
         )
-        expert = Part(model=GemmaStack(settings.expert, condition_dim=condition))
-        self.paligemma_with_expert = Part(paligemma=Part(model=vlm), gemma_expert=expert)
+        expert = NamedParts(model=GemmaStack(settings.expert, condition_dim=condition))
+        self.paligemma_with_expert = NamedParts(paligemma=NamedParts(model=vlm), gemma_expert=expert)
         self.action_in_proj = nn.Linear(settings.action_dim, dim)
         self.action_out_proj = nn.Linear(dim, settings.action_dim)
         if settings.adaptive:
@@ -131,7 +134,7 @@ class Pi0Network(nn.Module):
         return torch.cat([present[:, None].expand(-1, length, -1), among.expand(rows, -1, -1)], dim=2)[:, None]
 
     def _freeze_unused(self) -> None:
-        """Of the language model's last layer only keys and values are looked at."""
+        """Freeze what nothing reads: of the language model's last layer only keys and values are used."""
         language = self.vlm.language_model
         last = language.layers[-1]
         attention = last.self_attn
@@ -152,3 +155,28 @@ def in_half(network: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in network.named_parameters():
         if name.startswith("paligemma_with_expert.") and not any(part in name for part in EXACT):
             parameter.data = parameter.data.to(dtype)
+
+
+def start(name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
+    """The initial numbers of a weight or adapter of this network."""
+    if is_adapter(name):
+        return initial_adapter(name, shape, draw)
+    if name.endswith("patch_embedding.weight"):
+        return smooth_filters(shape, draw)
+    if name.endswith("position_embedding.weight"):
+        return torch.empty(shape).normal_(generator=draw)
+    if name.endswith("bias") or ".dense." in name or (name.endswith("norm.weight") and "vision" not in name):
+        return torch.zeros(shape)  # where Gemma adds 1 or a gate opens
+    if len(shape) == 1:
+        return torch.ones(shape)
+    return torch.empty(shape).normal_(0.0, shape[1:].numel() ** -0.5, generator=draw)
+
+
+def critic(settings: Pi0Settings) -> nn.Sequential:
+    """The value head, in the width of what it reads."""
+    width = settings.language.dim if settings.adaptive else settings.expert.dim
+    layers: list[nn.Module] = []
+    for size in CRITICS[settings.kind]:
+        layers += [nn.Linear(width, size), nn.ReLU()]
+        width = size
+    return nn.Sequential(*layers, nn.Linear(width, 1))

@@ -69,19 +69,33 @@ def read_figures(path: Path) -> dict[str, Figures]:
     return found
 
 
+def figures_of(found: dict[str, Figures], where: str, name: str | None) -> tuple[Figures | None, str]:
+    """The figures `name` of those `found` at `where`, or of a dataset's folder of this name, and whose they are."""
+    if name and name not in found and Path(name).is_dir():
+        found, where, name = read_figures(Path(name)), name, None
+        if not found:
+            raise CheckpointError(
+                f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json; of LeRobot 2.1's "
+                f"datasets python -m embodied.datasets.figures {where} writes the former"
+            )
+    if not found and name:
+        raise ConfigError(f"policy.statistics={name}: there is no such folder")
+    return (choose(found, name, where) if found else None), where
+
+
 def choose(found: dict[str, Figures], name: str | None, where: str) -> Figures:
     """Those of the data set `name`, which may be left out where there is only one."""
     return found[choose_key(found, name, where)]
 
 
 def width_of(figures: dict[str, list[float]]) -> int:
-    """Of what they describe, without the zeros that fill it up to a model's width."""
+    """How many numbers the figures describe, without the zeros that fill them up to a model's width."""
     columns = [enumerate(column, 1) for column in figures.values()]
     return max((at for column in columns for at, number in column if abs(number) > ZERO), default=0)
 
 
 def _state_files(path: Path) -> list[Path]:
-    """Of the steps that normalise."""
+    """Files of the steps that normalise."""
     try:
         steps = read_json(path).get("steps", [])
         files = [step.get("state_file") for step in steps if step.get("registry_name") == "normalizer_processor"]

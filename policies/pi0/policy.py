@@ -17,34 +17,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.core.arrays import tensor_of
-from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import Pi0Config
 from embodied.policies.pi0 import flow
-from embodied.policies.pi0.augmentation import DRAWS, augmented
-from embodied.policies.pi0.env_check import check_env, views_of
-from embodied.policies.pi0.folder import MODEL, SCALED, drawn, layout_of, read_published, save_beside, write_back
-from embodied.policies.pi0.images import pixels_of, resize_with_pad
-from embodied.policies.pi0.network import Pi0Network, Prefix, in_half
-from embodied.policies.pi0.normalize import Scale, choose, read_figures, width_of
-from embodied.policies.pi0.settings import PRESETS, settings_of
-from embodied.policies.pi0.text import Tokenizer, padded, prompt, tokenizer_of
+from embodied.policies.pi0.folder import MODEL, SCALED, layout_of, read_published, save_beside, write_back
+from embodied.policies.pi0.images import DRAWS, augmented, pixels_of, resize_with_pad
+from embodied.policies.pi0.network import Pi0Network, Prefix, critic, in_half, start
+from embodied.policies.pi0.normalize import Scale, choose, figures_of, width_of
+from embodied.policies.pi0.settings import PRESETS, check_sizes, settings_of
+from embodied.policies.pi0.text import GemmaWords, padded, prompt, tokenizer_of
 from embodied.policies.vla.compiling import for_acting
-from embodied.policies.vla.lora import AdaptedPolicy, add_lora, is_adapter, misfit, published_name
+from embodied.policies.vla.lora import add_lora, is_adapter
+from embodied.policies.vla.policy import VLAPolicy
 from embodied.policies.vla.shards import write_shards
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
-from embodied.runtime.tensor_bytes import Blob, blob_of
-from embodied.runtime.tensor_bytes import tensor_of as tensor_of_blob
+from embodied.policies.vla.text import Tokenizer
+from embodied.runtime.tensor_bytes import Blob
 
 SEEN, PRESENT, HIDDEN = "prefix", "prefix_present", "prefix_hidden"
 SCALES = ("action_scale.", "state_scale.")
-CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
 
 
-class Pi0Policy(AdaptedPolicy):
-    any_image_size = True
-    value_names = ("value_head.",)
+class Pi0Policy(VLAPolicy):
+    own_scales = SCALES
 
     def __init__(self, config: Pi0Config, spec: EnvSpec) -> None:
         super().__init__(config, spec)
@@ -54,15 +51,16 @@ class Pi0Policy(AdaptedPolicy):
         self.settings = fresh or self.source.settings
         if config.horizon:
             self.settings = replace(self.settings, horizon=config.horizon)
-        self.views = views_of(config, spec)
-        check_env(config, spec, self.settings)
+        self.check_cameras(config.cameras)
+        self.views = list(config.cameras or spec.images)
+        self.check_env()
         self.tokenizer = self.choose_tokenizer()
         self.exact = torch.float64 if config.dtype == "float64" else torch.float32
         self.action_scale, self.state_scale = Scale(spec.action.dim), Scale(spec.state_dim or 0)
         self.adopt_figures()
         with torch.device("meta"):
             self.model = Pi0Network(self.settings).to(self.exact)
-            self.value_head = critic(self.settings, config.name).to(self.exact)
+            self.value_head = critic(self.settings).to(self.exact)
             if config.exploration == "flow_noise":
                 sizes = self.settings.expert.dim, self.settings.action_dim
                 self.noise_head = flow.NoiseHead(*sizes, *config.noise_range).to(self.exact)
@@ -89,7 +87,7 @@ class Pi0Policy(AdaptedPolicy):
 
     @classmethod
     def numbers(cls, config: Pi0Config) -> tuple[int, int | None]:
-        """How many an action of a published folder has, and how many it wants to know of what the robot feels."""
+        """Numbers in an action of a published folder's model, and in the state that it reads (None: it reads none)."""
         published = read_published(config.pretrained, config.name)
         figures = choose(published.figures, config.statistics, config.pretrained)
         told = not published.settings.adaptive or config.state_in_prompt
@@ -97,64 +95,38 @@ class Pi0Policy(AdaptedPolicy):
 
     @classmethod
     def counted(cls, config: Pi0Config, spec: EnvSpec) -> Pi0Policy:
-        from embodied.policies.pi0.memory_model import CountedPi0
-
         return CountedPi0(config.model_copy(update={"pretrained": None, "statistics": None}), spec)
 
     def choose_tokenizer(self) -> Tokenizer:
         return tokenizer_of(self.source and self.source.path, self.settings)
 
-    def stored_weights(self) -> dict[str, Blob]:
-        """Of the published folder, for acting only: what it lacks is zero."""
-        stored = self.source.weights
-        own = self.state_dict()
-        whole = {name for name in own if name.startswith(SCALES)}
-        found = {name: stored.get(name, stored.get(published_name(name))) for name in own}
-        return {
-            name: found[name] or blob_of(tensor if name in whole else torch.zeros_like(tensor))
-            for name, tensor in own.items()
-        }
-
-    def adopt_figures(self) -> None:
-        """What states and actions are normalised by."""
-        config, source = self.config, self.source
-        found, where, name = source.figures if source else {}, str(source and source.path), config.statistics
-        if source and name is None and SCALED in source.weights:
-            return  # a folder of ours holds them among its weights
-        if name and name not in found and Path(name).is_dir():
-            found, where, name = read_figures(Path(name)), name, None
-            if not found:
-                raise CheckpointError(
-                    f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json; of LeRobot 2.1's "
-                    f"datasets python -m embodied.datasets.figures {where} writes the former"
-                )
-        if not found:
-            if name:
-                raise ConfigError(f"policy.statistics={name}: there is no such folder")
-            return
-        figures, mode = choose(found, name, where), self.settings.normalization
-        eps = 1e-8 if "type" in self.settings.published else 1e-6  # lerobot's, openpi's
-        self.action_scale.adopt(figures["actions"], mode, eps, f"the action statistics of {where}")
-        self.state_scale.adopt(figures["state"], mode, eps, f"the state statistics of {where}")
-
-    @torch.no_grad()
-    def initialise(self, rng: np.random.Generator) -> None:
-        """Published weights where the recipe names some, drawn ones for what is left."""
-        draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
+    def read_stored(self) -> dict[str, Blob]:
         stored = self.source.weights if self.source else {}
         if self.config.statistics:  # others than those that a folder of ours holds
             stored = {name: blob for name, blob in stored.items() if not name.startswith(SCALES)}
-        own = self.state_dict(keep_vars=True)
-        where = {name: name if name in stored else published_name(name) for name in own}
-        fresh = {name for name in own if where[name] not in stored}
-        lost = {name for name in fresh if stored and name.startswith(MODEL) and not is_adapter(name)}
-        if odd := sorted(lost | (stored.keys() - set(where.values()))):
-            raise CheckpointError(f"{self.source.path}: {misfit(odd)}")
-        for name, weight in own.items():
-            if name not in fresh:
-                self.use_weights({name: tensor_of_blob(stored[where[name]]).clone()})
-            elif not name.startswith(SCALES):
-                weight.copy_(drawn(name, weight, draw))
+        return stored
+
+    def is_extra(self, name: str) -> bool:
+        return not name.startswith(MODEL) or is_adapter(name)
+
+    def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
+        return start(name, shape, draw)
+
+    def check_env(self) -> None:
+        super().check_env()
+        check_sizes(self.config, self.spec, self.settings)
+
+    def adopt_figures(self) -> None:
+        """Take over what states and actions are normalised by."""
+        source, name = self.source, self.config.statistics
+        if source and name is None and SCALED in source.weights:
+            return  # a folder of ours holds them among its weights
+        figures, where = figures_of(source.figures if source else {}, str(source and source.path), name)
+        mode = self.settings.normalization
+        eps = 1e-8 if "type" in self.settings.published else 1e-6  # as lerobot, as openpi
+        for scale, part, kind in ((self.action_scale, "actions", "action"), (self.state_scale, "state", "state")):
+            if figures:
+                scale.adopt(figures[part], mode, eps, f"the {kind} statistics of {where}")
 
     @property
     def horizon(self) -> int:
@@ -215,7 +187,7 @@ class Pi0Policy(AdaptedPolicy):
         return Scores(logprobs, entropy, values)
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
-        """What a frozen PaliGemma makes of images and words: its keys and values, of prompts of one length."""
+        """Keys and values of a frozen PaliGemma for images and words, with prompts of one length."""
         if self.config.train == "all":
             return {}
         prefix = self._prefix(obs, self._unit_state(obs), self.settings.max_tokens)
@@ -298,8 +270,8 @@ class Pi0Policy(AdaptedPolicy):
         return prefix, F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
 
     def _prefix(self, obs: Observation, state: Tensor, width: int = 0, draws: Tensor | None = None) -> Prefix:
-        """Of prompts of at least `width` tokens, padding included."""
-        texts = obs["instruction"] if self.spec.instruction else [self.config.instruction] * len(state)
+        """The prefix of images and prompts of at least `width` tokens, padding included."""
+        texts = self.instructions(obs, len(state))
         told = self._told(state) if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)
         sentences = [self.tokenizer.encode(prompt(text, row)) for text, row in zip(texts, told)]
         words = [tensor_of(part, self.device) for part in padded(sentences, self.settings.max_tokens, width)]
@@ -308,13 +280,13 @@ class Pi0Policy(AdaptedPolicy):
             return for_acting(self.config, Pi0Network.prefix, self.device)(self.model, pixels, *words)
 
     def _pixels(self, obs: Observation) -> Tensor:
-        """Of all cameras [N, cameras, 3, S, S]."""
+        """Pixels of all cameras [N, cameras, 3, S, S]."""
         size = self.settings.vision.image_size
         frames = [resize_with_pad(tensor_of(obs["images"][view], self.device), size) for view in self.views]
         return torch.stack([pixels_of(view) for view in frames], dim=1)
 
     def _told(self, state: Tensor) -> np.ndarray:
-        """The state that the prompt tells."""
+        """The state that the prompt contains."""
         return state.cpu().numpy()
 
     def _unit_state(self, obs: Observation) -> Tensor:
@@ -363,7 +335,7 @@ class Pi0Policy(AdaptedPolicy):
         return {"chain": points.cpu().numpy(), "first": first.cpu().numpy()}
 
     def _played(self, x: Tensor, obs: Observation) -> np.ndarray:
-        """What the env takes, of points in the model's units."""
+        """Actions in the env's units, from points in the model's."""
         actions = self.action_scale.from_unit(self._scored(x))
         if count := self.config.relative_actions:
             actions[..., :count] += tensor_of(obs["state"], self.device)[:, None, :count]
@@ -382,17 +354,24 @@ class Pi0Policy(AdaptedPolicy):
 
 
 def lerobots_own(published: dict[str, Any]) -> dict[str, Any]:
-    """What lerobot does otherwise than openpi with the same task, of a folder that it wrote."""
+    """Options in which lerobot differs from openpi on the same task, for a folder that it wrote."""
     if "type" not in published:
         return {}
     steps = published.get("n_action_steps")
     return {"relative_actions": 0, "state_in_prompt": True, "horizon": None} | ({"chunk": steps} if steps else {})
 
 
-def critic(settings, kind: str) -> nn.Sequential:
-    width = settings.language.dim if settings.adaptive else settings.expert.dim
-    layers: list[nn.Module] = []
-    for size in CRITICS[kind]:
-        layers += [nn.Linear(width, size), nn.ReLU()]
-        width = size
-    return nn.Sequential(*layers, nn.Linear(width, 1))
+class CountedPi0(Pi0Policy):
+    """A Pi0 without files, whose memory is counted on shapes alone."""
+
+    def choose_tokenizer(self) -> Tokenizer:
+        return GemmaWords(self.settings)
+
+    def forward(self, inputs: dict[str, Any]) -> Scores:
+        """Scores of a chain of the right shape."""
+        rows, points = len(inputs["actions"]), self._noisy_steps() + 1
+        chain = torch.empty(rows, points, self.horizon, self.settings.action_dim, device=self.device)
+        return super().forward({**inputs, "chain": chain, "first": torch.empty(rows, device=self.device)})
+
+    def _told(self, state: Tensor) -> np.ndarray:
+        return np.zeros(state.shape)

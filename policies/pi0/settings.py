@@ -6,7 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied.core.errors import CheckpointError
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.types import EnvSpec
+from embodied.policies.config import Pi0Config
 
 MEAN_STD, QUANTILES = "mean_std", "quantiles"
 
@@ -32,7 +34,7 @@ class VisionSettings:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Pi0Settings:
     """The whole model. `action_dim` numbers are the width of states and actions inside; a robot's are padded."""
 
     kind: str  # "pi0": the state is a token of the expert; "pi05": it is read in the prompt, time steers the norms
@@ -82,7 +84,7 @@ TINY = FULL | {  # a small model has nothing to spare for action numbers that no
 PRESETS = {"tiny": TINY, "full": FULL}
 
 
-def settings_of(config: dict[str, Any], names: Collection[str], where: str, kind: str | None = None) -> Settings:
+def settings_of(config: dict[str, Any], names: Collection[str], where: str, kind: str | None = None) -> Pi0Settings:
     """Read a published config.json; `names` of the weights tell Pi0 from Pi0.5 where it does not (openpi's)."""
     kind = kind or config.get("type") or kind_of(names, where)
     if kind not in MAX_TOKENS:
@@ -93,7 +95,7 @@ def settings_of(config: dict[str, Any], names: Collection[str], where: str, kind
         language, expert = config["paligemma_variant"], config["action_expert_variant"]
         tiny = language == "tiny_language"
         action_dim = config.get("action_dim") or config["max_action_dim"]
-        settings = Settings(
+        settings = Pi0Settings(
             kind=kind,
             language=_gemma(language, where),
             expert=_gemma(expert, where),
@@ -144,3 +146,30 @@ def _normalization(config: dict[str, Any], kind: str, where: str) -> str:
     if modes not in ({MEAN_STD}, {QUANTILES}):
         raise CheckpointError(f"{where} normalises by {', '.join(sorted(modes))}; known: {MEAN_STD}, {QUANTILES}")
     return modes.pop()
+
+
+def check_sizes(config: Pi0Config, spec: EnvSpec, settings: Pi0Settings) -> None:
+    """Refuse an env whose actions or state the model has no room for."""
+    if spec.action.dim > settings.action_dim:
+        raise ConfigError(
+            f"this model has room for {settings.action_dim} action numbers, the env takes {spec.action.dim}"
+        )
+    if config.chunk > settings.horizon:
+        raise ConfigError(
+            f"policy.chunk={config.chunk} is more than the {settings.horizon} actions that the model predicts at "
+            f"once; try policy.chunk={settings.horizon}"
+        )
+    if (not settings.adaptive or config.state_in_prompt) and not spec.state_dim:
+        raise ConfigError(
+            f"policy.name={config.name} needs the robot's state, but this env gives none; set env.state=proprio"
+        )
+    if not settings.adaptive and spec.state_dim > settings.state_dim:
+        raise ConfigError(
+            f"this model has room for {settings.state_dim} state numbers, the env gives {spec.state_dim}; "
+            "set env.state=proprio"
+        )
+    if config.relative_actions > min(spec.state_dim or 0, spec.action.dim):
+        raise ConfigError(
+            f"policy.relative_actions={config.relative_actions} is more than the env's state ({spec.state_dim}) or "
+            f"its actions ({spec.action.dim}) have"
+        )

@@ -93,8 +93,8 @@ class VisionTower(nn.Module):
         return self.vision_model(pixels)
 
 
-class Projector(nn.Module):
-    """From patches to the language model's width."""
+class MultiModalProjector(nn.Module):
+    """Maps patches to the language model's width."""
 
     def __init__(self, vision_dim: int, dim: int) -> None:
         super().__init__()

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.pi0.settings import Settings
-from embodied.policies.vla.text import fast_tokenizer, hashed_words
+from embodied.policies.pi0.settings import Pi0Settings
+from embodied.policies.vla.text import TOKENIZER, Tokenizer, fast_tokenizer, hashed_words
 
-TOKENIZER = "tokenizer.json"
 BOS = 2
 EDGES = np.linspace(-1, 1, 257)[:-1]
 
 
-class Tokenizer(Protocol):
-    def encode(self, text: str) -> list[int]:
-        """Begin, and the text's ids."""
-        ...
-
-
 def prompt(instruction: str, state: np.ndarray | None) -> str:
-    """`state` in the model's units; None: it is not told in words."""
+    """`state` in the model's units; None: the prompt does not contain it."""
     text = instruction.strip().replace("_", " ").replace("\n", " ")
     if state is None:
         return f"{text}\n"
@@ -32,11 +23,15 @@ def prompt(instruction: str, state: np.ndarray | None) -> str:
     return f"Task: {text}, State: {numbers};\nAction: "
 
 
-class FolderTokenizer:
+class GemmaTokenizer:
     """The tokeniser of a published folder."""
 
-    def __init__(self, path: Path) -> None:
-        self._fast = fast_tokenizer(path)
+    def __init__(self, folder: Path | None) -> None:
+        self._fast = fast_tokenizer(
+            folder,
+            "a Pi0",
+            f"Pi0 reads with the tokeniser of google/paligemma-3b-pt-224: put its {TOKENIZER} beside the weights",
+        )
 
     def encode(self, text: str) -> list[int]:
         body = text.removesuffix("\n")  # the answer begins after a line end, which is a token of its own
@@ -47,10 +42,10 @@ class FolderTokenizer:
         return self._fast.encode(text, add_special_tokens=False).ids
 
 
-class WordTokenizer:
-    """For small models without a vocabulary file: numbers up to 255 have ids of their own, a word's is a hash of it."""
+class GemmaWords:
+    """Tokeniser of small models without a vocabulary file: numbers up to 255 have ids of their own, words a hash."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Pi0Settings) -> None:
         self.words = settings.vocab - 260
 
     def encode(self, text: str) -> list[int]:
@@ -62,17 +57,9 @@ class WordTokenizer:
         return 260 + (hashed_words(word, self.words) or [0])[0]
 
 
-def tokenizer_of(folder: Path | None, settings: Settings) -> Tokenizer:
-    if settings.tokenizer == "words":
-        return WordTokenizer(settings)
-    if folder is None:
-        raise ConfigError("policy.preset=full has no vocabulary of its own; give policy.pretrained=FOLDER of a Pi0")
-    if not (folder / TOKENIZER).is_file():
-        raise CheckpointError(
-            f"{folder} has no {TOKENIZER}; Pi0 reads with the tokeniser of google/paligemma-3b-pt-224: put its "
-            f"{TOKENIZER} beside the weights"
-        )
-    return FolderTokenizer(folder / TOKENIZER)
+def tokenizer_of(folder: Path | None, settings: Pi0Settings) -> Tokenizer:
+    """The tokeniser of a published folder, or that of a small model."""
+    return GemmaWords(settings) if settings.tokenizer == "words" else GemmaTokenizer(folder)
 
 
 def padded(sequences: list[list[int]], most: int, least: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Adapters as peft saves them, made by whoever trained a published model.
+"""Adapters as peft saves them, made in training a published model.
 
 Their rank, scale and targets are the folder's; what peft can do and we do not is refused by name.
 """
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.folder import read_json
+from embodied.policies.folder import own_layer, read_json
 from embodied.policies.vla.layers import ADAPTER
-from embodied.policies.vla.lora import published_name
 from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -74,7 +73,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob]) -> dict[str, Blob]:
-    """By our names, which must be these; `stored` are the weights of the model that they are for."""
+    """Adapters by our names, which must be `wanted`; `stored` are the weights of the model that they are for."""
     found, more = {}, {}
     for name, blob in weights_in(folder).items():
         layer, end = split(name)
@@ -86,9 +85,9 @@ def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob]) -> di
         where = "the policy has no such adapter" if odd[0] in found else "the folder lacks it"
         raise CheckpointError(f"{folder} does not fit this policy: {odd[0].replace(f'.{ADAPTER}.', '.')}: {where}")
     for name, blob in more.items():  # peft saves words' weights beside their adapters, as they were
-        there = stored.get(published_name(name))
+        there = stored.get(own_layer(name))
         if there is None or not alike(blob, there):
-            raise CheckpointError(f"{folder} changes {published_name(name)}, which is no adapter; merge it with peft")
+            raise CheckpointError(f"{folder} changes {own_layer(name)}, which is no adapter; merge it with peft")
     return found
 
 

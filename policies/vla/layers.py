@@ -25,7 +25,7 @@ class GatedMLP(nn.Module):
 
 
 def normed(x: Tensor, eps: float) -> Tensor:
-    """By the root of the mean square, in float32 at least."""
+    """`x` divided by the root of its mean square, in float32 at least."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
 
@@ -56,7 +56,7 @@ def with_adapter(y: Tensor, layer: nn.Module, x: Tensor, rows: slice = slice(Non
     if not hasattr(layer, "lora_A"):
         return y
     down, up = (getattr(layer, part)[ADAPTER].weight.flatten(1) for part in ("lora_A", "lora_B"))
-    return y + F.linear(F.linear(x.to(down.dtype), down), up[rows]) * layer.scaling[ADAPTER]
+    return y + F.linear(F.linear(x.to(down.dtype), down), up[rows]) * layer.adapter_scale
 
 
 def smooth_filters(shape: torch.Size, draw: torch.Generator) -> Tensor:

@@ -1,9 +1,8 @@
 """LoRA: beside a layer a trainable product of two thin matrices, while the layer itself stays as it is.
 
-peft puts the layers in. What surprises: it renames a layer's own weights, `x.weight` becomes `x.base_layer.weight`;
-`published_name` undoes that. Layers that we compute ourselves (a convolution of patches, some rows of the words'
-weights) call `layers.with_adapter`. What is not trained is shared by everyone who copies the policy, the reference of a
-KL term for one.
+Adapters are named as peft names them (`x.lora_A.default.weight`), the layers keep their own names. Layers that we
+compute ourselves (a convolution of patches, some rows of the words' weights) call `layers.with_adapter`. What is not
+trained is shared by all copies of a policy, such as the reference of a KL term.
 """
 
 from __future__ import annotations
@@ -11,19 +10,38 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.base import Policy
-from embodied.policies.vla.layers import ADAPTER
+from embodied.policies.folder import own_layer
+from embodied.policies.vla.layers import ADAPTER, with_adapter
 from embodied.policies.vla.shards import write_tensors
 
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-LAYER = ".base_layer.weight"  # of a layer that has an adapter
+LAYER = ".base_layer.weight"  # peft's name for the weight of a layer that has an adapter
 WORDS = "lm_head"
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer with an adapter; `adapt` makes one of a plain layer, in its place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return with_adapter(super().forward(x), self, x)
+
+
+def adapt(layer: nn.Linear | nn.Conv2d, rank: int, scale: float) -> None:
+    """Give a layer an adapter, without weights yet."""
+    if isinstance(layer, nn.Linear):
+        down = nn.Linear(layer.in_features, rank, bias=False)
+        up = nn.Linear(rank, layer.out_features, bias=False)
+        layer.__class__ = AdaptedLinear  # in place, so that all references see the adapter
+    else:
+        down = nn.Conv2d(layer.in_channels, rank, layer.kernel_size, bias=False)
+        up = nn.Conv2d(rank, layer.out_channels, 1, bias=False)
+    layer.lora_A, layer.lora_B = (nn.ModuleDict({ADAPTER: part}) for part in (down, up))
+    layer.adapter_scale = scale
 
 
 def add_lora(
@@ -35,13 +53,6 @@ def add_lora(
 ) -> None:
     """Freeze these networks, by name, and give the layers that `targets` chooses an adapter each, whose effect is
     multiplied by `scale`. The layers `whole` are trained themselves. What was frozen altogether gets no adapters."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "policy.lora_rank needs the package peft, which is not installed; "
-            "python -m pip install 'embodied-loop[vla]'"
-        ) from None
     untouched = {id(layer) for layer in whole}
     kept = {id(p) for layer in whole for p in layer.parameters() if p.requires_grad}
     found = 0
@@ -50,9 +61,8 @@ def add_lora(
         frozen = not any(p.requires_grad and id(p) not in kept for p in part.parameters())
         chosen = [] if frozen else chosen_layers(layers, targets, prefix)
         part.requires_grad_(False)
-        if chosen:
-            config = LoraConfig(r=rank, lora_alpha=scale * rank, target_modules=chosen, init_lora_weights=False)
-            inject_adapter_in_model(config, part, adapter_name=ADAPTER)
+        for name in chosen:
+            adapt(layers[name], rank, scale)
         for parameter in (p for p in part.parameters() if id(p) in kept):
             parameter.requires_grad_(True)
         found += len(chosen)
@@ -61,9 +71,9 @@ def add_lora(
 
 
 def chosen_layers(layers: Mapping[str, nn.Module], targets: str | Collection[str], prefix: str) -> list[str]:
-    """Which of them get adapters. "linear": linear layers that are trained, but for the words' weights. "reference":
-    what peft's all-linear meant when the published recipes were written: whatever is called as a linear layer is, used
-    or not."""
+    """Names of the layers that get adapters. "linear": linear layers that are trained, but for the words' weights.
+    "reference": what peft's all-linear meant when the published recipes were written: whatever is called as a linear
+    layer is, used or not."""
     kinds = {name: layer for name, layer in layers.items() if type(layer) in (nn.Linear, nn.Conv2d)}
     if targets == "linear":
         linear = [name for name, layer in kinds.items() if type(layer) is nn.Linear and layer.weight.requires_grad]
@@ -79,8 +89,8 @@ def last_name(name: str) -> str:
 
 
 def initial_adapter(name: str, shape: torch.Size, draw: torch.Generator, way: str = "kaiming") -> Tensor:
-    """Without effect: the second matrix is zero. The first is uniform as peft's default (kaiming_uniform with
-    a = sqrt(5)), or normal as the published recipes ask it for ("gaussian")."""
+    """An adapter's initial matrix, without effect: the second one is zero. The first is uniform as peft's default
+    (kaiming_uniform with a = sqrt(5)), or normal as the published recipes ask it for ("gaussian")."""
     if name.endswith(UP):
         return torch.zeros(shape)
     if way == "gaussian":
@@ -93,26 +103,22 @@ def is_adapter(name: str) -> bool:
     return name.endswith((DOWN, UP))
 
 
-def published_name(name: str) -> str:
-    return name.replace(".base_layer.", ".")
-
-
 def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Published names, each adapter added to its layer; a tensor without adapter is handed on as it is."""
-    own = dict(weights)
-    for name, tensor in own.items():
+    """Weights under their layers' own names, each adapter added to its layer; a tensor without adapter is passed on as
+    it is."""
+    named = dict(weights)
+    for name, tensor in named.items():
         if is_adapter(name):
             continue
-        down = own.get(name.removesuffix(LAYER) + DOWN)
-        if name.endswith(LAYER) and down is not None:
-            up = own[name.removesuffix(LAYER) + UP]
-            exact = torch.promote_types(tensor.dtype, torch.float32)
+        layer = own_layer(name).removesuffix(".weight")
+        if (down := named.get(layer + DOWN)) is not None:
+            up, exact = named[layer + UP], torch.promote_types(tensor.dtype, torch.float32)
             tensor = (tensor.to(exact) + scale * product(up.to(exact), down.to(exact), tensor, name)).to(tensor.dtype)
-        yield published_name(name), tensor
+        yield own_layer(name), tensor
 
 
 def product(up: Tensor, down: Tensor, weight: Tensor, name: str) -> Tensor:
-    """What an adapter adds to a layer's weight, before its scale; of a convolution, too."""
+    """The matrix that an adapter adds to a layer's weight, before its scale; for convolutions, too."""
     if up.ndim < 2 or down.ndim < 2 or (up.shape[0], down[0].numel()) != (weight.shape[0], weight[0].numel()):
         sizes = [list(tensor.shape) for tensor in (up, down, weight)]
         raise CheckpointError(f"the adapter {sizes[0]} x {sizes[1]} does not fit its layer {name} of {sizes[2]}")
@@ -127,44 +133,8 @@ def misfit(names: list[str]) -> str:
     return f"its weights do not fit its config.json: {', '.join(names[:4])}{adapters}"
 
 
-class AdaptedPolicy(Policy):
-    """A policy that LoRA may train: begun from a folder, it is saved as what is trained and the name of that folder."""
-
-    origin: Path | None = None  # the folder
-
-    def stored_names(self) -> dict[str, str]:
-        """Our names of the weights in that folder -> the names they have there."""
-        raise NotImplementedError
-
-    def left_out(self) -> dict[str, str]:
-        """The same of the weights that a saved policy does not hold."""
-        if not (self.origin and self.config.lora_rank):
-            return {}
-        files = self.stored_names()
-        frozen = {name: published_name(name) for name, p in self.named_parameters() if not p.requires_grad}
-        there = {name: files.get(name, files.get(other)) for name, other in frozen.items()}
-        return {name: file for name, file in there.items() if file}
-
-    def saved(self) -> set[str]:
-        return super().saved() - self.left_out().keys()
-
-    def description(self) -> dict[str, Any]:
-        names, ours = self.left_out(), super().description()
-        ours["policy"] |= {"compile": False}  # how it acts here, not what it is
-        return ours | ({"base": str(self.origin.resolve()), "base_names": names} if names else {})
-
-    def published_weights(self) -> dict[str, Tensor]:
-        """With adapters merged."""
-        return dict(merged(self.state_dict().items(), self.config.lora_scale))
-
-    def save_adapters(self, folder: Path | str) -> None:
-        """As peft reads them."""
-        config = self.config
-        save_adapters(Path(folder), self.state_dict().items(), config.lora_rank, config.lora_scale, str(self.origin))
-
-
 def save_adapters(folder: Path, weights: Iterable[tuple[str, Tensor]], rank: int, scale: float, base: str) -> None:
-    """As peft saves them: adapter_config.json and adapter_model.safetensors."""
+    """Write adapters as peft does: adapter_config.json and adapter_model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {name: tensor for name, tensor in weights if is_adapter(name)}
     layers = sorted({name.removesuffix(DOWN) for name in found if name.endswith(DOWN)})

@@ -13,7 +13,7 @@ from embodied.runtime.tensor_bytes import blob_of, spec_of, write_safetensors
 
 
 def write_shards(path: Path, weights: dict[str, Tensor], shard_bytes: int) -> None:
-    """In shards of at most so many bytes (a larger tensor gets one of its own), or whole where one is enough."""
+    """Write weights in shards of at most so many bytes (a larger tensor gets its own), or whole where one is enough."""
     shards = list(_shards(weights, shard_bytes))
     if len(shards) == 1:
         write_tensors(path / WEIGHTS, shards[0])

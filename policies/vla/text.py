@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from embodied.core.errors import CheckpointError, ConfigError
 
+TOKENIZER = "tokenizer.json"
 
-def fast_tokenizer(path: Path):
-    """The one that tokenizer.json describes."""
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, behind that of the beginning."""
+        ...
+
+
+def fast_tokenizer(folder: Path | None, model: str, advice: str):
+    """The tokeniser that tokenizer.json of a published folder describes; `advice` says how to come by that file."""
+    if folder is None:
+        raise ConfigError(f"policy.preset=full has no vocabulary of its own; give policy.pretrained=FOLDER of {model}")
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {TOKENIZER}; {advice}")
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:
@@ -22,7 +36,7 @@ def fast_tokenizer(path: Path):
         found = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as err:  # the package knows no narrower one
         raise CheckpointError(f"{path} is damaged: {err}") from None
-    found.no_padding()  # who saved it may have left on how they filled their batches
+    found.no_padding()  # a saved tokeniser may still pad or cut as it did in training
     found.no_truncation()
     return found
 

@@ -90,9 +90,7 @@ IN_A_CIRCLE = {  # imports inside functions that may lead back to where they are
     ("embodied.config.base_recipe", "embodied.run.policy_source"): "policy.path=... may be a class or a folder",
     ("embodied.envs.libero.tasks", "embodied.envs.libero.own_tasks"): "a task of the user's own is made of listed ones",
     ("embodied.envs.own_modules", "embodied.envs.libero.scene"): "only LIBERO knows whether its simulator is there",
-    ("embodied.envs.maniskill.env", "embodied.envs.maniskill.cpu_reset"): "resets many CPU envs of that class at once",
     ("embodied.envs.maniskill.env", "embodied.envs.maniskill.equality_proof"): "the proof runs the checker on envs",
-    ("embodied.policies.pi0.policy", "embodied.policies.pi0.memory_model"): "counts the memory of that class",
 }
 
 

@@ -2,13 +2,22 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from embodied.core.errors import ConfigError
-from embodied.envs import env_class, make_env
-from embodied.envs.config import EnvConfig, ExternalEnvConfig, GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
+from embodied.envs import env_class, env_that_knows, make_env
+from embodied.envs.config import (
+    EnvConfig,
+    ExternalEnvConfig,
+    GymConfig,
+    LiberoConfig,
+    ManiSkillConfig,
+    PointMassConfig,
+)
 from embodied.envs.pointmass.env import PointMassEnv
 
 ADAPTER = TypeAdapter(EnvConfig)
@@ -123,3 +132,27 @@ def test_the_options_import_neither_torch_nor_a_simulator():
     code = f"import sys, embodied.envs, embodied.envs.config; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_bridge_task_says_by_its_name_who_plays_it_and_what_files_it_lacks(tmp_path):
+    carrot = "PutOnPlateInScene25Single-v1"
+    assert env_that_knows(carrot) == env_that_knows([carrot, "PutCarrotOnPlateInScene-v1"]) == "maniskill"
+    assert env_that_knows("PushCube-v1") is None and env_that_knows("libero_goal") is None
+    found = config(name="maniskill", task=carrot)
+    bare = SimpleNamespace(environ={"MS_ASSET_DIR": str(tmp_path)}, exists=Path.exists)
+    lost = env_class(found).missing_files(found, bare)
+    assert [*lost] == ["widowx250s", "put_on_plate_25"] and "download_asset widowx250s" in lost["widowx250s"]
+    assert not env_class(found).missing_files(found, SimpleNamespace(environ={}, exists=lambda path: True))
+    toy = config(name="pointmass")
+    assert env_class(toy).missing_files(toy, bare) == {}
+
+
+def test_what_an_env_or_a_policy_of_ones_own_needs_is_listed_and_imported_when_asked_for():
+    code = (
+        "import sys, embodied.envs as envs, embodied.policies as policies\n"
+        "assert not {'torch', 'gymnasium'} & sys.modules.keys()\n"
+        "for package in (envs, policies):\n"
+        "    assert all(getattr(package, name) is not None for name in package.__all__)\n"
+        "assert not hasattr(envs, 'Nothing')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -12,7 +12,6 @@ from embodied.core.types import Recording
 from embodied.envs.action_source import ExpertActions
 from embodied.envs.config import GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
 from embodied.envs.episode_player import play_episodes
-from embodied.envs.experts import make_expert
 from embodied.envs.libero.expert import rims
 from embodied.envs.maniskill import panda
 from embodied.envs.pointmass.env import PointMassEnv
@@ -22,7 +21,7 @@ REST = np.array([0, np.pi / 8, 0, -np.pi * 5 / 8, 0, np.pi * 3 / 4, np.pi / 4])
 
 
 def play(env, count):
-    action_source = ExpertActions(make_expert(env), "expert")
+    action_source = ExpertActions(env.expert(), "expert")
     episodes = EpisodeList(0, "demonstrations", (env.config.task,)).first(count)
     return play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
 
@@ -83,15 +82,18 @@ def test_liberos_expert_solves_stored_states_also_where_a_bowl_slips_as_the_epis
 
     env = LiberoEnv(LiberoConfig(name="libero", task=task), 2)
     episodes = EpisodeList(0, "eval", (task,), stored_states=50).first(2)
-    action_source = ExpertActions(make_expert(env), "expert")
+    action_source = ExpertActions(env.expert(), "expert")
     played = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
     env.close()
     assert all(result.success_once for result in played)
 
 
 def test_tasks_without_an_expert_are_refused():
+    from embodied.envs.gym.env import GymEnv
+    from embodied.envs.maniskill.env import ManiSkillEnv
+
     config = ManiSkillConfig(task="PullCube-v1")
     with pytest.raises(ConfigError, match=r"no expert for env\.task=PullCube-v1.*PickCube-v1"):
-        make_expert(SimpleNamespace(config=config))
+        ManiSkillEnv.expert(SimpleNamespace(config=config))
     with pytest.raises(ConfigError, match=r"no expert for env\.name=gym:CartPole-v1"):
-        make_expert(SimpleNamespace(config=GymConfig(name="gym:CartPole-v1")))
+        GymEnv.expert(SimpleNamespace(config=GymConfig(name="gym:CartPole-v1")))

@@ -149,7 +149,7 @@ def test_an_env_that_cannot_be_filmed_says_why(monkeypatch):
     env = make(HERE, 1, max_episode_steps=10)
     assert "pygame is not installed" in env.film_problem()
     env.reset(seed=0)
-    with pytest.raises(EmbodiedError, match="cannot be filmed here: pygame"):
+    with pytest.raises(EmbodiedError, match="cannot be recorded here: pygame"):
         env.render_rows(np.array([0]))
 
 

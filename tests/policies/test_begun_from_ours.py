@@ -54,7 +54,6 @@ def test_what_began_with_fresh_weights_can_be_begun_from(config, tmp_path):
 
 @pytest.mark.parametrize("config", [FAMILIES[0], FAMILIES[2]], ids=lambda config: config.name)
 def test_a_folder_of_adapters_says_that_it_holds_some(config, tmp_path):
-    pytest.importorskip("peft")
     make_policy(config.model_copy(update={"lora_rank": 2}), SPEC, 1).save_pretrained(tmp_path / "ours")
     begun = config.model_copy(update={"pretrained": str(tmp_path / "ours")})
     with pytest.raises(CheckpointError, match=r"it holds adapters: set policy\.lora_rank"):

@@ -118,10 +118,10 @@ def test_a_tokeniser_neither_pads_nor_cuts_as_whoever_saved_it_did(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged"):
-        fast_tokenizer(path)
+        fast_tokenizer(tmp_path, "", "")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "lift": 7, "it": 8}, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.enable_padding(length=8)
     made.enable_truncation(1)
     made.save(str(path))
-    assert fast_tokenizer(path).encode("lift it").ids == [7, 8]
+    assert fast_tokenizer(tmp_path, "", "").encode("lift it").ids == [7, 8]

@@ -13,7 +13,7 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.bc import mean_of_items
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
-from embodied.policies.pi0.augmentation import DRAWS, augmented
+from embodied.policies.pi0.images import DRAWS, augmented
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,12 +93,11 @@ def test_oft_learns_all_words_where_actions_are_read_and_the_stop_token_behind_t
 
 
 def test_with_adapters_words_are_learned_by_that_of_their_weights():
-    pytest.importorskip("peft")
     config = OpenVLAConfig(name="openvla", sft_loss="vocabulary", lora_rank=2, lora_targets="reference")
     policy = make_policy(config, ONE, 0)
     (policy.imitate({"obs": observe(ONE), "actions": actions(1), "mask": there(1)}, None)).sum().backward()
     head = policy.language_model.lm_head
-    assert head.lora_B["default"].weight.grad[:100].any() and head.base_layer.weight.grad is None
+    assert head.lora_B["default"].weight.grad[:100].any() and head.weight.grad is None
 
 
 def test_a_head_that_writes_no_tokens_refuses():

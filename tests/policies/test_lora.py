@@ -1,8 +1,10 @@
 """Adapters beside frozen weights: what is trained, saved, merged and compared with."""
 
+import json
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_vla import NOISE, OBS, build
 
 from embodied.core.errors import CheckpointError
@@ -62,6 +64,22 @@ def test_a_checkpoint_holds_adapters_and_finds_the_rest_where_it_was(adapted, ba
     (tmp_path / "saved" / "config.json").write_text(text.replace(str(base), "/nowhere"))
     with pytest.raises(CheckpointError, match="adapters for the model in /nowhere"):
         load_policy(tmp_path / "saved")
+
+
+def test_a_checkpoint_of_before_whose_layers_have_pefts_names_loads_as_it_was(adapted, base, tmp_path):
+    for number, made in enumerate((adapted, build(lora_rank=4))):
+        folder = tmp_path / str(number)
+        made.save_pretrained(folder)
+        layers = {name.partition(".lora_A.")[0] for name in made.state_dict() if ".lora_A." in name}
+        renamed = lambda name: name.removesuffix(".weight") + ".base_layer.weight"  # noqa: E731
+        old = {f"{layer}.weight": renamed(f"{layer}.weight") for layer in layers}
+        tensors = load_file(folder / "model.safetensors")
+        save_file({old.get(name, name): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        if "base_names" in config:
+            config["base_names"] = {old.get(name, name): there for name, there in config["base_names"].items()}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert torch.equal(logprobs(load_policy(folder)), logprobs(made))
 
 
 def test_merged_weights_act_as_the_adapted_ones(adapted, tmp_path):

@@ -11,11 +11,10 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import OpenVLAConfig
-from embodied.policies.openvla.actions import ActionTokens
+from embodied.policies.openvla.action_tokens import ActionTokens, pick
 from embodied.policies.openvla.folder import read_published
-from embodied.policies.openvla.sampling import pick
 from embodied.policies.openvla.settings import TINY
-from embodied.policies.openvla.text import FolderTokenizer, prompt, template_of
+from embodied.policies.openvla.text import LlamaTokenizer, prompt, template_of
 from embodied.policies.vla.statistics import Statistics, statistics_of
 from embodied.policies.vla.text import align
 
@@ -170,7 +169,7 @@ def test_a_published_tokeniser_begins_with_1_and_ends_with_the_space(tmp_path):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "lift": 7, "it": 8}, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
-    assert FolderTokenizer(tmp_path / "tokenizer.json").encode("lift it") == [1, 7, 8, 29871]
+    assert LlamaTokenizer(tmp_path).encode("lift it") == [1, 7, 8, 29871]
 
 
 def test_a_published_folder_comes_back_byte_by_byte(published, tmp_path):

@@ -14,7 +14,7 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import OpenVLAOFTConfig
 from embodied.policies.openvla.components import main as convert
-from embodied.policies.openvla.heads import laplace, laplace_noise
+from embodied.policies.openvla.oft import laplace, laplace_noise
 from embodied.policies.openvla.settings import TINY
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (16, 16, 3), "wrist": (16, 16, 3)}, instruction=True)
@@ -306,7 +306,6 @@ def test_an_adapter_that_does_not_fit_its_layer_is_refused(adapted_towers):
 
 
 def test_adapters_beside_towers_of_their_own_are_loaded_with_them(adapted_towers, tmp_path):
-    pytest.importorskip("peft")
     made = build(pretrained=str(adapted_towers), lora_rank=2)
     made.save_pretrained(tmp_path / "saved")
     again = load_policy(tmp_path / "saved")

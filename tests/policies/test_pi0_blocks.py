@@ -6,7 +6,7 @@ from torch import nn
 
 from embodied.policies.pi0.flow import plain, time_of
 from embodied.policies.pi0.network import Pi0Network
-from embodied.policies.pi0.settings import GemmaSettings, Settings, VisionSettings
+from embodied.policies.pi0.settings import GemmaSettings, Pi0Settings, VisionSettings
 
 transformers = pytest.importorskip("transformers")
 
@@ -17,7 +17,7 @@ STEPS = 4
 
 
 def settings(kind="pi0"):
-    return Settings(kind, LANGUAGE, EXPERT, VISION, 60, 5, 6, 6, 48, "mean_std")
+    return Pi0Settings(kind, LANGUAGE, EXPERT, VISION, 60, 5, 6, 6, 48, "mean_std")
 
 
 def build(kind="pi0"):

@@ -6,8 +6,16 @@ import torch
 from PIL import Image
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.vla.images import HALVES, IMAGENET, ImageProcessor, processor_of, resize
-from embodied.policies.vla.resampling import as_in_rlds, as_tensorflow, through_jpeg
+from embodied.policies.vla.images import (
+    HALVES,
+    IMAGENET,
+    ImageProcessor,
+    as_in_rlds,
+    as_tensorflow,
+    processor_of,
+    resize,
+    through_jpeg,
+)
 
 
 def picture(height, width, seed=0):

@@ -68,7 +68,7 @@ def test_what_lacks_a_package_or_a_driver_says_so():
     assert named("envs", whole)["maniskill"].problem == "no Vulkan driver"
     assert named("recipes", Bare())["pointmass_ppo"].problem == ""
     assert named("recipes", Bare("mani-skill", "sapien"))["maniskill_ppo_gpu"].problem == "no NVIDIA GPU"
-    vla = named("recipes", Bare(*LIBERO.packages, *LIBERO.data, "tokenizers", "peft"))["libero_grpo_openvla_oft"]
+    vla = named("recipes", Bare(*LIBERO.packages, *LIBERO.data, "tokenizers"))["libero_grpo_openvla_oft"]
     assert vla.problem == "no NVIDIA GPU"
     assert "Needs mani-skill, sapien, a Vulkan driver." in named("envs", whole)["maniskill"].purpose
 

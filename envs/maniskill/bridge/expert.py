@@ -8,10 +8,14 @@ turned round.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.envs.maniskill.env import ManiSkillEnv, to_numpy
+from embodied.core.arrays import host
+
+if TYPE_CHECKING:
+    from embodied.envs.maniskill.env import ManiSkillEnv
 
 OPEN, CLOSE = 1.0, -1.0
 FASTEST, FASTEST_TURN = 0.05, 0.35  # metres and radians asked for at most in an env step
@@ -22,8 +26,8 @@ BASE_TURN = np.array([-1.0, -1.0, 1.0])  # from the world's axes to those of the
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What the rules look at: arrays with one row per env."""
+class BridgeWorld:
+    """The positions that the rules read: arrays with one row per env."""
 
     hand: np.ndarray  # [N, 3], the point between the fingertips
     asked: np.ndarray  # [N, 3], where the hand is on its way to
@@ -53,15 +57,15 @@ class BridgeExpert:
         return np.clip(moves / self._env.units, -1.0, 1.0).astype(np.float32)
 
 
-def look(env: ManiSkillEnv) -> Scene:
+def look(env: ManiSkillEnv) -> BridgeWorld:
     found = [one.laid_out() for one in env.envs]
-    thing, place, size, top, held = (np.concatenate([to_numpy(part) for part in parts]) for parts in zip(*found))
+    thing, place, size, top, held = (np.concatenate([host(part) for part in parts]) for parts in zip(*found))
     arms = [one.agent.controller.controllers["arm"] for one in env.envs]
-    hand = np.concatenate([to_numpy(arm.ee_pose.p) for arm in arms])
-    base = np.concatenate([to_numpy(arm.root_link.pose.p) for arm in arms])
-    target = np.concatenate([to_numpy(arm._target_pose.raw_pose) for arm in arms])
+    hand = np.concatenate([host(arm.ee_pose.p) for arm in arms])
+    base = np.concatenate([host(arm.root_link.pose.p) for arm in arms])
+    target = np.concatenate([host(arm._target_pose.raw_pose) for arm in arms])
     axes = matrices(thing[:, 3:])
-    return Scene(
+    return BridgeWorld(
         hand=hand,
         asked=base + target[:, :3] * BASE_TURN,
         closing=flat(matrices(target[:, 3:])[:, :, 1]) * BASE_TURN[:2],
@@ -73,7 +77,7 @@ def look(env: ManiSkillEnv) -> Scene:
     )
 
 
-def wish(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
+def wish(scene: BridgeWorld) -> tuple[np.ndarray, np.ndarray]:
     """Where the hand should go [N, 3], and what the fingers should do [N]."""
     to_thing, to_place = scene.thing - scene.hand, scene.place - scene.thing
     beside = np.linalg.norm(to_thing[:, :2], axis=1)

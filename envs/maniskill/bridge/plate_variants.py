@@ -166,7 +166,7 @@ PAINTS = {
 
 
 def variants(which: str) -> dict[str, Variant]:
-    """By the end of the task's name; `which` of train, test and all."""
+    """The choices of a task by the end of its name; `which` of train, test and all."""
     old, new = which in ("train", "all"), which in ("test", "all")
     pick = lambda before, after: before * old + after * new  # noqa: E731
     objects, pictures = pick(OLD_OBJECTS, NEW_OBJECTS), pick(OLD_PICTURES, NEW_PICTURES)

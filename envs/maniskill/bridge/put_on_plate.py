@@ -77,7 +77,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         super()._load_agent(options, sapien.Pose(*BASES[self.scene_setting]))
 
     def _load_lighting(self, options: dict) -> None:
-        """As in ManiSkill's twins."""
+        """Builds the scene as ManiSkill's twins do."""
         self.scene.set_ambient_light([0.3] * 3)
         for direction, strength in (([0, 0, -1], 2.2), ([-1, -0.5, -1], 0.7), ([1, 1, -1], 0.7)):
             self.scene.add_directional_light(direction, [strength] * 3)
@@ -226,7 +226,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         return TEMPLATES[episode.template].format(*names)
 
     def _get_obs_extra(self, info: dict) -> dict[str, torch.Tensor]:
-        """Where things are, for those who may know."""
+        """Where things are, for policies that may know."""
         if self._obs_mode != "state":
             return {}
         return {"places": torch.cat([self._poses("object"), self._poses("plate")], dim=1)}

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from embodied.envs.libero import egl
-from embodied.envs.libero.egl import choose_card
+from embodied.envs.libero import images
+from embodied.envs.libero.images import choose_card
 from embodied.system.vulkan_driver import loads
 
 HYBRID = ["renderD128", "renderD131", "renderD130", "renderD129", ""]  # another maker's first, software last
@@ -23,17 +23,17 @@ HYBRID = ["renderD128", "renderD131", "renderD130", "renderD129", ""]  # another
     ],
 )
 def test_the_card_is_found_by_its_file(files, place, wanted, chosen, monkeypatch, capsys):
-    monkeypatch.setattr(egl, "render_files", lambda: files)
-    for key, value in {egl.CHOICE: place, "EMBODIED_RENDER_FILE": wanted}.items():
+    monkeypatch.setattr(images, "render_files", lambda: files)
+    for key, value in {images.CHOICE: place, "EMBODIED_RENDER_FILE": wanted}.items():
         monkeypatch.setenv(key, value or "")
         if value is None:
             monkeypatch.delenv(key)
     choose_card()
-    assert os.environ.get(egl.CHOICE) == chosen
+    assert os.environ.get(images.CHOICE) == chosen
     assert ("EGL has no device 6 (renderD134)" in capsys.readouterr().err) == (place == "6")
 
 
 @pytest.mark.skipif(not loads("libEGL.so.1"), reason="needs EGL")
 def test_egl_is_asked_for_its_devices():
-    files = egl.render_files()
+    files = images.render_files()
     assert all(file == "" or file.startswith("renderD") for file in files)

@@ -157,12 +157,11 @@ def test_the_expert_puts_the_carrot_on_its_plate():
     from embodied.core.types import Recording
     from embodied.envs.action_source import ExpertActions
     from embodied.envs.episode_player import play_episodes
-    from embodied.envs.experts import make_expert
     from embodied.runtime import Timers
 
     env = build(2, cameras=(), max_episode_steps=40, action_units=(0.05, 0.35))
     episodes = [EpisodeSpec(CARROT, state, state, number) for number, state in enumerate((0, 1, 10, 23))]
-    action_source = ExpertActions(make_expert(env), "expert")
+    action_source = ExpertActions(env.expert(), "expert")
     played = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
     assert all(result.success_once for result in played)
     env.close()

@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from embodied.envs.maniskill.bridge.expert import ABOVE, CLEAR, CLOSE, OPEN, Scene, angle_to, matrices, narrow, wish
+from embodied.envs.maniskill.bridge.expert import (
+    ABOVE,
+    CLEAR,
+    CLOSE,
+    OPEN,
+    BridgeWorld,
+    angle_to,
+    matrices,
+    narrow,
+    wish,
+)
 
 pytest.importorskip("mani_skill")
 
@@ -35,7 +45,7 @@ def scene(**changes):
         "place": [0.1, 0.0, 0.876],
         "held": False,
     }
-    return Scene(**{name: np.array([value]) for name, value in (usual | changes).items()})
+    return BridgeWorld(**{name: np.array([value]) for name, value in (usual | changes).items()})
 
 
 def test_it_does_one_thing_after_another():

@@ -112,11 +112,11 @@ def test_an_unknown_camera_is_refused_with_those_there_are():
 
 @pytest.mark.parametrize("task", ["PushCube-v1", "PokeCube-v1"])
 def test_rows_that_are_drawn_together_begin_as_rows_drawn_one_by_one(task, monkeypatch):
-    from embodied.envs.maniskill import cpu_reset
+    from embodied.envs.maniskill import cpu_batch
 
     env = make_env(ManiSkillConfig(task=task, backend="cpu_batched"), 3)
-    assert task in cpu_reset.DRAWN_TOGETHER
+    assert task in cpu_batch.DRAWN_TOGETHER
     together = reset(env, [1, 2, 3])["state"]
-    monkeypatch.setattr(cpu_reset, "DRAWN_TOGETHER", ())
+    monkeypatch.setattr(cpu_batch, "DRAWN_TOGETHER", ())
     np.testing.assert_array_equal(together, reset(env, [1, 2, 3])["state"])
     env.close()

@@ -13,10 +13,10 @@ from embodied.core.types import EpisodeResult, Recording
 from embodied.envs.action_source import ExpertActions
 from embodied.envs.config import ManiSkillConfig, PointMassConfig
 from embodied.envs.episode_player import play_episodes
-from embodied.envs.experts import make_expert
 from embodied.envs.maniskill import motion_planner, panda
 from embodied.envs.maniskill.env import ManiSkillEnv
-from embodied.envs.maniskill.motion_planner import CONTROLS, SOLVERS, Plan, PlannerExpert, Replay
+from embodied.envs.maniskill.motion_planner import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay
+from embodied.envs.pointmass.env import PointMassEnv
 from embodied.runtime import Timers
 
 pytest.importorskip("mani_skill")
@@ -38,7 +38,7 @@ def test_the_hand_is_never_aimed_beyond_where_the_fingers_have_to_move_first():
 
 def test_a_replay_cuts_a_move_short_but_no_wait_for_the_fingers():
     plan = plan_of([0.0, 0.02, 0.04, 0.06, 0.06, 0.06, 0.08], [1, 1, 1, 1, -1, -1, -1])
-    replay, aims = Replay(plan, turns=True), []
+    replay, aims = PlanReplay(plan, turns=True), []
     joints = REST[None]
     for _ in range(6):
         hand, turned, _ = panda.hand(joints)
@@ -50,7 +50,7 @@ def test_a_replay_cuts_a_move_short_but_no_wait_for_the_fingers():
 def test_a_hand_that_does_not_arrive_goes_on_after_a_while():
     plan = plan_of([0.0, 1.0, 1.0], [1, 1, -1])
     hand, turned, _ = panda.hand(REST[None])
-    replay = Replay(plan, turns=True)
+    replay = PlanReplay(plan, turns=True)
     aims = [int(replay.advance(hand[0], turned[0])) for _ in range(3 * motion_planner.PATIENCE)]
     assert aims[0] == 0 and aims[-1] == 2 and sorted(aims) == aims
 
@@ -58,7 +58,7 @@ def test_a_hand_that_does_not_arrive_goes_on_after_a_while():
 def played(task, mode, count, rows, **options):
     env = ManiSkillEnv(ManiSkillConfig(task=task, control_mode=mode, **options), rows)
     episodes = EpisodeList(0, "demonstrations", (task,)).first(count)
-    action_source = ExpertActions(make_expert(env, "planner"), "expert")
+    action_source = ExpertActions(env.expert("planner"), "expert")
     results = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
     env.close()
     return results
@@ -97,13 +97,15 @@ def test_who_plays_beside_an_episode_changes_nothing():
 
 def test_what_the_planner_does_not_play_is_refused():
     with pytest.raises(ConfigError, match=r"env\.task=PullCube-v1 with env\.control_mode=pd_joint_delta_pos"):
-        make_expert(
+        ManiSkillEnv.expert(
             SimpleNamespace(config=ManiSkillConfig(task="PullCube-v1", control_mode="pd_joint_delta_pos")), "planner"
         )
     with pytest.raises(ConfigError, match=r"PickCube-v1.*pd_joint_vel; it plays .* with pd_joint_delta_pos"):
-        make_expert(SimpleNamespace(config=ManiSkillConfig(task="PickCube-v1", control_mode="pd_joint_vel")), "planner")
+        ManiSkillEnv.expert(
+            SimpleNamespace(config=ManiSkillConfig(task="PickCube-v1", control_mode="pd_joint_vel")), "planner"
+        )
     with pytest.raises(ConfigError, match=r"does not play env\.name=pointmass"):
-        make_expert(SimpleNamespace(config=PointMassConfig(name="pointmass")), "planner")
+        PointMassEnv(PointMassConfig(name="pointmass"), 1).expert("planner")
 
 
 def test_a_missing_planner_is_told_with_what_to_install(monkeypatch):
@@ -113,12 +115,12 @@ def test_a_missing_planner_is_told_with_what_to_install(monkeypatch):
 
 
 def test_episodes_that_were_cut_off_are_told_with_the_option_that_gives_time(capsys):
-    from embodied.collect import tell_of_time
+    from embodied.collect import warn_of_time
 
     def ended(length, success):
         return EpisodeResult(0, "PickCube-v1", -1, 0, length, 0.0, success, success)
 
-    tell_of_time([ended(50, False), ended(50, True), ended(31, False)], 50)
+    warn_of_time([ended(50, False), ended(50, True), ended(31, False)], 50)
     assert "not solved  1 episodes within 50 env steps; env.max_episode_steps=150" in capsys.readouterr().out
-    tell_of_time([ended(150, False)], 150)
+    warn_of_time([ended(150, False)], 150)
     assert not capsys.readouterr().out

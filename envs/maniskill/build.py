@@ -1,0 +1,78 @@
+"""Makes ManiSkill's own env for a config, and reads the numbers that it observes."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from embodied.core.errors import ConfigError
+from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, check_task, maker, quiet
+from embodied.system.vulkan_driver import ensure_vulkan, has_nvidia
+
+
+def draws_on_gpu() -> bool:
+    """Whether this process has a GPU to draw on, and a driver for it; SAPIEN finds the one that CUDA sees. Containers
+    often lack the driver's graphics part: images are drawn on cores then."""
+    return bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
+
+
+def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
+    """One batched env, or `num_envs` plain ones."""
+    from embodied.envs.maniskill.choices import check_reward, check_robot, refused
+
+    ensure_vulkan()
+    height, width = config.image_size
+    view = {"height": height, "width": width} if config.cameras else {}
+    if config.image_fov is not None:
+        view["fov"] = math.radians(config.image_fov)
+    with quiet(), DRAWING:
+
+        def make(num_envs: int = 1) -> Any:
+            try:
+                return maker(config.task)(
+                    num_envs=num_envs,
+                    obs_mode="state" if config.state == "full" else "none",
+                    control_mode=config.control_mode,
+                    reward_mode=config.reward_mode,
+                    sim_backend="physx_cuda" if config.backend == "cuda" else "physx_cpu",
+                    render_backend="gpu" if config.backend == "cuda" or draws_on_gpu() else "cpu",
+                    sensor_configs=view,
+                    human_render_camera_configs={"shader_pack": config.shader, **view},
+                    **({"robot_uids": config.robot} if config.robot else {}),
+                    **({"object_set": config.object_set} if config.object_set else {}),
+                )
+            except (AssertionError, NotImplementedError) as err:  # ManiSkill's words for options a task does not have
+                raise refused(config, err) from None
+
+        check_task(config.task)
+        check_reward(config)
+        check_robot(config)
+        if config.backend == "cpu_batched":
+            from embodied.envs.maniskill.cpu_batch import make_batched
+
+            return [make_batched(make, num_envs, numbers, trimmed=config.task in BATCHED_TASKS)]
+        if config.backend == "cuda":
+            return [make(num_envs).unwrapped]
+        return [make().unwrapped for _ in range(num_envs)]
+
+
+def numbers(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[str, Any]:
+    """The observed numbers [N, D], tensors: what ManiSkill calls the state, or what of it goes with images and, apart
+    from that, what does not."""
+    from mani_skill.utils import common
+
+    full = env.obs_mode == "state"  # some tasks have a way of their own to tell it
+    extra = {} if full else env._get_obs_extra(info)
+    parts = {"state": env._get_obs_state_dict(info) if full else {"agent": env._get_obs_agent(), "extra": extra}}
+    if privileged:
+        before = env._obs_mode, env.obs_mode_struct.state  # tasks ask one or the other what to tell
+        env._obs_mode, env.obs_mode_struct.state = "state", True
+        try:
+            parts["privileged"] = {name: part for name, part in env._get_obs_extra(info).items() if name not in extra}
+        finally:
+            env._obs_mode, env.obs_mode_struct.state = before
+        if not parts["privileged"]:
+            raise ConfigError(f"env.privileged=true, but {env.spec.id} hides no numbers where there are images")
+    return {name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()}
