@@ -226,7 +226,7 @@ class LearnerWorker(Worker):
                 )
 
     @served_while_busy
-    def send(self, channels: tuple[Channel, ...], whole: bool) -> None:
+    def send_weights(self, channels: tuple[Channel, ...], whole: bool) -> None:
         """Begin to put the published version into these channels; of no concern to an update in progress."""
         self.store.send_aside(channels, whole)
 

@@ -5,11 +5,14 @@ as it is, the object itself: who puts a thing must not change it afterwards. Fro
 whose large arrays are read-only.
 
 `capacity` bounds what one producer may have waiting: its next put blocks until the consumer takes something.
+
+Beside the channels that a program names there is one for each pair of workers, made when it is used first: it carries
+what `Worker.send` and `Worker.broadcast` give and `Worker.recv` takes, and ends with either of the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +41,27 @@ class Waiting:
 Choose = Callable[[Sequence[Waiting]], int]
 
 
+@dataclass(frozen=True)
+class Pair:
+    """The one worker that puts and the one that gets."""
+
+    source: str
+    source_host: str
+    receiver: str
+
+
 class Channel:
     """The handle that programs use; passing it to a worker costs a few bytes. Made by `cluster.channel`."""
 
     def __init__(
-        self, run: str, name: str, home: str, capacity: int | None, choose: Choose | None, gpu: str = ""
+        self,
+        run: str,
+        name: str,
+        home: str,
+        capacity: int | None,
+        choose: Choose | None,
+        gpu: str = "",
+        pair: Pair | None = None,
     ) -> None:
         """`gpu` is the one that the home holds, if it does."""
         self.run = run
@@ -51,10 +70,11 @@ class Channel:
         self.capacity = capacity
         self.choose = choose
         self.gpu = gpu
+        self.pair = pair
         self._end: Queue | Remote | None = None
 
     def __reduce__(self) -> tuple:
-        return Channel, (self.run, self.name, self.home, self.capacity, self.choose, self.gpu)
+        return Channel, (self.run, self.name, self.home, self.capacity, self.choose, self.gpu, self.pair)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r}, home={self.home!r})"
@@ -88,14 +108,50 @@ class Channel:
         self.end.close(self.end.host.caller(), "no more items" if error is None else str(error), drain=error is None)
 
 
-def put_all(channels: Sequence[Channel], item: Any) -> None:
+def put_all(channels: Sequence[Channel], item: Any, key: Any = None, timeout_s: float | None = None) -> None:
     """Puts one item into several channels; what leaves this process is packed once for all of them."""
     packed = None
     for channel in channels:
         host = channel.end.host
         if channel.home in host.names:
-            channel.put(item)
+            channel.put(item, key, timeout_s=timeout_s)
             continue
         if packed is None:
             packed = host.pack(item)
-        channel.put(packed)
+        channel.put(packed, key, timeout_s=timeout_s)
+
+
+class Peers:
+    """The channels between one worker and others."""
+
+    def __init__(self, run: str, name: str, homes: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+        """`homes`: of every role, the hosts of its ranks and the GPU that each holds, or ""."""
+        self.run, self.name, self.homes = run, name, homes
+        self._channels: dict[str, Channel] = {}
+
+    def to(self, role: str, rank: int) -> Channel:
+        return self._between(self.name, f"{role}-{rank}")
+
+    def source(self, role: str, rank: int) -> Channel:
+        return self._between(f"{role}-{rank}", self.name)
+
+    def all_of(self, role: str) -> list[Channel]:
+        """The channels to all ranks of a role, but for this worker itself."""
+        self._home(f"{role}-0")
+        ranks = range(len(self.homes[role]))
+        return [self.to(role, rank) for rank in ranks if f"{role}-{rank}" != self.name]
+
+    def _between(self, source: str, receiver: str) -> Channel:
+        name = f"{source} -> {receiver}"
+        if name not in self._channels:
+            (source_host, _), (home, gpu) = self._home(source), self._home(receiver)
+            pair = Pair(source, source_host, receiver)
+            self._channels[name] = Channel(self.run, name, home, DEFAULT_CAPACITY, None, gpu, pair)
+        return self._channels[name]
+
+    def _home(self, worker: str) -> tuple[str, str]:
+        role, _, rank = worker.rpartition("-")
+        if not 0 <= int(rank or -1) < len(self.homes.get(role, ())):
+            known = ", ".join(f"{role} ({len(hosts)})" for role, hosts in self.homes.items())
+            raise ValueError(f"the plan has no worker {worker}; it has by role: {known}")
+        return self.homes[role][int(rank)]

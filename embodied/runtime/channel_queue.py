@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from embodied.runtime.host import Host
     from embodied.runtime.remote_channel import Remote
 
+CLOSING = ("the driver", "the cluster is closing")
+
 
 class Entry(NamedTuple):
     value: Any  # the object, or a Payload as it came from another host
@@ -65,6 +67,7 @@ class Queue:
         self.name = channel.name
         self.capacity = channel.capacity
         self.choose = channel.choose
+        self.pair = channel.pair
         self.host = host
         self.users: set[str] = set()  # other hosts that hold the channel
         self._lock = threading.Lock()
@@ -75,6 +78,7 @@ class Queue:
         self._unread: dict[str, int] = defaultdict(int)  # items waiting per producer of this host
         self._taken: dict[tuple[str, str], int] = defaultdict(int)  # room not yet told to producers elsewhere
         self._closed: tuple[str, str] | None = None
+        self._source_dead: tuple[str, str] | None = None  # the worker and the cause, while the only producer is dead
 
     # For this host's own threads
 
@@ -111,10 +115,7 @@ class Queue:
             if self._closed is not None:
                 return
             self._closed = (peer, cause)
-            failed = list(self._getters)
-            self._getters.clear()
-            for getter in failed:
-                self._fail(getter)
+            failed = self._fail_all()
             if not drain:
                 self._entries.clear()
             self._room.notify_all()
@@ -146,8 +147,36 @@ class Queue:
             if (getter.peer, getter.request) == (peer, request) and self._give_up(getter):
                 self.host.post(peer, ("given_up", self.name, request))
 
-    def forget(self, peer: str) -> None:
-        """A host died: nobody waits there any more. What it has put stays; a later life has room of its own."""
+    # For the driver's news of other hosts and of workers
+
+    def host_died(self, host: str, worker: str, cause: str, restarts: bool) -> None:
+        """Nobody waits there any more. What it has put stays, but who waits for more of a dead only producer fails."""
+        self._forget(host)
+        if self.pair is None or self.pair.source_host != host:
+            return
+        if not restarts:
+            self.close(worker, cause, drain=True)
+            return
+        with self._lock:
+            self._source_dead = (worker, cause)
+            failed = self._fail_all()
+        self._deliver(failed)
+
+    def host_revived(self, host: str) -> None:
+        if self.pair and self.pair.source_host == host:
+            self._source_dead = None
+
+    def worker_failed(self, worker: str, cause: str) -> None:
+        """What goes straight from it or to it ends; what it has sent can still be taken."""
+        if self.pair and worker in (self.pair.source, self.pair.receiver):
+            self.close(worker, cause, drain=worker == self.pair.source)
+
+    def cluster_closes(self) -> None:
+        if self.pair:  # the driver closes the others
+            self.close(*CLOSING)
+
+    def _forget(self, peer: str) -> None:
+        """A later life of the host has room of its own."""
         for getter in list(self._getters):
             if getter.peer == peer:
                 self._give_up(getter)
@@ -183,14 +212,21 @@ class Queue:
     def _start(self, getter: Getter) -> None:
         with self._lock:
             if not self._fill(getter):
-                if self._closed is None:
+                if self._closed is None and self._source_dead is None:
                     self._getters.append(getter)
                     return
                 self._fail(getter)
         self._deliver([getter])
 
+    def _fail_all(self) -> list[Getter]:
+        failed = list(self._getters)
+        self._getters.clear()
+        for getter in failed:
+            self._fail(getter)
+        return failed
+
     def _fail(self, getter: Getter) -> None:
-        getter.closed = self._closed
+        getter.closed = self._closed or self._source_dead
         self._put_back(getter)
 
     def _put_back(self, getter: Getter) -> None:

@@ -64,6 +64,8 @@ class Cluster:
         self._failures: list[Failure] = []
         self._groups: dict[str, WorkerGroup] = {}
         self._makings: dict[str, tuple[WorkerSpec, Any, Any]] = {}  # worker -> (spec, packed arguments, arguments)
+        roles = {role: None for plan in hosts for role in plan.roles}
+        self._homes = {role: [(plan.name, plan.gpu) for plan in hosts if role in plan.roles] for role in roles}
         self._channels: dict[str, Channel] = {}
         self._channels_of: dict[str, set[str]] = defaultdict(set)  # worker -> names of the channels it was given
         self._started: list[str] = []  # hosts
@@ -93,10 +95,9 @@ class Cluster:
 
     def launch(self, cls: type[Worker], role: str, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Starts one replica on every host that lists the role. Returns at once: waits tell if a constructor failed."""
-        hosts = [plan.name for plan in self.hosts for r in plan.roles if r == role]
-        if not hosts:
-            known = sorted({r for plan in self.hosts for r in plan.roles})
-            raise ValueError(f"no host runs the role {role!r}; the plan has: {', '.join(known)}")
+        if role not in self._homes:
+            raise ValueError(f"no host runs the role {role!r}; the plan has: {', '.join(sorted(self._homes))}")
+        hosts = [host for host, _ in self._homes[role]]
         if role in self._groups:
             raise ValueError(f"the role {role!r} is already launched")
         workers = [f"{role}-{rank}" for rank in range(len(hosts))]
@@ -104,7 +105,7 @@ class Cluster:
             raise ValueError(f"a cluster runs at most {MAX_WORKERS} workers")
         group = self._groups[role] = WorkerGroup(self, cls, role, workers, hosts)
         handle = Handle(self, f"{role}.__init__", workers)
-        packed = self._backend.pack((cls, args, kwargs))
+        packed = self._backend.pack((cls, args, kwargs, self._homes))
         module = cls.partition(":")[0] if isinstance(cls, str) else cls.__module__
         file = getattr(sys.modules.get(module), "__file__", None)
         for rank, worker in enumerate(workers):
@@ -348,8 +349,11 @@ class Cluster:
         with self._changed:
             self._failures.append(failure)
             names = {name for worker in workers for name in self._channels_of[worker]}
+            others = [host for host in self._started if host not in self._dead_hosts and not self._closed]
         for name in names:
             self._channels[name].end.close(failure.worker, failure.cause)
+        for host in others:  # what its peers expect of it straight
+            self._backend.call(host, ("failed", failure.worker, failure.cause))
         with self._changed:
             self._mark(calls, failure)
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed
-from embodied.runtime.channel import Channel, hosts_of_runs
+from embodied.runtime.channel import Channel, Peers, hosts_of_runs
 from embodied.runtime.channel_queue import Queue
 from embodied.runtime.payload import Payload
 from embodied.runtime.progress import Progress, readable, resident_bytes
@@ -107,6 +107,7 @@ class Host:
         self._workers: dict[str, _WorkerThread] = {}
         self._ends: dict[str, Queue | Remote] = {}
         self._dead: dict[str, tuple[str, str, bool]] = {}  # host -> (worker, cause, whether it is started again)
+        self._failed: dict[str, str] = {}  # worker -> cause
         self._lock = threading.RLock()
         self._current = threading.local()
         self.flows: dict[tuple[str, str], tuple[float, float]] = {}  # who gave to whom, from when to when
@@ -128,14 +129,16 @@ class Host:
             self._host_died(*rest)
         elif kind == "revived":
             self._host_revived(*rest)
+        elif kind == "failed":
+            self._worker_failed(*rest)
 
     def stop(self, seconds: float) -> list[str]:
         """Closes the workers; -> the names of those that are still busy after that time."""
         until = time.monotonic() + seconds
         with self._lock:
-            remotes = [end for end in self._ends.values() if isinstance(end, Remote)]
-        for end in remotes:  # their homes are closing too, and may be gone before they have answered
-            end.home_died("the driver", "the cluster is closing", restarts=False)
+            ends = list(self._ends.values())
+        for end in ends:
+            end.cluster_closes()
         for thread in self._workers.values():
             thread.stop()
         for thread in self._workers.values():
@@ -148,14 +151,13 @@ class Host:
     def end_of(self, channel: Channel) -> Queue | Remote:
         with self._lock:
             if channel.name not in self._ends:
-                if channel.home in self.names:
-                    self._ends[channel.name] = Queue(channel, self)
-                    return self._ends[channel.name]
-                end = self._ends[channel.name] = Remote(channel, self)
-                if channel.home in self._dead:
-                    end.home_died(*self._dead[channel.home])
-                else:
+                end = self._ends[channel.name] = (Queue if channel.home in self.names else Remote)(channel, self)
+                if isinstance(end, Remote) and channel.home not in self._dead:
                     end.open()  # the answer must find the end in place
+                for host, news in self._dead.items():
+                    end.host_died(host, *news)
+                for worker, cause in self._failed.items():
+                    end.worker_failed(worker, cause)
             return self._ends[channel.name]
 
     def serve_channel(self, peer: str, message: tuple, payload: Payload | None = None) -> None:
@@ -195,18 +197,23 @@ class Host:
             self._dead[host] = (worker, cause, restarts)
             ends = list(self._ends.values())
         for end in ends:
-            if isinstance(end, Queue):
-                end.forget(host)
-            elif end.home == host:
-                end.home_died(worker, cause, restarts)
+            end.host_died(host, worker, cause, restarts)
 
     def _host_revived(self, host: str) -> None:
         """A host that died was started again: the channels at home there begin anew, empty."""
         with self._lock:
             self._dead.pop(host, None)
-            ends = [end for end in self._ends.values() if isinstance(end, Remote) and end.home == host]
+            ends = list(self._ends.values())
         for end in ends:
-            end.open()
+            end.host_revived(host)
+
+    def _worker_failed(self, worker: str, cause: str) -> None:
+        """A worker whose host lives on. The driver closes the channels that the program gave it."""
+        with self._lock:
+            self._failed[worker] = cause
+            ends = list(self._ends.values())
+        for end in ends:
+            end.worker_failed(worker, cause)
 
     def note(self, producer: str, consumer: str) -> None:
         """An item went from one worker to another through a channel at home here."""
@@ -314,11 +321,12 @@ class _WorkerThread(threading.Thread):
 
     def _construct(self, packed: Any) -> None:
         import_from(self.spec.module, self.spec.file)
-        cls, args, kwargs = self.host.unpack(packed)
+        cls, args, kwargs, homes = self.host.unpack(packed)
         if isinstance(cls, str):
             cls = getattr(sys.modules[self.spec.module], cls.partition(":")[2])
         worker = cls.__new__(cls)
         worker.name, worker.rank, worker.world_size = self.spec.name, self.spec.rank, self.spec.world_size
+        worker.peers = Peers(self.host.run, self.spec.name, homes)
         worker.timers = Timers()
         worker.tick = lambda: self.host.tick_slot(self.spec.slot)
         worker.waiting = self.host.waiting

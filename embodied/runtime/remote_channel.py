@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded
 from embodied.runtime.channel import Channel
-from embodied.runtime.channel_queue import Getter, nothing_came, wait_for_room
+from embodied.runtime.channel_queue import CLOSING, Getter, nothing_came, wait_for_room
 from embodied.runtime.payload import Payload
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Remote:
         self.name = channel.name
         self.home = channel.home
         self.capacity = channel.capacity
+        self.pair = channel.pair
         self.host = host
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
@@ -103,17 +104,6 @@ class Remote:
             self._closed = self._closed or (peer, cause)
             self._room.notify_all()
 
-    def home_died(self, peer: str, cause: str, restarts: bool) -> None:
-        if not restarts:
-            self.closed_by(peer, cause)
-        with self._lock:
-            self._dead = (peer, cause)
-            gets, self._gets = self._gets, {}
-            self._room.notify_all()
-        for getter in gets.values():
-            getter.closed = self._dead
-            getter.finish()
-
     def room_for(self, producer: str, count: int) -> None:
         with self._room:
             self._unread[producer] -= count
@@ -135,4 +125,34 @@ class Remote:
         getter.total, getter.closed = size, closed
         if last:
             del self._gets[request]
+            getter.finish()
+
+    # For the driver's news of other hosts and of workers
+
+    def host_died(self, host: str, worker: str, cause: str, restarts: bool) -> None:
+        if host == self.home:
+            self._home_died(worker, cause, restarts)
+
+    def host_revived(self, host: str) -> None:
+        if host == self.home:
+            self.open()
+
+    def worker_failed(self, worker: str, cause: str) -> None:
+        """What goes straight from it or to it ends."""
+        if self.pair and worker in (self.pair.source, self.pair.receiver):
+            self.closed_by(worker, cause)
+
+    def cluster_closes(self) -> None:
+        """Its home is closing too, and may be gone before it has answered."""
+        self._home_died(*CLOSING, restarts=False)
+
+    def _home_died(self, peer: str, cause: str, restarts: bool) -> None:
+        if not restarts:
+            self.closed_by(peer, cause)
+        with self._lock:
+            self._dead = (peer, cause)
+            gets, self._gets = self._gets, {}
+            self._room.notify_all()
+        for getter in gets.values():
+            getter.closed = self._dead
             getter.finish()

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from embodied.runtime.channel import hosts_of_runs
+from embodied.runtime.channel import Peers, hosts_of_runs, put_all
 from embodied.runtime.timers import RecordedSpans, Timers, Total
 
 SIGN_S = 5.0
@@ -42,10 +42,24 @@ class Worker:
     rank: int
     world_size: int
     timers: Timers
+    peers: Peers
     tick: Callable[[], None] = staticmethod(lambda: None)
     """Says "still alive" from inside long work, to the host; every call and channel operation ticks too."""
     waiting: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
     """Inside, it waits for another worker and may be silent; channel operations do that themselves."""
+
+    def send(self, item: Any, to: tuple[str, int], tag: Any = None, timeout_s: float | None = None) -> None:
+        """Sends an item straight to a worker, by role and rank; blocks while many that it sent there wait."""
+        self.peers.to(*to).put(item, tag, timeout_s=timeout_s)
+
+    def recv(self, source: tuple[str, int], tag: Any = None, timeout_s: float | None = None) -> Any:
+        """Takes the next item that a worker sent here under this tag, or the next of all without one. Raises
+        ChannelClosed where the worker failed or died, DeadlineExceeded after `timeout_s`."""
+        return self.peers.source(*source).get(tag, timeout_s)
+
+    def broadcast(self, item: Any, to: str, tag: Any = None, timeout_s: float | None = None) -> None:
+        """Sends an item to all workers of a role, but for this one; for other processes it is encoded once."""
+        put_all(self.peers.all_of(to), item, tag, timeout_s)
 
     @contextmanager
     def alive(self, at_most_s: float) -> Iterator[None]:

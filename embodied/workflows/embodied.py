@@ -123,7 +123,7 @@ class EmbodiedLoop:
                 publishing = self.learners.publish(version)
                 publication = self.settled(publishing)[0]
             with self.turns.phase(ROLLOUT):
-                loading = self.weight_sync.deliver(publication, self.learners[0].send, self.rollouts.ask)
+                loading = self.weight_sync.deliver(publication, self.learners[0].send_weights, self.rollouts.ask)
                 self.rollouts.settle(*loading)
         return publishing.seconds("max")
 
