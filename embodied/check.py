@@ -34,7 +34,7 @@ def start(argv: list[str]) -> int:
 
 
 def check(config: RunConfig) -> None:
-    """One task, line by line as it is found out."""
+    """Print what is found out about one task, line by line."""
     kind = env_class(config.env)
     check_simulator(config, machines(config))
     kind.check(config.env)
@@ -42,8 +42,8 @@ def check(config: RunConfig) -> None:
     with kind.explained(config.env):
         env = kind(kind.plain(config.env), ROWS)
         try:
-            for name, told in {**env.facts(), **seen(env)}.items():
-                show(name, told)
+            for name, text in {**env.facts(), **seen(env)}.items():
+                show(name, text)
             if problem := env.film_problem():
                 show("film", f"cannot be filmed here: {problem}")
             judge(env)
@@ -61,14 +61,14 @@ def judge(env: Any) -> None:
 
 
 def seen(env: Any) -> dict[str, str]:
-    """What every env says of itself."""
+    """The env's observations, actions, episode length and success, in words."""
     spec = env.env_spec
     action = f"{spec.action.num_choices} choices" if spec.action.discrete else f"{spec.action.dim} numbers from -1 to 1"
     parts = [f"state of {spec.state_dim} numbers"] * bool(spec.state_dim)
     parts += [f"{spec.privileged_dim} numbers for the learner only"] * bool(spec.privileged_dim)
     parts += [f"images of {camera} {list(shape)}" for camera, shape in spec.images.items()]
     parts += ["an instruction"] * spec.instruction
-    told = {
+    success = {
         True: "told in every step",
         False: "not told: evaluations report returns only, and env.reward=success cannot be trained with",
     }
@@ -76,12 +76,12 @@ def seen(env: Any) -> dict[str, str]:
         "observed": ", ".join(parts),
         "actions": action,
         "episodes": f"at most {spec.max_episode_steps} env steps here",
-        "success": told[spec.has_success],
+        "success": success[spec.has_success],
     }
 
 
-def show(name: str, told: str) -> None:
-    print("\n".join(wrap(f"{name:<11} {told}", launch.WIDTH, subsequent_indent=" " * 12)), flush=True)
+def show(name: str, text: str) -> None:
+    print("\n".join(wrap(f"{name:<11} {text}", launch.WIDTH, subsequent_indent=" " * 12)), flush=True)
 
 
 if __name__ == "__main__":

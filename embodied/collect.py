@@ -26,7 +26,7 @@ from embodied.run.policy_source import Target, check_fits, find
 
 EXPERTS = {"scripted": "expert", "planner": "planner"}  # their names, by collect.expert
 PLANS = 150  # env steps that leave time for all plans of the planner
-SOURCE = "meta/source.json"  # beside LeRobot's own files: who played, in which env, how well
+SOURCE = "meta/source.json"  # beside LeRobot's own files: the player, the env, the success
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
-    """Find out who plays, play, keep what is worth it, say what came of it."""
+    """Find the player, play, keep the episodes worth keeping, print what came of it."""
     loaded = load(argv, entry="collect")
     if loaded is None:
         return 0
@@ -53,7 +53,7 @@ def start(argv: list[str]) -> int:
     spec, episodes = play(config, plan, target, drafts, expert)
     results = summarize(episodes)
     if expert == "planner":
-        tell_of_time(episodes, spec.max_episode_steps)
+        warn_of_time(episodes, spec.max_episode_steps)
     kept = write(out, spec, config, episodes, drafts)
     source = {"by": name, "policy": target.described() if checkpoint else None, "played": results["overall"]}
     about = {**source, "env": config.env.model_dump(mode="json"), "provenance": provenance()}
@@ -86,11 +86,11 @@ def one_of(loaded: Loaded) -> str | None:
     return asked[0]
 
 
-def tell_of_time(episodes: list[EpisodeResult], limit: int) -> None:
+def warn_of_time(episodes: list[EpisodeResult], limit: int) -> None:
     late = sum(not (episode.error or episode.success_once) and episode.length >= limit for episode in episodes)
     if late and limit < PLANS:
-        told = f"within {limit} env steps; env.max_episode_steps={PLANS} leaves time for all plans"
-        print(f"  not solved  {late} episodes {told}")
+        advice = f"within {limit} env steps; env.max_episode_steps={PLANS} leaves time for all plans"
+        print(f"  not solved  {late} episodes {advice}")
 
 
 def as_played(config: RunConfig, target: Target) -> RunConfig:
@@ -126,7 +126,7 @@ def play(
 
 
 def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeResult], drafts: Path) -> int:
-    """The dataset of those episodes that are worth keeping; -> how many."""
+    """The dataset of those episodes that are worth keeping; returns how many."""
     from embodied.datasets import DatasetWriter, buffer_name, features_of, fps_of
 
     everything = config.collect.keep == "all" or not spec.has_success

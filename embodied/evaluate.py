@@ -35,13 +35,12 @@ from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.run.devices import is_small
 from embodied.run.folder import taken
-from embodied.run.policy_source import Target, check_fits, find_all, other_training
-from embodied.run.published import describe
+from embodied.run.policy_source import Target, check_fits, describe_published, find_all, other_training
 
 if TYPE_CHECKING:
     from embodied.workflows.evaluator import Evaluator
 
-Part = tuple[RunConfig, PlacementPlan | None]  # tasks that one env can play, and who runs where
+Part = tuple[RunConfig, PlacementPlan | None]  # tasks that one env can play, and the plan for them
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +73,7 @@ def start(argv: list[str]) -> int:
 
 
 def planned(part: RunConfig, targets: list[Target], dry: bool) -> Part:
-    """Who runs where, for the largest of the policies that act in turn."""
+    """The config and the plan, made for the largest of the policies that act in turn."""
     policies = [target.config for target in targets]
     largest = next((policy for policy in policies if not is_small(policy)), policies[0])
     config, plan = launch.planned(part.model_copy(update={"policy": largest}), learn=False, dry=dry)
@@ -105,8 +104,8 @@ def refuse_errors_only(played: dict[str, list[EpisodeResult]], out: Path) -> Non
     """An evaluation that measured nothing is no success, though it came to its end and what it found is kept."""
     for name, episodes in played.items():
         if all(episode.error for episode in episodes):
-            told = f"{name} was not evaluated, every episode ended in an error"
-            raise EmbodiedError(f"{told}: {describe_causes(causes(episodes))}; see {out}")
+            failed = f"{name} was not evaluated, every episode ended in an error"
+            raise EmbodiedError(f"{failed}: {describe_causes(causes(episodes))}; see {out}")
 
 
 def one_env_each(config: RunConfig) -> list[RunConfig]:
@@ -137,7 +136,7 @@ def announce(loaded: Loaded, parts: list[Part], targets: list[Target]) -> None:
         print(f"policies    {', '.join(target.name for target in targets)}")
     for target in targets:
         if target.published:
-            print(f"protocol    {describe(target.config, env)}")
+            print(f"protocol    {describe_published(target.config, env)}")
         if note := other_training(target, loaded, protocol.options):
             print(f"note        {note}")
 
@@ -150,8 +149,8 @@ def results_folder(config: RunConfig, targets: list[Target]) -> Path:
 
 @contextmanager
 def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
-    """The folder in which the same evaluation was interrupted, if nobody is at it. Otherwise this one, or with a number
-    where others are: nothing is overwritten, and no empty one stays."""
+    """The folder in which the same evaluation was interrupted, if no other process is at it. Otherwise this
+    one, or with a number where others are: nothing is overwritten, and no empty one stays."""
     for attempt in count(1):
         out = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
         try:
@@ -214,7 +213,7 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
 
 @contextmanager
 def going_on_later(kept: PartialEvaluation) -> Iterator[None]:
-    """What was played when an evaluation ends early stays."""
+    """Keep what was played when an evaluation ends early."""
     try:
         yield
     except BaseException:

@@ -14,10 +14,10 @@ from typing import Literal, get_args, get_origin
 from embodied.config.merge import RECIPES, recipe_names
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.envs import PLUGINS
+from embodied.envs import PLUGINS, env_class
 from embodied.envs.config import ENV_CONFIGS, EnvConfig
 from embodied.envs.libero.suites import SUITES
-from embodied.envs.maniskill.bridge.tasks import absent, asset_folder, is_bridge, source_of
+from embodied.envs.maniskill.bridge.tasks import asset_folder, source_of
 from embodied.policies import FAMILIES
 from embodied.run import launch
 from embodied.system.machine import Machine
@@ -89,8 +89,8 @@ def recipes(machine: Machine) -> Iterable[Item]:
     for name in recipe_names():
         config = load([f"recipe={name}"]).config
         problem = problem_of_env(config.env, machine) or problem_of_policy(config.policy.name, machine)
-        of_a_gpu = (getattr(config.env, "backend", ""), config.learner.device, getattr(config.policy, "preset", ""))
-        if {"cuda", "full"} & set(of_a_gpu) and not machine.exists(NVIDIA):
+        large = config.policy.published and config.policy.preset == "full"
+        if (config.env.on_gpu or config.learner.device == "cuda" or large) and not machine.exists(NVIDIA):
             problem = problem or "no NVIDIA GPU"
         yield Item(name, comment(name), problem)
 
@@ -135,16 +135,20 @@ def maniskill_tasks(machine: Machine) -> Iterable[Item]:
         rewards = facts["rewards"]
         way = "" if "normalized_dense" in rewards or not rewards else f", with env.reward_mode={rewards[0]}"
         yield Item(
-            f"maniskill {task}", limit + way, lacks(facts["missing"]) or facts["several"] or NO_REWARD * (not rewards)
+            f"maniskill {task}",
+            limit + way,
+            lacks({asset: source_of(asset) for asset in facts["missing"]})
+            or facts["several"]
+            or NO_REWARD * (not rewards),
         )
 
 
 NO_REWARD = "it has no reward"
 
 
-def lacks(assets: list[str]) -> str:
+def lacks(assets: dict[str, str]) -> str:
     """Which files are not here, and how each is had."""
-    return LACKS + "; ".join(f"{asset}: {source_of(asset)}" for asset in assets) if assets else ""
+    return LACKS + "; ".join(f"{asset}: {source}" for asset, source in assets.items()) if assets else ""
 
 
 def tasks_of_options(env: str) -> list[tuple[str, str]]:
@@ -158,9 +162,7 @@ def tasks_of_options(env: str) -> list[tuple[str, str]]:
 def problem_of_env(env: EnvConfig, machine: Machine) -> str:
     if problem := why_not(ENVS.get(env.name, NOTHING), machine):
         return problem
-    if env.name != "maniskill" or not is_bridge(env.task):
-        return ""  # no recipe plays another task that needs files
-    return lacks(absent(env.task, asset_folder(machine.environ), machine.exists))
+    return lacks(env_class(env).missing_files(env, machine))
 
 
 def problem_of_policy(name: str, machine: Machine) -> str:

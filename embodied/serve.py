@@ -110,13 +110,12 @@ def load_published(folder: Path, protocol: list[str]) -> Policy:
     """As its authors evaluate it on a benchmark, without the simulator; says what was chosen."""
     from embodied.config.recipe import load as load_recipe
     from embodied.policies import make_policy
-    from embodied.run.policy_source import find
-    from embodied.run.published import describe, spec_of
+    from embodied.run.policy_source import describe_published, find, published_spec
 
     loaded = load_recipe([f"checkpoint={folder}", *protocol], entry="evaluate")
     target = find(str(folder), loaded)
-    print(f"protocol    {describe(target.config, loaded.config.env)}")
-    return make_policy(target.config, spec_of(target.config, loaded.config.env), seed=0)
+    print(f"protocol    {describe_published(target.config, loaded.config.env)}")
+    return make_policy(target.config, published_spec(target.config, loaded.config.env), seed=0)
 
 
 async def serve(policy: Policy, config: ServeConfig) -> None:

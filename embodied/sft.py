@@ -1,6 +1,6 @@
 """Train a policy to imitate demonstrations: python -m embodied.sft recipe=maniskill_ppo sft.data=demos/pushcube
 
-The story is that of `train`, with a loop that learns from a dataset instead of simulators. The run is evaluated
+The story is that of `train`, with a workflow that learns from a dataset instead of simulators. The run is evaluated
 and resumed like any other, and RL goes on from it: python -m embodied.train run.start_from=RUN ...
 """
 

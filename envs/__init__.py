@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ConfigError
@@ -12,7 +13,7 @@ from embodied.envs.own_modules import import_all, import_class, simulator_of
 if TYPE_CHECKING:
     from embodied.envs.base import VectorEnv
 
-__all__ = ["PLUGINS", "env_class", "import_class", "make_env"]
+__all__ = ["PLUGINS", "env_class", "env_that_knows", "import_class", "make_env"]
 
 PLUGINS = {
     "maniskill": "embodied.envs.maniskill.env:ManiSkillEnv",
@@ -28,6 +29,17 @@ def make_env(config: Any, num_envs: int) -> VectorEnv:
     return env_class(config)(config, num_envs)
 
 
+def env_that_knows(tasks: str | Sequence[str]) -> str | None:
+    """The `env.name` that the names of these tasks alone say, if they do."""
+    names = (tasks,) if isinstance(tasks, str) else tasks
+    return next((name for name in PLUGINS if names and all(map(plugin(name).knows, names))), None)
+
+
+def plugin(name: str) -> type[VectorEnv]:
+    module, _, cls = PLUGINS[name].partition(":")
+    return getattr(importlib.import_module(module), cls)
+
+
 def env_class(config: Any) -> type[VectorEnv]:
     """The plug-in behind `env.name`: ours, the user's, or ours around the user's `gymnasium.Env`."""
     from embodied.envs.config import kind_of
@@ -35,8 +47,7 @@ def env_class(config: Any) -> type[VectorEnv]:
     import_all(config)
     kind = kind_of(config)
     if kind != "external":
-        module, _, name = PLUGINS[kind].partition(":")
-        return getattr(importlib.import_module(module), name)
+        return plugin(kind)
 
     import gymnasium
 

@@ -91,9 +91,13 @@ class CommonEnvConfig(Strict):
         return self.physics == "cuda"
 
     @property
-    def observed_cameras(self) -> tuple[str, ...]:
-        """Cameras whose images are observed, as far as the options say."""
-        return ()
+    def observed_images(self) -> dict[str, tuple[int, int]]:
+        """Height and width of the images that are observed, by camera, as far as the options say."""
+        return {}
+
+    def worker_bytes(self, rows: int) -> float:
+        """Memory of a sim worker with so many env rows; 0 where it is not known."""
+        return 0.0
 
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tasks
@@ -160,8 +164,8 @@ class ManiSkillConfig(CommonEnvConfig):
         return self.backend
 
     @property
-    def observed_cameras(self) -> tuple[str, ...]:
-        return self.cameras
+    def observed_images(self) -> dict[str, tuple[int, int]]:
+        return dict.fromkeys(self.cameras, self.image_size)
 
     @model_validator(mode="after")
     def _something_is_hidden(self) -> ManiSkillConfig:
@@ -197,8 +201,8 @@ class PointMassConfig(CommonEnvConfig):
     dtype: Literal["float32", "float64"] = Field("float32", description="Precision of the physics, states and rewards.")
 
     @property
-    def observed_cameras(self) -> tuple[str, ...]:
-        return self.cameras
+    def observed_images(self) -> dict[str, tuple[int, int]]:
+        return dict.fromkeys(self.cameras, self.image_size)
 
     @model_validator(mode="after")
     def _something_is_hidden(self) -> PointMassConfig:
@@ -259,11 +263,11 @@ class LiberoConfig(CommonEnvConfig):
         return self
 
     @property
-    def observed_cameras(self) -> tuple[str, ...]:
-        return self.cameras
+    def observed_images(self) -> dict[str, tuple[int, int]]:
+        return dict.fromkeys(self.cameras, (self.image_size, self.image_size))
 
     def worker_bytes(self, rows: int) -> float:
-        """Of a sim worker with so many env rows: a task's scene weighs, a row in it hardly does."""
+        """A task's scene weighs, a row in it hardly does."""
         loaded = min(len(tasks_of(self.task)), max(rows, self.tasks_in_memory))
         return SIM_BYTES + loaded * (SCENE_WITH_IMAGES_BYTES if self.cameras else SCENE_BYTES)
 
@@ -300,11 +304,10 @@ class RobosuiteConfig(CommonEnvConfig):
     video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of filmed frames.")
 
     @property
-    def observed_cameras(self) -> tuple[str, ...]:
-        return self.cameras
+    def observed_images(self) -> dict[str, tuple[int, int]]:
+        return dict.fromkeys(self.cameras, (self.image_size, self.image_size))
 
     def worker_bytes(self, rows: int) -> float:
-        """Of a sim worker with so many env rows."""
         return ROBOSUITE_BYTES + rows * (ROW_WITH_IMAGES_BYTES if self.cameras else ROW_BYTES)
 
 

@@ -18,6 +18,16 @@ class BeforeARun:
         return False
 
     @classmethod
+    def knows(cls, task: str) -> bool:
+        """Whether this name alone says that the task is this env's, for evaluations that name no env."""
+        return False
+
+    @classmethod
+    def missing_files(cls, config: Any, machine: Any) -> dict[str, str]:
+        """Files that the config's task needs and this `system.machine.Machine` lacks: name -> how to get it."""
+        return {}
+
+    @classmethod
     def longest_episode(cls, config: Any) -> int | None:
         """In env steps, as far as it is known without the simulator."""
         return config.max_episode_steps

@@ -88,7 +88,7 @@ class Policy(nn.Module):
     @property
     def horizon(self) -> int:
         """Actions of a demonstration that it learns to predict from one observation."""
-        return getattr(self.config, "chunk", 1)
+        return self.config.chunk
 
     def imitation_noise(self) -> NoiseSpec | None:
         """The randomness that one item of imitation needs."""

@@ -36,6 +36,8 @@ class PolicyOptions(Strict):
 class ActorCriticConfig(PolicyOptions):
     """What small policies with an actor and a critic have in common."""
 
+    compile: ClassVar[bool] = False
+
     hidden: tuple[PositiveInt, ...] = Field((256, 256, 256), min_length=1, description="Width of each hidden layer.")
     activation: Literal["tanh", "relu", "silu"] = Field("tanh", description="Activation between the layers.")
     initial_log_std: float = Field(
@@ -163,6 +165,10 @@ class OpenVLAConfig(PrismaticConfig):
     name: Literal["openvla"] = Field(description="One image and an instruction in, an action as seven tokens out.")
     camera: str | None = Field(None, description="Camera it looks through, where the env has several.")
 
+    @property
+    def cameras(self) -> tuple[str | None, ...]:
+        return (self.camera,)
+
 
 class OpenVLAOFTConfig(PrismaticConfig):
     name: Literal["openvla_oft"] = Field(description="Images and an instruction in, a chunk of actions out at once.")
@@ -260,6 +266,7 @@ class Pi0Config(PolicyOptions):
 
 class ExternalPolicyConfig(PolicyOptions):
     chunk: ClassVar[int] = 1
+    compile: ClassVar[bool] = False
     dtype: ClassVar[str] = ""  # the class's own
 
     name: str = Field(pattern=r"^[\w.]+:\w+$", description="Your own policy class, as my_pkg.my_module:MyPolicy.")

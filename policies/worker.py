@@ -136,7 +136,7 @@ class PolicyWorker(Worker):
 
     def _patience(self) -> AbstractContextManager[None]:
         """Networks that are compiled when they are first asked take their time."""
-        return self.alive(COMPILING_S) if getattr(self.config, "compile", False) else nullcontext()
+        return self.alive(COMPILING_S) if self.config.compile else nullcontext()
 
     def completed(self, request: ActRequest) -> ActRequest | None:
         """With the observation that it refers to; None if that is not known here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -237,6 +237,8 @@ class GRPOConfig(PolicyGradientConfig):
 
 
 class SFTConfig(Strict):
+    kl_coef: ClassVar[float] = 0.0  # demonstrations are imitated without a reference policy
+
     data: LocalPath | None = Field(
         None, description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0."
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied.config.merge import Source, recipe_names
 from embodied.config.mistakes import missing_recipe, no_recipe_in
-from embodied.envs.maniskill.bridge.tasks import is_bridge
+from embodied.envs import env_that_knows
 
 if TYPE_CHECKING:
     from embodied.config.recipe import Command
@@ -33,7 +33,7 @@ def base_recipe(
             return str(found)
     if family := published(values | own):
         task = values.get("env.task")
-        env = values.get("env.name", "maniskill" if isinstance(task, str | list) and is_bridge(task) else None)
+        env = values.get("env.name") or (env_that_knows(task) if isinstance(task, str | list) else None)
         return protocol_recipe(str(values.get("policy.name", family)), env, problems)
     if isinstance(values.get("resume"), str) and values["resume"] != "auto":
         problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")

@@ -66,9 +66,8 @@ def estimate(config: RunConfig) -> Memory | None:
     """Of a recipe's learner, without its simulator and without the folder of its model; None for small policies."""
     from embodied.policies import policy_class
 
-    size = getattr(config.env, "image_size", 224)
-    shape = (size, size, 3) if isinstance(size, int) else (*size, 3)
-    images = dict.fromkeys(getattr(config.env, "cameras", ()) or ("camera",), shape)
+    seen = config.env.observed_images or {"camera": (224, 224)}
+    images = {camera: (*size, 3) for camera, size in seen.items()}
     spec = EnvSpec(ActionSpec(NUMBERS), state_dim=FELT, images=images, instruction=True)
     policy = policy_class(config.policy.name).counted(config.policy, spec)
     if policy is None:
@@ -76,7 +75,7 @@ def estimate(config: RunConfig) -> Memory | None:
     rows = config.learner.micro_batch_size or config.algo.minibatch_size
     copied = size_of(p for p in policy.parameters() if p.requires_grad)
     found = count(policy, config.learner, made_up(policy, rows))
-    return replace(found, reference=copied) if getattr(config.algo, "kl_coef", 0) else found
+    return replace(found, reference=copied) if config.algo.kl_coef else found
 
 
 def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memory:
@@ -139,7 +138,7 @@ def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -
 
 def made_up(policy: Policy, rows: int) -> dict[str, Any]:
     """Inputs of the right shapes for a policy that sees images and reads an instruction."""
-    spec, chunk = policy.spec, getattr(policy.config, "chunk", 1)
+    spec, chunk = policy.spec, policy.config.chunk
     obs: Observation = {"images": {name: np.zeros((rows, *size), np.uint8) for name, size in spec.images.items()}}
     obs["instruction"] = ["put the black bowl on the plate"] * rows
     if spec.state_dim:

@@ -71,7 +71,7 @@ class LearnerWorker(Worker):
         self.belongings = Belongings(self.timers)
         self.policy = self.new_policy(spec, start)
         self.started = start is not None
-        self.reference = self._frozen_copy() if getattr(self.algo, "kl_coef", 0) else None
+        self.reference = self._frozen_copy() if self.algo.kl_coef else None
         self.model = Model(self.policy, self.config, self.tick)
         specs = {name: spec_of(tensor) for name, tensor in self.policy.state_dict().items()}
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}

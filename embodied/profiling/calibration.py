@@ -117,7 +117,7 @@ def more_resets(short: RunConfig, profile: Profile, reset_s: float) -> float:
     whole = profile.made.get("episode_decisions")
     if whole is None:
         return 0.0
-    cut = -(-short.env.max_episode_steps // getattr(short.policy, "chunk", 1)) if short.env.max_episode_steps else whole
+    cut = -(-short.env.max_episode_steps // short.policy.chunk) if short.env.max_episode_steps else whole
     return reset_s * max(1 / cut - 1 / whole, 0.0)
 
 
@@ -187,7 +187,7 @@ def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunCon
     fewest = min(-(-config.env.num_envs // algo.group_size), algo.groups)
     groups = max(fewest, int(share * algo.groups))
     cut = max(min(FEWEST_DECISIONS, length), min(length, int(length * share * algo.groups / groups)))
-    steps = cut * getattr(config.policy, "chunk", 1)
+    steps = cut * config.policy.chunk
     env = config.env if cut == length else config.env.model_copy(update={"max_episode_steps": steps})
     return with_algo(config, groups=groups).model_copy(update={"env": env}), cut
 

@@ -131,7 +131,7 @@ class ProbeWorker(Worker):
 
     @property
     def _chunk(self) -> int:
-        return getattr(self.config.policy, "chunk", 1)
+        return self.config.policy.chunk
 
     def _actions(self, part: Part) -> tuple[int, int]:
         return self._chunk, part.sim.spec().action.dim
@@ -240,7 +240,7 @@ class ProbeWorker(Worker):
 
     def _part(self, rows: int) -> Part:
         if rows not in self.parts:
-            simulator = "cuda" if getattr(self.config.env, "backend", "") == "cuda" else "cpu"
+            simulator = "cuda" if self.config.env.on_gpu else "cpu"
             before = used_bytes(simulator)
             sim = real(SimWorker, self.config.env.model_copy(update={"num_envs": rows}), tick=self.tick)
             limit = sim.spec().max_episode_steps

@@ -56,7 +56,7 @@ def workflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Workflow:
         decisions = max(1, round(-(-episodes // envs) * episode_decisions))
         items = max(1, round(episodes * episode_decisions))
     minibatch = min(algo.minibatch_size, items)
-    steps = items * getattr(config.policy, "chunk", 1)
+    steps = items * config.policy.chunk
     looks_once = algo.name == "ppo" and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
     ahead = items if looks_once else 0
     calls = algo.epochs * -(-items // minibatch)
@@ -102,7 +102,7 @@ def homes(config: RunConfig, machines: Topology) -> dict[str, list[DeviceClass]]
     classes = [c for c in machines.classes() if c.count]
     cores, gpus = ([c for c in classes if c.kind == kind] for kind in ("cpu", "gpu"))
     networks = gpus if networks_on(config, machines) == "gpu" else cores
-    sims = gpus if getattr(config.env, "backend", "") == "cuda" else cores
+    sims = gpus if config.env.on_gpu else cores
     return {"sim": sims, "policy": networks, "learner": networks}
 
 

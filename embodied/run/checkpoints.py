@@ -133,7 +133,7 @@ class SaveClock:
         self.version: int | None = None  # what that saved
 
     def due(self, iteration: int, train_s: float) -> bool:
-        """To be asked after every iteration."""
+        """Whether to save now; called after every iteration."""
         iteration_s, self.now_s = train_s - self.now_s, train_s
         limit_s = max(self.limit_s, self.cost_s / MOST)
         return bool(self.every and iteration % self.every == 0) or train_s - self.saved_s + iteration_s > limit_s
@@ -144,8 +144,8 @@ class SaveClock:
 
 
 def prune(run: Path, version: int, keep: int) -> None:
-    """After this version was saved: of it and those before it keep the newest `keep`, the best by evaluation, and any
-    that an evaluation asked for by hand names. Only what we wrote goes, and what a killed run left half written."""
+    """Keep, of this version and older ones, the newest `keep`, the best by evaluation, and any that an evaluation
+    asked for by hand names. Only what we wrote goes, and what a killed run left half written."""
     parent = run / "checkpoints"
     for rest in [*parent.glob(f"{DRAFT}v*"), *parent.glob(f"{DOOMED}v*")]:
         shutil.rmtree(rest)

@@ -76,17 +76,17 @@ def is_small(policy) -> bool:
 
 def draws_on_gpus(env: Any) -> bool:
     """Whether simulators of this env, on cores, draw on the GPUs of their machine."""
-    return bool(env.observed_cameras) and env_class(env).draws_on_gpus
+    return bool(env.observed_images) and env_class(env).draws_on_gpus
 
 
 def torch_device(kind: str) -> str:
-    """As torch names devices of a kind."""
+    """Torch's name for devices of a kind."""
     return "cuda" if kind == "gpu" else "cpu"
 
 
 def environment(host: Host) -> dict[str, str]:
-    """What a host's process must find before it imports anything. GPUs are counted by PCI address, as nvidia-smi does:
-    CUDA would put the fastest first."""
+    """Environment variables of a host's process, set before it imports anything. GPUs are counted by PCI address, as
+    nvidia-smi does: CUDA would put the fastest first."""
     found = {"EMBODIED_DEVICE": host.device} if host.device else {}
     if host.gpu:
         card = str(host.gpu.index if host.gpu.card is None else host.gpu.card)

@@ -110,7 +110,7 @@ class RunFolder:
         return next(path for name in names if not (path := self.path / name).exists())
 
     def note(self, text: str) -> None:
-        """What the console said, into logs/driver.log."""
+        """Write a line of the console into logs/driver.log."""
         with (self.logs / "driver.log").open("ab", buffering=0) as file:
             file.write(f"{now()} {text}\n".encode())
 
@@ -182,7 +182,7 @@ def now() -> str:
 
 
 def provenance() -> dict:
-    """What produced a result: command, code, packages, machine."""
+    """Origin of a result: command, code, packages, machine."""
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": commit(),

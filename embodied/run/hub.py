@@ -23,7 +23,7 @@ def is_hub_id(checkpoint: str) -> bool:
 
 
 def folder_of(checkpoint: str) -> Path:
-    """Where it is on this machine; what only the hub has is fetched."""
+    """Its folder on this machine; what only the hub has is fetched."""
     return fetch(checkpoint) if is_hub_id(checkpoint) else Path(checkpoint).expanduser()
 
 

@@ -112,8 +112,8 @@ def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[
 
 
 def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[RunConfig, PlacementPlan]:
-    """The config with everything "auto" in the env decided, and who runs where. Refuses what cannot run here; `dry`:
-    nothing will, so it may be planned for other machines."""
+    """The config with everything "auto" in the env decided, and the plan. Refuses what cannot run here; `dry`: nothing
+    will run, so it may be planned for other machines."""
     if config.cluster.machines and not dry:
         raise ConfigError(f"cluster.machines={config.cluster.machines} is for planning: add --dry-run, or leave it out")
     kind = env_class(config.env)
@@ -183,12 +183,12 @@ def check_learners(config: RunConfig, plan: PlacementPlan) -> None:
 
 
 def proofs(config: RunConfig) -> Path:
-    """Where what was found out about envs on this machine is kept."""
+    """The folder in which findings about envs on this machine are kept."""
     return config.run.dir / "profiles"
 
 
 def rehearse(config: RunConfig) -> None:
-    """For a dry run: refuse what only a built env would refuse."""
+    """Refuse in a dry run what only a built env would refuse."""
     if config.cluster.machines and config.env.on_gpu:
         return  # of machines that are not here
     env_class(config.env).rehearse(config.env)
@@ -253,7 +253,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
-    """Where a large policy's weights come from."""
+    """The source of a large policy's weights."""
     if not config.policy.published:
         return ""
     folder = folder or config.run.start_from or config.policy.pretrained
@@ -263,7 +263,7 @@ def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
 
 
 def describe_saving(config: RunConfig) -> str:
-    """How much a crash can cost, and what stays on disk."""
+    """When checkpoints are written, and which stay on disk."""
     run = config.run
     by_time = f"at most {run.save_minutes:g} min of training apart" if run.save_minutes else ""
     by_count = f"every {run.save_every} iterations" if run.save_every else ""
@@ -273,7 +273,7 @@ def describe_saving(config: RunConfig) -> str:
 
 
 def describe_learner(config: RunConfig) -> str:
-    """What the policy of a model family needs in a learner that holds all of it."""
+    """The memory that a model family's policy needs in a learner that holds all of it."""
     if not config.policy.published:
         return ""
     from embodied.learners.memory_estimate import estimate
@@ -363,7 +363,7 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
 
 
 def what_next(folder: RunFolder, error: Exception) -> list[str]:
-    """After a worker failed for good: lines for who has to mend it."""
+    """Advice in lines after a worker failed for good."""
     saved = any(folder.checkpoints.glob("v[0-9]*"))
     crashed = "its process" in str(error) or "hung" in str(error)
     goes_on = "continue from the last checkpoint" if saved else "nothing was saved yet; begin it again"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ counted: dict[str, Memory | None] = {}  # what was counted in this process, whic
 
 @dataclass(frozen=True)
 class Load:
-    """What a part of the run takes of one memory."""
+    """Bytes that a part of the run takes of one memory."""
 
     what: str
     bytes: float
@@ -59,7 +58,7 @@ class Need:
 
     @property
     def least(self) -> float:
-        """Of a GPU, on which workers take turns; on a host all is there at once."""
+        """The largest share on a GPU, where workers take turns; their sum on a host, where all is there at once."""
         return max(self._during(phase) for phase in (START, ROLLOUT, UPDATE)) if self.device else self.whole
 
     def _during(self, phase: str) -> float:
@@ -91,11 +90,11 @@ class Need:
 def is_large(config: RunConfig) -> bool:
     """Whether its policy has billions of weights."""
     policy = config.policy
-    return hasattr(policy, "pretrained") and (policy.preset == "full" or stored_bytes(policy) > LARGE_BYTES)
+    return policy.published and (policy.preset == "full" or stored_bytes(policy) > LARGE_BYTES)
 
 
 def stored_bytes(policy: Any) -> int:
-    """Of the folder that it begins with."""
+    """Bytes of the folder that it begins with."""
     folder = Path(policy.pretrained) if policy.pretrained else None
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
 
@@ -106,7 +105,7 @@ def random_weights(config: RunConfig, folder: Path | str | None = None) -> bool:
 
 
 def measured(config: RunConfig, ranks: int) -> Memory | None:
-    """What a large policy needs, counted; families of small ones are not imported."""
+    """Memory that a large policy needs, counted; families of small ones are not imported."""
     if not is_large(config):
         return None
     rows = -(-config.algo.minibatch_size // ranks)
@@ -257,17 +256,13 @@ def fits(
 
 
 def picture_bytes(config: RunConfig) -> int:
-    """Of one copy of all pictures of an iteration; 0 without cameras, or where nobody knows how long episodes are."""
-    cameras = config.env.observed_cameras
-    if not cameras:
-        return 0
-    size = config.env.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    return prod((decisions_of(config), len(cameras), height, width, 3))
+    """Bytes of one copy of an iteration's images; 0 without cameras, or where nothing says how long episodes are."""
+    pixels = sum(height * width * 3 for height, width in config.env.observed_images.values())
+    return decisions_of(config) * pixels if pixels else 0
 
 
 def decisions_of(config: RunConfig) -> int:
-    """Of an iteration: GRPO's groups play episodes to their end."""
+    """Decisions of an iteration: GRPO's groups play episodes to their end."""
     algo = config.algo
     if hasattr(algo, "rollout_decisions"):
         return config.env.num_envs * algo.rollout_decisions
@@ -295,8 +290,8 @@ def check_pictures(config: RunConfig, memory_bytes: float) -> None:
 
 
 def simulator_bytes(config: RunConfig, rows: int) -> float:
-    """Of a sim worker with so many env rows; 0 where the env does not say."""
-    return config.env.worker_bytes(rows) if hasattr(config.env, "worker_bytes") else 0.0
+    """Bytes of a sim worker with so many env rows; 0 where the env does not say."""
+    return config.env.worker_bytes(rows)
 
 
 def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float) -> None:
@@ -326,5 +321,5 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def number(num_bytes: float) -> str:
-    """In units of GB."""
+    """Bytes as text, in GB."""
     return f"{num_bytes / 1e9:.0f}" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g}"

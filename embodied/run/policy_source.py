@@ -1,4 +1,4 @@
-"""What an evaluation is asked to evaluate: every form of `checkpoint=`, found and checked before anything starts.
+"""The policies that an evaluation names: every form of `checkpoint=`, found and checked before anything starts.
 
 Nothing here imports torch; a policy is its options, the env it was made for, and its weights as arrays.
 """
@@ -14,9 +14,9 @@ from embodied.config.base_recipe import stored_recipe
 from embodied.config.cli import read_yaml, write_yaml
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig
 from embodied.core.errors import ConfigError
+from embodied.envs import env_class
 from embodied.run.checkpoints import digest, locate, name_of, read_json
 from embodied.run.hub import fetch, is_hub_id
-from embodied.run.published import policy_of, weights_of
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
@@ -50,7 +50,7 @@ class Target:
         return weights_of(self.config, spec) if self.published else self.weights
 
     def described(self) -> dict[str, Any]:
-        """What results.json says of it; of weights in shards the sum of their index."""
+        """Its entry in results.json; for weights in shards the checksum of their index."""
         path = self.folder and self.folder / "model.safetensors"
         if path and not path.is_file():
             path = path.with_name(f"{path.name}.index.json")
@@ -194,3 +194,52 @@ def other_training(target: Target, loaded: Loaded, fixed: dict[str, Any]) -> str
         if key not in (*UNLIKE, *fixed) and f"env.{key}" not in asked and trained.get(key) != now.get(key)
     ]
     return f"{target.name} was trained with {', '.join(odd)}" if odd else ""
+
+
+# Models as others publish them, evaluated without a run of ours. The recipe `<env>_published_<family>` holds the
+# protocol under which such models are evaluated; what only the folder can say (its statistics, its parts) is chosen
+# here. All of it is printed in keys that the command line can set.
+
+
+def policy_of(folder: Path, loaded: Loaded) -> Any:
+    """The recipe's policy with this folder's weights, and what the folder and the task decide."""
+    from embodied.policies import policy_class
+
+    config = loaded.config.policy
+    if not config.published:
+        raise ConfigError(f"{folder} holds a published model; a recipe for it has policy.name=openvla or another VLA")
+    config = config.model_copy(update={"pretrained": str(folder)})
+    chosen = policy_class(config.name).choices(config, env_class(loaded.config.env).tasks(loaded.config.env)[0])
+    asked = {key.removeprefix("policy.") for key, where in loaded.sources.items() if where == COMMAND_LINE}
+    return config.model_copy(update={key: value for key, value in chosen.items() if key not in asked})
+
+
+def published_spec(config: Any, env: Any) -> EnvSpec:
+    """Observations and actions of such a model, by the recipe and the folder alone: no simulator is asked."""
+    from embodied.core.types import ActionSpec, EnvSpec
+    from embodied.policies import policy_class
+
+    written, felt = policy_class(config.name).numbers(config)
+    shape = (env.image_size, env.image_size, 3)
+    return EnvSpec(ActionSpec(written), state_dim=felt, images=dict.fromkeys(config.cameras, shape), instruction=True)
+
+
+def weights_of(config: Any, spec: EnvSpec) -> Weights:
+    """Weights of the folder, in the order and under the names of the policy that acts in this env."""
+    from embodied.policies import make_policy
+    from embodied.workflows.weight_sync import Weights
+
+    return Weights(0, make_policy(config, spec).stored_weights())
+
+
+def describe_published(config: Any, env: Any) -> str:
+    """How the model is shown the world and how its answers are taken, for the first screen."""
+    told = [f"policy.{key}={write_yaml(value)}" for key, value in unusual(config) if key not in ("name", "pretrained")]
+    told += [f"env.{key}={write_yaml(value)}" for key, value in unusual(env) if key not in ("name", "task", "num_envs")]
+    return "\n            ".join([f"as {config.name} models are published, from {config.pretrained}:", *told])
+
+
+def unusual(config: Any) -> list[tuple[str, Any]]:
+    """Options that differ from their default."""
+    fields = type(config).model_fields
+    return [(key, value) for key, value in config if value != fields[key].get_default(call_default_factory=True)]

@@ -68,7 +68,7 @@ class Answers:
             "instruction": spec.instruction,
             "action_dim": spec.action.dim,
             "discrete": spec.action.discrete,
-            "action_chunk": getattr(config, "chunk", 1),
+            "action_chunk": config.chunk,
         }
 
     @property

@@ -22,10 +22,11 @@ learned from, a `Workflow` what an iteration is. Worked example, a reward model 
 
     class ScoredLoop(EmbodiedLoop):                             # a Workflow: `train.follow(load(argv), ScoredLoop)`
         roles = (*EmbodiedLoop.roles, REWARD)
-        make_source = staticmethod(ScoredRollouts)
+        make_source = ScoredRollouts
 
 A plan gives each role its workers and devices: `placement={"sim,policy": "cpu:0", reward: "cpu:1", learner: "cpu:2"}`
-runs one worker of each, `reward: "gpu:0-1"` two on a GPU each.
+runs one worker of each, `reward: "gpu:0-1"` two on a GPU each. Such a source takes whole rollouts (pipeline.granularity
+stays null): pieces of one would have to be scored while it goes on.
 """
 
 from __future__ import annotations

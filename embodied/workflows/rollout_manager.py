@@ -32,7 +32,7 @@ SAME_ERROR = 3  # times that a worker fails at one line before it ends a round: 
 
 
 class RolloutManager:
-    """From its making on, sim and policy workers that die are replaced."""
+    """Plays rounds; from its construction on, sim and policy workers that die are replaced."""
 
     def __init__(self, workers: Workers, episodes: EpisodeList | None) -> None:
         """All workers are built. `episodes` are those that a replaced sim worker goes on with by itself, if any."""
@@ -190,7 +190,7 @@ class RolloutManager:
 
 
 class EpisodeCounter:
-    """Which training episodes each env row has begun, and of which of them the outcome is known.
+    """Counts the training episodes that each env row has begun, and those of them whose outcome is known.
 
     Sim workers note every episode before it begins, so a successor of one that died begins the next: no episode is
     played twice, and those whose outcome was lost are counted.

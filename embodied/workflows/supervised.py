@@ -1,4 +1,4 @@
-"""The loop of supervised fine-tuning: no simulator gives anything to learn from, all others do what they do in RL.
+"""The loop of supervised fine-tuning: batches come from a dataset, everything else is as in RL.
 
 The sims only play evaluations; an iteration is one pass of the learners over the demonstrations.
 """

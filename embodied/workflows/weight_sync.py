@@ -1,8 +1,8 @@
-"""Brings published weights to the policy workers, to each on its own way, and knows the current version for those that
+"""Brings published weights to the policy workers, to each on its own way, and keeps the current version for those that
 start again.
 
-How a policy worker gets at weights (`runtime/weights.py`) follows from where its process is; it says so itself when it
-is asked first, and a successor on the same host gets at them in the same way.
+How a policy worker gets at weights (`runtime/weights.py`) follows from where its process is; it answers that when it is
+asked first, and a successor on the same host gets at them in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from embodied.runtime import Channel, Cluster, Handle, WorkerGroup
 from embodied.runtime.tensor_bytes import Blob
 from embodied.runtime.weights import Publication, WeightStore
 
-Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if somebody had to be replaced
+Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if a worker had to be replaced
 Send = Callable[[tuple[Channel, ...], bool], object]  # puts the current version's buckets there: all, or what changed
 
 
@@ -47,7 +47,7 @@ class WeightSync:
         return self.current.version
 
     def deliver(self, publication: Publication, send: Send, ask: Ask) -> list[Handle]:
-        """To all policy workers. They act with nothing else from now on."""
+        """Bring a version to all policy workers, which act with nothing else from now on."""
         if not self.routes:
             self.routes = ask(lambda: self.policies.route(publication))
         self.current, self.send = publication, send
@@ -57,11 +57,11 @@ class WeightSync:
         return self._load([r for r in ranks if r not in behind], whole=False) + self._load(behind, whole=True)
 
     def reload(self, ranks: Iterable[int]) -> list[Handle]:
-        """To policy workers that have just been built, all of the current version; nobody publishes for that."""
+        """Bring all of the current version to policy workers that have just been built, without publishing again."""
         return [] if self.current is None else self._load(list(ranks), whole=True)
 
     def adopt(self, weights: Weights, ask: Ask) -> list[Handle]:
-        """Deliver weights that this process has."""
+        """Deliver weights that this process holds."""
         self.store = WeightStore({name: blob.spec for name, blob in weights.blobs.items()})
         return self.deliver(self.store.publish(weights.version, weights.blobs.items()), self.store.send_aside, ask)
 

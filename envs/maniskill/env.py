@@ -23,7 +23,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ManiSkillConfig
-from embodied.envs.maniskill.bridge.tasks import TWINS, is_bridge
+from embodied.envs.maniskill.bridge.tasks import TWINS, absent, asset_folder, is_bridge, source_of
 from embodied.envs.maniskill.tasks import (
     BATCHED_CONTROLS,
     BATCHED_TASKS,
@@ -56,6 +56,17 @@ class ManiSkillEnv(VectorEnv):
     @classmethod
     def plays_together(cls, config: ManiSkillConfig) -> bool:
         return config.backend != "cpu"
+
+    @classmethod
+    def knows(cls, task: str) -> bool:
+        return is_bridge(task)
+
+    @classmethod
+    def missing_files(cls, config: ManiSkillConfig, machine: Any) -> dict[str, str]:
+        """Files of the bridge tasks; what others need only ManiSkill knows."""
+        here = asset_folder(machine.environ)
+        tasks = [task for task in cls.tasks(config) if is_bridge(task)]
+        return {asset: source_of(asset) for task in tasks for asset in absent(task, here, machine.exists)}
 
     @classmethod
     def longest_episode(cls, config: ManiSkillConfig) -> int | None:

@@ -1,0 +1,136 @@
+"""A role of the user's own is launched, phased and supervised as ours are; what is declared wrongly is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from embodied.config.recipe import load
+from embodied.learners.rendezvous import rendezvous_point
+from embodied.placement import make_plan
+from embodied.policies.folder import read_weights
+from embodied.run import launch
+from embodied.runtime import Worker
+from embodied.workflows.contract import BatchSource, Role, check_roles
+from embodied.workflows.embodied import LEARNER, POLICY, SIM, EmbodiedLoop
+from embodied.workflows.group_collector import GroupCollector
+from embodied.workflows.horizon_collector import HorizonCollector
+from embodied.workflows.supervised import ImitationLoop, RecordedEpisodes
+
+ARGUMENTS = [
+    "recipe=pointmass_ppo",
+    "env.num_envs=8",
+    "env.dtype=float64",
+    "policy.dtype=float64",
+    "policy.hidden=[8,8]",
+    "algo.rollout_decisions=8",
+    "algo.minibatch_size=32",
+    "run.env_steps=null",
+    "run.iterations=2",
+    "cluster.backend=inline",
+    "faults.timeout_s=60",
+    "faults.hang_s=20",
+]
+
+
+class RewardWorker(Worker):
+    """Adds a bonus to every reward, between sims and learners."""
+
+    def __init__(self, bonus: float) -> None:
+        self.bonus = bonus
+
+    def score(self, unscored, sources, scored) -> int:
+        count = 0
+        for rank, mine in enumerate(sources):
+            left = {*mine}
+            while left:
+                part = unscored[rank].get()
+                left -= {part.source}
+                scored[rank].put(replace(part, rewards=part.rewards + self.bonus))
+                count += 1
+        return count
+
+
+class ScoredRollouts(HorizonCollector):
+    def start(self, workers) -> None:
+        super().start(workers)
+        self.reward = workers.groups["reward"]
+        ranks = range(len(self.trajectories))
+        self.outlets = [workers.cluster.channel(f"unscored-{r}", home=self.reward[0], capacity=None) for r in ranks]
+
+    def collect(self, version):
+        batch = super().collect(version)
+        sources = [batch.sources_of(block) for block in self.blocks]
+        self.rollouts.settle(scoring := self.reward.score(self.outlets, sources, self.trajectories))
+        self.scored = scoring.wait()[0]
+        return batch
+
+
+def scored_loop(bonus):
+    class ScoredLoop(EmbodiedLoop):
+        roles = (*EmbodiedLoop.roles, Role("reward", f"{__name__}:RewardWorker", lambda workers: (bonus,)))
+        make_source = ScoredRollouts
+
+    return ScoredLoop
+
+
+def learned(folder, program):
+    """The weights after two iterations, the loop, and the plan's groups by role."""
+    config = load(ARGUMENTS).config
+    plan = make_plan({"sim": "fake:0", "policy": "fake:1", "learner": "fake:2"}, (0,), config.env.num_envs)
+    if len(program.roles) > 3:
+        plan = replace(
+            plan, hosts=(*plan.hosts, replace(plan.hosts[0], name="reward-0", roles=("reward",), device="fake:3"))
+        )
+    folder.mkdir()
+    with launch.cluster(config, plan, folder) as cluster:
+        loop = program(config, cluster, rendezvous=rendezvous_point(1, "inline", folder, 60))
+        loop.start()
+        loop.publish(0)
+        for iteration in range(2):
+            loop.iterate(iteration, 2)
+        loop.save_learners(folder / "saved")
+        claims = set(loop.turns.coordinator.claims)
+    return read_weights(folder / "saved" / "policy"), loop, claims
+
+
+def test_a_role_of_ones_own_works_between_sims_and_learners_and_holds_its_device(tmp_path):
+    plain, _, _ = learned(tmp_path / "plain", EmbodiedLoop)
+    unchanged, loop, claims = learned(tmp_path / "unchanged", scored_loop(0.0))
+    changed, _, _ = learned(tmp_path / "changed", scored_loop(1.0))
+    assert loop.source.scored == 1 and "reward-0" in claims
+    assert [group.role for group in loop.groups] == ["sim", "policy", "learner", "reward"]
+    assert all(np.array_equal(plain[name], unchanged[name]) for name in plain)
+    assert not all(np.array_equal(plain[name], changed[name]) for name in plain)
+
+
+@pytest.mark.parametrize("source", [HorizonCollector, GroupCollector, RecordedEpisodes])
+def test_every_source_of_batches_has_all_that_is_declared(source):
+    declared = {name for name in vars(BatchSource) if not name.startswith("_")} | {*BatchSource.__annotations__}
+    recipe = "pointmass_grpo" if source is GroupCollector else "pointmass_ppo"
+    made = source(load([f"recipe={recipe}"]).config, ("reach",))
+    assert [name for name in declared if not hasattr(made, name)] == []
+    assert made.total_iterations() > 0
+
+
+def test_imitation_differs_from_training_in_its_learners_alone():
+    assert ImitationLoop.roles[:2] == EmbodiedLoop.roles[:2] == (SIM, POLICY)
+    assert replace(ImitationLoop.roles[2], worker=LEARNER.worker, arguments=LEARNER.arguments) == LEARNER
+
+
+@pytest.mark.parametrize(
+    ("roles", "told"),
+    [
+        ((SIM, SIM), "names of their own: sim, sim"),
+        ((SIM, LEARNER), "sim sends to policy; roles: sim, learner"),
+    ],
+)
+def test_roles_that_do_not_fit_together_are_refused(roles, told):
+    with pytest.raises(ValueError, match=told):
+        check_roles(roles)
+
+
+@pytest.mark.parametrize(("name", "worker"), [("my reward", "a.b:C"), ("reward", "a.b.C")])
+def test_a_role_that_cannot_be_launched_is_refused(name, worker):
+    with pytest.raises(ValueError, match="role"):
+        Role(name, worker)
