@@ -136,7 +136,7 @@ def predicted(planned: Planned, choice: Choice) -> dict[str, Any]:
         "layout": describe_layout(choice.layout),
         "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology, planned.draws),
         "stages": choice.layout.stages,
-        "granularity": granularity(choice.layout, planned.profile.workflow),
+        "granularity": granularity(choice.layout, planned.profile.dataflow),
     }
 
 

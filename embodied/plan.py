@@ -62,7 +62,7 @@ class Planned:
         return mode, found[mode]
 
     def steps_per_s(self, choice: Choice) -> float:
-        return self.profile.workflow.env_steps / choice.price.seconds
+        return self.profile.dataflow.env_steps / choice.price.seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,7 +102,7 @@ def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
 
 def find_profile(named: str | None, config: RunConfig | None, topology: Topology) -> tuple[Profile, str]:
     """The one that is named, else one of this recipe: measured on such machines, or the newest. -> also its name. With
-    a recipe it has that one's workflow."""
+    a recipe it has that one's dataflow."""
     path = packaged(named) if named else profile_for(config, topology)[0] or newest_profile(config)
     profile = read_profile(path)
     return fitted_to(config, profile, path) if config else profile, path.stem
@@ -124,7 +124,7 @@ def plan(profile: Profile, topology: Topology, memory_gb: float | None = None, d
         raise PlacementError(f"the profile has costs on {known} for {', '.join(homeless)}, this cluster has {have}")
     stages = profile.made.get("stages") or STAGES
     started = time.perf_counter()
-    planner = Planner(profile.workflow, profile, classes, stages)
+    planner = Planner(profile.dataflow, profile, classes, stages)
     modes = planner.modes()
     search_s = time.perf_counter() - started
     if not any(modes.values()):
@@ -158,7 +158,7 @@ def describe(planned: Planned, name: str) -> list[str]:
     lines += [f"the profile has no costs on {name}, so none is used" for name in left if name != "cpu"]
     lines += ["", f"{mode} wins", *(f"  {line}" for line in why_it_wins(planned.planner.pricer, winner, others))]
     placement = as_placement(planned.planner.pricer, winner.layout, planned.topology, planned.draws)
-    pieces = granularity(winner.layout, planned.profile.workflow)
+    pieces = granularity(winner.layout, planned.profile.dataflow)
     cut = f" pipeline.granularity={pieces}" if pieces else ""
     return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}{cut}"]
 

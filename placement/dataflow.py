@@ -46,7 +46,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Workflow:
+class Dataflow:
     components: tuple[Component, ...]
     edges: tuple[Edge, ...]
     passes: int = 1  # times that the whole graph runs in an iteration; the border at which data can be handed on
@@ -97,9 +97,9 @@ class Workflow:
         return asdict(self)
 
 
-def asker_of(workflow: Workflow, node: tuple[str, ...]) -> str | None:
+def asker_of(dataflow: Dataflow, node: tuple[str, ...]) -> str | None:
     """Who asks in a cycle; None outside of cycles."""
-    return next((name for name in node if workflow[name].splits), None) if len(node) > 1 else None
+    return next((name for name in node if dataflow[name].splits), None) if len(node) > 1 else None
 
 
 def traced_edges(flows: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[Edge, ...]:
@@ -128,13 +128,13 @@ def reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:
     return found
 
 
-def workflow_from_json(content: Mapping[str, Any]) -> Workflow:
+def dataflow_from_json(content: Mapping[str, Any]) -> Dataflow:
     parts = {"components": tuple(Component(**c) for c in content["components"])}
     parts["edges"] = tuple(Edge(**e) for e in content["edges"])
-    return Workflow(**{**content, **parts})
+    return Dataflow(**{**content, **parts})
 
 
-def embodied_workflow(
+def embodied_dataflow(
     num_envs: int,
     decisions: int,
     learner_calls: int,
@@ -143,9 +143,9 @@ def embodied_workflow(
     ahead: int = 0,
     merges: int = 1,
     **more: Any,
-) -> Workflow:
+) -> Dataflow:
     """Sims and policies in a cycle, trajectories to the learner, weights to the next iteration."""
-    return Workflow(
+    return Dataflow(
         components=(
             Component("sim", decisions, num_envs, even=True, splits=True),
             Component("policy", decisions, num_envs, merges=merges),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from embodied.placement.costs import Pricer
-from embodied.placement.dataflow import Workflow
+from embodied.placement.dataflow import Dataflow
 from embodied.placement.grammar import PlacementError, text_of
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.modes import with_drawing
@@ -34,9 +34,9 @@ def as_placement(
     return with_drawing(placement, topology) if on_cores and topology else placement
 
 
-def granularity(layout: Layout, workflow: Workflow) -> int | None:
+def granularity(layout: Layout, dataflow: Dataflow) -> int | None:
     """Decisions after which sims hand on what they have played; None: at the end."""
-    calls = max((c.calls for c in workflow.components if c.splits), default=1)
+    calls = max((c.calls for c in dataflow.components if c.splits), default=1)
     return None if layout.chunks == 1 else -(-calls // layout.chunks)
 
 

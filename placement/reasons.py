@@ -20,17 +20,17 @@ def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
     found: dict[str, float] = {}
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
-        for node in pricer.workflow.order:
+        for node in pricer.dataflow.order:
             if node[0] in at:
-                work = float(pricer.node_seconds(node, at, layout.stages)) * pricer.workflow.passes
+                work = float(pricer.node_seconds(node, at, layout.stages)) * pricer.dataflow.passes
                 name = "rollout" if len(node) > 1 else "update" if node == ("learner",) else "+".join(node)
                 found[name] = found.get(name, 0.0) + work
-                if pricer.workflow[node[0]].ahead:
+                if pricer.dataflow[node[0]].ahead:
                     found["looking"] = found.get("looking", 0.0) + float(pricer.ahead_seconds(node[0], at))
                 swap = sum(pricer.swap_seconds(node, at, layout.swapped, which) for which in ("onload_s", "offload_s"))
                 found["swap"] = found.get("swap", 0.0) + swap
         found["weights"] = found.get("weights", 0.0) + float(pricer.sync_seconds(at, layout.stages))
-    found["rest"] = pricer.workflow.fixed_s
+    found["rest"] = pricer.dataflow.fixed_s
     return found
 
 
@@ -79,7 +79,7 @@ def why_not(planner: Planner, mode: str) -> str:
         if c.count < len(bound):
             return f"{', '.join(bound)} need {len(bound)} of {c} of their own, and there is {c.count}"
     roomy = [replace(c, memory_bytes=float("inf")) for c in planner.classes]
-    free = Planner(planner.workflow, planner.pricer.profile, roomy, planner.stages).modes().get(mode)
+    free = Planner(planner.dataflow, planner.pricer.profile, roomy, planner.stages).modes().get(mode)
     if free is None:
         return "no component's work divides among workers that way; " + envs_hint(planner)
     used = free.price.used_bytes
@@ -89,7 +89,7 @@ def why_not(planner: Planner, mode: str) -> str:
 
 
 def envs_hint(planner: Planner) -> str:
-    envs = {c.name: c.items for c in planner.workflow.components if c.even}
+    envs = {c.name: c.items for c in planner.dataflow.components if c.even}
     return ", ".join(f"{name} has {items} envs" for name, items in envs.items()) or "see the profile"
 
 

@@ -23,16 +23,16 @@ def plan_from_profile(config: RunConfig, machines: Topology, path: Path) -> tupl
     asked = config.pipeline.stages
     stages = (asked,) if asked > 1 else tuple(profile.made.get("stages", (1,)))
     classes = limited((c for c in machines.classes() if c.count and profile.knows(c)), memory_gb)
-    planner = Planner(profile.workflow, profile, classes, stages)
+    planner = Planner(profile.dataflow, profile, classes, stages)
     best = planner.best()
     if best is None:
         reasons = [f"{mode}: {why_not(planner, mode)}" for mode in ("collocated", "hybrid")]
         raise PlacementError("\n".join([f"no plan fits by {path}; allow more memory, or name a placement", *reasons]))
     placement = as_placement(planner.pricer, best.layout, machines, draws_on_gpus(config.env))
     plan = make_plan(placement, machines, config.env.num_envs, best.layout.stages)
-    pieces = config.pipeline.granularity or granularity(best.layout, profile.workflow)
+    pieces = config.pipeline.granularity or granularity(best.layout, profile.dataflow)
     pipeline = config.pipeline.model_copy(update={"stages": best.layout.stages, "granularity": pieces})
-    reason = why(best, profile.workflow.env_steps, path, profile.made.get("date"))
+    reason = why(best, profile.dataflow.env_steps, path, profile.made.get("date"))
     return config.model_copy(update={"pipeline": pipeline}), replace(plan, mode="auto", reason=reason)
 
 

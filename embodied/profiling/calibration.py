@@ -20,7 +20,7 @@ from embodied.placement.dataflow import Edge, traced_edges
 from embodied.placement.deploy import as_placement
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Link, Profile, Sync
-from embodied.profiling.store import homes, workflow_of
+from embodied.profiling.store import dataflow_of, homes
 from embodied.profiling.timed_run import Trial
 from embodied.run.devices import draws_on_gpus
 
@@ -62,7 +62,7 @@ def calibrate(
     classes = [c for c in there.classes() if c.count and profile.knows(c)]
     where, draws = homes(config, there), draws_on_gpus(config.env)
     layouts = trial_layouts(where["sim"][0], where["learner"][0], config.env.num_envs)
-    config, profile = shortened(config, profile, Pricer(profile.workflow, profile, classes), layouts[0], clock)
+    config, profile = shortened(config, profile, Pricer(profile.dataflow, profile, classes), layouts[0], clock)
     resets_s = more_resets(config, profile, reset_s)
     profile = with_sim(profile, resets_s)
     for place, layout in enumerate(layouts):
@@ -70,12 +70,12 @@ def calibrate(
             say("no time for a run with sims apart: handing over between processes counts as free")
             break
         say(f"a short real run: {layout}")
-        pricer = Pricer(profile.workflow, profile, classes)
+        pricer = Pricer(profile.dataflow, profile, classes)
         plan = make_plan(as_placement(pricer, layout, there, draws), there, config.env.num_envs)
         seen = real_run(config, plan, logs / f"run-{place}", clock)
         if not place:
-            profile = replace(profile, workflow=replace(profile.workflow, edges=seen.edges))
-            pricer = Pricer(profile.workflow, profile, classes)
+            profile = replace(profile, dataflow=replace(profile.dataflow, edges=seen.edges))
+            pricer = Pricer(profile.dataflow, profile, classes)
         profile = (with_turns if not place else with_apart)(profile, pricer, layout, seen)
     return with_sim(profile, -resets_s)
 
@@ -101,7 +101,7 @@ def positions(layout: Layout) -> dict[str, tuple[Zone, int]]:
 def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> float:
     """Of handing over between a sim's process and a policy's, as a rollout shows it."""
     expected = float(pricer.node_seconds(("sim", "policy"), positions(layout), 1))
-    return max(seen.rollout_s - expected, 0.0) / (profile.workflow["sim"].calls + 1) / 2  # there and back
+    return max(seen.rollout_s - expected, 0.0) / (profile.dataflow["sim"].calls + 1) / 2  # there and back
 
 
 def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> Profile:
@@ -134,14 +134,14 @@ def with_costs(profile: Profile, name: str, change: Callable[[Cost], Cost]) -> P
 
 def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> Profile:
     """Put what the first run took beyond its parts where it belongs."""
-    at, workflow = positions(layout), profile.workflow
+    at, dataflow = positions(layout), profile.dataflow
     ranks = int(pricer.count("learner", at, 1))
     update = float(pricer.node_seconds(("learner",), at, 1) + pricer.ahead_seconds("learner", at))
     besides = max(seen.update_s - update, 0.0)
     exchange = min(seen.sync_s, besides)
     if at["sim"][0] is at["policy"][0]:
         rollout = float(pricer.node_seconds(("sim", "policy"), at, 1))
-        profile = with_sim(profile, max(seen.rollout_s - rollout, 0.0) / workflow["sim"].calls)
+        profile = with_sim(profile, max(seen.rollout_s - rollout, 0.0) / dataflow["sim"].calls)
     else:
         profile = replace(profile, link=Link(latency_s=latency_of(profile, pricer, layout, seen)))
 
@@ -149,11 +149,11 @@ def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> 
         cost = replace(cost, fixed_s=cost.fixed_s + besides - exchange)
         if ranks == 1:
             return cost
-        return replace(cost, exchange_s=Curve((1.0, float(ranks)), (0.0, exchange / workflow["learner"].calls)))
+        return replace(cost, exchange_s=Curve((1.0, float(ranks)), (0.0, exchange / dataflow["learner"].calls)))
 
     profile = with_costs(profile, "learner", learning)
     sync = Sync(seen.publish_s, constant(seen.publish_s))
-    return replace(profile, workflow=replace(workflow, fixed_s=seen.rest_s), sync=sync)
+    return replace(profile, dataflow=replace(dataflow, fixed_s=seen.rest_s), sync=sync)
 
 
 def shortened(
@@ -166,15 +166,15 @@ def shortened(
     share = left / (2 * REAL_ITERATIONS * expected)
     if share >= 1:
         return config, profile
-    decisions = profile.workflow["sim"].calls
+    decisions = profile.dataflow["sim"].calls
     if config.algo.name == "ppo":
         kept = max(min(FEWEST_DECISIONS, decisions), int(share * decisions))
         short, length = with_algo(config, rollout_decisions=kept), 1
     else:
         short, length = fewer_episodes(config, share, profile.made["episode_decisions"])
-    kept = workflow_of(short, length)["sim"].calls / decisions
+    kept = dataflow_of(short, length)["sim"].calls / decisions
     short = with_algo(short, minibatch_size=max(1, round(kept * config.algo.minibatch_size)), epochs=1)
-    return short, replace(profile, workflow=workflow_of(short, length))
+    return short, replace(profile, dataflow=dataflow_of(short, length))
 
 
 def with_algo(config: RunConfig, **changes: Any) -> RunConfig:

@@ -29,6 +29,7 @@ from embodied.placement.profile import NOTHING, Cost, Profile, write_profile
 from embodied.profiling.calibration import Clock, calibrate
 from embodied.profiling.store import (
     cost_key,
+    dataflow_of,
     describe_devices,
     device_counts,
     homes,
@@ -36,7 +37,6 @@ from embodied.profiling.store import (
     profile_path,
     repeated,
     without_limit,
-    workflow_of,
 )
 from embodied.run import devices, launch
 from embodied.run.memory_check import CUDA_BYTES
@@ -105,11 +105,11 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Pr
             made["episode_decisions"] = (
                 probed.horizon
             )  # while a policy knows nothing, episodes last as long as they may
-        profile = Profile(workflow_of(config, probed.horizon), probed.costs, made=made)
+        profile = Profile(dataflow_of(config, probed.horizon), probed.costs, made=made)
         profile = calibrate(config, profile, there, clock, Path(logs), say, probed.reset_s)
-        whole = workflow_of(config, probed.horizon)
-        whole = replace(whole, edges=profile.workflow.edges, fixed_s=profile.workflow.fixed_s)
-        profile = replace(profile, workflow=whole)
+        whole = dataflow_of(config, probed.horizon)
+        whole = replace(whole, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
+        profile = replace(profile, dataflow=whole)
     return replace(profile, made={**profile.made, "seconds": round(clock.spent(), 1)})
 
 
@@ -310,7 +310,7 @@ def describe(profile: Profile) -> list[str]:
         "an exchange between learners": learner[1].exchange_s.at(counts[learner[0]]),
         "handing over to another process": profile.link.latency_s,
         "new weights": profile.sync.copy_s.at(1),
-        "the driver": profile.workflow.fixed_s,
+        "the driver": profile.dataflow.fixed_s,
     }
     lines += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in rest.items()]
     lines.append(f"measured in {profile.made['seconds']:.0f} s on {describe_devices(counts, profile.made['nodes'])}")

@@ -1,8 +1,8 @@
-"""Which stored profile belongs to a recipe, and the workflow that a recipe asks for. Free of torch and simulators.
+"""Which stored profile belongs to a recipe, and the dataflow that a recipe asks for. Free of torch and simulators.
 
 A profile holds for everything that costs the same: the same env, task, policy and algorithm on the same kind of
 processor, and on as many machines with as many devices of the same kinds. How many envs, decisions, epochs and
-minibatches there are may differ: that is the workflow, not the costs.
+minibatches there are may differ: that is the dataflow, not the costs.
 An iteration of whole episodes (GRPO) counts as one round of all its groups, none of them dropped and played anew.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
-from embodied.placement.dataflow import Workflow, embodied_workflow
+from embodied.placement.dataflow import Dataflow, embodied_dataflow
 from embodied.placement.grammar import PlacementError, number
 from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import NOTHING, Profile, read_profile
@@ -45,7 +45,7 @@ def repeated(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"algo": config.algo.model_copy(update=same)})
 
 
-def workflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Workflow:
+def dataflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Dataflow:
     """What an iteration of this recipe asks for; `episode_decisions` is how long whole episodes are."""
     algo, envs = config.algo, config.env.num_envs
     if algo.name == "ppo":
@@ -60,7 +60,7 @@ def workflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Workflow:
     looks_once = algo.name == "ppo" and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
     ahead = items if looks_once else 0
     calls = algo.epochs * -(-items // minibatch)
-    return embodied_workflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows)
+    return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows)
 
 
 def counted(profile: Profile, memory_gb: float | None) -> Profile:
@@ -185,6 +185,6 @@ def fitted_to(config: RunConfig, profile: Profile, path: Path) -> Profile:
             "or processor costs something else; leave out recipe=, or measure this one: python -m embodied.profiling "
             f"recipe={config.run.name}"
         )
-    workflow = workflow_of(config, profile.made.get("episode_decisions", 1.0))
-    workflow = replace(workflow, fixed_s=profile.workflow.fixed_s)
-    return replace(profile, workflow=workflow)
+    dataflow = dataflow_of(config, profile.made.get("episode_decisions", 1.0))
+    dataflow = replace(dataflow, fixed_s=profile.dataflow.fixed_s)
+    return replace(profile, dataflow=dataflow)
