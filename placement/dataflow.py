@@ -7,7 +7,7 @@ directions (sim and policy) form a cycle and are one node of the order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -93,6 +93,10 @@ class Dataflow:
         pairs = {(at[e.source], at[e.target]) for e in self.edges if not e.next_iteration}
         return tuple(frozenset(a for a, b in pairs if b == i and a != i) for i in range(len(self.order)))
 
+    def teaches(self, name: str) -> bool:
+        """Whether a component makes weights that others use in the next iteration: a learner."""
+        return any(edge.next_iteration and edge.source == name for edge in self.edges)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -142,13 +146,16 @@ def embodied_dataflow(
     env_steps: int,
     ahead: int = 0,
     merges: int = 1,
+    others: Sequence[str] = (),
     **more: Any,
 ) -> Dataflow:
-    """Sims and policies in a cycle, trajectories to the learner, weights to the next iteration."""
+    """Sims and policies in a cycle, trajectories to the learner, weights to the next iteration; `others` work once on
+    every decision, between sims and learner."""
     return Dataflow(
         components=(
             Component("sim", decisions, num_envs, even=True, splits=True),
             Component("policy", decisions, num_envs, merges=merges),
+            *(Component(name, 1, decisions * num_envs) for name in others),
             Component("learner", learner_calls, learner_items, ahead=ahead),
         ),
         edges=(
@@ -156,6 +163,7 @@ def embodied_dataflow(
             Edge("policy", "sim"),
             Edge("sim", "learner"),
             Edge("learner", "policy", next_iteration=True),
+            *(edge for name in others for edge in (Edge("sim", name), Edge(name, "learner"))),
         ),
         env_steps=env_steps,
         **more,

@@ -16,6 +16,8 @@ from itertools import combinations, product
 
 from embodied.placement.dataflow import Dataflow
 
+NAMED = ("sim", "policy", "learner")  # the roles whose relations name a mode; others may be anywhere
+
 
 @dataclass(frozen=True)
 class DeviceClass:
@@ -71,7 +73,7 @@ class Layout:
     def mode(self) -> str:
         """The mode's name, or "custom" where roles are combined in another way."""
         placed = {name for zone in self.zones for name in zone.components}
-        if not {"sim", "policy", "learner"} <= placed:
+        if not {*NAMED} <= placed:
             return "custom"
         sims = self.apart("sim", "policy")
         if self._simulates_beside():
@@ -85,7 +87,7 @@ class Layout:
 
     def _simulates_beside(self) -> bool:
         """Whether simulators have the cores beside the devices that networks compute on: they share none anyway."""
-        homes = {name: self.zone_of(name).device_class for name in ("sim", "policy", "learner")}
+        homes = {name: self.zone_of(name).device_class for name in NAMED}
         return homes["sim"] == "cpu" and "cpu" not in (homes["policy"], homes["learner"])
 
     def _mode_beside(self) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from embodied.placement.costs import Pricer
-from embodied.placement.layout import Layout
+from embodied.placement.layout import NAMED, Layout
 from embodied.placement.planner import Choice, Planner
 from embodied.placement.simulate import simulate
 
 GB = 1e9
-APART = {"disaggregated": ("sim", "policy", "learner"), "hybrid": ("sim", "policy and learner")}
+APART = {"disaggregated": NAMED, "hybrid": ("sim", "policy and learner")}
 SMALL = 0.01  # of an iteration; not worth a word below
 
 
@@ -23,7 +23,7 @@ def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
         for node in pricer.dataflow.order:
             if node[0] in at:
                 work = float(pricer.node_seconds(node, at, layout.stages)) * pricer.dataflow.passes
-                name = "rollout" if len(node) > 1 else "update" if node == ("learner",) else "+".join(node)
+                name = "rollout" if len(node) > 1 else "update" if pricer.dataflow.teaches(node[0]) else "+".join(node)
                 found[name] = found.get(name, 0.0) + work
                 if pricer.dataflow[node[0]].ahead:
                     found["looking"] = found.get("looking", 0.0) + float(pricer.ahead_seconds(node[0], at))

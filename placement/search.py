@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 
 from embodied.placement.costs import Pricer
-from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, components_of
+from embodied.placement.layout import NAMED, DeviceClass, Layer, Zone, arrangements, components_of
 
 HALVINGS = 20
 PRICES = (0.3, 0.1)  # of all devices together, in iterations
@@ -24,7 +24,6 @@ COARSE = 6  # sizes of a zone to look at first, where splits are more than
 MANY = 1000
 FEW = 200  # splits that are not narrowed down before other zones are looked at
 MARGIN = 1 + 1e-9  # bounds are sums in another order than prices
-ROLES = ("sim", "policy", "learner")
 
 
 @dataclass(frozen=True)
@@ -296,7 +295,7 @@ def thinned(sizes: np.ndarray, most: int) -> np.ndarray:
 def label_of(layer: Layer) -> tuple:
     """What a mode depends on: which roles share a zone, and the class of each role."""
     home = {name: zone for zone in layer for name in zone.components}
-    placed = [role for role in ROLES if role in home]
+    placed = [role for role in NAMED if role in home]
     together = tuple((a, b) for a, b in combinations(placed, 2) if home[a] is home[b])
     return together, tuple((role, home[role].device_class) for role in placed)
 

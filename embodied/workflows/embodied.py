@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from embodied.core.episodes import EpisodeList
 from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Recording, Route
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
+from embodied.placement.grammar import EMBODIED
 from embodied.policies.request_batching import Merging
 from embodied.run import devices
 from embodied.runtime import Budget, Cluster, Handle, Timers, WorkerGroup
@@ -42,6 +43,7 @@ LEARNER = "embodied.learners.worker:LearnerWorker"
 
 class EmbodiedLoop:
     command = "train"  # what runs this loop
+    roles: tuple[Any, ...] = EMBODIED
     learner = LEARNER
     collects = True  # whether sims play for the learners
 
