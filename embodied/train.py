@@ -42,7 +42,7 @@ def start(argv: list[str]) -> int:
 def follow(loaded: Loaded, program: type[Workflow], clock: Callable[[], float] = time.perf_counter) -> int:
     """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
     happened."""
-    config, plan = launch.planned(loaded.config, dry=loaded.dry_run)
+    config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=program.roles)
     origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
         launch.rehearse(config)

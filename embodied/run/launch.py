@@ -9,7 +9,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from glob import escape
@@ -33,7 +33,8 @@ from embodied.core.errors import (
 from embodied.envs import env_class, import_class
 from embodied.envs.own_modules import own_modules
 from embodied.envs.protocols import choose_protocol
-from embodied.placement import PlacementError, PlacementPlan, Topology, make_plan, named_nodes
+from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan, named_nodes, roles_of
+from embodied.placement.grammar import EMBODIED
 from embodied.placement.modes import ENVS_PER_SIM
 from embodied.policies import check_package
 from embodied.reporting.run_page import report_or_say_why
@@ -111,9 +112,12 @@ def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[
     return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in mine]
 
 
-def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[RunConfig, PlacementPlan]:
+def planned(
+    config: RunConfig, learn: bool = True, dry: bool = False, roles: Iterable[Any] = EMBODIED
+) -> tuple[RunConfig, PlacementPlan]:
     """The config with everything "auto" in the env decided, and the plan. Refuses what cannot run here; `dry`: nothing
-    will run, so it may be planned for other machines."""
+    will, so it may be planned for other machines. `roles`: those that the program declares."""
+    roles = roles_of(roles)
     if config.cluster.machines and not dry:
         raise ConfigError(f"cluster.machines={config.cluster.machines} is for planning: add --dry-run, or leave it out")
     kind = env_class(config.env)
@@ -136,12 +140,12 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
         check_package(config.policy.name)
     config = chosen_cluster(config, len(there.nodes) > 1)
     try:
-        config, plan = placed(config, there, learn)
+        config, plan = placed(config, there, learn, roles)
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
-    plan = plan if learn else plan.without("learner")
-    replan = lambda changed, there: replanned(changed, there, learn)  # noqa: E731
+    plan = plan if learn else plan.only("sim", "policy")
+    replan = lambda changed, there: replanned(changed, there, learn, roles)  # noqa: E731
     if learn and config.learner.shard and plan.count("learner") == 1:  # then it would hold everything
         whole = config.learner.model_copy(update={"shard": False})
         check_memory(config.model_copy(update={"learner": whole}), plan, there, learn, replan)
@@ -156,10 +160,10 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
     return config, replace(plan, memory=tuple(describe_memory(found)))
 
 
-def replanned(config: RunConfig, machines: Topology, learn: bool) -> PlacementPlan:
+def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[Role, ...]) -> PlacementPlan:
     """The plan of a recipe that nobody has loaded. Refuses what loading it and `planned` would."""
     RunConfig.model_validate(dict(config), context={"unused": () if learn else ("algo",)})
-    config, plan = placed(config, machines, learn)
+    config, plan = placed(config, machines, learn, roles)
     check_devices(config, plan)
     if learn:
         check_learners(config, plan)
@@ -194,16 +198,18 @@ def rehearse(config: RunConfig) -> None:
     env_class(config.env).rehearse(config.env)
 
 
-def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfig, PlacementPlan]:
+def placed(
+    config: RunConfig, machines: Topology, learn: bool, roles: tuple[Role, ...] = EMBODIED
+) -> tuple[RunConfig, PlacementPlan]:
     """The plan; placement=auto of a training run asks the profile of such machines, if there is one."""
     uncounted = ""
     if config.placement == "auto" and learn:
         from embodied.profiling.auto import plan_from_profile
         from embodied.profiling.store import profile_for
 
-        path, uncounted = profile_for(config, machines)
+        path, uncounted = profile_for(config, machines, roles)
         if path:
-            return plan_from_profile(config, machines, path)
+            return plan_from_profile(config, machines, path, roles)
     kind, env = env_class(config.env), config.env
     plan = make_plan(
         config.placement,
@@ -215,6 +221,8 @@ def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfi
         rows=ENVS_PER_SIM if kind.plays_together(env) else 1,
         most_sims=most_sims(config, machines),
         draws=draws_on_gpus(env),
+        roles=roles,
+        more=not learn,  # a map may place roles that only learning needs
     )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 
