@@ -43,6 +43,7 @@ USAGE = f"""Measure every placement of a recipe on this machine, next to what wa
 usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
 
   recipe    {", ".join(recipe_names())}, or path/to/my.yaml
+  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   modes     all, one of {", ".join(MODES)}, {OTHER} (the fastest way without a name), or a list of
             them (default all)
   tasks     a list of tasks, each measured: tasks=[PushCube-v1,PickCube-v1] (default: the recipe's)
@@ -90,6 +91,7 @@ def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
 
 
 def start(argv: list[str], program: type = EmbodiedLoop) -> int:
+    program, argv = launch.program_of(argv, program)
     options, rest = read_options(argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0])

@@ -34,6 +34,7 @@ from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.launch import proofs
 from embodied.system.discovery import discover
+from embodied.workflows.embodied import EmbodiedLoop
 
 OWN = ("cluster", "profile", "out")
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
@@ -43,6 +44,7 @@ USAGE = f"""Predict how fast every placement of a recipe is, on machines one has
 usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out=FOLDER] [key=value ...] [--help]
 
   recipe    {", ".join(recipe_names())}, or path/to/my.yaml; its profile is the one measured here last
+  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
             published_maniskill_openvla, published_libero_openvla_oft
   cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
@@ -75,6 +77,8 @@ def main(argv: list[str] | None = None, roles: Iterable[Any] = EMBODIED) -> int:
 
 
 def start(argv: list[str], roles: Sequence[Role] = EMBODIED) -> int:
+    program, argv = launch.program_of(argv, EmbodiedLoop)
+    roles = roles if program is EmbodiedLoop else roles_of(program.roles)
     values, problems, rest = launch.split(argv, OWN)
     if problems:
         raise ConfigError("\n".join(problems))

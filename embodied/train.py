@@ -35,8 +35,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
-    loaded = load(argv)
-    return 0 if loaded is None else follow(loaded, EmbodiedLoop)
+    program, rest = launch.program_of(argv, EmbodiedLoop)
+    loaded = load(rest)
+    return 0 if loaded is None else follow(loaded, program)
 
 
 def follow(loaded: Loaded, program: type[Workflow], clock: Callable[[], float] = time.perf_counter) -> int:
@@ -50,10 +51,11 @@ def follow(loaded: Loaded, program: type[Workflow], clock: Callable[[], float] =
         print(launch.describe_saving(config))
         print(launch.describe_learner(config), end="")
         return 0
+    command = launch.command_of(program)
     with launch.Interruption() as interruption:
-        folder, checkpoint = open_folder(loaded, program.command)
+        folder, checkpoint = open_folder(loaded, command)
         with launch.closing(folder, interruption):
-            console = Console(folder.path, folder.note, command=program.command)
+            console = Console(folder.path, folder.note, command=command)
             folder.record(placement=asdict(plan))
             console.say(launch.describe(config, plan, weights=checkpoint))
             console.say(launch.describe_saving(config))
@@ -85,7 +87,7 @@ def train(
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """`origin` is the policy to start from, `checkpoint` that of this run to continue from."""
-    with launch.cluster(config, plan, folder.logs, folder.record_process) as cluster:
+    with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         rendezvous = rendezvous_point(ranks, config.cluster.backend, folder.logs, timeout_s)
         tell, start = partial(restarted, folder, console), origin and origin.folder

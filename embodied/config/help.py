@@ -22,7 +22,7 @@ WIDTH = 118
 
 
 def help_text(command: Command, schema: Section) -> str:
-    first = next(iter(command.own), "recipe")
+    first = next((key for key in command.own if key != "program"), "recipe")
     recipes = f"  {'recipe':<{INDENT}}{', '.join(recipe_names())}, or path/to/my.yaml"
     lines = [
         f"{command.purpose}",

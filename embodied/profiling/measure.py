@@ -57,6 +57,7 @@ USAGE = """Measure what the env, policy and learner of a recipe cost on this mac
 
 usage: python -m embodied.profiling recipe=NAME [seconds=60] [key=value ...] [--help]
 
+  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   seconds   about how long it may take: where that is short, so are rollouts, and sizes are left out (default 60)
 
 The profile goes to runs/profiles/ and is found there by plan, benchmark and placement=auto."""
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
 
 
 def start(argv: list[str], program: type = EmbodiedLoop) -> int:
+    program, argv = launch.program_of(argv, program)
     values, problems, rest = launch.split(argv, ("seconds",))
     seconds = values.get("seconds", SECONDS)
     if problems or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):

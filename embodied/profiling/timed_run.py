@@ -48,7 +48,7 @@ class Trial:
     def __enter__(self) -> Trial:
         self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            cluster = stack.enter_context(launch.cluster(self.config, self.plan, self.logs))
+            cluster = stack.enter_context(launch.cluster(self.config, self.plan, self.logs, program=self.program))
             ranks, timeout_s = self.plan.count("learner"), self.config.faults.timeout_s
             rendezvous = rendezvous_point(ranks, self.config.cluster.backend, self.logs, timeout_s)
             self.loop = self.program(self.config, cluster, rendezvous=rendezvous)

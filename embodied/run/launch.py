@@ -112,6 +112,19 @@ def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[
     return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in mine]
 
 
+def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:
+    """The workflow that program=my_module:MyLoop names, `usual` without it, and the other arguments."""
+    named = [arg.partition("=")[2] for arg in argv if arg.startswith("program=")]
+    rest = [arg for arg in argv if not arg.startswith("program=")]
+    return (import_class(named[-1], "program") if named else usual), rest
+
+
+def command_of(program: type) -> str:
+    """The words after `python -m embodied.` that run this workflow, and resume what it has run."""
+    own = not program.__module__.startswith("embodied.")
+    return f"{program.command} program={program.__module__}:{program.__qualname__}" if own else program.command
+
+
 def planned(
     config: RunConfig, learn: bool = True, dry: bool = False, roles: Iterable[Any] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
@@ -291,18 +304,30 @@ def describe_learner(config: RunConfig) -> str:
 
 
 def cluster(
-    config: RunConfig, plan: PlacementPlan, logs: Path, on_start: Callable[[str, int], None] = lambda host, pid: None
+    config: RunConfig,
+    plan: PlacementPlan,
+    logs: Path,
+    on_start: Callable[[str, int], None] = lambda host, pid: None,
+    program: type | None = None,
 ) -> Cluster:
-    hosts = [
+    """The processes of a plan. `program`: the workflow, whose module nodes of a Ray cluster may lack."""
+    own = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
+    if program and not program.__module__.startswith("embodied."):
+        own.append(program.__module__)
+    options, timeout_s = config.cluster, config.faults.timeout_s
+    hosts = host_plans(plan)
+    return Cluster(options.backend, hosts, logs, timeout_s, options.address, own, options.start_s, on_start)
+
+
+def host_plans(plan: PlacementPlan) -> list[HostPlan]:
+    """What a cluster starts for this plan."""
+    return [
         HostPlan(
             *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),
             host.gpu.memory_bytes if host.device and host.gpu else float("inf"),
         )
         for host in plan.hosts
     ]
-    own = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
-    options, timeout_s = config.cluster, config.faults.timeout_s
-    return Cluster(options.backend, hosts, logs, timeout_s, options.address, own, options.start_s, on_start)
 
 
 class Interrupted(KeyboardInterrupt):
