@@ -103,7 +103,7 @@ def in_words(devices: Iterable[str]) -> str:
 def make_plan(
     placement: str | dict[str, Any],
     machines: Topology | tuple[int, ...],
-    num_envs: int,
+    num_envs: int = 0,
     stages: int = 1,
     networks: str = "cpu",
     gpu_sims: bool = False,
@@ -131,6 +131,8 @@ def make_plan(
             plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles, more), num_envs)
             check_shares(plan, stages)
         except PlacementError as err:
+            if not {role.name for role in EMBODIED}.issubset(role.name for role in roles):
+                raise  # a program of other roles
             works = working_map(machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles)
             raise PlacementError(f"{err}; try placement='{works}'") from None
     if any(host.node or host.device for host in plan.hosts):
@@ -252,6 +254,8 @@ def check_hardware(hosts: list[PlannedHost]) -> None:
 def check_shares(plan: PlacementPlan, stages: int) -> None:
     """Every sim worker gets the same number of envs in every stage, every learner at least one env."""
     sims, policies, learners = (plan.count(role) for role in ("sim", "policy", "learner"))
+    if not sims:
+        return  # a program without simulators
     envs = plan.num_envs
     parts = sims * stages
     if envs % parts:
