@@ -16,8 +16,8 @@ def as_placement(
     pricer: Pricer, layout: Layout, topology: Topology | None = None, draws: bool = False
 ) -> dict[str, Any]:
     """The map of a layout; without `topology` on the machine we are on. Every worker has one device; roles of a zone
-    that can share a process do, but for learners, which never share one with a simulator. Of several machines the one
-    we are on has a learner, which writes checkpoints there. `draws`: sims on cores draw on GPUs."""
+    that can share a process do, but only policies share one with a simulator, which may crash. Of several machines the
+    one we are on has a learner, which writes checkpoints there. `draws`: sims on cores draw on GPUs."""
     placement: dict[str, Any] = {}
     dataflow = pricer.dataflow
     askers = [c.name for c in dataflow.components if c.splits]
@@ -64,7 +64,8 @@ def hosts_of(zone: Zone, counts: dict[str, int], dataflow: Dataflow) -> list[tup
     hosts: list[tuple[str, ...]] = []
     for name in zone.components:
         same = (host for host in hosts if counts[host[0]] == counts[name])
-        asked = (host for host in same if not (dataflow.teaches(name) and any(dataflow[n].splits for n in host)))
+        stays = name not in ("sim", "policy")  # while these are replaced when a simulator crashes
+        asked = (host for host in same if not (stays and any(dataflow[n].splits for n in host)))
         beside = next(asked, None)
         if beside is None:
             hosts.append((name,))

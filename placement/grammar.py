@@ -43,8 +43,8 @@ class Role:
 
     @property
     def home(self) -> str:
-        """The role that it goes with: unless it names one, policies in rollouts and learners in updates."""
-        return self.beside if self.beside is not None else "learner" if self.phase == "update" else "policy"
+        """The role that it goes with: learners, unless it names one. A simulator's crash would take it with it."""
+        return "learner" if self.beside is None else self.beside
 
 
 EMBODIED = (Role("sim", network=False, beside=""), Role("policy", beside=""), Role("learner", "update", beside=""))

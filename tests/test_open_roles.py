@@ -33,9 +33,10 @@ def test_one_line_places_a_role_of_a_program():
     assert "1 x policy + reward on core 1" in make_plan(told, CORES, 64, roles=REWARD).describe()
 
 
-def test_another_role_goes_with_the_policy_and_has_a_device_of_its_own_disaggregated():
-    assert set(hosts("collocated")) == {("sim", "policy", "reward"), ("learner",)}
-    assert set(hosts("hybrid")) == {("sim",), ("policy", "reward", "learner")}
+def test_another_role_goes_with_the_learner_and_has_a_device_of_its_own_disaggregated():
+    """Simulators stay where a crash of theirs takes nothing with it that cannot be replaced."""
+    assert set(hosts("collocated")) == {("sim", "policy"), ("learner", "reward")}
+    assert set(hosts("hybrid")) == {("sim",), ("policy", "learner", "reward")}
     apart = hosts("disaggregated")
     assert apart[("reward",)] == (7,)
     assert all(7 not in cores for roles, cores in apart.items() if roles != ("reward",))
@@ -43,7 +44,7 @@ def test_another_role_goes_with_the_policy_and_has_a_device_of_its_own_disaggreg
 
 @pytest.mark.parametrize(
     ("role", "beside"),
-    [(Role("critic", "update"), ("learner", "critic")), (Role("scorer", beside="learner"), ("learner", "scorer"))],
+    [(Role("critic", "update"), ("learner", "critic")), (Role("scorer"), ("learner", "scorer"))],
 )
 def test_another_role_goes_where_its_declaration_says(role, beside):
     assert set(hosts("collocated", (*EMBODIED, role))) == {("sim", "policy"), beside}

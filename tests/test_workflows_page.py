@@ -52,6 +52,12 @@ def redness(images):
 class RednessLoop(ScoredLoop):
     roles = (*EmbodiedLoop.roles, Role("reward", "planted:Redness", arguments))
 
+class KilledSimLoop(ScoredLoop):
+    def iterate(self, iteration, total):
+        if iteration == 1:
+            os.kill(self.workers.sims.process().wait()[0][1], signal.SIGKILL)
+        return super().iterate(iteration, total)
+
 class FragileLoop(ScoredLoop):
     roles = (*EmbodiedLoop.roles, Role("reward", "planted:Fragile", arguments, saved=True))
 """
@@ -203,6 +209,13 @@ def test_a_killed_reward_worker_ends_the_run_with_its_cause_and_the_resume_comma
     assert len(metrics(folder, "killed")) == 2
 
 
+def test_a_killed_simulator_is_replaced_where_a_mode_has_placed_the_reward_workers(folder):
+    more = ["program=planted:KilledSimLoop", "run.name=survives", "run.iterations=3", "placement=collocated"]
+    told = run(TRAIN, folder, *SHORT, *more)
+    assert "is started again (restart 1" in told and "learner + reward" in told
+    assert len(metrics(folder, "survives")) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the page uses two cores")
@@ -212,6 +225,8 @@ def test_the_commands_train_resume_evaluate_benchmark_and_plan_with_four_roles(f
     assert "reward" in (newest(folder, "scored") / "report.html").read_text()
     assert "resumed from" in run(RESUME, folder, "run.env_steps=null", "run.iterations=5")
     assert "success_once" in run(EVALUATE, folder, "eval.episodes=2")
-    told = run(BENCHMARK, folder, *SHORT, "modes=[collocated]", "rounds=1", "seconds=8", "out=bench")
+    told = run(
+        BENCHMARK, folder, *SHORT, "run.iterations=1", "modes=[collocated]", "rounds=1", "seconds=8", "out=bench"
+    )
     assert "collocated" in told and "reward" in told
-    assert "reward" in run(PLAN, folder, *SHORT, "cluster=8xCPU")
+    assert "reward" in run(PLAN, folder, *SHORT, "run.iterations=1")
