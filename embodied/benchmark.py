@@ -24,7 +24,7 @@ from embodied.placement.planner import Choice
 from embodied.placement.profile import Profile, read_profile, write_profile
 from embodied.placement.reasons import describe_layout, idle_shares, why_not
 from embodied.plan import Planned, plan
-from embodied.profiling import measure as measure_profile
+from embodied.profiling.measure import measure as measure_profile
 from embodied.profiling.store import describe_devices, fitted_to, profile_for, profile_path, repeated
 from embodied.profiling.timed_run import Round, Trial
 from embodied.reporting.benchmark_page import describe, write_report
