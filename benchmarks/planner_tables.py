@@ -17,7 +17,7 @@ from statistics import median
 
 from benchmarks.common import RESULTS, code_commit, machine
 from embodied.placement.cost_curves import Curve, constant
-from embodied.placement.dataflow import Component, Edge, Workflow
+from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Link, Profile, Sync, read_profile
 from embodied.placement.topology import read_topology
@@ -55,9 +55,9 @@ def workload(components: int, envs: int) -> Profile:
         "reference": Cost(Curve((1, 100), (0.01, 1.0)), bytes=constant(20 * GB)),
         "reward": Cost(Curve((1, 100), (0.01, 0.5)), bytes=constant(20 * GB)),
     }
-    workflow = Workflow(tuple(parts), tuple(edges), passes=2, env_steps=envs * 160)
+    dataflow = Dataflow(tuple(parts), tuple(edges), passes=2, env_steps=envs * 160)
     used = {part.name: {"gpu": costs[part.name]} for part in parts}
-    return Profile(workflow, used, Sync(0.01, Curve((1, 8), (0.5, 1.0))), Link(1e-3, 1e10))
+    return Profile(dataflow, used, Sync(0.01, Curve((1, 8), (0.5, 1.0))), Link(1e-3, 1e10))
 
 
 def search_times() -> list[dict]:
@@ -68,7 +68,7 @@ def search_times() -> list[dict]:
         times = []
         for _ in range(REPEATS):
             started = time.process_time()
-            best = Planner(profile.workflow, profile, classes).best()
+            best = Planner(profile.dataflow, profile, classes).best()
             times.append(time.process_time() - started)
         seconds = median(times)
         rows.append({"components": components, "gpus": gpus, "seconds": seconds, "winner": str(best.layout)})
@@ -79,7 +79,7 @@ def search_times() -> list[dict]:
 def winners(profile: Profile, gpus: int) -> dict[str, float]:
     """Seconds of an iteration by mode, fastest first."""
     classes = [c for c in read_topology(CLUSTERS[gpus]).classes() if profile.knows(c)]
-    found = Planner(profile.workflow, profile, classes, profile.made["stages"]).modes()
+    found = Planner(profile.dataflow, profile, classes, profile.made["stages"]).modes()
     seconds = {mode: choice.price.seconds for mode, choice in found.items() if choice and mode != "custom"}
     return dict(sorted(seconds.items(), key=lambda item: item[1]))
 

@@ -7,9 +7,10 @@ turns, and puts predicted next to measured. What does not fit is listed with the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from embodied.config.cli import from_python
 from embodied.config.merge import recipe_names
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError
-from embodied.placement import PlacementPlan, Topology, make_plan
+from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.planner import Choice
 from embodied.placement.profile import Profile, read_profile, write_profile
@@ -32,6 +33,7 @@ from embodied.reporting.benchmark_page import describe, write_report
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.folder import provenance
+from embodied.workflows.embodied import EmbodiedLoop
 
 MODES = ("collocated", "disaggregated", "hybrid")
 OTHER = "custom"  # the fastest of all ways that have no name
@@ -43,6 +45,7 @@ USAGE = f"""Measure every placement of a recipe on this machine, next to what wa
 usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
 
   recipe    {", ".join(recipe_names())}, or path/to/my.yaml
+  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   modes     all, one of {", ".join(MODES)}, {OTHER} (the fastest way without a name), or a list of
             them (default all)
   tasks     a list of tasks, each measured: tasks=[PushCube-v1,PickCube-v1] (default: the recipe's)
@@ -84,27 +87,29 @@ class Result:
         return describe_devices(self.devices, self.nodes)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return launch.answer(argv, USAGE, start)
+def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
+    """The command; `program`: the workflow that is run."""
+    return launch.answer(argv, USAGE, partial(start, program=program))
 
 
-def start(argv: list[str]) -> int:
-    compare_placements(argv)
+def start(argv: list[str], program: type = EmbodiedLoop) -> int:
+    compare_placements(argv, program)
     return 0
 
 
-def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
+def call(*words: str | Mapping[str, Any], program: type = EmbodiedLoop) -> dict[str, Any]:
     """Benchmark from Python, as the command does; returns what bench.json says:
     embodied.benchmark("pointmass_ppo", "seconds=30")."""
-    return json.loads((compare_placements(from_python(words)) / "bench.json").read_text())
+    return json.loads((compare_placements(from_python(words), program) / "bench.json").read_text())
 
 
-def compare_placements(argv: list[str]) -> Path:
+def compare_placements(argv: list[str], program: type) -> Path:
     """Measure, plan, time; returns the folder of the results."""
+    program, argv = launch.program_of(argv, program)
     options, rest = read_options(argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0])
-    results = [benchmark(config, options, folder) for config in configs]
+    results = [benchmark(config, options, folder, program) for config in configs]
     about = {"recipe": configs[0].run.name, "rounds": options.rounds, "warm_up": WARM_UP, **provenance()}
     write_report(results, about, folder)
     for result in results:
@@ -113,10 +118,10 @@ def compare_placements(argv: list[str]) -> Path:
     return folder
 
 
-def benchmark(config: RunConfig, options: Options, folder: Path) -> Result:
-    config, _ = launch.planned(repeated(config))
+def benchmark(config: RunConfig, options: Options, folder: Path, program: type = EmbodiedLoop) -> Result:
+    config, _ = launch.planned(repeated(config), roles=program.roles)
     there = machines(config)
-    profile = measured(config, options, there)
+    profile = measured(config, options, there, program)
     planned = plan(profile, there, config.cluster.memory_gb, draws_on_gpus(config.env))
     chosen = {mode: planned.modes[mode] for mode in options.modes if planned.modes.get(mode)}
     missing = [mode for mode in options.modes if mode not in chosen and mode != OTHER]  # which need not exist
@@ -134,7 +139,7 @@ def benchmark(config: RunConfig, options: Options, folder: Path) -> Result:
     )
     for mode, told in expected.items():
         print(f"  {mode:<14}{told['env_steps_per_s']:>9.0f} env steps/s   {told['layout']}")
-    run_all(config, planned, chosen, options.rounds, result, folder)
+    run_all(config, planned, chosen, options.rounds, result, folder, program)
     return result
 
 
@@ -151,19 +156,25 @@ def predicted(planned: Planned, choice: Choice) -> dict[str, Any]:
         "layout": describe_layout(choice.layout),
         "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology, planned.draws),
         "stages": choice.layout.stages,
-        "granularity": granularity(choice.layout, planned.profile.workflow),
+        "granularity": granularity(choice.layout, planned.profile.dataflow),
     }
 
 
 def run_all(
-    config: RunConfig, planned: Planned, chosen: dict[str, Choice], rounds: int, result: Result, folder: Path
+    config: RunConfig,
+    planned: Planned,
+    chosen: dict[str, Choice],
+    rounds: int,
+    result: Result,
+    folder: Path,
+    program: type,
 ) -> None:
     """All modes are started, then take turns, so that a slow minute of the machine meets them all."""
     with ExitStack() as stack:
         trials = {}
         for mode in chosen:
-            mode_config, mode_plan = runnable(config, result.expected[mode], planned.topology)
-            trials[mode] = stack.enter_context(Trial(mode_config, mode_plan, folder / "logs" / mode))
+            mode_config, mode_plan = runnable(config, result.expected[mode], planned.topology, roles_of(program.roles))
+            trials[mode] = stack.enter_context(Trial(mode_config, mode_plan, folder / "logs" / mode, program))
         order = list(trials)
         for turn in range(rounds + WARM_UP):
             for mode in order[turn % len(order) :] + order[: turn % len(order)]:
@@ -183,27 +194,30 @@ def new_trace(folder: Path, mode: str) -> Path:
     return folder / (f"trace-{mode}.json" if number == 1 else f"trace-{mode}-{number}.json")
 
 
-def runnable(config: RunConfig, expected: dict[str, Any], there: Topology) -> tuple[RunConfig, PlacementPlan]:
+def runnable(
+    config: RunConfig, expected: dict[str, Any], there: Topology, roles: Sequence[Role]
+) -> tuple[RunConfig, PlacementPlan]:
     """The recipe under this placement."""
     pipeline = config.pipeline.model_copy(update={key: expected[key] for key in ("stages", "granularity")})
     changed = config.model_copy(update={"placement": expected["placement"], "pipeline": pipeline})
-    return changed, make_plan(expected["placement"], there, config.env.num_envs, expected["stages"])
+    return changed, make_plan(expected["placement"], there, config.env.num_envs, expected["stages"], roles=roles)
 
 
-def measured(config: RunConfig, options: Options, there: Topology) -> Profile:
+def measured(config: RunConfig, options: Options, there: Topology, program: type) -> Profile:
     """The stored profile of these machines, or a new one."""
-    path, why_none = profile_for(config, there) if options.profile != "new" else (None, "")
+    roles = roles_of(program.roles)
+    path, why_none = profile_for(config, there, roles) if options.profile != "new" else (None, "")
     if path is None and options.profile == "stored":
         reason = why_none or "none has been measured for this recipe here"
         raise ConfigError(f"profile=stored, but {reason}; try profile=new")
     if why_none:
         print(f"profile     {why_none}")
     if path is not None:
-        profile = fitted_to(config, read_profile(path), path)
+        profile = fitted_to(config, read_profile(path), path, roles)
         print(f"profile     {path}, measured {profile.made.get('date', 'earlier')}")
         return profile
-    profile = measure_profile(config, options.seconds, print)
-    write_profile(profile, profile_path(config, profile.made))
+    profile = measure_profile(config, options.seconds, print, program)
+    write_profile(profile, profile_path(config, profile.made, roles))
     return profile
 
 

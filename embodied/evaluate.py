@@ -41,6 +41,7 @@ from embodied.reporting.videos import write_mosaic
 from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.run.devices import is_small
+from embodied.run.ending import Interruption
 from embodied.run.folder import taken
 from embodied.run.policy_source import Target, check_fits, describe_published, find_all, other_training
 
@@ -85,7 +86,7 @@ def play(loaded: Loaded) -> Path | None:
     policies = {target.name: target.described() for target in targets}
     asked = [asked_for(parts, target.config, policies[target.name]) for target in targets]
     wanted = asked[0] if len(asked) == 1 else {"policies": asked}
-    with launch.Interruption(at_once=True), open_folder(results_folder(loaded.config, targets), wanted) as out:
+    with Interruption(at_once=True), open_folder(results_folder(loaded.config, targets), wanted) as out:
         print(f"results     {out}", flush=True)
         if len(targets) == 1:
             name = targets[0].name

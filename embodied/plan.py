@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from embodied import assets
 from embodied.config.merge import recipe_names
 from embodied.config.recipe import RunConfig, RunSection, load
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
-from embodied.placement import PlacementError
+from embodied.placement import PlacementError, Role, roles_of
 from embodied.placement.deploy import as_placement, granularity
+from embodied.placement.grammar import EMBODIED
 from embodied.placement.planner import STAGES, Choice, Planner
 from embodied.placement.profile import Profile, read_profile
 from embodied.placement.reasons import describe_layout, idle_shares, why_it_wins, why_not
@@ -30,6 +34,7 @@ from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.launch import proofs
 from embodied.system.discovery import discover
+from embodied.workflows.embodied import EmbodiedLoop
 
 OWN = ("cluster", "profile", "out")
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
@@ -39,6 +44,7 @@ USAGE = f"""Predict how fast every placement of a recipe is, on machines one has
 usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out=FOLDER] [key=value ...] [--help]
 
   recipe    {", ".join(recipe_names())}, or path/to/my.yaml; its profile is the one measured here last
+  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
             published_maniskill_openvla, published_libero_openvla_oft
   cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
@@ -62,14 +68,17 @@ class Planned:
         return mode, found[mode]
 
     def steps_per_s(self, choice: Choice) -> float:
-        return self.profile.workflow.env_steps / choice.price.seconds
+        return self.profile.dataflow.env_steps / choice.price.seconds
 
 
-def main(argv: list[str] | None = None) -> int:
-    return launch.answer(argv, USAGE, start)
+def main(argv: list[str] | None = None, roles: Iterable[Any] = EMBODIED) -> int:
+    """The command; `roles`: those that the program declares."""
+    return launch.answer(argv, USAGE, partial(start, roles=roles_of(roles)))
 
 
-def start(argv: list[str]) -> int:
+def start(argv: list[str], roles: Sequence[Role] = EMBODIED) -> int:
+    program, argv = launch.program_of(argv, EmbodiedLoop)
+    roles = roles if program is EmbodiedLoop else roles_of(program.roles)
     values, problems, rest = launch.split(argv, OWN)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -77,7 +86,7 @@ def start(argv: list[str]) -> int:
     try:
         config = recipe_of(own.get("profile"), rest)
         topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
-        profile, name = find_profile(own.get("profile"), config, topology)
+        profile, name = find_profile(own.get("profile"), config, topology, roles)
         planned = plan(profile, topology, *((config.cluster.memory_gb, draws_on_gpus(config.env)) if config else ()))
     except PlacementError as err:
         raise ConfigError(str(err)) from None
@@ -100,12 +109,14 @@ def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
     return config.model_copy(update={"env": kind.resolve(kind.proven(config.env, proofs(config)))})
 
 
-def find_profile(named: str | None, config: RunConfig | None, topology: Topology) -> tuple[Profile, str]:
+def find_profile(
+    named: str | None, config: RunConfig | None, topology: Topology, roles: Sequence[Role] = EMBODIED
+) -> tuple[Profile, str]:
     """The one that is named, else one of this recipe: measured on such machines, or the newest. -> also its name. With
-    a recipe it has that one's workflow."""
-    path = packaged(named) if named else profile_for(config, topology)[0] or newest_profile(config)
+    a recipe it has that one's dataflow."""
+    path = packaged(named) if named else profile_for(config, topology, roles)[0] or newest_profile(config, roles)
     profile = read_profile(path)
-    return fitted_to(config, profile, path) if config else profile, path.stem
+    return fitted_to(config, profile, path, roles) if config else profile, path.stem
 
 
 def packaged(name: str) -> Path:
@@ -124,7 +135,7 @@ def plan(profile: Profile, topology: Topology, memory_gb: float | None = None, d
         raise PlacementError(f"the profile has costs on {known} for {', '.join(homeless)}, this cluster has {have}")
     stages = profile.made.get("stages") or STAGES
     started = time.perf_counter()
-    planner = Planner(profile.workflow, profile, classes, stages)
+    planner = Planner(profile.dataflow, profile, classes, stages)
     modes = planner.modes()
     search_s = time.perf_counter() - started
     if not any(modes.values()):
@@ -158,7 +169,7 @@ def describe(planned: Planned, name: str) -> list[str]:
     lines += [f"the profile has no costs on {name}, so none is used" for name in left if name != "cpu"]
     lines += ["", f"{mode} wins", *(f"  {line}" for line in why_it_wins(planned.planner.pricer, winner, others))]
     placement = as_placement(planned.planner.pricer, winner.layout, planned.topology, planned.draws)
-    pieces = granularity(winner.layout, planned.profile.workflow)
+    pieces = granularity(winner.layout, planned.profile.dataflow)
     cut = f" pipeline.granularity={pieces}" if pieces else ""
     return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}{cut}"]
 

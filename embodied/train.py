@@ -28,6 +28,7 @@ from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run, read_run
 from embodied.run import launch
 from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims
+from embodied.run.ending import Interruption, closing
 from embodied.run.folder import RunFolder
 from embodied.run.policy_source import Target, check_continues, check_fits, find_start
 from embodied.workflows.contract import Workflow
@@ -39,8 +40,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
-    loaded = load(argv)
-    return 0 if loaded is None else follow(loaded, EmbodiedLoop)
+    program, rest = launch.program_of(argv, EmbodiedLoop)
+    loaded = load(rest)
+    return 0 if loaded is None else follow(loaded, program)
 
 
 def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> Run:
@@ -48,7 +50,8 @@ def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop
 
     embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})
     """
-    loaded = load(from_python(words))
+    program, rest = launch.program_of(from_python(words), program)
+    loaded = load(rest)
     if loaded is None or loaded.dry_run:
         raise ConfigError("--help, --cfg and --dry-run are for the command line")
     folders: list[Path] = []
@@ -64,7 +67,7 @@ def follow(
 ) -> int:
     """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
     happened. Returns the command's exit code; `opened` is called with the folder."""
-    config, plan = launch.planned(loaded.config, dry=loaded.dry_run)
+    config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=program.roles)
     origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
     if loaded.dry_run:
         launch.rehearse(config)
@@ -72,11 +75,12 @@ def follow(
         print(launch.describe_saving(config))
         print(launch.describe_learner(config), end="")
         return 0
-    with launch.Interruption() as interruption:
-        folder, checkpoint = open_folder(loaded, program.command)
+    command = launch.command_of(program)
+    with Interruption() as interruption:
+        folder, checkpoint = open_folder(loaded, command)
         opened(folder.path)
-        with launch.closing(folder, interruption):
-            console = Console(folder.path, folder.note, command=program.command)
+        with closing(folder, interruption):
+            console = Console(folder.path, folder.note, command=command)
             folder.record(placement=asdict(plan))
             console.say(launch.describe(config, plan, weights=checkpoint))
             console.say(launch.describe_saving(config))
@@ -108,7 +112,7 @@ def train(
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """`origin` is the policy to start from, `checkpoint` that of this run to continue from."""
-    with launch.cluster(config, plan, folder.logs, folder.record_process) as cluster:
+    with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         rendezvous = rendezvous_point(ranks, config.cluster.backend, folder.logs, timeout_s)
         tell, start = partial(restarted, folder, console), origin and origin.folder

@@ -1,7 +1,16 @@
 """Who runs where: grammar, modes, plans. Pure planning; imports nothing else of the toolkit."""
 
-from embodied.placement.grammar import PlacementError
-from embodied.placement.placement_plan import Host, PlacementPlan, make_plan, named_nodes
+from embodied.placement.grammar import PlacementError, Role, roles_of
+from embodied.placement.placement_plan import PlacementPlan, PlannedHost, make_plan, named_nodes
 from embodied.placement.topology import Topology
 
-__all__ = ["Host", "PlacementError", "PlacementPlan", "Topology", "make_plan", "named_nodes"]
+__all__ = [
+    "PlacementError",
+    "PlacementPlan",
+    "PlannedHost",
+    "Role",
+    "Topology",
+    "make_plan",
+    "named_nodes",
+    "roles_of",
+]

@@ -13,7 +13,7 @@ from embodied.placement.grammar import MAP_EXAMPLE, MODES, PlacementError, parse
 def _readable(value: Any) -> str | dict[str, Any]:
     if isinstance(value, dict):
         try:
-            parse_map(value)
+            parse_map(value, more=True)
         except PlacementError as err:
             raise PlacementError(f"{err}; try placement='{MAP_EXAMPLE}'") from None
         return value

@@ -18,7 +18,7 @@ from functools import cache
 import numpy as np
 
 from embodied.placement.cost_tables import Array, Table, make_table, max_of
-from embodied.placement.dataflow import Edge, Workflow, asker_of
+from embodied.placement.dataflow import Dataflow, Edge, asker_of
 from embodied.placement.device_bytes import used_bytes, zone_bytes
 from embodied.placement.layout import DeviceClass, Layer, Layout, Zone, arrangements
 from embodied.placement.profile import Cost, Profile
@@ -44,7 +44,7 @@ class Price:
 
 @dataclass(frozen=True)
 class Turn:
-    """A node of the workflow in a layer: its components by zone, and the nodes on other devices it waits for: for each
+    """A node of the dataflow in a layer: its components by zone, and the nodes on other devices it waits for: for each
     of their chunks as it comes if it streams, else for all of them. Others are done when its own devices are free."""
 
     node: int
@@ -56,11 +56,11 @@ class Turn:
 class Pricer:
     """`costs[component, class]` in `profile`, on devices of `classes`."""
 
-    def __init__(self, workflow: Workflow, profile: Profile, classes: Sequence[DeviceClass]) -> None:
-        self.workflow = workflow
+    def __init__(self, dataflow: Dataflow, profile: Profile, classes: Sequence[DeviceClass]) -> None:
+        self.dataflow = dataflow
         self.profile = profile
         self.classes = {c.name: c for c in classes}
-        self.asker = {node: asker_of(workflow, node) for node in workflow.order}
+        self.asker = {node: asker_of(dataflow, node) for node in dataflow.order}
         self.table = cache(self._table)
         self.floor = cache(self._floor)
         self.turns = cache(self._turns_of)
@@ -70,7 +70,7 @@ class Pricer:
         return self.profile.cost(component, self.classes[device_class])
 
     def runs_on(self) -> dict[str, set[str]]:
-        names = [c.name for c in self.workflow.components]
+        names = [c.name for c in self.dataflow.components]
         return {name: {c for c in self.classes if self.cost(name, c) is not None} for name in names}
 
     def workers(self, component: str, device_class: str, stages: int) -> np.ndarray:
@@ -97,7 +97,7 @@ class Pricer:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Of all calls of a cycle, wherever the asker is, with no other device at work."""
         here, count = Zone(tuple(names), device_class), np.arange(self.classes[device_class].count + 1)
-        calls, alone = self.workflow[asker].calls, {name: self.cost(name, device_class).alone for name in names}
+        calls, alone = self.dataflow[asker].calls, {name: self.cost(name, device_class).alone for name in names}
         if asker in names:
             at = dict.fromkeys(names, (here, count))
             rounds = [self.station(name, asker, at, stages, alone[name]) for name in names]
@@ -128,19 +128,19 @@ class Pricer:
     def least_of(self, nodes: Sequence[int], stages: int, chunks: int) -> float:
         """No layer of these nodes takes less, whatever its zones: each node on all devices, or all devices always at
         work."""
-        layer = tuple(Zone(self.workflow.order[i], "") for i in nodes)
+        layer = tuple(Zone(self.dataflow.order[i], "") for i in nodes)
         least = {i: self.node_least(i, stages) for i in nodes}
         path = self._turns(layer, {i: seconds for i, (seconds, _) in least.items()}, chunks)
-        spent = self.workflow.passes * sum(device_s for _, device_s in least.values())
+        spent = self.dataflow.passes * sum(device_s for _, device_s in least.values())
         return float(max(path, spent / sum(c.count for c in self.classes.values())))
 
     def _node_least(self, node: int, stages: int) -> tuple[float, float]:
         """Seconds of a pass of a node with all devices, and device-seconds with as few as are best; at least."""
-        names, runs_on = self.workflow.order[node], self.runs_on()
+        names, runs_on = self.dataflow.order[node], self.runs_on()
         found = []
         for layer in arrangements(names, tuple(self.classes.values()), runs_on):
             most = [self.classes[zone.device_class].count for zone in layer]
-            seconds = float(self.least_seconds(layer, most, stages, 1)) / self.workflow.passes
+            seconds = float(self.least_seconds(layer, most, stages, 1)) / self.dataflow.passes
             busy = [self.floor(zone.components, zone.device_class, stages)[0][1:] for zone in layer]
             spent = sum(float(np.min(each * np.arange(1, len(each) + 1), initial=np.inf)) for each in busy)
             found.append((seconds, spent))
@@ -149,18 +149,18 @@ class Pricer:
     def slowed_by_more(self, components: Sequence[str]) -> bool:
         """Whether more devices can cost time: who receives weights is one more copy, who works slows others down."""
         costs = [cost for name in components for cost in self.profile.costs[name].values()]
-        receives = any(e.next_iteration and e.target in components for e in self.workflow.edges)
+        receives = any(e.next_iteration and e.target in components for e in self.dataflow.edges)
         return receives or any(cost.alone < 1 for cost in costs)
 
     def useful_answerers(self, name: str, most: int, stages: int) -> np.ndarray:
         """[most + 1] Whether a component that answers in a cycle can gain by its so-manieth device."""
         count = np.arange(most + 1)
-        asker = self.workflow[self.asker_for(name)]
+        asker = self.dataflow[self.asker_for(name)]
         return (count > 0) & (count <= asker.items * stages)  # which of them depends on how many ask
 
     def asker_for(self, component: str) -> str | None:
         """Who asks in the cycle that a component is in; None outside of cycles."""
-        return self.asker[next(node for node in self.workflow.order if component in node)]
+        return self.asker[next(node for node in self.dataflow.order if component in node)]
 
     def can_swap(self, component: str) -> bool:
         costs = [self.cost(component, name) for name in self.classes]
@@ -172,7 +172,7 @@ class Pricer:
             devices = [np.array(zone.devices) for zone in layer]
             layers.append(self.layer(layer, devices, layout.stages, layout.chunks, layout.swapped))
         used = {name: used_bytes(layers, name) for name in self.classes}
-        seconds = sum(float(layer.seconds) for layer in layers) + self.workflow.fixed_s
+        seconds = sum(float(layer.seconds) for layer in layers) + self.dataflow.fixed_s
         fits = all(used[name] <= c.memory_bytes for name, c in self.classes.items())
         return Price(seconds, tuple(layers), used, fits and np.isfinite(seconds))
 
@@ -193,7 +193,7 @@ class Pricer:
         self, layer: Layer, devices: Sequence[Array], stages: int, chunks: int, swapped: frozenset[str] = frozenset()
     ) -> Array:
         at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
-        order = self.workflow.order
+        order = self.dataflow.order
         work = {turn.node: self.node_seconds(order[turn.node], at, stages) for turn in self.turns(layer)}
         return self._turns(layer, work, chunks, at, swapped) + self.sync_seconds(at, stages)
 
@@ -203,14 +203,14 @@ class Pricer:
         """Nodes in order, on zones that come free, chunk by chunk; `work` is what a pass of each takes."""
         free: list[Array] = [0.0] * len(layer)
         ready: dict[int, list[Array]] = {}
-        passes = self.workflow.passes / chunks
+        passes = self.dataflow.passes / chunks
         for turn in self.turns(layer):
-            node = self.workflow.order[turn.node]
+            node = self.dataflow.order[turn.node]
             each = work[turn.node] * passes
             time = max_of(*(free[z] for z, _ in turn.parts))
             if swapped:
                 time = time + self.swap_seconds(node, at, swapped, "onload_s")
-            if at and self.workflow[node[0]].ahead:
+            if at and self.dataflow[node[0]].ahead:
                 time = self._after_looking(turn, self.ahead_seconds(node[0], at), time, ready, chunks)
             ready[turn.node] = []
             if not turn.streams:
@@ -233,20 +233,20 @@ class Pricer:
         return time
 
     def ahead_seconds(self, name: str, at: Mapping) -> Array:
-        items = -(-self.workflow[name].ahead // np.maximum(self.count(name, at, 1), 1))
+        items = -(-self.dataflow[name].ahead // np.maximum(self.count(name, at, 1), 1))
         return self.cost(name, at[name][0].device_class).ahead_s * items
 
     def _turns_of(self, layer: Layer) -> tuple[Turn, ...]:
         place = {name: z for z, zone in enumerate(layer) for name in zone.components}
         found = []
-        for i, node in enumerate(self.workflow.order):
+        for i, node in enumerate(self.dataflow.order):
             if node[0] in place:
                 mine = sorted({place[name] for name in node})
                 parts = tuple((z, tuple(name for name in node if place[name] == z)) for z in mine)
-                sources = [(j, self.workflow.order[j]) for j in self.workflow.sources[i]]
+                sources = [(j, self.dataflow.order[j]) for j in self.dataflow.sources[i]]
                 here = [(j, names) for j, names in sources if names[0] in place]
                 waits = tuple(j for j, names in here if all(place[name] not in mine for name in names))
-                found.append(Turn(i, parts, waits, all(self.workflow[name].streams for name in node)))
+                found.append(Turn(i, parts, waits, all(self.dataflow[name].streams for name in node)))
         return tuple(found)
 
     def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: frozenset[str], which: str) -> float:
@@ -306,7 +306,7 @@ class Pricer:
         last = last + (delay if len(stations) > 1 else 0.0)
         with np.errstate(invalid="ignore"):  # no worker finds a place: infinite, or not a number, and then infinite
             first = first + max_of(*(whole - early for _, early, whole in stations.values()))
-            spent = (self.workflow[asker].calls - 1) * max_of(busiest, trip) + first + last + max(fixed.values())
+            spent = (self.dataflow[asker].calls - 1) * max_of(busiest, trip) + first + last + max(fixed.values())
         return np.where(np.isnan(spent), np.inf, spent)
 
     def station(
@@ -319,8 +319,8 @@ class Pricer:
         if name == asker:
             one = asking.seconds[devices] * slowed
             return one, one, one * stages, 0.0
-        component, cost = self.workflow[name], self.cost(name, zone.device_class)
-        ratio = slowed * component.calls / self.workflow[asker].calls
+        component, cost = self.dataflow[name], self.cost(name, zone.device_class)
+        ratio = slowed * component.calls / self.dataflow[asker].calls
         parts = asking.workers[home_devices] * stages
         if zone is home:
             size = component.items / np.maximum(parts, 1)
@@ -341,16 +341,16 @@ class Pricer:
         of these it answers in a call. The question of a stage of an asker goes to one worker, as a whole."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
-        each = self.workflow[name].items / (asking * stages)
+        each = self.dataflow[name].items / (asking * stages)
         waiting = 1 if zone is home else -(-asking // np.clip(devices, 1, asking))
-        return each, waiting, np.clip(self.workflow[name].merges // each, 1, waiting)
+        return each, waiting, np.clip(self.dataflow[name].merges // each, 1, waiting)
 
     def delay(self, node: tuple[str, ...], asker: str, at: Mapping, stages: int) -> Array:
         """Handing a stage's data around the cycle, where it leaves the process."""
         parts = self.table(asker, at[asker][0].device_class, stages).workers[at[asker][1]] * stages
         crossing = [
             e
-            for e in self.workflow.edges
+            for e in self.dataflow.edges
             if e.source in node and e.target in node and at[e.source][0] is not at[e.target][0]
         ]
         return sum((self.profile.link.seconds(e.bytes / np.maximum(parts, 1)) for e in crossing), 0.0)
@@ -372,7 +372,7 @@ class Pricer:
     def sync_seconds(self, at: Mapping, stages: int) -> Array:
         """Weights of the next iteration: nothing moves where every receiver shares a host with its source."""
         spent: Array = 0.0
-        for edge in self.workflow.edges:
+        for edge in self.dataflow.edges:
             if edge.next_iteration and edge.target in at:
                 copied = self.profile.sync.copy_s.at(self.count(edge.target, at, stages))
                 shared = self.shares_weights(edge, at, stages)
@@ -388,6 +388,6 @@ class Pricer:
         return self.count(edge.target, at, stages) == self.count(edge.source, at, stages)
 
     def _table(self, name: str, device_class: str, stages: int) -> Table:
-        component, cost = self.workflow[name], self.cost(name, device_class)
+        component, cost = self.dataflow[name], self.cost(name, device_class)
         on = self.classes[device_class]
         return make_table(component, cost, on, stages if component.splits else 1)

@@ -7,7 +7,7 @@ directions (sim and policy) form a cycle and are one node of the order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -46,7 +46,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Workflow:
+class Dataflow:
     components: tuple[Component, ...]
     edges: tuple[Edge, ...]
     passes: int = 1  # times that the whole graph runs in an iteration; the border at which data can be handed on
@@ -93,13 +93,17 @@ class Workflow:
         pairs = {(at[e.source], at[e.target]) for e in self.edges if not e.next_iteration}
         return tuple(frozenset(a for a, b in pairs if b == i and a != i) for i in range(len(self.order)))
 
+    def teaches(self, name: str) -> bool:
+        """Whether a component makes weights that others use in the next iteration: a learner."""
+        return any(edge.next_iteration and edge.source == name for edge in self.edges)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def asker_of(workflow: Workflow, node: tuple[str, ...]) -> str | None:
+def asker_of(dataflow: Dataflow, node: tuple[str, ...]) -> str | None:
     """Who asks in a cycle; None outside of cycles."""
-    return next((name for name in node if workflow[name].splits), None) if len(node) > 1 else None
+    return next((name for name in node if dataflow[name].splits), None) if len(node) > 1 else None
 
 
 def traced_edges(flows: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[Edge, ...]:
@@ -128,13 +132,13 @@ def reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:
     return found
 
 
-def workflow_from_json(content: Mapping[str, Any]) -> Workflow:
+def dataflow_from_json(content: Mapping[str, Any]) -> Dataflow:
     parts = {"components": tuple(Component(**c) for c in content["components"])}
     parts["edges"] = tuple(Edge(**e) for e in content["edges"])
-    return Workflow(**{**content, **parts})
+    return Dataflow(**{**content, **parts})
 
 
-def embodied_workflow(
+def embodied_dataflow(
     num_envs: int,
     decisions: int,
     learner_calls: int,
@@ -142,13 +146,16 @@ def embodied_workflow(
     env_steps: int,
     ahead: int = 0,
     merges: int = 1,
+    others: Sequence[str] = (),
     **more: Any,
-) -> Workflow:
-    """Sims and policies in a cycle, trajectories to the learner, weights to the next iteration."""
-    return Workflow(
+) -> Dataflow:
+    """Sims and policies in a cycle, trajectories to the learner, weights to the next iteration; `others` work once on
+    every decision, between sims and learner."""
+    return Dataflow(
         components=(
             Component("sim", decisions, num_envs, even=True, splits=True),
             Component("policy", decisions, num_envs, merges=merges),
+            *(Component(name, 1, decisions * num_envs) for name in others),
             Component("learner", learner_calls, learner_items, ahead=ahead),
         ),
         edges=(
@@ -156,6 +163,7 @@ def embodied_workflow(
             Edge("policy", "sim"),
             Edge("sim", "learner"),
             Edge("learner", "policy", next_iteration=True),
+            *(edge for name in others for edge in (Edge("sim", name), Edge(name, "learner"))),
         ),
         env_steps=env_steps,
         **more,

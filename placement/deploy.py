@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from embodied.placement.costs import Pricer
-from embodied.placement.dataflow import Workflow
+from embodied.placement.dataflow import Dataflow
 from embodied.placement.grammar import PlacementError, text_of
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.modes import with_drawing
@@ -16,27 +16,29 @@ def as_placement(
     pricer: Pricer, layout: Layout, topology: Topology | None = None, draws: bool = False
 ) -> dict[str, Any]:
     """The map of a layout; without `topology` on the machine we are on. Every worker has one device; roles of a zone
-    that can share a process do, but for learners, which never share one with a simulator. Of several machines the one
-    we are on has a learner, which writes checkpoints there. `draws`: sims on cores draw on GPUs."""
+    that can share a process do, but only policies share one with a simulator, which may crash. Of several machines the
+    one we are on has a learner, which writes checkpoints there. `draws`: sims on cores draw on GPUs."""
     placement: dict[str, Any] = {}
+    dataflow = pricer.dataflow
+    askers = [c.name for c in dataflow.components if c.splits]
     several = topology is not None and len(topology.nodes) > 1
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
         taken: dict[str, int] = {}
-        for zone in sorted(layer, key=lambda zone: several and "learner" not in zone.components):
+        for zone in sorted(layer, key=lambda zone: several and not any(map(dataflow.teaches, zone.components))):
             first = taken.get(zone.device_class, 0)
             devices = devices_of(pricer.classes[zone.device_class], topology)[first : first + zone.devices]
             counts = {name: int(pricer.count(name, at, layout.stages)) for name in zone.components}
-            for roles in hosts_of(zone, counts):
+            for roles in hosts_of(zone, counts, dataflow):
                 placement[",".join(roles)] = text_of(devices[: counts[roles[0]]])
             taken[zone.device_class] = first + zone.devices
-    on_cores = pricer.classes[layout.zone_of("sim").device_class].kind == "cpu" if draws else False
+    on_cores = draws and all(pricer.classes[layout.zone_of(name).device_class].kind == "cpu" for name in askers)
     return with_drawing(placement, topology) if on_cores and topology else placement
 
 
-def granularity(layout: Layout, workflow: Workflow) -> int | None:
+def granularity(layout: Layout, dataflow: Dataflow) -> int | None:
     """Decisions after which sims hand on what they have played; None: at the end."""
-    calls = max((c.calls for c in workflow.components if c.splits), default=1)
+    calls = max((c.calls for c in dataflow.components if c.splits), default=1)
     return None if layout.chunks == 1 else -(-calls // layout.chunks)
 
 
@@ -57,12 +59,14 @@ def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, st
     return found
 
 
-def hosts_of(zone: Zone, counts: dict[str, int]) -> list[tuple[str, ...]]:
+def hosts_of(zone: Zone, counts: dict[str, int], dataflow: Dataflow) -> list[tuple[str, ...]]:
     """Which roles of a zone share processes."""
     hosts: list[tuple[str, ...]] = []
     for name in zone.components:
         same = (host for host in hosts if counts[host[0]] == counts[name])
-        beside = next((host for host in same if not ("sim" in host and name == "learner")), None)
+        stays = name not in ("sim", "policy")  # while these are replaced when a simulator crashes
+        asked = (host for host in same if not (stays and any(dataflow[n].splits for n in host)))
+        beside = next(asked, None)
         if beside is None:
             hosts.append((name,))
         else:

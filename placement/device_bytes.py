@@ -23,7 +23,7 @@ def zone_bytes(pricer: Pricer, zone: Zone, at: Mapping, stages: int, swapped: fr
     full = {name: bytes_of(pricer, name, at, stages) for name in zone.components}
     kept = {name: pricer.cost(name, zone.device_class).kept_bytes for name in zone.components}
     rest = {name: kept[name] if name in swapped else full[name] for name in full}
-    for edge in pricer.workflow.edges:
+    for edge in pricer.dataflow.edges:
         if edge.next_iteration and edge.target in full and edge.source in full:
             shared = pricer.shares_weights(edge, at, stages)
             once = np.where(shared, pricer.cost(edge.target, zone.device_class).weight_bytes, 0.0)
@@ -31,7 +31,7 @@ def zone_bytes(pricer: Pricer, zone: Zone, at: Mapping, stages: int, swapped: fr
             rest[edge.source] = rest[edge.source] - (0.0 if edge.source in swapped else once)
             rest[edge.target] = np.maximum(rest[edge.target], once)
     idle = sum(rest.values())
-    groups = [[n for n in node if n in full] for node in pricer.workflow.order]
+    groups = [[n for n in node if n in full] for node in pricer.dataflow.order]
     peaks = [idle + sum(full[n] - rest[n] for n in group) for group in groups if group]
     return max_of(*peaks), idle
 

@@ -12,11 +12,10 @@ Numbers count the devices this run may use: `cpu:0` is the first core of the pro
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-ROLES = ("sim", "policy", "learner")
 MODES = ("auto", "collocated", "disaggregated", "hybrid")
 DEVICES = re.compile(
     r"(?:(?P<node>[\w.-]+)/)?(?P<kind>[a-z]\w*):(?P<first>\d+)(?:-(?P<last>\d+))?(?:\*(?P<workers>\d+))?"
@@ -31,6 +30,38 @@ PLACE_KEYS = ("devices", "render")
 
 class PlacementError(ValueError):
     """This placement cannot be; the text holds the arithmetic and one that can."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What placing needs to know of a role that a program declares."""
+
+    name: str
+    phase: str = "rollout"  # or "update": in which its workers are at work
+    network: bool = True  # computes with a network, so on GPUs where networks do; else it is a simulator
+    beside: str | None = None  # whose processes it shares in collocated and hybrid plans; "": none, it has own devices
+
+    @property
+    def home(self) -> str:
+        """The role that it goes with: learners, unless it names one. A simulator's crash would take it with it."""
+        return "learner" if self.beside is None else self.beside
+
+
+EMBODIED = (Role("sim", network=False, beside=""), Role("policy", beside=""), Role("learner", "update", beside=""))
+
+
+def roles_of(declared: Iterable[Any]) -> tuple[Role, ...]:
+    """Declarations of a program, each with a `name` and a `phase` at least, as placing knows them."""
+    known = {role.name: role for role in EMBODIED}
+    return tuple(
+        known.get(one.name) or (one if isinstance(one, Role) else Role(one.name, one.phase)) for one in declared
+    )
+
+
+def others(roles: Sequence[Role]) -> tuple[Role, ...]:
+    """The roles that a program has besides simulators, policies and learners."""
+    names = {role.name for role in EMBODIED}
+    return tuple(role for role in roles if role.name not in names)
 
 
 @dataclass(frozen=True)
@@ -82,26 +113,31 @@ def split_cores(cores: tuple[int, ...], workers: int, part: str) -> list[tuple[i
     return [cores[i * each : (i + 1) * each] for i in range(workers)]
 
 
-def parse_map(placement: Mapping[str, Any]) -> dict[tuple[str, ...], list[Slot]]:
-    """Roles of each kind of host -> one slot per host. Every role has exactly one place."""
+def parse_map(
+    placement: Mapping[str, Any], roles: Sequence[Role] = EMBODIED, more: bool = False
+) -> dict[tuple[str, ...], list[Slot]]:
+    """Roles of each kind of host -> one slot per host. Every role has exactly one place. `more`: beside all of `roles`
+    there may be others, of a program that is not known here."""
     hosts: dict[tuple[str, ...], list[Slot]] = {}
+    known = {role.name: role for role in roles}
+    placed = [name.strip() for key in placement for name in str(key).split(",")]
+    for name in placed:
+        if name not in known and not (more and name.isidentifier() and known.keys() <= set(placed)):
+            raise PlacementError(f"{name!r} is no role; roles: {', '.join(known)}")
     for key, place in placement.items():
-        roles = tuple(role.strip() for role in str(key).split(","))
-        for role in roles:
-            if role not in ROLES:
-                raise PlacementError(f"{role!r} is no role; roles: {', '.join(ROLES)}")
+        names = tuple(name.strip() for name in str(key).split(","))
         if place is None:
             raise PlacementError(f"{key!r} has no devices; roles joined by a comma need quotes: {MAP_EXAMPLE}")
-        hosts[roles] = drawing(key, roles, place) if isinstance(place, Mapping) else parse_text(key, place)
-    placed = [role for roles in hosts for role in roles]
-    for role in ROLES:
-        if placed.count(role) != 1:
-            times = "has no place" if role not in placed else f"has {placed.count(role)} places"
-            raise PlacementError(f"{role!r} {times}; name every role once")
-    for roles in hosts:
-        if {"sim", "learner"} <= set(roles):
+        hosts[names] = drawing(key, names, known, place) if isinstance(place, Mapping) else parse_text(key, place)
+    for name in dict.fromkeys([*known, *placed]):
+        if placed.count(name) != 1:
+            times = "has no place" if name not in placed else f"has {placed.count(name)} places"
+            raise PlacementError(f"{name!r} {times}; name every role once")
+    for names in hosts:
+        here = [known[name] for name in names if name in known]
+        if any(not role.network for role in here) and any(role.phase == "update" for role in here):
             raise PlacementError(
-                f"{','.join(roles)!r} puts the simulator into the learner's process, where its crash would take the "
+                f"{','.join(names)!r} puts the simulator into the learner's process, where its crash would take the "
                 f"weights and the optimizer with it"
             )
     return hosts
@@ -113,7 +149,7 @@ def parse_text(key: str, text: Any) -> list[Slot]:
     return parse_devices(text)
 
 
-def drawing(key: str, roles: tuple[str, ...], place: Mapping[str, Any]) -> list[Slot]:
+def drawing(key: str, names: tuple[str, ...], known: Mapping[str, Role], place: Mapping[str, Any]) -> list[Slot]:
     """Slots of simulators on cores that draw on GPUs, which the workers share out in order."""
     example = f'{key}: {{devices: "cpu:0", render: "gpu:0"}}'
     if unknown := set(map(str, place)) - set(PLACE_KEYS):
@@ -123,7 +159,7 @@ def drawing(key: str, roles: tuple[str, ...], place: Mapping[str, Any]) -> list[
     slots = parse_text(key, place["devices"])
     if place.get("render") is None:
         return slots
-    if "sim" not in roles:
+    if all(name in known and known[name].network for name in names):
         raise PlacementError(f"{key!r} has a render device, but only simulators draw; leave out render")
     cards = parse_text(key, place["render"])
     if any(card.kind != "gpu" or card.node for card in cards) or any(slot.kind != "cpu" for slot in slots):

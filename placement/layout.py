@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 
-from embodied.placement.dataflow import Workflow
+from embodied.placement.dataflow import Dataflow
+
+NAMED = ("sim", "policy", "learner")  # the roles whose relations name a mode; others may be anywhere
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class DeviceClass:
 
 @dataclass(frozen=True)
 class Zone:
-    components: tuple[str, ...]  # in the workflow's order
+    components: tuple[str, ...]  # in the dataflow's order
     device_class: str
     devices: int = 0  # how many; 0 while it is open
 
@@ -71,7 +73,7 @@ class Layout:
     def mode(self) -> str:
         """The mode's name, or "custom" where roles are combined in another way."""
         placed = {name for zone in self.zones for name in zone.components}
-        if not {"sim", "policy", "learner"} <= placed:
+        if not {*NAMED} <= placed:
             return "custom"
         sims = self.apart("sim", "policy")
         if self._simulates_beside():
@@ -85,7 +87,7 @@ class Layout:
 
     def _simulates_beside(self) -> bool:
         """Whether simulators have the cores beside the devices that networks compute on: they share none anyway."""
-        homes = {name: self.zone_of(name).device_class for name in ("sim", "policy", "learner")}
+        homes = {name: self.zone_of(name).device_class for name in NAMED}
         return homes["sim"] == "cpu" and "cpu" not in (homes["policy"], homes["learner"])
 
     def _mode_beside(self) -> str:
@@ -102,14 +104,14 @@ def zone_text(zone: Zone) -> str:
     return f"{', '.join(zone.components)}: {zone.devices} {zone.device_class}"
 
 
-def layer_sets(workflow: Workflow) -> list[tuple[frozenset[int], ...]]:
+def layer_sets(dataflow: Dataflow) -> list[tuple[frozenset[int], ...]]:
     """Every way to cut the order of nodes into layers: sources before what needs them."""
-    nodes = frozenset(range(len(workflow.order)))
+    nodes = frozenset(range(len(dataflow.order)))
 
     def cut(left: frozenset[int]) -> Iterator[tuple[frozenset[int], ...]]:
         if not left:
             yield ()
-        for first in closed_sets(left, workflow.sources):
+        for first in closed_sets(left, dataflow.sources):
             yield from ((first, *rest) for rest in cut(left - first))
 
     return list(cut(nodes))
@@ -147,5 +149,5 @@ def partitions(items: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
             yield from (((first, *friends), *parts) for parts in partitions(others))
 
 
-def components_of(workflow: Workflow, nodes: Iterable[int]) -> tuple[str, ...]:
-    return tuple(name for node in sorted(nodes) for name in workflow.order[node])
+def components_of(dataflow: Dataflow, nodes: Iterable[int]) -> tuple[str, ...]:
+    return tuple(name for node in sorted(nodes) for name in dataflow.order[node])

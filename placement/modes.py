@@ -13,14 +13,18 @@ beside GPUs        policy's would play all rows of a GPU on one core
                    disaggregated  policies on half of the GPUs, learners on the others
                    hybrid         {policy + learner} on every GPU
                    auto           hybrid: policy and learner of a GPU share one copy of the weights
+other roles        of a program go with the policy in collocated and hybrid plans, with the learner if they work in
+                   the update, or with the role that their declaration names; disaggregated, or if it names none, each
+                   has one device of its own
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from embodied.placement.grammar import PlacementError, text_of
+from embodied.placement.grammar import EMBODIED, PlacementError, Role, others, text_of
 from embodied.placement.topology import Topology
 
 Device = tuple[str, str, int]  # node, kind, number
@@ -40,11 +44,16 @@ def choose(
     rows: int = ENVS_PER_SIM,
     most_sims: int | None = None,
     draws: bool = False,
+    roles: Sequence[Role] = EMBODIED,
 ) -> tuple[dict[str, Any], str]:
     """The map, and the reason where there was a choice. `networks` compute on "cpu" or "gpu"; `rows` is the least
     that a sim worker beside GPUs plays, `most_sims` how many of these the machines' memory holds; where it `draws`, on
     the GPUs of its machine."""
     cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu")
+    more = others(roles)
+    own = [role for role in more if mode == "disaggregated" or not role.home]
+    cores, kept_cores = keep(mode, cores, [role.name for role in own if networks == "cpu" or not role.network])
+    gpus, kept_gpus = keep(mode, gpus, [role.name for role in own if networks == "gpu" and role.network], "GPUs")
     reason = ""
     if networks == "gpu" and not gpu_sims:
         if mode == "auto":
@@ -59,12 +68,28 @@ def choose(
         if mode == "auto":
             mode, reason = "collocated", "collocated: sims and learners take turns on all cores"
         groups = on_cores(mode, cores, num_envs, stages)
+    groups = [*(joined(group, [role for role in more if role not in own]) for group in groups), *kept_cores, *kept_gpus]
     if len(machines.nodes) > 1:
         groups = learner_at_home(groups, machines.nodes[0].name)
     order = {node.name: place for place, node in enumerate(machines.nodes)}
     in_order = {roles: sorted(held, key=lambda device: (order.get(device[0], 0), device[2])) for roles, held in groups}
     found: dict[str, Any] = {roles: text_of(held) for roles, held in in_order.items()}
     return with_drawing(found, machines) if draws and not gpu_sims else found, reason
+
+
+def keep(mode: str, devices: list[Device], names: list[str], kind: str = "cores") -> tuple[list[Device], Groups]:
+    """The devices but for the last ones, and those for roles that have one each."""
+    if names:
+        need(mode, f"{' and '.join(names)} and the others", len(names) + 1, len(devices), "collocated", kind)
+    first = len(devices) - len(names)
+    return devices[:first], [(name, [device]) for name, device in zip(names, devices[first:])]
+
+
+def joined(group: tuple[str, list[Device]], more: Sequence[Role]) -> tuple[str, list[Device]]:
+    """A group with the roles that go with one of its own, behind that one."""
+    names, held = group
+    found = [[name, *(role.name for role in more if role.home == name)] for name in names.split(",")]
+    return ",".join(name for part in found for name in part), held
 
 
 def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any]:
@@ -78,7 +103,7 @@ def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any
 
 def learner_at_home(groups: Groups, home: str) -> Groups:
     """With a learner on the machine that the run is started on, whose first one writes the checkpoints there."""
-    learning = next(held for roles, held in groups if "learner" in roles)
+    learning = next(held for roles, held in groups if "learner" in roles.split(","))
     theirs = [device for _, held in groups for device in held if device[0] == home and device[1] == learning[0][1]]
     if not theirs or any(device[0] == home for device in learning):
         return groups

@@ -12,13 +12,13 @@ from itertools import pairwise
 from typing import Any
 
 from embodied.placement import modes
-from embodied.placement.grammar import PlacementError, Slot, number, parse_map, span
+from embodied.placement.grammar import EMBODIED, PlacementError, Role, Slot, number, parse_map, span
 from embodied.placement.modes import ENVS_PER_SIM
 from embodied.placement.topology import Gpu, Node, Topology, one_machine
 
 
 @dataclass(frozen=True)
-class Host:
+class PlannedHost:
     """One process: its workers' roles, the cores it may run on, and how many threads its arithmetic uses."""
 
     name: str
@@ -40,7 +40,7 @@ class Host:
 @dataclass(frozen=True)
 class PlacementPlan:
     mode: str  # as asked for: a mode's name, or "explicit"
-    hosts: tuple[Host, ...]  # the workers of a role are numbered in this order
+    hosts: tuple[PlannedHost, ...]  # the workers of a role are numbered in this order
     num_envs: int
     reason: str = ""  # why this and not another, where the planner chose
     idle: tuple[int, ...] = ()  # cores that no host uses
@@ -55,16 +55,16 @@ class PlacementPlan:
         mine = {name for host in self.hosts if role in host.roles for name in host.held}
         return not any(mine & set(host.held) for host in self.hosts if set(host.roles) - {role})
 
-    def without(self, role: str) -> PlacementPlan:
-        """The plan of a command that does not need this role."""
-        kept = [(host, tuple(r for r in host.roles if r != role)) for host in self.hosts]
+    def only(self, *roles: str) -> PlacementPlan:
+        """The plan of a command that needs no other roles."""
+        kept = [(host, tuple(r for r in host.roles if r in roles)) for host in self.hosts]
         hosts = tuple(replace(host, roles=roles) for host, roles in kept if roles)
         return replace(self, hosts=hosts)
 
     def describe(self) -> list[str]:
         """A few lines for the first screen of a run."""
         lines = [f"{self.mode}{f' ({self.reason})' if self.reason else ''}"]
-        groups: dict[tuple[tuple[str, ...], str, bool], list[Host]] = {}
+        groups: dict[tuple[tuple[str, ...], str, bool], list[PlannedHost]] = {}
         for host in self.hosts:
             groups.setdefault((host.roles, host.node, bool(host.device)), []).append(host)
         for (roles, node, _), hosts in groups.items():
@@ -77,7 +77,7 @@ class PlacementPlan:
         return lines
 
 
-def places(hosts: list[Host]) -> str:
+def places(hosts: list[PlannedHost]) -> str:
     """Where hosts that are alike are, in words."""
     if hosts[0].device:
         return in_words(host.device for host in hosts)
@@ -86,7 +86,7 @@ def places(hosts: list[Host]) -> str:
     return f"{'core' if cores.isdigit() else 'cores'} {cores}{each}"
 
 
-def drawn_on(hosts: list[Host]) -> str:
+def drawn_on(hosts: list[PlannedHost]) -> str:
     cards = in_words(host.render for host in hosts if host.render)
     return f", drawing on {cards}" if cards else ""
 
@@ -103,32 +103,37 @@ def in_words(devices: Iterable[str]) -> str:
 def make_plan(
     placement: str | dict[str, Any],
     machines: Topology | tuple[int, ...],
-    num_envs: int,
+    num_envs: int = 0,
     stages: int = 1,
     networks: str = "cpu",
     gpu_sims: bool = False,
     rows: int = ENVS_PER_SIM,
     most_sims: int | None = None,
     draws: bool = False,
+    roles: Sequence[Role] = EMBODIED,
+    more: bool = False,
 ) -> PlacementPlan:
     """Who runs where. `machines` are those that the run may use; cores alone stand for one machine with nothing else.
-    The rest is what a mode depends on: see `modes.choose`. Raises PlacementError."""
+    The rest is what a mode depends on: see `modes.choose`; `more`: a map may place other roles as well. Raises
+    PlacementError."""
     if not isinstance(machines, Topology):
         machines = one_machine(machines)
     reason, mode = "", "explicit"
     if isinstance(placement, str):
         mode = placement
         placement, reason = modes.choose(
-            placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws
+            placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles
         )
-        plan = PlacementPlan(mode, explicit_hosts(placement, machines), num_envs, reason)
+        plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles), num_envs, reason)
         check_shares(plan, stages)
     else:
         try:
-            plan = PlacementPlan(mode, explicit_hosts(placement, machines), num_envs)
+            plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles, more), num_envs)
             check_shares(plan, stages)
         except PlacementError as err:
-            works = working_map(machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws)
+            if not {role.name for role in EMBODIED}.issubset(role.name for role in roles):
+                raise  # a program of other roles
+            works = working_map(machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles)
             raise PlacementError(f"{err}; try placement='{works}'") from None
     if any(host.node or host.device for host in plan.hosts):
         return plan
@@ -144,20 +149,23 @@ def working_map(machines: Topology, num_envs: int, stages: int, networks: str, *
 
 
 def named_nodes(placement: str | dict[str, Any]) -> set[str]:
-    slots = [slot for slots in parse_map(placement).values() for slot in slots] if isinstance(placement, dict) else []
-    return {slot.node for slot in slots} - {""}
+    """The machines that a map names."""
+    parsed = parse_map(placement, more=True) if isinstance(placement, dict) else {}
+    return {slot.node for slots in parsed.values() for slot in slots} - {""}
 
 
-def explicit_hosts(placement: dict[str, Any], machines: Topology) -> tuple[Host, ...]:
-    hosts: list[Host] = []
-    for roles, slots in parse_map(placement).items():
-        check_alike(roles, slots)
-        hosts += hosts_on(roles, slots, machines)
+def explicit_hosts(
+    placement: dict[str, Any], machines: Topology, roles: Sequence[Role], more: bool = False
+) -> tuple[PlannedHost, ...]:
+    hosts: list[PlannedHost] = []
+    for names, slots in parse_map(placement, roles, more).items():
+        check_alike(names, slots)
+        hosts += hosts_on(names, slots, machines)
     check_hardware(hosts)
     return tuple(hosts)
 
 
-def hosts_on(roles: tuple[str, ...], slots: Sequence[Slot], machines: Topology) -> list[Host]:
+def hosts_on(roles: tuple[str, ...], slots: Sequence[Slot], machines: Topology) -> list[PlannedHost]:
     """A host for each slot, if its machine has that."""
     hosts = []
     for i, slot in enumerate(slots):
@@ -167,12 +175,12 @@ def hosts_on(roles: tuple[str, ...], slots: Sequence[Slot], machines: Topology) 
             raise PlacementError(f"{not_there(slot.render, node)}, so nothing can be drawn on it")
         if slot.kind == "cpu":
             cores = cores_of(slot, node)
-            hosts.append(Host(name, roles, cores, len(cores), **where, gpu=gpu_of(slot.render, node)))
+            hosts.append(PlannedHost(name, roles, cores, len(cores), **where, gpu=gpu_of(slot.render, node)))
         else:
             device = f"{slot.kind}:{slot.devices[0]}"
             cores = cores_beside(device, node)
             threads = len(cores) if slot.kind == "gpu" else 1
-            hosts.append(Host(name, roles, cores, threads, **where, device=device, gpu=gpu_of(device, node)))
+            hosts.append(PlannedHost(name, roles, cores, threads, **where, device=device, gpu=gpu_of(device, node)))
     return hosts
 
 
@@ -235,7 +243,7 @@ def check_alike(roles: tuple[str, ...], slots: list[Slot]) -> None:
         raise PlacementError(f"{','.join(roles)!r} is on {' and on '.join(sorted(kinds))}; its workers must be alike")
 
 
-def check_hardware(hosts: list[Host]) -> None:
+def check_hardware(hosts: list[PlannedHost]) -> None:
     """Nothing but fake devices, GPUs and cores can be shared by workers of a role."""
     held = sorted((name, role) for h in hosts for role in h.roles for name in h.held if h.device)
     for (name, role), (other, other_role) in pairwise(held):
@@ -246,6 +254,8 @@ def check_hardware(hosts: list[Host]) -> None:
 def check_shares(plan: PlacementPlan, stages: int) -> None:
     """Every sim worker gets the same number of envs in every stage, every learner at least one env."""
     sims, policies, learners = (plan.count(role) for role in ("sim", "policy", "learner"))
+    if not sims:
+        return  # a program without simulators
     envs = plan.num_envs
     parts = sims * stages
     if envs % parts:

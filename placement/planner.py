@@ -22,7 +22,7 @@ from itertools import chain, count, islice, product
 import numpy as np
 
 from embodied.placement.costs import Price, Pricer
-from embodied.placement.dataflow import Workflow
+from embodied.placement.dataflow import Dataflow
 from embodied.placement.layout import DeviceClass, Layout, Zone, layer_sets
 from embodied.placement.profile import Profile
 from embodied.placement.search import MARGIN, LayerSearch, Points, unbeaten_indices
@@ -64,14 +64,14 @@ class Option:
 
 class Planner:
     def __init__(
-        self, workflow: Workflow, profile: Profile, classes: Sequence[DeviceClass], stages: Sequence[int] = STAGES
+        self, dataflow: Dataflow, profile: Profile, classes: Sequence[DeviceClass], stages: Sequence[int] = STAGES
     ) -> None:
-        self.workflow = workflow
+        self.dataflow = dataflow
         self.classes = tuple(c for c in classes if c.count)
-        self.pricer = Pricer(workflow, profile, self.classes)
+        self.pricer = Pricer(dataflow, profile, self.classes)
         self.limits = np.array([c.memory_bytes for c in self.classes], float)
-        self.stages = stages if any(len(node) > 1 for node in workflow.order) else (1,)
-        self.chunks = chunk_grid(workflow, profile)
+        self.stages = stages if any(len(node) > 1 for node in dataflow.order) else (1,)
+        self.chunks = chunk_grid(dataflow, profile)
         self._searches: dict[tuple, LayerSearch] = {}
         self._found: dict[Cut, list[Option]] = {}
         self._tickets = count(1)
@@ -87,9 +87,9 @@ class Planner:
 
     def _all_cuts(self) -> list[Cut]:
         found = []
-        for stages, chunks, layers in product(self.stages, self.chunks, layer_sets(self.workflow)):
+        for stages, chunks, layers in product(self.stages, self.chunks, layer_sets(self.dataflow)):
             least = sum(self.pricer.least_of(sorted(nodes), stages, chunks) for nodes in layers)
-            found.append(Cut(least + self.workflow.fixed_s, stages, chunks, layers))
+            found.append(Cut(least + self.dataflow.fixed_s, stages, chunks, layers))
         return [cut for cut in found if np.isfinite(cut.least)]
 
     def _options(self, cut: Cut) -> list[Option]:
@@ -102,7 +102,7 @@ class Planner:
 
     def search(self, nodes: frozenset[int], stages: int, chunks: int) -> LayerSearch:
         """Layers that no number of stages or chunks concerns are searched once for all of them."""
-        order = self.workflow.order
+        order = self.dataflow.order
         stages = stages if any(len(order[i]) > 1 for i in nodes) else 1
         chunks = chunks if len(nodes) > 1 else 1
         key = nodes, stages, chunks
@@ -150,7 +150,7 @@ class Planner:
 
     def _least(self, way: tuple) -> float:
         """Seconds that these layers take at least."""
-        return sum(search.least_of(label) for search, label in way) + self.workflow.fixed_s
+        return sum(search.least_of(label) for search, label in way) + self.dataflow.fixed_s
 
     def _together(self, way: tuple, stages: int, chunks: int, bound: float) -> Choice | None:
         """The fastest splits of these layers that fit beside each other; None if they take `bound` seconds or more."""
@@ -166,7 +166,7 @@ class Planner:
         quick = self._same_splits_swapped(way, fastest, stages, chunks)
         if quick:
             bound = min(bound, quick.price.seconds)
-        spare = bound * MARGIN - self.workflow.fixed_s - sum(float(points.seconds[0]) for points in fastest)
+        spare = bound * MARGIN - self.dataflow.fixed_s - sum(float(points.seconds[0]) for points in fastest)
         fronts = [search.front(label, spare + points.seconds[0]) for (search, label), points in zip(way, fastest)]
         met = meet([front for front in fronts if front], self.limits) if all(fronts) else None
         found = self._choice(met, stages, chunks) if met else None
@@ -193,16 +193,16 @@ class Planner:
         return Choice(layout, self.pricer.price(layout))
 
 
-def chunk_grid(workflow: Workflow, profile: Profile) -> tuple[int, ...]:
+def chunk_grid(dataflow: Dataflow, profile: Profile) -> tuple[int, ...]:
     """In how many parts data can be handed on: whole passes, where anybody begins before its input is whole; decisions
     of a cycle, where anybody looks at them ahead."""
-    if not any(c.streams for c in workflow.components):
+    if not any(c.streams for c in dataflow.components):
         looks = any(
-            c.ahead and any(cost.ahead_s for cost in profile.costs[c.name].values()) for c in workflow.components
+            c.ahead and any(cost.ahead_s for cost in profile.costs[c.name].values()) for c in dataflow.components
         )
-        most = max((c.calls for c in workflow.components if c.splits), default=1)
+        most = max((c.calls for c in dataflow.components if c.splits), default=1)
         return tuple(n for n in (1, 2, 4, 8) if n == 1 or (looks and n <= most))
-    return tuple(n for n in (1, 2, 4, 8, 16) if workflow.passes % n == 0)
+    return tuple(n for n in (1, 2, 4, 8, 16) if dataflow.passes % n == 0)
 
 
 def meet(fronts: Sequence[Points], limits: np.ndarray) -> list[Points] | None:

@@ -1,4 +1,4 @@
-"""What was measured (or published) about the parts of a workflow: the input of the planner, as one JSON file.
+"""What was measured (or published) about the parts of a dataflow: the input of the planner, as one JSON file.
 
 The measuring is done elsewhere; here are the format and the rules for reading it. docs/placement.md describes every
 field. Sizes are items per worker and call: envs for a sim, rows for a policy, items of a gradient step for a learner.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied.placement.cost_curves import Curve, constant, curve_from_json
-from embodied.placement.dataflow import Workflow, workflow_from_json
+from embodied.placement.dataflow import Dataflow, dataflow_from_json
 from embodied.placement.grammar import PlacementError
 from embodied.placement.layout import DeviceClass
 
@@ -63,7 +63,7 @@ class Link:
 class Profile:
     """`costs[component][kind]`; a kind is cpu (one core), gpu-H100 (of this model), gpu (of any), or fake."""
 
-    workflow: Workflow
+    dataflow: Dataflow
     costs: Mapping[str, Mapping[str, Cost]]
     sync: Sync = Sync()
     link: Link = Link()
@@ -71,7 +71,7 @@ class Profile:
     sources: Mapping[str, str] = field(default_factory=dict)  # dotted path of a number, or of what holds it -> source
 
     def __post_init__(self) -> None:
-        missing = [c.name for c in self.workflow.components if not self.costs.get(c.name)]
+        missing = [c.name for c in self.dataflow.components if not self.costs.get(c.name)]
         if missing:
             raise PlacementError(f"the profile has no costs for {', '.join(missing)}; measure again")
 
@@ -107,7 +107,7 @@ def profile_from_json(content: Any, name: str = "the profile") -> Profile:
         costs = {c: {kind: cost_from_json(cost) for kind, cost in on.items()} for c, on in content["costs"].items()}
         sync, link = content.get("sync", {}), content.get("link", {})
         return Profile(
-            workflow_from_json(content["workflow"]),
+            dataflow_from_json(content["workflow"]),
             costs,
             Sync(float(sync.get("shared_s", 0)), curve_from_json(sync.get("copy_s", 0))),
             Link(**link),
@@ -122,7 +122,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
     content = {
         "format": FORMAT,
         "made": dict(profile.made),
-        "workflow": profile.workflow.to_json(),
+        "workflow": profile.dataflow.to_json(),
         "costs": {c: {kind: cost_to_json(cost) for kind, cost in on.items()} for c, on in profile.costs.items()},
         "sync": {"shared_s": profile.sync.shared_s, "copy_s": profile.sync.copy_s.to_json()},
     }

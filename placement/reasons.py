@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from embodied.placement.costs import Pricer
-from embodied.placement.layout import Layout
+from embodied.placement.layout import NAMED, Layout
 from embodied.placement.planner import Choice, Planner
 from embodied.placement.simulate import simulate
 
 GB = 1e9
-APART = {"disaggregated": ("sim", "policy", "learner"), "hybrid": ("sim", "policy and learner")}
+APART = {"disaggregated": NAMED, "hybrid": ("sim", "policy and learner")}
 SMALL = 0.01  # of an iteration; not worth a word below
 
 
@@ -20,17 +20,17 @@ def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
     found: dict[str, float] = {}
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
-        for node in pricer.workflow.order:
+        for node in pricer.dataflow.order:
             if node[0] in at:
-                work = float(pricer.node_seconds(node, at, layout.stages)) * pricer.workflow.passes
-                name = "rollout" if len(node) > 1 else "update" if node == ("learner",) else "+".join(node)
+                work = float(pricer.node_seconds(node, at, layout.stages)) * pricer.dataflow.passes
+                name = "rollout" if len(node) > 1 else "update" if pricer.dataflow.teaches(node[0]) else "+".join(node)
                 found[name] = found.get(name, 0.0) + work
-                if pricer.workflow[node[0]].ahead:
+                if pricer.dataflow[node[0]].ahead:
                     found["looking"] = found.get("looking", 0.0) + float(pricer.ahead_seconds(node[0], at))
                 swap = sum(pricer.swap_seconds(node, at, layout.swapped, which) for which in ("onload_s", "offload_s"))
                 found["swap"] = found.get("swap", 0.0) + swap
         found["weights"] = found.get("weights", 0.0) + float(pricer.sync_seconds(at, layout.stages))
-    found["rest"] = pricer.workflow.fixed_s
+    found["rest"] = pricer.dataflow.fixed_s
     return found
 
 
@@ -79,7 +79,7 @@ def why_not(planner: Planner, mode: str) -> str:
         if c.count < len(bound):
             return f"{', '.join(bound)} need {len(bound)} of {c} of their own, and there is {c.count}"
     roomy = [replace(c, memory_bytes=float("inf")) for c in planner.classes]
-    free = Planner(planner.workflow, planner.pricer.profile, roomy, planner.stages).modes().get(mode)
+    free = Planner(planner.dataflow, planner.pricer.profile, roomy, planner.stages).modes().get(mode)
     if free is None:
         return "no component's work divides among workers that way; " + envs_hint(planner)
     used = free.price.used_bytes
@@ -89,7 +89,7 @@ def why_not(planner: Planner, mode: str) -> str:
 
 
 def envs_hint(planner: Planner) -> str:
-    envs = {c.name: c.items for c in planner.workflow.components if c.even}
+    envs = {c.name: c.items for c in planner.dataflow.components if c.even}
     return ", ".join(f"{name} has {items} envs" for name, items in envs.items()) or "see the profile"
 
 

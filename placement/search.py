@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 
 from embodied.placement.costs import Pricer
-from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, components_of
+from embodied.placement.layout import NAMED, DeviceClass, Layer, Zone, arrangements, components_of
 
 HALVINGS = 20
 PRICES = (0.3, 0.1)  # of all devices together, in iterations
@@ -24,7 +24,6 @@ COARSE = 6  # sizes of a zone to look at first, where splits are more than
 MANY = 1000
 FEW = 200  # splits that are not narrowed down before other zones are looked at
 MARGIN = 1 + 1e-9  # bounds are sums in another order than prices
-ROLES = ("sim", "policy", "learner")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class LayerSearch:
         self.classes = tuple(classes)
         self.limits = np.array([c.memory_bytes for c in classes], float)
         self.stages, self.chunks = stages, chunks
-        self.components = components_of(pricer.workflow, nodes)
+        self.components = components_of(pricer.dataflow, nodes)
         self.groups: dict[tuple, list[Layer]] = {}  # by what decides the mode
         for layer in arrangements(self.components, classes, pricer.runs_on()):
             self.groups.setdefault(label_of(layer), []).append(layer)
@@ -73,7 +72,7 @@ class LayerSearch:
         self.cheapest = cache(self._cheapest)
         self.sizes = cache(self._sizes)
         self.floor = cache(self._floor)
-        self.paths = paths(nodes, pricer.workflow.sources)
+        self.paths = paths(nodes, pricer.dataflow.sources)
         self.leasts = {layer: self.least(layer) for layers in self.groups.values() for layer in layers}
         for layers in self.groups.values():
             layers.sort(key=self.leasts.get)
@@ -131,7 +130,7 @@ class LayerSearch:
         """Seconds of these components of nodes, one node after the other, plus `price` for every device, at least."""
         count = np.arange(1, self.pricer.classes[device_class].count + 1)
         floors = [self.pricer.floor(names, device_class, self.stages)[waits][1:] for names, waits in parts]
-        return float((sum(floors) * self.pricer.workflow.passes + price * count).min())
+        return float((sum(floors) * self.pricer.dataflow.passes + price * count).min())
 
     def guess(self, label: tuple) -> Points:
         """One split of the layer that could be the fastest, for a bound to begin with; empty if none is found."""
@@ -154,14 +153,14 @@ class LayerSearch:
 
     def _floor(self, zone: Zone) -> np.ndarray:
         """Seconds of a pass in which a zone of 0, 1, 2, ... devices is at work, at least."""
-        order = self.pricer.workflow.order
+        order = self.pricer.dataflow.order
         nodes = [tuple(name for name in node if name in zone.components) for node in order]
         return sum(self.pricer.floor(names, zone.device_class, self.stages)[0] for names in nodes if names)
 
     def need(self, layer: Layer, bound: float) -> np.ndarray | None:
         """How many devices every zone has in all splits that could take less than `bound` seconds; None: there is no
         such split. First what each needs for itself, then what it needs where the others have all that is left."""
-        each, longest = np.arange(len(layer)), bound * MARGIN / self.pricer.workflow.passes
+        each, longest = np.arange(len(layer)), bound * MARGIN / self.pricer.dataflow.passes
         need = np.array([np.count_nonzero(self.floor(zone) >= longest) for zone in layer])
         while min((left := self.left(layer, need)).values()) >= 0:
             more = np.array([left[zone.device_class] for zone in layer])
@@ -274,7 +273,7 @@ class LayerSearch:
         return np.flatnonzero(won)
 
     def asks(self, components: Sequence[str]) -> bool:
-        return any(self.pricer.workflow[name].splits for name in components)
+        return any(self.pricer.dataflow[name].splits for name in components)
 
 
 def paths(nodes: frozenset[int], sources: Sequence[frozenset[int]]) -> list[frozenset[int]]:
@@ -296,7 +295,7 @@ def thinned(sizes: np.ndarray, most: int) -> np.ndarray:
 def label_of(layer: Layer) -> tuple:
     """What a mode depends on: which roles share a zone, and the class of each role."""
     home = {name: zone for zone in layer for name in zone.components}
-    placed = [role for role in ROLES if role in home]
+    placed = [role for role in NAMED if role in home]
     together = tuple((a, b) for a, b in combinations(placed, 2) if home[a] is home[b])
     return together, tuple((role, home[role].device_class) for role in placed)
 

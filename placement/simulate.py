@@ -57,7 +57,7 @@ def simulate(pricer: Pricer, layout: Layout) -> Schedule:
 class Replay:
     def __init__(self, pricer: Pricer, layout: Layout) -> None:
         self.pricer, self.layout = pricer, layout
-        self.workflow = pricer.workflow
+        self.dataflow = pricer.dataflow
         self.schedule = Schedule()
         self.names: dict[Zone, list[str]] = {}
         for layer in layout.layers:
@@ -75,13 +75,13 @@ class Replay:
         for layer in self.layout.layers:
             at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
             now = self._layer(layer, at, now)
-            targets = {e.target for e in self.workflow.edges if e.next_iteration and e.target in at}
+            targets = {e.target for e in self.dataflow.edges if e.next_iteration and e.target in at}
             devices = [device for name in sorted(targets) for device in self.names[at[name][0]]]
             syncs.append((devices, float(self.pricer.sync_seconds(at, self.layout.stages))))
         for devices, seconds in syncs:
             self.schedule.show(devices, "weights", now, now + seconds)
             now += seconds
-        self.schedule.seconds = now + self.workflow.fixed_s
+        self.schedule.seconds = now + self.dataflow.fixed_s
         return self.schedule
 
     def _layer(self, layer: Layer, at: dict, start: float) -> float:
@@ -89,27 +89,27 @@ class Replay:
         free = dict.fromkeys(layer, start)
         ready: dict[int, list[float]] = {}
         chunks = self.layout.chunks
-        passes, cut = divmod(self.workflow.passes, chunks)  # chunks of whole passes, or parts of all of them
-        nodes = [i for i, node in enumerate(self.workflow.order) if node[0] in at]
+        passes, cut = divmod(self.dataflow.passes, chunks)  # chunks of whole passes, or parts of all of them
+        nodes = [i for i, node in enumerate(self.dataflow.order) if node[0] in at]
         for i in nodes:
-            node = self.workflow.order[i]
+            node = self.dataflow.order[i]
             zones = {at[name][0] for name in node}
             begin = max(free[zone] for zone in zones)
             now = begin + self._swap(node, at, "onload_s")
             self._show_swap(zones, begin, now)
-            sources = [j for j in self.workflow.sources[i] if j in ready]
-            apart = {j: all(at[name][0] not in zones for name in self.workflow.order[j]) for j in sources}
-            if self.workflow[node[0]].ahead:
+            sources = [j for j in self.dataflow.sources[i] if j in ready]
+            apart = {j: all(at[name][0] not in zones for name in self.dataflow.order[j]) for j in sources}
+            if self.dataflow[node[0]].ahead:
                 now = self._look(
                     node[0], at, now, [[ready[j][c if apart[j] else -1] for j in sources] for c in range(chunks)]
                 )
             ready[i] = []
             for chunk in range(1 if cut else chunks):
                 for j in sources:
-                    early = apart[j] and all(self.workflow[name].streams for name in node)
+                    early = apart[j] and all(self.dataflow[name].streams for name in node)
                     now = max(now, ready[j][chunk if early else -1])
                 begin = now
-                for _ in range(self.workflow.passes if cut else passes):
+                for _ in range(self.dataflow.passes if cut else passes):
                     now = self._pass(node, at, now)
                 ready[i].append(now)
             if cut:
@@ -167,7 +167,7 @@ class Cycle:
         self.asker = pricer.asker_for(node[0])
         self.zone = at[self.asker][0]
         self.num = int(pricer.count(self.asker, at, self.stages))
-        self.calls = pricer.workflow[self.asker].calls
+        self.calls = pricer.dataflow[self.asker].calls
         self.others = [name for name in node if name != self.asker]
         slowed = pricer.slowed(node, at, self.stages)
         asked = {name: pricer.station(name, self.asker, at, self.stages, slowed[name]) for name in node}

@@ -12,7 +12,7 @@ from embodied.placement.reasons import why_not
 from embodied.placement.topology import GB, Gpu, Node, one_machine, read_topology
 from embodied.plan import plan
 from embodied.profiling.auto import plan_from_profile
-from embodied.profiling.store import cost_key, device_counts, profile_for, profile_path, workflow_of
+from embodied.profiling.store import cost_key, dataflow_of, device_counts, profile_for, profile_path
 from embodied.run import launch
 
 ENVS = ("recipe=pointmass_ppo", "env.num_envs=8", "algo.rollout_decisions=8", "algo.minibatch_size=32")
@@ -32,7 +32,7 @@ def store(config, sim, copy_s=0.0, machines=TWO, networks="cpu", **made):
     costs["learner"] = costs["policy"]
     made = {"key": cost_key(config), "date": "2026-01-02T03:04:05+00:00", "stages": [1, 2], **made}
     made |= {"devices": device_counts(machines), "nodes": len(machines.nodes)} if machines else {}
-    profile = Profile(workflow_of(config), costs, Sync(0, constant(copy_s)), made=made)
+    profile = Profile(dataflow_of(config), costs, Sync(0, constant(copy_s)), made=made)
     path = profile_path(config, made)
     write_profile(profile, path)
     return path
@@ -131,7 +131,7 @@ def heavy(config):
     policy = Cost(constant(0.001), bytes=constant(3e4), onload_s=0.0, offload_s=0.0)
     learner = Cost(constant(0.001), bytes=constant(1e5), onload_s=0.5, offload_s=0.5)
     costs = {"sim": Cost(Curve((1, 8), (0.01, 0.08)), bytes=constant(1e6)), "policy": policy, "learner": learner}
-    return Profile(workflow_of(config), {name: {"cpu": cost} for name, cost in costs.items()}, made={"stages": [1]})
+    return Profile(dataflow_of(config), {name: {"cpu": cost} for name, cost in costs.items()}, made={"stages": [1]})
 
 
 @pytest.mark.parametrize(("memory_gb", "swaps"), [(None, False), (0.00014, False), (0.00012, True)])

@@ -19,7 +19,7 @@ from embodied.placement.profile import Cost, Profile
 from embodied.profiling import calibration, measure
 from embodied.profiling.channel_probe import copied
 from embodied.profiling.role_probe import ProbeWorker, real
-from embodied.profiling.store import cost_key, newest_profile, repeated, workflow_of
+from embodied.profiling.store import cost_key, dataflow_of, newest_profile, repeated
 from embodied.profiling.timed_run import Round, Trial
 from embodied.reporting.benchmark_page import describe, paired_ratio, timeline
 from embodied.reporting.timeline import TraceWriter
@@ -98,8 +98,8 @@ def test_amounts_of_work_do_not_change_the_costs_but_the_policy_does():
         load(["recipe=pointmass_ppo", *more]).config for more in ([], ["algo.weight_decay=0.1"], ["algo.kl_coef=0.1"])
     )
     assert cost_key(plain) == cost_key(decayed) != cost_key(compared)
-    assert workflow_of(one)["learner"].calls == 4 * 2  # 4 epochs of 8 x 4 items in minibatches of 16
-    assert workflow_of(two)["sim"].items == 8
+    assert dataflow_of(one)["learner"].calls == 4 * 2  # 4 epochs of 8 x 4 items in minibatches of 16
+    assert dataflow_of(two)["sim"].items == 8
 
 
 def test_without_a_profile_the_command_that_measures_one_is_named(tmp_path):
@@ -108,18 +108,20 @@ def test_without_a_profile_the_command_that_measures_one_is_named(tmp_path):
 
 
 def test_what_a_real_run_takes_besides_goes_where_it_belongs():
-    workflow = workflow_of(load([*SMALL]).config)
+    dataflow = dataflow_of(load([*SMALL]).config)
     costs = {"sim": constant(0.1), "policy": constant(0.1), "learner": Curve((8, 16), (0.1, 0.2))}
-    profile = Profile(workflow, {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
-    pricer = Pricer(workflow, profile, [DeviceClass("cpu", "cpu", 2, 1e12)])
+    profile = Profile(dataflow, {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
+    pricer = Pricer(dataflow, profile, [DeviceClass("cpu", "cpu", 2, 1e12)])
     layout = Layout(((Zone(("sim", "policy"), "cpu", 2),), (Zone(("learner",), "cpu", 2),)))
     update_s = 8 * 0.15 + 0.03  # of it 8 times 0.05 s between learners, and 0.03 s once
-    seen = calibration.Seen(8 * 0.25, update_s, sync_s=0.4, publish_s=0.02, rest_s=0.01, edges=workflow.edges)
+    seen = calibration.Seen(
+        8 * 0.25, update_s, sync_s=0.4, publish_s=0.02, rest_s=0.01, edges=dataflow.edges, busy_s={}
+    )
     taken = calibration.with_turns(profile, pricer, layout, seen)
     assert taken.costs["sim"]["cpu"].seconds.at(1) == pytest.approx(0.15)
     learner = taken.costs["learner"]["cpu"]
     assert (learner.exchange_s.at(2), learner.fixed_s) == pytest.approx((0.05, 0.03))
-    again = Pricer(taken.workflow, taken, [DeviceClass("cpu", "cpu", 2, 1e12)])
+    again = Pricer(taken.dataflow, taken, [DeviceClass("cpu", "cpu", 2, 1e12)])
     assert again.price(layout).seconds == pytest.approx(seen.rollout_s + seen.update_s + seen.publish_s + seen.rest_s)
 
 
@@ -132,7 +134,7 @@ def test_the_graph_is_what_went_through_the_channels_of_a_real_iteration(tmp_pat
     plan = make_plan({"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, (0,), config.env.num_envs)
     with Trial(config, plan, tmp_path) as trial:
         trial.iterate()
-        assert traced_edges(trial.flows()) == workflow_of(config).edges
+        assert traced_edges(trial.flows()) == dataflow_of(config).edges
 
 
 @pytest.mark.parametrize("arguments", [SMALL, GROUPED])
@@ -198,9 +200,9 @@ def test_what_is_played_many_times_over_is_in_rows_of_its_own():
 def test_an_iteration_of_whole_episodes_is_one_round_of_all_groups():
     config = load([*GROUPED, "algo.filter=resample", "algo.minibatch_size=16", "algo.epochs=3"]).config
     assert repeated(config).algo.filter == "none"
-    workflow = workflow_of(config, episode_decisions=6)
-    assert workflow["sim"].calls == 12  # two rounds of four episodes
-    assert workflow["learner"].calls == 3 * 3 and workflow.env_steps == 8 * 6
+    dataflow = dataflow_of(config, episode_decisions=6)
+    assert dataflow["sim"].calls == 12  # two rounds of four episodes
+    assert dataflow["learner"].calls == 3 * 3 and dataflow.env_steps == 8 * 6
     assert cost_key(config) == cost_key(repeated(config))
 
 
@@ -223,7 +225,7 @@ def test_resets_that_only_shorter_episodes_need_are_no_cost_of_whole_ones():
     config = load([*GROUPED, "policy.hidden=[8]"]).config
     cost = Cost(constant(0.1))
     costs = {name: {"cpu": cost} for name in ("sim", "policy", "learner")}
-    profile = Profile(workflow_of(config), costs, made={"episode_decisions": 8})
+    profile = Profile(dataflow_of(config), costs, made={"episode_decisions": 8})
     short = config.model_copy(update={"env": config.env.model_copy(update={"max_episode_steps": 2})})
     extra = calibration.more_resets(short, profile, reset_s=0.8)
     assert extra == pytest.approx(0.8 / 2 - 0.8 / 8)  # a reset every two decisions instead of every eight
@@ -253,13 +255,13 @@ def test_rollouts_are_as_long_as_there_is_time_for(decision_s, decisions):
 def test_real_runs_that_would_take_too_long_are_cut_short():
     config = load([*SMALL[:2], "algo.rollout_decisions=64", "algo.minibatch_size=64"]).config
     costs = {"sim": constant(0.5), "policy": constant(0.5), "learner": constant(0.0)}
-    profile = Profile(workflow_of(config), {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
-    pricer = Pricer(profile.workflow, profile, [DeviceClass("cpu", "cpu", 1, 1e12)])
+    profile = Profile(dataflow_of(config), {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
+    pricer = Pricer(profile.dataflow, profile, [DeviceClass("cpu", "cpu", 1, 1e12)])
     layout = Layout(((Zone(("sim", "policy", "learner"), "cpu", 1),),))
     short, fitted = calibration.shortened(config, profile, pricer, layout, calibration.Clock(80.0))
     assert short.algo.rollout_decisions == 7  # 64 s are left for 8 iterations of 64 s
     assert short.algo.minibatch_size == 7 and short.algo.epochs == 1
-    assert fitted.workflow == workflow_of(short)
+    assert fitted.dataflow == dataflow_of(short)
     assert calibration.shortened(config, profile, pricer, layout, calibration.Clock(1e4))[0] is config
 
 

@@ -14,7 +14,7 @@ from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.deploy import as_placement
 from embodied.placement.profile import Cost, Profile, write_profile
 from embodied.placement.topology import Node
-from embodied.profiling.store import cost_key, profile_path, workflow_of
+from embodied.profiling.store import cost_key, dataflow_of, profile_path
 from embodied.run import devices
 from embodied.system.discovery import discover
 
@@ -71,7 +71,7 @@ def test_the_profile_of_an_env_that_chose_its_backend_is_found(tmp_path):
     measured = config.model_copy(update={"env": env_class(config.env).resolve(config.env)})
     assert measured.env.backend != config.env.backend == "auto"
     costs = {name: {"cpu": Cost(constant(1))} for name in ("sim", "policy", "learner")}
-    profile = Profile(workflow_of(measured), costs, made={"key": cost_key(measured)})
+    profile = Profile(dataflow_of(measured), costs, made={"key": cost_key(measured)})
     write_profile(profile, profile_path(measured))
     assert plan.find_profile(None, plan.recipe_of(None, arguments), discover())[0].costs == profile.costs
 
@@ -80,7 +80,7 @@ def test_a_plan_lists_declared_hardware_and_goes_where_the_recipes_runs_go(capsy
     monkeypatch.chdir(tmp_path)
     config = load(["recipe=pointmass_ppo", "run.dir=mine"]).config
     costs = {name: {"cpu": Cost(constant(1))} for name in ("sim", "policy", "learner")}
-    write_profile(Profile(workflow_of(config), costs, made={"key": cost_key(config)}), profile_path(config))
+    write_profile(Profile(dataflow_of(config), costs, made={"key": cost_key(config)}), profile_path(config))
     code, out, err = run(capsys, "recipe=pointmass_ppo", "run.dir=mine", "cluster.devices=[arm:0,far/arm:1]")
     assert code == 0, err
     assert len([*(tmp_path / "mine" / "plans").glob("*/plan.json")]) == 1 and not (tmp_path / "runs").exists()
@@ -131,7 +131,7 @@ def test_without_a_cluster_to_plan_for_it_plans_for_all_nodes_of_the_one_the_rec
 ):
     config = load(["recipe=pointmass_ppo", f"run.dir={tmp_path}"]).config
     costs = {name: {"cpu": Cost(Curve((1, 32), (1, 32)))} for name in ("sim", "policy", "learner")}
-    write_profile(Profile(workflow_of(config), costs, made={"key": cost_key(config)}), profile_path(config))
+    write_profile(Profile(dataflow_of(config), costs, made={"key": cost_key(config)}), profile_path(config))
     nodes = {name: Node(name, 2) for name in ("one", "two")}
     monkeypatch.setattr(devices, "nodes_of", lambda address, describe: nodes)
     code, out, err = run(capsys, "recipe=pointmass_ppo", f"run.dir={tmp_path}", "cluster.address=10.0.0.1:6379")
@@ -142,7 +142,7 @@ def test_without_a_cluster_to_plan_for_it_plans_for_all_nodes_of_the_one_the_rec
 
 def test_a_recipe_says_how_many_rows_its_policy_workers_answer_in_a_call():
     merged = {
-        recipe: workflow_of(load([f"recipe={recipe}", *more]).config)["policy"].merges
+        recipe: dataflow_of(load([f"recipe={recipe}", *more]).config)["policy"].merges
         for recipe, *more in (
             ("pointmass_ppo",),
             ("maniskill_ppo_openvla_tiny",),

@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import load_file
 
 from embodied.reporting.timeline import read_trace
-from embodied.run.launch import Interruption
+from embodied.run.ending import Interruption
 from embodied.workflows.embodied import EmbodiedLoop
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}

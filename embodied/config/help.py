@@ -23,7 +23,7 @@ WIDTH = 118
 
 def help_text(command: Command, schema: Section) -> str:
     """The answer to --help."""
-    first = next(iter(command.own), "recipe")
+    first = next((key for key in command.own if key != "program"), "recipe")
     recipes = f"  {'recipe':<{INDENT}}{', '.join(recipe_names())}, or path/to/my.yaml"
     lines = [
         f"{command.purpose}",

@@ -217,7 +217,12 @@ class Command:
 
 NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "placement", "pipeline", "eval", "resume")
 COMMANDS = {
-    "train": Command("train", "Train a policy.", {}, unused=("sft", "collect")),
+    "train": Command(
+        "train",
+        "Train a policy.",
+        {"program": "A workflow of your own, my_pkg.my_module:MyLoop; unset: collect, update, publish."},
+        unused=("sft", "collect"),
+    ),
     "sft": Command(
         "sft",
         "Train a policy to imitate demonstrations, for sft.epochs passes over sft.data.",

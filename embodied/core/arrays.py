@@ -58,3 +58,23 @@ def finite_rows(array: Any) -> np.ndarray:
     if bool(finite.all()):
         return np.ones(len(array), bool)
     return host(finite.reshape(len(array), -1).all(dim=1))
+
+
+def training_state(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """A network's weights and its optimizer's tensors, as arrays for a checkpoint."""
+    found = {f"net.{name}": tensor for name, tensor in net.state_dict().items()}
+    for number, kept in optimizer.state_dict()["state"].items():
+        found |= {f"optimizer.{number}.{name}": tensor for name, tensor in kept.items()}
+    return {name: tensor.cpu().numpy().copy() for name, tensor in found.items()}
+
+
+def load_training_state(net: torch.nn.Module, optimizer: torch.optim.Optimizer, arrays: dict[str, np.ndarray]) -> None:
+    """Continue from `training_state`."""
+    tensors = {name: tensor_of(array.copy(), "cpu") for name, array in arrays.items()}
+    net.load_state_dict({name[4:]: tensor for name, tensor in tensors.items() if name.startswith("net.")})
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, number, what = name.split(".", 2)
+            kept.setdefault(int(number), {})[what] = tensor
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": kept})

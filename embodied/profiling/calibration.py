@@ -6,21 +6,22 @@ parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from embodied.config.recipe import RunConfig
-from embodied.placement import PlacementPlan, Topology, make_plan
+from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import Edge, traced_edges
 from embodied.placement.deploy import as_placement
+from embodied.placement.grammar import EMBODIED, others
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Link, Profile, Sync
-from embodied.profiling.store import homes, workflow_of
+from embodied.profiling.store import dataflow_of, homes
 from embodied.profiling.timed_run import Trial
 from embodied.run.devices import draws_on_gpus
 
@@ -52,17 +53,19 @@ class Seen:
     publish_s: float
     rest_s: float
     edges: tuple[Edge, ...]  # between roles, as the last iteration's items went through the channels
+    busy_s: dict[str, float]  # of a worker of each role
 
 
 def calibrate(
-    config: RunConfig, profile: Profile, there: Topology, clock: Clock, logs: Path, say, reset_s: float
+    config: RunConfig, profile: Profile, there: Topology, clock: Clock, logs: Path, say, reset_s: float, program: type
 ) -> Profile:
     """Short real runs: rollout and update in turns on all devices, then policies with learners, apart from sims.
     Without time for them, these costs are 0."""
     classes = [c for c in there.classes() if c.count and profile.knows(c)]
-    where, draws = homes(config, there), draws_on_gpus(config.env)
-    layouts = trial_layouts(where["sim"][0], where["learner"][0], config.env.num_envs)
-    config, profile = shortened(config, profile, Pricer(profile.workflow, profile, classes), layouts[0], clock)
+    roles = roles_of(program.roles)
+    where, draws = homes(config, there, roles), draws_on_gpus(config.env)
+    layouts = trial_layouts(where["sim"][0], where["learner"][0], config.env.num_envs, others(roles))
+    config, profile = shortened(config, profile, Pricer(profile.dataflow, profile, classes), layouts[0], clock, roles)
     resets_s = more_resets(config, profile, reset_s)
     profile = with_sim(profile, resets_s)
     for place, layout in enumerate(layouts):
@@ -70,27 +73,30 @@ def calibrate(
             say("no time for a run with sims apart: handing over between processes counts as free")
             break
         say(f"a short real run: {layout}")
-        pricer = Pricer(profile.workflow, profile, classes)
-        plan = make_plan(as_placement(pricer, layout, there, draws), there, config.env.num_envs)
-        seen = real_run(config, plan, logs / f"run-{place}", clock)
+        pricer = Pricer(profile.dataflow, profile, classes)
+        plan = make_plan(as_placement(pricer, layout, there, draws), there, config.env.num_envs, roles=roles)
+        seen = real_run(config, plan, logs / f"run-{place}", clock, program)
         if not place:
-            profile = replace(profile, workflow=replace(profile.workflow, edges=seen.edges))
-            pricer = Pricer(profile.workflow, profile, classes)
+            profile = replace(profile, dataflow=replace(profile.dataflow, edges=seen.edges))
+            profile = with_others(profile, pricer, layout, seen, others(roles))
+            pricer = Pricer(profile.dataflow, profile, classes)
         profile = (with_turns if not place else with_apart)(profile, pricer, layout, seen)
     return with_sim(profile, -resets_s)
 
 
-def trial_layouts(sims: DeviceClass, networks: DeviceClass, num_envs: int) -> list[Layout]:
+def trial_layouts(sims: DeviceClass, networks: DeviceClass, num_envs: int, more: Sequence[Role] = ()) -> list[Layout]:
     """What the real runs are: learners take turns with policies; then, where there are enough devices, they share
-    processes, and have others than sims."""
+    processes, and have others than sims. Other roles are beside the policies, or, without networks, the sims."""
+    computing = tuple(role.name for role in more if role.network or sims == networks)
+    playing = tuple(role.name for role in more if role.name not in computing)
     workers = next(k for k in range(min(sims.count, num_envs), 0, -1) if num_envs % k == 0)
     if sims != networks:
         cards = min(networks.count, workers)
-        simulating = Zone(("sim",), sims.name, workers)
-        turns = (simulating, Zone(("policy",), networks.name, cards)), (Zone(("learner",), networks.name, cards),)
-        return [Layout(turns), Layout(((simulating, Zone(("policy", "learner"), networks.name, cards)),))]
-    turns = (Zone(("sim", "policy"), sims.name, workers),), (Zone(("learner",), sims.name, workers),)
-    apart = ((Zone(("sim",), sims.name, 1), Zone(("policy", "learner"), sims.name, 1)),)
+        simulating, acting = Zone(("sim", *playing), sims.name, workers), ("policy", *computing)
+        turns = (simulating, Zone(acting, networks.name, cards)), (Zone(("learner",), networks.name, cards),)
+        return [Layout(turns), Layout(((simulating, Zone((*acting, "learner"), networks.name, cards)),))]
+    turns = (Zone(("sim", "policy", *computing), sims.name, workers),), (Zone(("learner",), sims.name, workers),)
+    apart = ((Zone(("sim",), sims.name, 1), Zone(("policy", *computing, "learner"), sims.name, 1)),)
     return [Layout(turns), *([Layout(apart)] if sims.count > 1 else [])]
 
 
@@ -101,7 +107,8 @@ def positions(layout: Layout) -> dict[str, tuple[Zone, int]]:
 def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> float:
     """Of handing over between a sim's process and a policy's, as a rollout shows it."""
     expected = float(pricer.node_seconds(("sim", "policy"), positions(layout), 1))
-    return max(seen.rollout_s - expected, 0.0) / (profile.workflow["sim"].calls + 1) / 2  # there and back
+    expected += beside_sims_s(profile, pricer, layout)
+    return max(seen.rollout_s - expected, 0.0) / (profile.dataflow["sim"].calls + 1) / 2  # there and back
 
 
 def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> Profile:
@@ -132,16 +139,33 @@ def with_costs(profile: Profile, name: str, change: Callable[[Cost], Cost]) -> P
     return replace(profile, costs={**profile.costs, name: changed})
 
 
+def with_others(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen, more: Iterable[Role]) -> Profile:
+    """With what roles without a probe cost in a run, in proportion to their items."""
+    at = positions(layout)
+    for role in more:
+        size = -(-profile.dataflow[role.name].items // int(pricer.count(role.name, at, 1)))
+        curve = Curve((0.0, float(size)), (0.0, seen.busy_s[role.name]))
+        profile = with_costs(profile, role.name, lambda cost, curve=curve: replace(cost, seconds=curve))
+    return profile
+
+
+def beside_sims_s(profile: Profile, pricer: Pricer, layout: Layout) -> float:
+    """Seconds of a rollout that roles besides sims and policies take."""
+    known = {role.name for role in EMBODIED}
+    names = [c.name for c in profile.dataflow.components if c.name not in known]
+    return sum(float(pricer.node_seconds((name,), positions(layout), 1)) for name in names)
+
+
 def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> Profile:
     """Put what the first run took beyond its parts where it belongs."""
-    at, workflow = positions(layout), profile.workflow
+    at, dataflow = positions(layout), profile.dataflow
     ranks = int(pricer.count("learner", at, 1))
     update = float(pricer.node_seconds(("learner",), at, 1) + pricer.ahead_seconds("learner", at))
     besides = max(seen.update_s - update, 0.0)
     exchange = min(seen.sync_s, besides)
     if at["sim"][0] is at["policy"][0]:
-        rollout = float(pricer.node_seconds(("sim", "policy"), at, 1))
-        profile = with_sim(profile, max(seen.rollout_s - rollout, 0.0) / workflow["sim"].calls)
+        rollout = float(pricer.node_seconds(("sim", "policy"), at, 1)) + beside_sims_s(profile, pricer, layout)
+        profile = with_sim(profile, max(seen.rollout_s - rollout, 0.0) / dataflow["sim"].calls)
     else:
         profile = replace(profile, link=Link(latency_s=latency_of(profile, pricer, layout, seen)))
 
@@ -149,15 +173,15 @@ def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> 
         cost = replace(cost, fixed_s=cost.fixed_s + besides - exchange)
         if ranks == 1:
             return cost
-        return replace(cost, exchange_s=Curve((1.0, float(ranks)), (0.0, exchange / workflow["learner"].calls)))
+        return replace(cost, exchange_s=Curve((1.0, float(ranks)), (0.0, exchange / dataflow["learner"].calls)))
 
     profile = with_costs(profile, "learner", learning)
     sync = Sync(seen.publish_s, constant(seen.publish_s))
-    return replace(profile, workflow=replace(workflow, fixed_s=seen.rest_s), sync=sync)
+    return replace(profile, dataflow=replace(dataflow, fixed_s=seen.rest_s), sync=sync)
 
 
 def shortened(
-    config: RunConfig, profile: Profile, pricer: Pricer, layout: Layout, clock: Clock
+    config: RunConfig, profile: Profile, pricer: Pricer, layout: Layout, clock: Clock, roles: Sequence[Role] = EMBODIED
 ) -> tuple[RunConfig, Profile]:
     """With fewer decisions and epochs per iteration, where so many iterations would take longer than there is time.
     What is taken from the real runs is per decision and per gradient step."""
@@ -166,15 +190,15 @@ def shortened(
     share = left / (2 * REAL_ITERATIONS * expected)
     if share >= 1:
         return config, profile
-    decisions = profile.workflow["sim"].calls
+    decisions = profile.dataflow["sim"].calls
     if config.algo.name == "ppo":
         kept = max(min(FEWEST_DECISIONS, decisions), int(share * decisions))
         short, length = with_algo(config, rollout_decisions=kept), 1
     else:
         short, length = fewer_episodes(config, share, profile.made["episode_decisions"])
-    kept = workflow_of(short, length)["sim"].calls / decisions
+    kept = dataflow_of(short, length, roles)["sim"].calls / decisions
     short = with_algo(short, minibatch_size=max(1, round(kept * config.algo.minibatch_size)), epochs=1)
-    return short, replace(profile, workflow=workflow_of(short, length))
+    return short, replace(profile, dataflow=dataflow_of(short, length, roles))
 
 
 def with_algo(config: RunConfig, **changes: Any) -> RunConfig:
@@ -192,9 +216,9 @@ def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunCon
     return with_algo(config, groups=groups).model_copy(update={"env": env}), cut
 
 
-def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock) -> Seen:
+def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, program: type) -> Seen:
     """Two iterations at least, of which the first warms up."""
-    with Trial(config, plan, logs) as trial:
+    with Trial(config, plan, logs, program) as trial:
         rounds = [trial.iterate()]
         while len(rounds) < 2 or (len(rounds) < REAL_ITERATIONS and clock.left(1.0)):
             rounds.append(trial.iterate())
@@ -208,4 +232,5 @@ def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock) -
         median(r.publish_s for r in rounds),
         max(median(rest), 0.0),
         edges,
+        {role: median(r.busy[role] * r.seconds for r in rounds) for role in rounds[0].busy},
     )

@@ -13,22 +13,24 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError
-from embodied.placement import Host, PlacementPlan, Topology
+from embodied.placement import PlacementPlan, PlannedHost, Topology, roles_of
 from embodied.placement.cost_curves import constant, fit
 from embodied.placement.deploy import devices_of
-from embodied.placement.grammar import Slot
+from embodied.placement.grammar import Slot, others
 from embodied.placement.layout import DeviceClass
 from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, write_profile
 from embodied.profiling.calibration import Clock, calibrate
 from embodied.profiling.store import (
     cost_key,
+    dataflow_of,
     describe_devices,
     device_counts,
     homes,
@@ -36,10 +38,10 @@ from embodied.profiling.store import (
     profile_path,
     repeated,
     without_limit,
-    workflow_of,
 )
 from embodied.run import devices, launch
 from embodied.run.memory_check import CUDA_BYTES
+from embodied.workflows.embodied import EmbodiedLoop
 
 if TYPE_CHECKING:
     from embodied.profiling.role_probe import Moves
@@ -55,16 +57,19 @@ USAGE = """Measure what the env, policy and learner of a recipe cost on this mac
 
 usage: python -m embodied.profiling recipe=NAME [seconds=60] [key=value ...] [--help]
 
+  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   seconds   about how long it may take: where that is short, so are rollouts, and sizes are left out (default 60)
 
 The profile goes to runs/profiles/ and is found there by plan, benchmark and placement=auto."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    return launch.answer(argv, USAGE, start)
+def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
+    """The command; `program`: whose roles are measured."""
+    return launch.answer(argv, USAGE, partial(start, program=program))
 
 
-def start(argv: list[str]) -> int:
+def start(argv: list[str], program: type = EmbodiedLoop) -> int:
+    program, argv = launch.program_of(argv, program)
     values, problems, rest = launch.split(argv, ("seconds",))
     seconds = values.get("seconds", SECONDS)
     if problems or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
@@ -72,17 +77,18 @@ def start(argv: list[str]) -> int:
     loaded = load(rest)
     if loaded is None:
         return 0
-    config, _ = launch.planned(loaded.config)
-    profile = measure(config, seconds, print)
-    path = profile_path(config, profile.made)
+    config, _ = launch.planned(loaded.config, roles=program.roles)
+    profile = measure(config, seconds, print, program)
+    path = profile_path(config, profile.made, roles_of(program.roles))
     write_profile(profile, path)
     print("\n".join(describe(profile)))
     print(f"\nprofile     {path}")
     return 0
 
 
-def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Profile:
-    """Probe the parts, then calibrate with short real runs."""
+def measure(config: RunConfig, seconds: float, say: Callable[[str], None], program: type = EmbodiedLoop) -> Profile:
+    """Probe the parts, then calibrate with short real runs of the program, which also show what other roles cost."""
+    roles = roles_of(program.roles)
     config = without_limit(repeated(config))
     clock = Clock(seconds)
     there = devices.machines(config)
@@ -94,7 +100,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Pr
         made = {
             "recipe": config.run.name,
             "name": f"{config.run.name} on {processor()}, {on}",
-            "key": cost_key(config),
+            "key": cost_key(config, roles),
             "devices": counts,
             "nodes": nodes,
             "load": round(os.getloadavg()[0], 1),
@@ -105,11 +111,14 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None]) -> Pr
             made["episode_decisions"] = (
                 probed.horizon
             )  # while a policy knows nothing, episodes last as long as they may
-        profile = Profile(workflow_of(config, probed.horizon), probed.costs, made=made)
-        profile = calibrate(config, profile, there, clock, Path(logs), say, probed.reset_s)
-        whole = workflow_of(config, probed.horizon)
-        whole = replace(whole, edges=profile.workflow.edges, fixed_s=profile.workflow.fixed_s)
-        profile = replace(profile, workflow=whole)
+        costs = probed.costs | {
+            role.name: {str(c): Cost(NOTHING) for c in homes(config, there, roles)[role.name]} for role in others(roles)
+        }
+        whole = dataflow_of(config, probed.horizon, roles)
+        profile = Profile(whole, costs, made=made)
+        profile = calibrate(config, profile, there, clock, Path(logs), say, probed.reset_s, program)
+        whole = replace(whole, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
+        profile = replace(profile, dataflow=whole)
     return replace(profile, made={**profile.made, "seconds": round(clock.spent(), 1)})
 
 
@@ -139,7 +148,7 @@ def sites_of(config: RunConfig, there: Topology) -> list[Site]:
     return [Site(c, tuple(role for role, classes in where.items() if c in classes), sims) for c in kinds.values()]
 
 
-def probe_hosts(site: Site, there: Topology, draws: bool) -> list[Host]:
+def probe_hosts(site: Site, there: Topology, draws: bool) -> list[PlannedHost]:
     """A process on each device, on all machines; `draws`: simulators on cores do on GPUs."""
     chosen = sorted(devices_of(site.on, there), key=lambda device: device[2])[:MOST_PROBES]
     cards = min(len(node.gpus) for node in there.nodes) if draws and site.on.kind == "cpu" else 0
@@ -193,7 +202,9 @@ def probe(config: RunConfig, there: Topology, clock: Clock, logs: Path) -> Probe
     return Probed(costs, horizon, reset_s)
 
 
-def probe_site(config: RunConfig, site: Site, hosts: list[Host], clock: Clock, share: float, logs: Path) -> Probed:
+def probe_site(
+    config: RunConfig, site: Site, hosts: list[PlannedHost], clock: Clock, share: float, logs: Path
+) -> Probed:
     """The costs of its parts on one of its devices, while the others do the same. `share`: of the time, at most."""
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     alone: dict[str, float] = defaultdict(lambda: 1.0)
@@ -245,7 +256,7 @@ def probe_site(config: RunConfig, site: Site, hosts: list[Host], clock: Clock, s
     return Probed({name: {str(site.on): cost} for name, cost in costs.items()}, horizon, median(resets or [0.0]))
 
 
-def beside(config: RunConfig, hosts: list[Host]) -> RunConfig:
+def beside(config: RunConfig, hosts: list[PlannedHost]) -> RunConfig:
     """The recipe with plain processes where all are on this machine."""
     if any(host.node for host in hosts):
         return config
@@ -310,7 +321,7 @@ def describe(profile: Profile) -> list[str]:
         "an exchange between learners": learner[1].exchange_s.at(counts[learner[0]]),
         "handing over to another process": profile.link.latency_s,
         "new weights": profile.sync.copy_s.at(1),
-        "the driver": profile.workflow.fixed_s,
+        "the driver": profile.dataflow.fixed_s,
     }
     lines += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in rest.items()]
     lines.append(f"measured in {profile.made['seconds']:.0f} s on {describe_devices(counts, profile.made['nodes'])}")

@@ -1,8 +1,8 @@
-"""Which stored profile belongs to a recipe, and the workflow that a recipe asks for. Free of torch and simulators.
+"""Which stored profile belongs to a recipe, and the dataflow that a recipe asks for. Free of torch and simulators.
 
 A profile holds for everything that costs the same: the same env, task, policy and algorithm on the same kind of
 processor, and on as many machines with as many devices of the same kinds. How many envs, decisions, epochs and
-minibatches there are may differ: that is the workflow, not the costs.
+minibatches there are may differ: that is the dataflow, not the costs.
 An iteration of whole episodes (GRPO) counts as one round of all its groups, none of them dropped and played anew.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
-from embodied.placement.dataflow import Workflow, embodied_workflow
-from embodied.placement.grammar import PlacementError, number
+from embodied.placement.dataflow import Dataflow, embodied_dataflow
+from embodied.placement.grammar import EMBODIED, PlacementError, Role, number, others
 from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import NOTHING, Profile, read_profile
 from embodied.placement.topology import GB, Topology
@@ -45,7 +45,7 @@ def repeated(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"algo": config.algo.model_copy(update=same)})
 
 
-def workflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Workflow:
+def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequence[Role] = EMBODIED) -> Dataflow:
     """What an iteration of this recipe asks for; `episode_decisions` is how long whole episodes are."""
     algo, envs = config.algo, config.env.num_envs
     if algo.name == "ppo":
@@ -60,7 +60,8 @@ def workflow_of(config: RunConfig, episode_decisions: float = 1.0) -> Workflow:
     looks_once = algo.name == "ppo" and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
     ahead = items if looks_once else 0
     calls = algo.epochs * -(-items // minibatch)
-    return embodied_workflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows)
+    more = [role.name for role in others(roles)]
+    return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more)
 
 
 def counted(profile: Profile, memory_gb: float | None) -> Profile:
@@ -79,7 +80,7 @@ def limited(classes: Iterable[DeviceClass], memory_gb: float | None) -> list[Dev
     return [replace(one, **limit) for one in classes]
 
 
-def cost_key(config: RunConfig) -> str:
+def cost_key(config: RunConfig, roles: Sequence[Role] = EMBODIED) -> str:
     """Names what costs the same."""
     said = config.model_dump(mode="json", include={"env", "policy", "algo", "learner"})
     for section, keys in AMOUNTS.items():
@@ -91,19 +92,20 @@ def cost_key(config: RunConfig) -> str:
     for key in ("modules", "robot"):  # where nobody names any, profiles from before there were these keys hold
         if not said["env"].get(key, True):
             del said["env"][key]
-    return hashlib.sha256(json.dumps([said, processor()], sort_keys=True).encode()).hexdigest()[:12]
+    more = sorted(role.name for role in others(roles))  # of a program with roles of its own
+    return hashlib.sha256(json.dumps([said, processor(), *more], sort_keys=True).encode()).hexdigest()[:12]
 
 
 # The machines of a profile
 
 
-def homes(config: RunConfig, machines: Topology) -> dict[str, list[DeviceClass]]:
+def homes(config: RunConfig, machines: Topology, roles: Sequence[Role] = EMBODIED) -> dict[str, list[DeviceClass]]:
     """Role -> the kinds of devices that it runs on, in the modes and in what `auto` may choose."""
     classes = [c for c in machines.classes() if c.count]
     cores, gpus = ([c for c in classes if c.kind == kind] for kind in ("cpu", "gpu"))
     networks = gpus if networks_on(config, machines) == "gpu" else cores
     sims = gpus if config.env.on_gpu else cores
-    return {"sim": sims, "policy": networks, "learner": networks}
+    return {role.name: networks if role.network else sims for role in roles}
 
 
 def device_counts(machines: Topology) -> dict[str, int]:
@@ -132,10 +134,10 @@ def why_it_does_not_count(profile: Profile, machines: Topology) -> str:
     return f"measured on {describe_devices(measured, nodes)}, {has} {there}"
 
 
-def profile_for(config: RunConfig, machines: Topology) -> tuple[Path | None, str]:
+def profile_for(config: RunConfig, machines: Topology, roles: Sequence[Role] = EMBODIED) -> tuple[Path | None, str]:
     """The newest stored profile that holds for this recipe on these machines; else why those there are do not count."""
     reason = ""
-    for path in stored_profiles(config):
+    for path in stored_profiles(config, roles):
         try:
             other = why_it_does_not_count(read_profile(path), machines)
         except PlacementError as err:
@@ -151,22 +153,23 @@ def processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def profile_path(config: RunConfig, made: Mapping = {}) -> Path:
+def profile_path(config: RunConfig, made: Mapping = {}, roles: Sequence[Role] = EMBODIED) -> Path:
     """Of what was `made` on these machines: another one for each."""
     counts, nodes = made.get("devices", {}), made.get("nodes", 1)
     where = [f"{count}{kind}" for kind, count in counts.items()] + [f"{nodes}nodes"] * (nodes > 1)
-    parts = [config.run.name or "run", *where, cost_key(config)]
+    parts = [config.run.name or "run", *where, cost_key(config, roles)]
     return Path(config.run.dir) / "profiles" / f"{'-'.join(parts)}.json"
 
 
-def stored_profiles(config: RunConfig) -> list[Path]:
+def stored_profiles(config: RunConfig, roles: Sequence[Role] = EMBODIED) -> list[Path]:
     """Measured with this processor for what costs the same, under whatever recipe's name; the newest first."""
-    found = (Path(config.run.dir) / "profiles").glob(f"*-{cost_key(config)}.json")
+    found = (Path(config.run.dir) / "profiles").glob(f"*-{cost_key(config, roles)}.json")
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def newest_profile(config: RunConfig) -> Path:
-    path = next(iter(stored_profiles(config)), None)
+def newest_profile(config: RunConfig, roles: Sequence[Role] = EMBODIED) -> Path:
+    """The one measured last, on whatever machines. Raises ConfigError where there is none."""
+    path = next(iter(stored_profiles(config, roles)), None)
     if path is None:
         name = config.run.name or "NAME"
         raise ConfigError(
@@ -176,15 +179,15 @@ def newest_profile(config: RunConfig) -> Path:
     return path
 
 
-def fitted_to(config: RunConfig, profile: Profile, path: Path) -> Profile:
+def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[Role] = EMBODIED) -> Profile:
     """The profile with this recipe's amounts of work."""
     key = profile.made.get("key")
-    if key != cost_key(config):
+    if key != cost_key(config, roles):
         raise ConfigError(
             f"{path} was measured for {profile.made.get('recipe', 'another workload')}, whose env, policy, algorithm "
             "or processor costs something else; leave out recipe=, or measure this one: python -m embodied.profiling "
             f"recipe={config.run.name}"
         )
-    workflow = workflow_of(config, profile.made.get("episode_decisions", 1.0))
-    workflow = replace(workflow, fixed_s=profile.workflow.fixed_s)
-    return replace(profile, workflow=workflow)
+    dataflow = dataflow_of(config, profile.made.get("episode_decisions", 1.0), roles)
+    dataflow = replace(dataflow, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
+    return replace(profile, dataflow=dataflow)

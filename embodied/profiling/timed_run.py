@@ -13,12 +13,15 @@ from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import PlacementPlan
 from embodied.reporting.timeline import Timeline
 from embodied.run import launch
+from embodied.runtime.channel import hosts_of_runs
 from embodied.runtime.timers import Total
 from embodied.workflows.embodied import EmbodiedLoop
 
 MANY = 1_000_000  # iterations that the schedule of the learning rate is stretched over
 PHASES = ("rollout", "update", "publish")
+# The work of an iteration, by role; a role that is not named here does nothing else.
 OUTER = {"sim": ("collect",), "policy": ("serve",), "learner": ("take_in", "update")}
+WAITING = ("wait", "sync")
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,17 @@ class Round:
 class Trial:
     """Use it as a context manager: it starts the processes of the plan and ends them."""
 
-    def __init__(self, config: RunConfig, plan: PlacementPlan, logs: Path) -> None:
-        self.config, self.plan, self.logs = config, plan, logs
+    def __init__(self, config: RunConfig, plan: PlacementPlan, logs: Path, program: type = EmbodiedLoop) -> None:
+        self.config, self.plan, self.logs, self.program = config, plan, logs, program
         self.iteration = 0
 
     def __enter__(self) -> Trial:
         self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            cluster = stack.enter_context(launch.cluster(self.config, self.plan, self.logs))
+            cluster = stack.enter_context(launch.cluster(self.config, self.plan, self.logs, program=self.program))
             ranks, timeout_s = self.plan.count("learner"), self.config.faults.timeout_s
             rendezvous = rendezvous_point(ranks, self.config.cluster.backend, self.logs, timeout_s)
-            self.loop = EmbodiedLoop(self.config, cluster, rendezvous=rendezvous)
+            self.loop = self.program(self.config, cluster, rendezvous=rendezvous)
             self.loop.start()
             self.loop.publish(0)
             self._stack = stack.pop_all()
@@ -89,7 +92,11 @@ class Trial:
         besides channels."""
         known = {group.role for group in self.loop.groups}
         found: dict[tuple[str, str], tuple[float, float]] = {("learner", "policy"): self.loop.weight_sync.times}
-        for flows in [flows for group in self.loop.groups for flows in group.flows().wait()]:
+        here = []  # through channels at home with the driver
+        for host in hosts_of_runs.values():
+            here.append(host.flows)
+            host.flows = {}
+        for flows in [*here, *(flows for group in self.loop.groups for flows in group.flows().wait())]:
             for workers, (first, last) in flows.items():
                 roles = tuple(worker.rpartition("-")[0] for worker in workers)
                 if known.issuperset(roles):
@@ -117,10 +124,14 @@ class Trial:
         return found
 
     def _busy(self, before: dict[str, Total], after: dict[str, Total], role: str) -> float:
+        if role not in OUTER:
+            working = [name for name in after if name not in WAITING]
+            return sum(after[name].own_s - (before[name].own_s if name in before else 0.0) for name in working)
+
         def grown(name: str) -> float:
             return seconds_of(after.get(name)) - seconds_of(before.get(name))
 
-        return max(sum(map(grown, OUTER[role])) - grown("wait") - grown("sync"), 0.0)
+        return max(sum(map(grown, OUTER[role])) - sum(map(grown, WAITING)), 0.0)
 
 
 def seconds_of(total: Total | None) -> float:

@@ -70,9 +70,17 @@ def describe(result: Any) -> list[str]:
     lines.append("".join(f"{name:>{14 if i == 0 else 13}}" for i, name in enumerate(head_of(result))))
     for mode, row in rows_of(result).items():
         lines.append("".join(f"{cell:>{14 if i == 0 else 13}}" for i, cell in enumerate(cells(mode, row))))
-    lines += [f"{mode:>14}  {result.expected[mode]['layout']}" for mode in rows_of(result)]
+    lines += [
+        f"{mode:>14}  {result.expected[mode]['layout']}; {at_work(result.rounds[mode])}" for mode in rows_of(result)
+    ]
     lines += [f"{mode:>14}  not run: {reason}" for mode, reason in result.refused.items()]
     return [*lines, *verdict(result)]
+
+
+def at_work(rounds: Sequence[Any]) -> str:
+    """The share of the time in which the workers of each role did not wait."""
+    shares = {role: median(r.busy[role] for r in rounds) for role in rounds[0].busy}
+    return f"at work: {', '.join(f'{role} {share:.0%}' for role, share in shares.items())}"
 
 
 def cells(mode: str, row: dict[str, float]) -> list[str]:
@@ -132,7 +140,10 @@ def html(results: Sequence[Any], about: dict[str, Any], png: bytes) -> str:
     for result in results:
         shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
         refused = [tag("li", f"{mode} was not run: {reason}") for mode, reason in result.refused.items()]
-        plans = [tag("li", f"{mode}: {told['layout']}") for mode, told in result.expected.items()]
+        plans = [
+            tag("li", f"{mode}: {told['layout']}; {at_work(result.rounds[mode])}")
+            for mode, told in result.expected.items()
+        ]
         lines = [tag("p", line) for line in verdict(result)]
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
         told = [shown, *lines, tag("ul", *plans, *refused), *traced]

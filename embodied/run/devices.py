@@ -12,7 +12,7 @@ from typing import Any
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
-from embodied.placement import Host, PlacementError, PlacementPlan, Topology
+from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
 from embodied.placement.topology import read_topology
 from embodied.runtime import nodes_of
 from embodied.system.discovery import discover, on_ray_node
@@ -84,7 +84,7 @@ def torch_device(kind: str) -> str:
     return "cuda" if kind == "gpu" else "cpu"
 
 
-def environment(host: Host) -> dict[str, str]:
+def environment(host: PlannedHost) -> dict[str, str]:
     """Environment variables of a host's process, set before it imports anything. GPUs are counted by PCI address, as
     nvidia-smi does: CUDA would put the fastest first."""
     found = {"EMBODIED_DEVICE": host.device} if host.device else {}
@@ -110,7 +110,7 @@ def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
             raise ConfigError(
                 f"placement: sim on {where}, but env.backend=cuda simulates on a GPU; try gpu:0, or placement=auto"
             )
-        if host.roles != ("sim",) and wanted != "auto" and on_gpu != (wanted == "cuda"):
+        if {"policy", "learner"} & {*host.roles} and wanted != "auto" and on_gpu != (wanted == "cuda"):
             raise ConfigError(
                 f"placement: {' and '.join(host.roles)} on {where}, but learner.device={wanted}; "
                 "try learner.device=auto"

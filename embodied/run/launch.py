@@ -9,13 +9,10 @@ import errno
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from glob import escape
 from pathlib import Path
-from shlex import quote
 from textwrap import wrap
 from typing import Any
 
@@ -26,18 +23,15 @@ from embodied.config.recipe import RunConfig
 from embodied.core.errors import (
     CheckpointError,
     ConfigError,
-    DeadlineExceeded,
     EmbodiedError,
-    NothingToLearn,
-    WorkerFailed,
 )
 from embodied.envs import env_class, import_class
 from embodied.envs.own_modules import own_modules
 from embodied.envs.protocols import choose_protocol
-from embodied.placement import PlacementError, PlacementPlan, Topology, make_plan, named_nodes
+from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan, named_nodes, roles_of
+from embodied.placement.grammar import EMBODIED
 from embodied.placement.modes import ENVS_PER_SIM
 from embodied.policies import check_package
-from embodied.reporting.run_page import report_or_say_why
 from embodied.run.devices import (
     check_devices,
     check_simulator,
@@ -46,7 +40,7 @@ from embodied.run.devices import (
     machines,
     networks_on,
 )
-from embodied.run.folder import RunFolder
+from embodied.run.ending import Interrupted
 from embodied.run.hub import with_folder
 from embodied.run.memory_check import (
     check_memory,
@@ -112,9 +106,25 @@ def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[
     return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in mine]
 
 
-def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[RunConfig, PlacementPlan]:
+def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:
+    """The workflow that program=my_module:MyLoop names, `usual` without it, and the other arguments."""
+    named = [arg.partition("=")[2] for arg in argv if arg.startswith("program=")]
+    rest = [arg for arg in argv if not arg.startswith("program=")]
+    return (import_class(named[-1], "program") if named else usual), rest
+
+
+def command_of(program: type) -> str:
+    """The words after `python -m embodied.` that run this workflow, and resume what it has run."""
+    own = not program.__module__.startswith("embodied.")
+    return f"{program.command} program={program.__module__}:{program.__qualname__}" if own else program.command
+
+
+def planned(
+    config: RunConfig, learn: bool = True, dry: bool = False, roles: Iterable[Any] = EMBODIED
+) -> tuple[RunConfig, PlacementPlan]:
     """The config with everything "auto" in the env decided, and the plan. Refuses what cannot run here; `dry`: nothing
-    will run, so it may be planned for other machines."""
+    will, so it may be planned for other machines. `roles`: those that the program declares."""
+    roles = roles_of(roles)
     if config.cluster.machines and not dry:
         raise ConfigError(f"cluster.machines={config.cluster.machines} is for planning: add --dry-run, or leave it out")
     kind = env_class(config.env)
@@ -137,12 +147,12 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
         check_package(config.policy.name)
     config = chosen_cluster(config, len(there.nodes) > 1)
     try:
-        config, plan = placed(config, there, learn)
+        config, plan = placed(config, there, learn, roles)
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
-    plan = plan if learn else plan.without("learner")
-    replan = lambda changed, there: replanned(changed, there, learn)  # noqa: E731
+    plan = plan if learn else plan.only("sim", "policy")
+    replan = lambda changed, there: replanned(changed, there, learn, roles)  # noqa: E731
     if learn and config.learner.shard and plan.count("learner") == 1:  # then it would hold everything
         whole = config.learner.model_copy(update={"shard": False})
         check_memory(config.model_copy(update={"learner": whole}), plan, there, learn, replan)
@@ -157,10 +167,10 @@ def planned(config: RunConfig, learn: bool = True, dry: bool = False) -> tuple[R
     return config, replace(plan, memory=tuple(describe_memory(found)))
 
 
-def replanned(config: RunConfig, machines: Topology, learn: bool) -> PlacementPlan:
+def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[Role, ...]) -> PlacementPlan:
     """The plan of a recipe that nobody has loaded. Refuses what loading it and `planned` would."""
     RunConfig.model_validate(dict(config), context={"unused": () if learn else ("algo",)})
-    config, plan = placed(config, machines, learn)
+    config, plan = placed(config, machines, learn, roles)
     check_devices(config, plan)
     if learn:
         check_learners(config, plan)
@@ -195,16 +205,18 @@ def rehearse(config: RunConfig) -> None:
     env_class(config.env).rehearse(config.env)
 
 
-def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfig, PlacementPlan]:
+def placed(
+    config: RunConfig, machines: Topology, learn: bool, roles: tuple[Role, ...] = EMBODIED
+) -> tuple[RunConfig, PlacementPlan]:
     """The plan; placement=auto of a training run asks the profile of such machines, if there is one."""
     uncounted = ""
     if config.placement == "auto" and learn:
         from embodied.profiling.auto import plan_from_profile
         from embodied.profiling.store import profile_for
 
-        path, uncounted = profile_for(config, machines)
+        path, uncounted = profile_for(config, machines, roles)
         if path:
-            return plan_from_profile(config, machines, path)
+            return plan_from_profile(config, machines, path, roles)
     kind, env = env_class(config.env), config.env
     plan = make_plan(
         config.placement,
@@ -216,6 +228,8 @@ def placed(config: RunConfig, machines: Topology, learn: bool) -> tuple[RunConfi
         rows=ENVS_PER_SIM if kind.plays_together(env) else 1,
         most_sims=most_sims(config, machines),
         draws=draws_on_gpus(env),
+        roles=roles,
+        more=not learn,  # a map may place roles that only learning needs
     )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 
@@ -284,109 +298,30 @@ def describe_learner(config: RunConfig) -> str:
 
 
 def cluster(
-    config: RunConfig, plan: PlacementPlan, logs: Path, on_start: Callable[[str, int], None] = lambda host, pid: None
+    config: RunConfig,
+    plan: PlacementPlan,
+    logs: Path,
+    on_start: Callable[[str, int], None] = lambda host, pid: None,
+    program: type | None = None,
 ) -> Cluster:
-    hosts = [
+    """The processes of a plan. `program`: the workflow, whose module nodes of a Ray cluster may lack."""
+    own = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
+    if program and not program.__module__.startswith("embodied."):
+        own.append(program.__module__)
+    options, timeout_s = config.cluster, config.faults.timeout_s
+    hosts = host_plans(plan)
+    return Cluster(options.backend, hosts, logs, timeout_s, options.address, own, options.start_s, on_start)
+
+
+def host_plans(plan: PlacementPlan) -> list[HostPlan]:
+    """What a cluster starts for this plan."""
+    return [
         HostPlan(
             *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),
             host.gpu.memory_bytes if host.device and host.gpu else float("inf"),
         )
         for host in plan.hosts
     ]
-    own = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
-    options, timeout_s = config.cluster, config.faults.timeout_s
-    return Cluster(options.backend, hosts, logs, timeout_s, options.address, own, options.start_s, on_start)
-
-
-class Interrupted(KeyboardInterrupt):
-    def __init__(self, signal: int) -> None:
-        self.exit_code = 128 + signal
-
-
-class Interruption:
-    """SIGTERM, Ctrl-C and a closed terminal ask the run to finish its step, save and stop; a second Ctrl-C stops at
-    once. `at_once`: so does the first, where nothing has to be finished."""
-
-    def __init__(self, at_once: bool = False) -> None:
-        self.at_once = at_once
-        self.signal: int | None = None
-
-    @property
-    def requested(self) -> bool:
-        return self.signal is not None
-
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.signal is None else 128 + self.signal
-
-    def __enter__(self) -> Interruption:
-        self._before: dict[int, Any] = {}
-        if threading.current_thread() is not threading.main_thread():
-            return self  # a notebook's or a server's thread: signals are its own business
-        ends = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup asks to outlive the terminal
-            ends.append(signal.SIGHUP)
-        self._before = {sig: signal.signal(sig, self._handle) for sig in ends}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for sig, handler in self._before.items():
-            signal.signal(sig, handler)
-
-    def _handle(self, sig: int, _frame: object) -> None:
-        if self.requested and sig == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not self.requested:
-            self.signal = sig
-            if self.at_once:
-                raise Interrupted(sig)
-            with suppress(OSError):  # the terminal may be what has gone
-                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
-
-
-@contextmanager
-def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
-    """Write into run.json how the run ended, whatever happens; say how to go on after a failure that came late."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        record_end(folder, "stopped", "second Ctrl-C")
-        raise
-    except NothingToLearn as err:
-        record_end(folder, "stopped", str(err))
-        raise
-    except BaseException as err:
-        record_end(folder, "failed", f"{type(err).__name__}: {err}")
-        if isinstance(err, (WorkerFailed, DeadlineExceeded)):
-            told = EmbodiedError("\n".join([str(err), *what_next(folder, err)]))
-            told.exit_code = err.exit_code
-            raise told from err
-        raise
-    else:
-        record_end(folder, "stopped" if interruption.requested else "finished", "")
-
-
-def what_next(folder: RunFolder, error: Exception) -> list[str]:
-    """Advice in lines after a worker failed for good."""
-    saved = any(folder.checkpoints.glob("v[0-9]*"))
-    crashed = "its process" in str(error) or "hung" in str(error)
-    goes_on = "continue from the last checkpoint" if saved else "nothing was saved yet; begin it again"
-    command = folder.info().get("command", "train")
-    resume = f"  {goes_on}: python -m embodied.{command} {quote(f'resume={folder.path}')}"
-    doctor = "  if this repeats: python -m embodied.doctor"
-    return [resume] * (saved or crashed) + [doctor] * crashed
-
-
-def record_end(folder: RunFolder, state: str, cause: str) -> None:
-    if not folder.path.is_dir():
-        print(f"{folder.path} was removed while the run went on", file=sys.stderr)
-        return
-    try:
-        folder.finish(state, cause)
-        folder.note(f"{state}: {cause}" if cause else state)
-    except OSError as err:  # a full disk must not hide the first cause
-        print(f"run.json could not be written: {err}", file=sys.stderr)
-    report_or_say_why(folder.path)
 
 
 def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:

@@ -142,8 +142,9 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
     for host in plan.hosts:
         on_gpu = host.device.startswith("gpu:")
         device = host.device if on_gpu else ""
-        if on_gpu and set(host.roles) & {"policy", "learner"}:
+        if on_gpu and host.roles != ("sim",):
             yield Load("CUDA", CUDA_BYTES, host.node, device)
+        if on_gpu and set(host.roles) & {"policy", "learner"}:
             yield Load("weights on their way to GPUs", found.weights, host.node, phase=START)
         shared = learn and {"policy", "learner"} <= set(host.roles) and not sharded
         apart = 0 if shared else found.weights

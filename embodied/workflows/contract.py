@@ -3,7 +3,7 @@
 Three parts, each replaceable alone: a `Role` says which workers there are, a `BatchSource` how a batch is collected and
 learned from, a `Workflow` what an iteration is. Worked example, a reward model between sims and learners:
 
-    REWARD = Role("reward", "my_project.reward:RewardWorker", lambda workers: (workers.config.env.image_size,))
+    REWARD = Role("reward", "my_reward:RewardWorker", lambda workers: (workers.config.env.image_size,))
 
     class ScoredRollouts(HorizonCollector):                     # a BatchSource: the shipped one, and one step more
         def start(self, workers):
@@ -20,7 +20,7 @@ learned from, a `Workflow` what an iteration is. Worked example, a reward model 
             self.rollouts.settle(self.reward.score(self.outlets, sources, self.trajectories))
             return batch
 
-    class ScoredLoop(EmbodiedLoop):                             # a Workflow: `train.follow(load(argv), ScoredLoop)`
+    class ScoredLoop(EmbodiedLoop):                             # a Workflow: program=my_reward:ScoredLoop
         roles = (*EmbodiedLoop.roles, REWARD)
         make_source = ScoredRollouts
 
@@ -67,6 +67,7 @@ class Role:
         str, ...
     ] = ()  # roles that read what it puts into channels; an answer goes back without being named
     holds_policy: bool = False  # has the policy's weights; such roles in one process share their memory
+    saved: bool = False  # checkpoints have what its workers' `get_state` returns, which `set_state` gets on resuming
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():

@@ -165,7 +165,8 @@ class EmbodiedLoop:
     def save(self, checkpoints: Path, state: dict[str, Any]) -> Path:
         """Write a checkpoint of this version into the folder of checkpoints, with the run's counters."""
         with self.timers.measure("save"):
-            return write_checkpoint(checkpoints, self.version, self.save_learners, state, self.source.save())
+            arrays = self.source.save() | self.workers.save()
+            return write_checkpoint(checkpoints, self.version, self.save_learners, state, arrays)
 
     def save_learners(self, draft: Path) -> None:
         """Policy and optimizer, into a checkpoint that is being written, under the same path wherever a learner is."""
@@ -177,4 +178,5 @@ class EmbodiedLoop:
         with self.turns.phase(UPDATE):
             self.learners.load(checkpoint.absolute()).wait()
         self.publish(version)
-        return self.source.restore(sims) if sims else 0
+        begun = self.workers.restore(sims)
+        return self.source.restore(begun) if begun else 0

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from embodied.core.episodes import EpisodeList
 from embodied.core.types import EnvSpec, EpisodeSpec
 from embodied.envs import env_class
@@ -98,12 +100,38 @@ class Workers:
         ranks = range(len(self.learners))
         return [self.cluster.channel(f"trajectories-{r}", home=self.learners[r], capacity=None) for r in ranks]
 
+    def save(self) -> dict[str, np.ndarray]:
+        """What the workers of roles that are saved return from `get_state`, each array under its worker's name."""
+        found = {}
+        for role in [role for role in self.roles if role.saved]:
+            group = self.groups[role.name]
+            with self.turns.phase(role.phase):
+                states = group.get_state().wait()
+            for worker, state in zip(group.workers, states, strict=True):
+                found |= {f"{worker}.{name}": array for name, array in state.items()}
+        return found
+
+    def restore(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Give `save`'s arrays back to the workers, rank 0's to a rank that was not there; returns the others."""
+        for role in [role for role in self.roles if role.saved]:
+            group, first = self.groups[role.name], f"{role.name}-0."
+            parts = [cut_names(state, f"{worker}.") or cut_names(state, first) for worker in group.workers]
+            with self.turns.phase(role.phase):
+                group.set_state.each([(part,) for part in parts]).wait()
+            state = {name: array for name, array in state.items() if not name.startswith(f"{role.name}-")}
+        return state
+
     def adopt(self, weights: Weights | None) -> None:
         """Act with weights that come from a checkpoint instead of a learner; None: with those a run begins with."""
         with self.turns.phase(ROLLOUT):
             if weights is None:
                 weights = Weights(0, self.rollouts.ask(lambda: self.policies[0].initial_weights(self.spec))[0])
             self.rollouts.settle(*self.weight_sync.adopt(weights, self.rollouts.ask))
+
+
+def cut_names(arrays: dict[str, np.ndarray], start: str) -> dict[str, np.ndarray]:
+    """Those whose names start so, by the rest of their names."""
+    return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
 
 
 def fixed_episodes(

@@ -5,7 +5,7 @@ from itertools import chain, combinations, product
 
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.costs import Pricer
-from embodied.placement.dataflow import Component, Edge, Workflow
+from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.planner import chunk_grid
 from embodied.placement.profile import Cost, Link, Profile, Sync
@@ -25,21 +25,21 @@ def set_partitions(items):
             yield [*rest[:i], [items[0], *rest[i]], *rest[i + 1 :]]
 
 
-def cuts(workflow, left=None):
+def cuts(dataflow, left=None):
     """Sequences of sets of nodes in which every node comes with or after its sources."""
-    left = frozenset(range(len(workflow.order))) if left is None else left
+    left = frozenset(range(len(dataflow.order))) if left is None else left
     if not left:
         yield []
     for chosen in subsets(sorted(left)):
         first = frozenset(chosen)
-        if first and all(workflow.sources[node] & left <= first for node in first):
-            yield from ([first, *rest] for rest in cuts(workflow, left - first))
+        if first and all(dataflow.sources[node] & left <= first for node in first):
+            yield from ([first, *rest] for rest in cuts(dataflow, left - first))
 
 
-def layers(workflow, nodes, classes, pricer):
+def layers(dataflow, nodes, classes, pricer):
     """Zones of every size on every class, idle devices allowed."""
     runs_on = pricer.runs_on()
-    names = [name for node in sorted(nodes) for name in workflow.order[node]]
+    names = [name for node in sorted(nodes) for name in dataflow.order[node]]
     for parts in set_partitions(names):
         parts = sorted((sorted(part, key=names.index) for part in parts), key=lambda part: names.index(part[0]))
         for homes in product(*([c for c in classes if all(c.name in runs_on[n] for n in part)] for part in parts)):
@@ -50,20 +50,20 @@ def layers(workflow, nodes, classes, pricer):
                     yield zones
 
 
-def all_layouts(workflow, profile, classes, stages):
-    pricer = Pricer(workflow, profile, classes)
-    able = [c.name for c in workflow.components if pricer.can_swap(c.name)]
-    for cut in cuts(workflow):
-        for chosen in product(*(list(layers(workflow, nodes, classes, pricer)) for nodes in cut)):
-            for s, c, swapped in product(stages, chunk_grid(workflow, profile), subsets(able)):
+def all_layouts(dataflow, profile, classes, stages):
+    pricer = Pricer(dataflow, profile, classes)
+    able = [c.name for c in dataflow.components if pricer.can_swap(c.name)]
+    for cut in cuts(dataflow):
+        for chosen in product(*(list(layers(dataflow, nodes, classes, pricer)) for nodes in cut)):
+            for s, c, swapped in product(stages, chunk_grid(dataflow, profile), subsets(able)):
                 yield Layout(tuple(chosen), s, c, frozenset(swapped))
 
 
-def brute_force(workflow, profile, classes, stages):
+def brute_force(dataflow, profile, classes, stages):
     """-> mode -> seconds of its fastest layout that fits; modes without one are absent."""
-    pricer = Pricer(workflow, profile, classes)
+    pricer = Pricer(dataflow, profile, classes)
     best = {}
-    for layout in all_layouts(workflow, profile, classes, stages):
+    for layout in all_layouts(dataflow, profile, classes, stages):
         price = pricer.price(layout)
         if price.fits and price.seconds < best.get(layout.mode, float("inf")):
             best[layout.mode] = price.seconds
@@ -90,7 +90,7 @@ def random_cost(rng, memory):
 
 
 def random_case(rng, num_classes, num_devices, more=0):
-    """A workflow of sim, policy, learner and `more`, its profile, and classes of devices."""
+    """A dataflow of sim, policy, learner and `more`, its profile, and classes of devices."""
     envs = rng.choice([4, 6, 8, 12])
     merges, streams = rng.choice([1, 1, 3, 100]), rng.random() < 0.5
     components = [
@@ -107,7 +107,7 @@ def random_case(rng, num_classes, num_devices, more=0):
     for name in ("reward", "reference")[:more]:
         components.append(Component(name, 1, rng.randint(1, 12), streams=rng.random() < 0.5))
         edges += [Edge(rng.choice(["sim", "policy"]), name), Edge(name, "learner")]
-    workflow = Workflow(tuple(components), tuple(edges), passes=rng.choice([1, 2, 4]), fixed_s=rng.choice([0, 0.1]))
+    dataflow = Dataflow(tuple(components), tuple(edges), passes=rng.choice([1, 2, 4]), fixed_s=rng.choice([0, 0.1]))
     kinds = [("gpu", "gpu"), ("cpu", "cpu"), ("gpu-old", "gpu")][:num_classes]
     limit = rng.choice([4, 8, 1000])
     classes = [DeviceClass(name, kind, rng.randint(1, num_devices), limit, rng.randint(1, 2)) for name, kind in kinds]
@@ -118,9 +118,9 @@ def random_case(rng, num_classes, num_devices, more=0):
     sync = Sync(rng.choice([0, 0.1]), Curve((1.0, 4.0), (0.1, rng.uniform(0.1, 1))))
     link = Link(rng.choice([0, 0.05]), rng.choice([float("inf"), 10.0]))
     if not streams and rng.random() < 0.5:
-        workflow = replace(workflow, components=tuple(looking_ahead(c) for c in workflow.components))
+        dataflow = replace(dataflow, components=tuple(looking_ahead(c) for c in dataflow.components))
     costs = {name: {kind: with_more(cost, rng) for kind, cost in on.items()} for name, on in costs.items()}
-    return workflow, Profile(workflow, costs, sync, link), classes
+    return dataflow, Profile(dataflow, costs, sync, link), classes
 
 
 def looking_ahead(component):

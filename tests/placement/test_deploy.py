@@ -5,14 +5,14 @@ import pytest
 from embodied.placement import PlacementError, make_plan
 from embodied.placement.cost_curves import Curve
 from embodied.placement.costs import Pricer
-from embodied.placement.dataflow import embodied_workflow
+from embodied.placement.dataflow import embodied_dataflow
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Profile
 from embodied.placement.topology import read_topology
 
-WORKFLOW = embodied_workflow(num_envs=8, decisions=4, learner_calls=4, learner_items=8, env_steps=32)
+WORKFLOW = embodied_dataflow(num_envs=8, decisions=4, learner_calls=4, learner_items=8, env_steps=32)
 COST = Cost(Curve((1, 8), (1.0, 8.0)))
 PROFILE = Profile(WORKFLOW, {name: {"cpu": COST, "gpu": COST} for name in ("sim", "policy", "learner")})
 CLASSES = [DeviceClass("cpu", "cpu", 4, 1e12), DeviceClass("gpu", "gpu", 4, 1e12)]

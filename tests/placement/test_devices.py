@@ -4,7 +4,7 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.placement import Host, PlacementError, make_plan
+from embodied.placement import PlacementError, PlannedHost, make_plan
 from embodied.placement.topology import GB, Gpu, Node, Topology, read_topology
 from embodied.run.devices import check_devices, environment, machines, networks_on
 from embodied.system import discovery
@@ -50,12 +50,12 @@ def test_a_host_sees_the_gpu_it_holds_or_draws_on_and_no_other():
     card = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "6", "MUJOCO_EGL_DEVICE_ID": "6"}
     card |= {"EMBODIED_RENDER_FILE": "renderD130"}
     sixth = Gpu(1, card=6, render="renderD130")
-    held = Host("policy-0", ("policy",), (0,), 1, device="gpu:1", gpu=sixth)
+    held = PlannedHost("policy-0", ("policy",), (0,), 1, device="gpu:1", gpu=sixth)
     assert environment(held) == {"EMBODIED_DEVICE": "gpu:1", **card}
-    drawing = Host("sim-0", ("sim",), (0,), 1, render="gpu:1", gpu=sixth)
+    drawing = PlannedHost("sim-0", ("sim",), (0,), 1, render="gpu:1", gpu=sixth)
     assert environment(drawing) == {"EMBODIED_RENDER": "gpu:1", **card}
-    assert environment(Host("sim-1", ("sim",), (0,), 1)) == {}
-    assert environment(Host("sim-2", ("sim",), (0,), 1, device="arm:0")) == {"EMBODIED_DEVICE": "arm:0"}
+    assert environment(PlannedHost("sim-1", ("sim",), (0,), 1)) == {}
+    assert environment(PlannedHost("sim-2", ("sim",), (0,), 1, device="arm:0")) == {"EMBODIED_DEVICE": "arm:0"}
 
 
 def test_runs_take_turns_in_the_memory_that_a_gpu_has_on_whatever_machine(monkeypatch, tmp_path):

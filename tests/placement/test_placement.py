@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied.placement import Host, PlacementError, make_plan
+from embodied.placement import PlacementError, PlannedHost, make_plan
 from embodied.placement.grammar import Slot, parse_devices, parse_map, span
 from embodied.placement.topology import Gpu, Node, Topology
 
@@ -69,10 +69,10 @@ def test_maps_that_cannot_hold_are_refused(placement, answer):
 def test_collocated_puts_sims_with_policies_on_every_core_and_learners_on_the_same():
     plan = make_plan("collocated", TWO, num_envs=64)
     assert plan.hosts == (
-        Host("sim+policy-0", ("sim", "policy"), (0,), 1),
-        Host("sim+policy-1", ("sim", "policy"), (1,), 1),
-        Host("learner-0", ("learner",), (0,), 1),
-        Host("learner-1", ("learner",), (1,), 1),
+        PlannedHost("sim+policy-0", ("sim", "policy"), (0,), 1),
+        PlannedHost("sim+policy-1", ("sim", "policy"), (1,), 1),
+        PlannedHost("learner-0", ("learner",), (0,), 1),
+        PlannedHost("learner-1", ("learner",), (1,), 1),
     )
 
 
@@ -207,9 +207,9 @@ def test_every_mode_makes_a_plan_that_holds(mode, cores, num_envs, stages):
 
 
 def test_a_plan_without_learners_drops_only_them():
-    plan = make_plan("hybrid", TWO, 64).without("learner")
+    plan = make_plan("hybrid", TWO, 64).only("sim", "policy")
     assert [host.roles for host in plan.hosts] == [("sim",), ("policy",)]
-    assert make_plan("auto", TWO, 64).without("learner").count("learner") == 0
+    assert make_plan("auto", TWO, 64).only("sim", "policy").count("learner") == 0
 
 
 def test_a_plan_describes_itself_in_a_few_lines():

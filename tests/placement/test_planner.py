@@ -7,7 +7,7 @@ import pytest
 
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.costs import Pricer
-from embodied.placement.dataflow import Component, Edge, Workflow
+from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Profile, Sync
@@ -17,8 +17,8 @@ from .brute_force import brute_force, random_case
 STAGES = (1, 2)
 
 
-def plan_modes(workflow, profile, classes):
-    found = Planner(workflow, profile, classes, STAGES).modes()
+def plan_modes(dataflow, profile, classes):
+    found = Planner(dataflow, profile, classes, STAGES).modes()
     return {mode: choice for mode, choice in found.items() if choice}
 
 
@@ -27,9 +27,9 @@ def case(seed):
     return random_case(rng, rng.choice([1, 1, 2]), rng.choice([2, 3]), more=0)
 
 
-def check_against_brute_force(workflow, profile, classes):
-    tried = brute_force(workflow, profile, classes, STAGES)
-    found = {mode: choice.price.seconds for mode, choice in plan_modes(workflow, profile, classes).items()}
+def check_against_brute_force(dataflow, profile, classes):
+    tried = brute_force(dataflow, profile, classes, STAGES)
+    found = {mode: choice.price.seconds for mode, choice in plan_modes(dataflow, profile, classes).items()}
     assert found == pytest.approx(tried, rel=1e-9)
 
 
@@ -56,35 +56,35 @@ def test_four_components_equal_brute_force(block):
 
 def test_more_devices_or_more_memory_are_never_slower():
     for seed in range(25):
-        workflow, profile, classes = case(seed)
-        before = best_seconds(workflow, profile, classes)
+        dataflow, profile, classes = case(seed)
+        before = best_seconds(dataflow, profile, classes)
         for i, c in enumerate(classes):
             for grown in (replace(c, count=c.count + 1), replace(c, memory_bytes=c.memory_bytes * 2)):
                 more = [*classes[:i], grown, *classes[i + 1 :]]
-                assert best_seconds(workflow, profile, more) <= before * (1 + 1e-9), (seed, grown)
+                assert best_seconds(dataflow, profile, more) <= before * (1 + 1e-9), (seed, grown)
 
 
 def test_a_component_that_gets_slower_never_makes_the_plan_faster():
     for seed in range(25):
-        workflow, profile, classes = case(seed)
-        before = best_seconds(workflow, profile, classes)
+        dataflow, profile, classes = case(seed)
+        before = best_seconds(dataflow, profile, classes)
         for name, kinds in profile.costs.items():
             slower = {kind: replace(cost, seconds=cost.seconds.scaled(1.5)) for kind, cost in kinds.items()}
             changed = replace(profile, costs={**profile.costs, name: slower})
-            assert best_seconds(workflow, changed, classes) >= before * (1 - 1e-9), (seed, name)
+            assert best_seconds(dataflow, changed, classes) >= before * (1 - 1e-9), (seed, name)
 
 
-def best_seconds(workflow, profile, classes):
-    best = Planner(workflow, profile, classes, STAGES).best()
+def best_seconds(dataflow, profile, classes):
+    best = Planner(dataflow, profile, classes, STAGES).best()
     return best.price.seconds if best else float("inf")
 
 
 def test_no_device_is_given_twice_and_no_memory_exceeded():
     for seed in range(50):
-        workflow, profile, classes = case(seed)
-        for choice in plan_modes(workflow, profile, classes).values():
+        dataflow, profile, classes = case(seed)
+        for choice in plan_modes(dataflow, profile, classes).values():
             placed = sorted(name for zone in choice.layout.zones for name in zone.components)
-            assert placed == sorted(c.name for c in workflow.components)
+            assert placed == sorted(c.name for c in dataflow.components)
             for layer in choice.layout.layers:
                 for c in classes:
                     assert sum(zone.devices for zone in layer if zone.device_class == c.name) <= c.count
@@ -93,7 +93,7 @@ def test_no_device_is_given_twice_and_no_memory_exceeded():
 
 # Worked by hand
 
-SIMPLE = Workflow(
+SIMPLE = Dataflow(
     (
         Component("sim", 10, 8, even=True, splits=True),
         Component("policy", 10, 8, merges=100),

@@ -7,7 +7,7 @@ import pytest
 
 from embodied.placement import PlacementError
 from embodied.placement.cost_curves import Curve, constant
-from embodied.placement.dataflow import Component, Edge, Workflow, embodied_workflow, traced_edges
+from embodied.placement.dataflow import Component, Dataflow, Edge, embodied_dataflow, traced_edges
 from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import (
     Cost,
@@ -21,7 +21,7 @@ from embodied.placement.profile import (
 )
 from embodied.placement.topology import read_topology
 
-WORKFLOW = embodied_workflow(num_envs=64, decisions=25, learner_calls=64, learner_items=200, env_steps=1600)
+WORKFLOW = embodied_dataflow(num_envs=64, decisions=25, learner_calls=64, learner_items=200, env_steps=1600)
 PROFILE = Profile(
     WORKFLOW,
     {
@@ -73,7 +73,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
 def test_cycles_collapse_and_sources_come_first():
     assert WORKFLOW.order == (("sim", "policy"), ("learner",))
     assert WORKFLOW.sources == (frozenset(), frozenset({0}))
-    longer = Workflow(
+    longer = Dataflow(
         (
             Component("learner", 1, 8),
             Component("sim", 1, 8, splits=True),
@@ -109,13 +109,13 @@ def test_the_graph_is_traced_from_who_gave_what_to_whom_when():
 def test_graphs_that_cannot_be_are_refused():
     one = Component("sim", 1, 1)
     with pytest.raises(ValueError, match="names of their own"):
-        Workflow((one, one), ())
+        Dataflow((one, one), ())
     with pytest.raises(ValueError, match="elsewhere none"):
-        Workflow((Component("sim", 1, 1, splits=True),), ())
+        Dataflow((Component("sim", 1, 1, splits=True),), ())
     with pytest.raises(ValueError, match="edges name policy"):
-        Workflow((one,), (Edge("sim", "policy"),))
+        Dataflow((one,), (Edge("sim", "policy"),))
     with pytest.raises(ValueError, match="in a cycle one component splits"):
-        Workflow((one, Component("policy", 1, 1)), (Edge("sim", "policy"), Edge("policy", "sim")))
+        Dataflow((one, Component("policy", 1, 1)), (Edge("sim", "policy"), Edge("policy", "sim")))
     with pytest.raises(ValueError, match="calls=0"):
         Component("sim", 0, 1)
 

@@ -7,7 +7,7 @@ import pytest
 
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.costs import Pricer
-from embodied.placement.dataflow import Component, Edge, Workflow
+from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Profile, Sync
@@ -19,7 +19,7 @@ EDGES = (Edge("sim", "policy"), Edge("policy", "sim"), Edge("sim", "learner"))
 
 
 def replay(layers, sim, policy, learner, stages=1, chunks=1, streams=False, passes=1, merges=100, ahead_s=0.0):
-    workflow = Workflow(
+    dataflow = Dataflow(
         (
             Component("sim", 10, 8, even=True, splits=True),
             Component("policy", 10, 8, merges=merges),
@@ -29,8 +29,8 @@ def replay(layers, sim, policy, learner, stages=1, chunks=1, streams=False, pass
         passes=passes,
     )
     costs = {"sim": Cost(sim), "policy": Cost(policy), "learner": Cost(learner, ahead_s=ahead_s)}
-    profile = Profile(workflow, {name: {"gpu": cost} for name, cost in costs.items()})
-    pricer = Pricer(workflow, profile, [DeviceClass("gpu", "gpu", 8, 1e12)])
+    profile = Profile(dataflow, {name: {"gpu": cost} for name, cost in costs.items()})
+    pricer = Pricer(dataflow, profile, [DeviceClass("gpu", "gpu", 8, 1e12)])
     layout = Layout(layers, stages, chunks)
     return simulate(pricer, layout), pricer.price(layout)
 
@@ -64,13 +64,13 @@ def test_what_can_be_looked_at_ahead_is_looked_at_while_sims_play_where_they_are
 
 
 def test_waiting_for_weights_and_for_memory_to_move_is_shown_and_is_not_work():
-    workflow = Workflow(
+    dataflow = Dataflow(
         (Component("sim", 1, 1), Component("learner", 1, 1)),
         (Edge("sim", "learner"), Edge("learner", "sim", next_iteration=True)),
     )
     costs = {"sim": Cost(constant(4)), "learner": Cost(constant(2), onload_s=1, offload_s=0.5)}
-    profile = Profile(workflow, {name: {"gpu": cost} for name, cost in costs.items()}, Sync(0, constant(3)))
-    pricer = Pricer(workflow, profile, [DeviceClass("gpu", "gpu", 1, 1e12)])
+    profile = Profile(dataflow, {name: {"gpu": cost} for name, cost in costs.items()}, Sync(0, constant(3)))
+    pricer = Pricer(dataflow, profile, [DeviceClass("gpu", "gpu", 1, 1e12)])
     layers = ((Zone(("sim",), "gpu", 1),), (Zone(("learner",), "gpu", 1),))
     schedule = simulate(pricer, Layout(layers, swapped=frozenset({"learner"})))
     shown = [(span.component, span.start_s, span.end_s) for span in sorted(schedule.spans, key=lambda s: s.start_s)]
@@ -92,8 +92,8 @@ def test_a_learner_that_streams_begins_before_the_rollout_ends():
 def test_no_device_does_two_things_at_once():
     for seed in range(20):
         rng = random.Random(seed)
-        workflow, profile, classes = random_case(rng, rng.choice([1, 2]), 4)
-        planner = Planner(workflow, profile, classes, (1, 2))
+        dataflow, profile, classes = random_case(rng, rng.choice([1, 2]), 4)
+        planner = Planner(dataflow, profile, classes, (1, 2))
         for choice in filter(None, planner.modes().values()):
             spans: dict[str, list] = {}
             for span in simulate(planner.pricer, choice.layout).spans:
@@ -107,8 +107,8 @@ def test_the_closed_form_is_near_the_replay_wherever_the_planner_ends():
     ratios = []
     for seed in range(60):
         rng = random.Random(seed)
-        workflow, profile, classes = random_case(rng, rng.choice([1, 2]), 4)
-        planner = Planner(workflow, profile, classes, (1, 2))
+        dataflow, profile, classes = random_case(rng, rng.choice([1, 2]), 4)
+        planner = Planner(dataflow, profile, classes, (1, 2))
         for choice in filter(None, planner.modes().values()):
             ratios.append(simulate(planner.pricer, choice.layout).seconds / choice.price.seconds)
     assert len(ratios) > 60

@@ -8,8 +8,8 @@ import pytest
 
 from embodied.core.errors import CheckpointError
 from embodied.run import checkpoints
+from embodied.run.ending import Interruption, closing
 from embodied.run.folder import RunFolder
-from embodied.run.launch import Interruption, closing
 
 
 def row(iteration):

@@ -1,0 +1,115 @@
+"""A program's own roles are placed, measured, planned and benchmarked as simulators, policies and learners are."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from embodied import benchmark, plan
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.placement import PlacementError, Role, make_plan, roles_of
+from embodied.placement.grammar import EMBODIED
+from embodied.placement.profile import read_profile
+from embodied.placement.topology import one_machine, read_topology
+from embodied.profiling import measure
+from embodied.run import launch
+
+from .scored_loop import ScoredLoop
+
+SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
+REWARD = (*EMBODIED, Role("reward"))
+CORES = one_machine(tuple(range(8)))
+
+
+def hosts(placement, roles=REWARD, machines=CORES, **more):
+    planned = make_plan(placement, machines, 64, roles=roles, **more)
+    return {host.roles: host.cores or host.device for host in planned.hosts}
+
+
+def test_one_line_places_a_role_of_a_program():
+    told = {"sim": "cpu:0", "policy,reward": "cpu:1", "learner": "cpu:1"}
+    assert hosts(told) == {("sim",): (0,), ("policy", "reward"): (1,), ("learner",): (1,)}
+    assert "1 x policy + reward on core 1" in make_plan(told, CORES, 64, roles=REWARD).describe()
+
+
+def test_another_role_goes_with_the_learner_and_has_a_device_of_its_own_disaggregated():
+    """Simulators stay where a crash of theirs takes nothing with it that cannot be replaced."""
+    assert set(hosts("collocated")) == {("sim", "policy"), ("learner", "reward")}
+    assert set(hosts("hybrid")) == {("sim",), ("policy", "learner", "reward")}
+    apart = hosts("disaggregated")
+    assert apart[("reward",)] == (7,)
+    assert all(7 not in cores for roles, cores in apart.items() if roles != ("reward",))
+
+
+@pytest.mark.parametrize(
+    ("role", "beside"),
+    [(Role("critic", "update"), ("learner", "critic")), (Role("scorer"), ("learner", "scorer"))],
+)
+def test_another_role_goes_where_its_declaration_says(role, beside):
+    assert set(hosts("collocated", (*EMBODIED, role))) == {("sim", "policy"), beside}
+
+
+def test_a_role_that_goes_with_none_has_a_device_of_its_own_in_every_mode():
+    alone = (*EMBODIED, Role("reward", beside=""))
+    assert all(("reward",) in hosts(mode, alone) for mode in ("collocated", "hybrid", "disaggregated"))
+    gpus = make_plan("hybrid", read_topology("4xGPU"), 64, networks="gpu", roles=alone)
+    assert [host.device for host in gpus.hosts if "reward" in host.roles] == ["gpu:3"]
+    assert "gpu:3" not in [host.device for host in gpus.hosts if "reward" not in host.roles]
+
+
+def test_a_mode_without_a_device_for_it_says_how_many_it_needs():
+    with pytest.raises(PlacementError, match="reward and the others cores of their own: that needs 2 cores"):
+        make_plan("disaggregated", one_machine((0,)), 64, roles=REWARD)
+
+
+def test_what_a_program_declares_is_known_by_its_name_and_phase():
+    declared = [SimpleNamespace(name="sim", phase="rollout"), SimpleNamespace(name="critic", phase="update")]
+    assert roles_of(declared) == (EMBODIED[0], Role("critic", "update"))
+
+
+def test_a_simulator_is_never_in_the_process_of_a_role_that_updates():
+    roles = (*EMBODIED, Role("critic", "update"))
+    with pytest.raises(PlacementError, match="'sim,critic' puts the simulator"):
+        hosts({"sim,critic": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, roles)
+
+
+def test_a_role_that_the_program_does_not_declare_is_refused_before_anything_starts():
+    told = "placement={sim: cpu:0, policy: cpu:0, reward: cpu:0, learner: cpu:0}"
+    config = load([*SMALL, told]).config
+    with pytest.raises(ConfigError, match="'reward' is no role; roles: sim, policy, learner; try"):
+        launch.planned(config)
+    _, placed = launch.planned(config, roles=ScoredLoop.roles)
+    assert placed.count("reward") == 1
+    _, evaluated = launch.planned(config, learn=False)  # which plays without it
+    assert {role for host in evaluated.hosts for role in host.roles} == {"sim", "policy"}
+
+
+def test_a_misspelt_role_is_refused_while_the_recipe_is_read():
+    with pytest.raises(ConfigError, match="'sims' is no role"):
+        load([*SMALL, "placement={sims: cpu:0, policy: cpu:0, learner: cpu:0}"])
+
+
+def test_profile_plan_auto_and_benchmark_know_a_fourth_role(tmp_path, capsys):
+    arguments = [*SMALL, f"run.dir={tmp_path}"]
+    assert measure.main([*arguments, "seconds=8"], ScoredLoop) == 0
+    (path,) = (tmp_path / "profiles").glob("*.json")
+    profile = read_profile(path)
+    assert profile.costs["reward"]["cpu"].seconds.at(profile.dataflow["reward"].items) > 0
+    assert {("sim", "reward"), ("reward", "learner")} <= {(edge.source, edge.target) for edge in profile.dataflow.edges}
+
+    assert plan.main([*arguments, "cluster=8xCPU", f"out={tmp_path}/plan"], ScoredLoop.roles) == 0
+    found = json.loads((tmp_path / "plan/plan.json").read_text())
+    assert all("reward" in str(mode["placement"]) for mode in found["modes"].values())
+
+    _, placed = launch.planned(load(arguments).config, roles=ScoredLoop.roles)
+    assert "the fastest by the profile measured here" in placed.reason
+    assert "the fastest by the profile" not in launch.planned(load(arguments).config)[1].reason  # another program's
+
+    options = ["rounds=1", "modes=[collocated]", "profile=stored", f"out={tmp_path}/bench"]
+    capsys.readouterr()
+    assert benchmark.main([*arguments, *options], ScoredLoop) == 0
+    told = capsys.readouterr().out
+    assert "reward" in told and "at work: sim" in told
+    (measured,) = json.loads((tmp_path / "bench/bench.json").read_text())["results"]
+    assert 0 < measured["rounds"]["collocated"][0]["busy"]["reward"] < 1
