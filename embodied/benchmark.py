@@ -31,6 +31,7 @@ from embodied.reporting.benchmark_page import describe, write_report
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.folder import provenance
+from embodied.run.program import program_of
 from embodied.workflows.embodied import EmbodiedLoop
 
 MODES = ("collocated", "disaggregated", "hybrid")
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
 
 
 def start(argv: list[str], program: type = EmbodiedLoop) -> int:
-    program, argv = launch.program_of(argv, program)
+    program, argv = program_of(argv, program)
     options, rest = read_options(argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0])

@@ -26,6 +26,7 @@ from embodied.run import launch
 from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims
 from embodied.run.folder import RunFolder
 from embodied.run.policy_source import Target, check_continues, check_fits, find_start
+from embodied.run.program import command_of, program_of
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
-    program, rest = launch.program_of(argv, EmbodiedLoop)
+    program, rest = program_of(argv, EmbodiedLoop)
     loaded = load(rest)
     return 0 if loaded is None else follow(loaded, program)
 
@@ -51,7 +52,7 @@ def follow(loaded: Loaded, program: type[Workflow], clock: Callable[[], float] =
         print(launch.describe_saving(config))
         print(launch.describe_learner(config), end="")
         return 0
-    command = launch.command_of(program)
+    command = command_of(program)
     with launch.Interruption() as interruption:
         folder, checkpoint = open_folder(loaded, command)
         with launch.closing(folder, interruption):

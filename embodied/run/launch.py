@@ -31,7 +31,6 @@ from embodied.core.errors import (
     WorkerFailed,
 )
 from embodied.envs import env_class, import_class
-from embodied.envs.own_modules import own_modules
 from embodied.envs.protocols import choose_protocol
 from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED
@@ -42,7 +41,7 @@ from embodied.run.devices import (
     check_devices,
     check_simulator,
     draws_on_gpus,
-    environment,
+    host_plans,
     machines,
     networks_on,
 )
@@ -57,7 +56,8 @@ from embodied.run.memory_check import (
     most_sims,
     random_weights,
 )
-from embodied.runtime import Cluster, HostPlan, choose_backend, describe_backend
+from embodied.run.program import modules_of
+from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
 
@@ -110,19 +110,6 @@ def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[
     mine = [arg for arg in argv if arg.partition("=")[0] in keys]
     arguments = parse(mine, recipe_names())
     return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in mine]
-
-
-def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:
-    """The workflow that program=my_module:MyLoop names, `usual` without it, and the other arguments."""
-    named = [arg.partition("=")[2] for arg in argv if arg.startswith("program=")]
-    rest = [arg for arg in argv if not arg.startswith("program=")]
-    return (import_class(named[-1], "program") if named else usual), rest
-
-
-def command_of(program: type) -> str:
-    """The words after `python -m embodied.` that run this workflow, and resume what it has run."""
-    own = not program.__module__.startswith("embodied.")
-    return f"{program.command} program={program.__module__}:{program.__qualname__}" if own else program.command
 
 
 def planned(
@@ -311,23 +298,9 @@ def cluster(
     program: type | None = None,
 ) -> Cluster:
     """The processes of a plan. `program`: the workflow, whose module nodes of a Ray cluster may lack."""
-    own = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
-    if program and not program.__module__.startswith("embodied."):
-        own.append(program.__module__)
     options, timeout_s = config.cluster, config.faults.timeout_s
-    hosts = host_plans(plan)
+    own, hosts = modules_of(config, program), host_plans(plan)
     return Cluster(options.backend, hosts, logs, timeout_s, options.address, own, options.start_s, on_start)
-
-
-def host_plans(plan: PlacementPlan) -> list[HostPlan]:
-    """What a cluster starts for this plan."""
-    return [
-        HostPlan(
-            *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),
-            host.gpu.memory_bytes if host.device and host.gpu else float("inf"),
-        )
-        for host in plan.hosts
-    ]
 
 
 class Interrupted(KeyboardInterrupt):
