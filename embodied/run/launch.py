@@ -243,9 +243,8 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     the recipe does not say it."""
     env, physics = config.env, config.env.physics
     first, *rest = plan.describe()
-    tasks = env.task if isinstance(env.task, str) else ", ".join(env.task)
-    protocol = choose_protocol(env_class(env), env, config.eval.protocol)
-    kind = env_class(env)
+    tasks, kind = env.task if isinstance(env.task, str) else ", ".join(env.task), env_class(env)
+    protocol = choose_protocol(kind, env, config.eval.protocol)
     noted = [] if len(kind.tasks(env)) > 1 else kind.remarks(env, proofs(config))
     lines = [
         f"task        {env.name} {tasks}{f', physics {physics}' if physics else ''}",
@@ -297,10 +296,10 @@ def cluster(
     on_start: Callable[[str, int], None] = lambda host, pid: None,
     program: type | None = None,
 ) -> Cluster:
-    """The processes of a plan. `program`: the workflow, whose module nodes of a Ray cluster may lack."""
-    options, timeout_s = config.cluster, config.faults.timeout_s
-    own, hosts = modules_of(config, program), host_plans(plan)
-    return Cluster(options.backend, hosts, logs, timeout_s, options.address, own, options.start_s, on_start)
+    """The processes of a plan; `program` is the workflow."""
+    options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.address)
+    own = modules_of(config, program)
+    return Cluster(options.backend, host_plans(plan), *about, own, options.start_s, on_start)
 
 
 class Interrupted(KeyboardInterrupt):
