@@ -33,6 +33,7 @@ from embodied.reporting.benchmark_page import describe, write_report
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.folder import provenance
+from embodied.run.program import program_of
 from embodied.workflows.embodied import EmbodiedLoop
 
 MODES = ("collocated", "disaggregated", "hybrid")
@@ -105,7 +106,7 @@ def call(*words: str | Mapping[str, Any], program: type = EmbodiedLoop) -> dict[
 
 def compare_placements(argv: list[str], program: type) -> Path:
     """Measure, plan, time; returns the folder of the results."""
-    program, argv = launch.program_of(argv, program)
+    program, argv = program_of(argv, program)
     options, rest = read_options(argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0])

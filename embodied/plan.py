@@ -33,6 +33,7 @@ from embodied.reporting.html import page, section, table, tag
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.launch import proofs
+from embodied.run.program import program_of
 from embodied.system.discovery import discover
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None, roles: Iterable[Any] = EMBODIED) -> int:
 
 
 def start(argv: list[str], roles: Sequence[Role] = EMBODIED) -> int:
-    program, argv = launch.program_of(argv, EmbodiedLoop)
+    program, argv = program_of(argv, EmbodiedLoop)
     roles = roles if program is EmbodiedLoop else roles_of(program.roles)
     values, problems, rest = launch.split(argv, OWN)
     if problems:

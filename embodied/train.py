@@ -31,6 +31,7 @@ from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, re
 from embodied.run.ending import Interruption, closing
 from embodied.run.folder import RunFolder
 from embodied.run.policy_source import Target, check_continues, check_fits, find_start
+from embodied.run.program import command_of, program_of
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
-    program, rest = launch.program_of(argv, EmbodiedLoop)
+    program, rest = program_of(argv, EmbodiedLoop)
     loaded = load(rest)
     return 0 if loaded is None else follow(loaded, program)
 
@@ -50,7 +51,7 @@ def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop
 
     embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})
     """
-    program, rest = launch.program_of(from_python(words), program)
+    program, rest = program_of(from_python(words), program)
     loaded = load(rest)
     if loaded is None or loaded.dry_run:
         raise ConfigError("--help, --cfg and --dry-run are for the command line")
@@ -75,7 +76,7 @@ def follow(
         print(launch.describe_saving(config))
         print(launch.describe_learner(config), end="")
         return 0
-    command = launch.command_of(program)
+    command = command_of(program)
     with Interruption() as interruption:
         folder, checkpoint = open_folder(loaded, command)
         opened(folder.path)

@@ -41,6 +41,7 @@ from embodied.profiling.store import (
 )
 from embodied.run import devices, launch
 from embodied.run.memory_check import CUDA_BYTES
+from embodied.run.program import program_of
 from embodied.workflows.embodied import EmbodiedLoop
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
 
 
 def start(argv: list[str], program: type = EmbodiedLoop) -> int:
-    program, argv = launch.program_of(argv, program)
+    program, argv = program_of(argv, program)
     values, problems, rest = launch.split(argv, ("seconds",))
     seconds = values.get("seconds", SECONDS)
     if problems or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):

@@ -14,7 +14,7 @@ from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
 from embodied.placement.topology import read_topology
-from embodied.runtime import nodes_of
+from embodied.runtime import HostPlan, nodes_of
 from embodied.system.discovery import discover, on_ray_node
 
 SMALL_WEIGHTS = 1_000_000  # of an MLP: up to so many, one core computes it as fast as a GPU is asked to
@@ -93,6 +93,17 @@ def environment(host: PlannedHost) -> dict[str, str]:
         found |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card, "MUJOCO_EGL_DEVICE_ID": card}
         found |= {"EMBODIED_RENDER_FILE": host.gpu.render} if host.gpu.render else {}
     return found | ({"EMBODIED_RENDER": host.render} if host.render else {})
+
+
+def host_plans(plan: PlacementPlan) -> list[HostPlan]:
+    """What a cluster starts for this plan."""
+    return [
+        HostPlan(
+            *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),
+            host.gpu.memory_bytes if host.device and host.gpu else float("inf"),
+        )
+        for host in plan.hosts
+    ]
 
 
 def check_devices(config: RunConfig, plan: PlacementPlan) -> None:

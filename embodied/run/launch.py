@@ -26,7 +26,6 @@ from embodied.core.errors import (
     EmbodiedError,
 )
 from embodied.envs import env_class, import_class
-from embodied.envs.own_modules import own_modules
 from embodied.envs.protocols import choose_protocol
 from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED
@@ -36,7 +35,7 @@ from embodied.run.devices import (
     check_devices,
     check_simulator,
     draws_on_gpus,
-    environment,
+    host_plans,
     machines,
     networks_on,
 )
@@ -51,7 +50,8 @@ from embodied.run.memory_check import (
     most_sims,
     random_weights,
 )
-from embodied.runtime import Cluster, HostPlan, choose_backend, describe_backend
+from embodied.run.program import modules_of
+from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
 
@@ -104,19 +104,6 @@ def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[
     mine = [arg for arg in argv if arg.partition("=")[0] in keys]
     arguments = parse(mine, recipe_names())
     return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in mine]
-
-
-def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:
-    """The workflow that program=my_module:MyLoop names, `usual` without it, and the other arguments."""
-    named = [arg.partition("=")[2] for arg in argv if arg.startswith("program=")]
-    rest = [arg for arg in argv if not arg.startswith("program=")]
-    return (import_class(named[-1], "program") if named else usual), rest
-
-
-def command_of(program: type) -> str:
-    """The words after `python -m embodied.` that run this workflow, and resume what it has run."""
-    own = not program.__module__.startswith("embodied.")
-    return f"{program.command} program={program.__module__}:{program.__qualname__}" if own else program.command
 
 
 def planned(
@@ -250,9 +237,8 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     the recipe does not say it."""
     env, physics = config.env, config.env.physics
     first, *rest = plan.describe()
-    tasks = env.task if isinstance(env.task, str) else ", ".join(env.task)
-    protocol = choose_protocol(env_class(env), env, config.eval.protocol)
-    kind = env_class(env)
+    tasks, kind = env.task if isinstance(env.task, str) else ", ".join(env.task), env_class(env)
+    protocol = choose_protocol(kind, env, config.eval.protocol)
     noted = [] if len(kind.tasks(env)) > 1 else kind.remarks(env, proofs(config))
     lines = [
         f"task        {env.name} {tasks}{f', physics {physics}' if physics else ''}",
@@ -304,24 +290,10 @@ def cluster(
     on_start: Callable[[str, int], None] = lambda host, pid: None,
     program: type | None = None,
 ) -> Cluster:
-    """The processes of a plan. `program`: the workflow, whose module nodes of a Ray cluster may lack."""
-    own = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
-    if program and not program.__module__.startswith("embodied."):
-        own.append(program.__module__)
-    options, timeout_s = config.cluster, config.faults.timeout_s
-    hosts = host_plans(plan)
-    return Cluster(options.backend, hosts, logs, timeout_s, options.address, own, options.start_s, on_start)
-
-
-def host_plans(plan: PlacementPlan) -> list[HostPlan]:
-    """What a cluster starts for this plan."""
-    return [
-        HostPlan(
-            *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),
-            host.gpu.memory_bytes if host.device and host.gpu else float("inf"),
-        )
-        for host in plan.hosts
-    ]
+    """The processes of a plan; `program` is the workflow."""
+    options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.address)
+    own = modules_of(config, program)
+    return Cluster(options.backend, host_plans(plan), *about, own, options.start_s, on_start)
 
 
 def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:
