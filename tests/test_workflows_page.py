@@ -47,7 +47,7 @@ class Fragile(RewardWorker):
         return super().score(*arguments)
 
 def redness(images):
-    return (images[..., 0] - images[..., 1].astype(np.float64)).mean((2, 3)) / 255
+    return (images[..., 0] - images[..., 1].astype(np.float64)).mean((1, 2)) / 255
 
 class RednessLoop(ScoredLoop):
     roles = (*EmbodiedLoop.roles, Role("reward", "planted:Redness", arguments))
@@ -165,13 +165,13 @@ ONE_LEARNER = {"sim": "fake:0-1", "policy": "fake:1", "reward": "fake:2-3", "lea
 def test_learners_see_the_numbers_of_the_reward_workers_wherever_these_run(here, monkeypatch):
     redness = import_class("planted:redness", "program")
     seen = []
-    add = RolloutBuffer.add
+    trajectory = RolloutBuffer.trajectory  # which learners ask for
 
-    def watched(buffer, piece):
-        seen.append(piece)
-        add(buffer, piece)
+    def watched(buffer, sources):
+        seen.append(trajectory(buffer, sources))
+        return seen[-1]
 
-    monkeypatch.setattr(RolloutBuffer, "add", watched)
+    monkeypatch.setattr(RolloutBuffer, "trajectory", watched)
     rewards, weights = {}, {}
     for name, placement in {"apart": APART, "two": TWO_REWARDS, "one": ONE_LEARNER}.items():
         seen.clear()
@@ -180,8 +180,8 @@ def test_learners_see_the_numbers_of_the_reward_workers_wherever_these_run(here,
         rows = defaultdict(list)
         for piece in seen:
             np.testing.assert_allclose(piece.rewards[..., 0], redness(piece.obs["images"]["top"]), rtol=0, atol=1e-9)
-            for column, env in enumerate(piece.env_ids.tolist()):
-                rows[env].append(piece.rewards[:, column])
+            for env, played in zip(piece.ids.tolist(), np.split(piece.rewards, np.cumsum(piece.lengths)[:-1])):
+                rows[env].append(played)
         rewards[name] = np.array([np.concatenate(rows[env]) for env in range(4)])
     assert rewards["apart"].dtype == np.float64 and rewards["apart"].std() > 0
     for name in ("two", "one"):

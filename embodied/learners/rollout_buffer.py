@@ -19,6 +19,16 @@ from embodied.core.trajectories import join, map_decisions
 from embodied.core.types import Trajectory
 from embodied.learners.batch import own
 from embodied.learners.model import FrozenFeatures, Model
+from embodied.runtime import Channel
+
+
+def receive(channel: Channel, sources: Sequence[str]) -> list[Trajectory]:
+    """Whole rollouts of these sources from a channel, for a role between simulators and learners; others that come are
+    of workers that have died since."""
+    buffer = RolloutBuffer(1)
+    while not buffer.has(sources):
+        buffer.add(channel.get())
+    return buffer.parts(sources)
 
 
 @dataclass
@@ -58,9 +68,13 @@ class RolloutBuffer:
         there = {coming.whole.source: coming for coming in self.coming.values()}
         return all(s in there and there[s].have == there[s].whole.lengths.max() for s in sources)
 
+    def parts(self, sources: Iterable[str]) -> list[Trajectory]:
+        """What each of these sources has played."""
+        return [self.coming[stage_of(source)].whole for source in sources]
+
     def trajectory(self, sources: Iterable[str]) -> Trajectory:
         """All that these sources have played, together."""
-        return join([self.coming[stage_of(source)].whole for source in sources])
+        return join(self.parts(sources))
 
     def encode(self, model: Model, rows: np.ndarray) -> None:
         """Frozen features of all whole microbatches that have come, of the rank's env rows `rows` (sorted)."""

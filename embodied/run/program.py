@@ -28,4 +28,4 @@ def is_own(program: type) -> bool:
 def modules_of(config: RunConfig, program: type | None) -> list[str]:
     """The user's modules that a run imports, which nodes of a Ray cluster may lack."""
     found = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
-    return found + [program.__module__] * bool(program and is_own(program))
+    return [*found, program.__module__] if program and is_own(program) else found
