@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import chain, count, islice, product
+from itertools import count, product
 
 import numpy as np
 
@@ -25,11 +25,10 @@ from embodied.placement.costs import Price, Pricer
 from embodied.placement.dataflow import Dataflow
 from embodied.placement.layout import DeviceClass, Layout, Zone, layer_sets
 from embodied.placement.profile import Profile
-from embodied.placement.search import MARGIN, LayerSearch, Points, unbeaten_indices
+from embodied.placement.search import MARGIN, Bounds, LayerSearch, Points, unbeaten_indices
 
 MODES = ("collocated", "hybrid", "disaggregated", "custom")
 STAGES = (1, 2, 4)
-GUESSES = 4  # layouts that are tried before the search
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,7 @@ class Planner:
         self.dataflow = dataflow
         self.classes = tuple(c for c in classes if c.count)
         self.pricer = Pricer(dataflow, profile, self.classes)
+        self.bounds = Bounds(self.pricer)
         self.limits = np.array([c.memory_bytes for c in self.classes], float)
         self.stages = stages if any(len(node) > 1 for node in dataflow.order) else (1,)
         self.chunks = chunk_grid(dataflow, profile)
@@ -88,7 +88,7 @@ class Planner:
     def _all_cuts(self) -> list[Cut]:
         found = []
         for stages, chunks, layers in product(self.stages, self.chunks, layer_sets(self.dataflow)):
-            least = sum(self.pricer.least_of(sorted(nodes), stages, chunks) for nodes in layers)
+            least = sum(self.bounds.least_of(sorted(nodes), stages, chunks) for nodes in layers)
             found.append(Cut(least + self.dataflow.fixed_s, stages, chunks, layers))
         return [cut for cut in found if np.isfinite(cut.least)]
 
@@ -107,7 +107,7 @@ class Planner:
         chunks = chunks if len(nodes) > 1 else 1
         key = nodes, stages, chunks
         if key not in self._searches:
-            self._searches[key] = LayerSearch(self.pricer, self.classes, nodes, stages, chunks)
+            self._searches[key] = LayerSearch(self.bounds, self.classes, nodes, stages, chunks)
         return self._searches[key]
 
     def _best_of(self, mode: str | None) -> Choice | None:
@@ -119,12 +119,9 @@ class Planner:
         def seconds() -> float:
             return best.price.seconds if best else np.inf
 
-        first = list(islice(iter(lambda: self._next(waiting, mode, np.inf), None), GUESSES))
-        best = self._guess(first)
-        for option in chain(first, iter(lambda: self._next(waiting, mode, seconds()), None)):
-            if option.least < seconds():
-                found = self._together(option.way, option.stages, option.chunks, seconds())
-                best = found if found and found.price.seconds < seconds() else best
+        while option := self._next(waiting, mode, seconds()):
+            found = self._together(option.way, option.stages, option.chunks, seconds())
+            best = found if found and found.price.seconds < seconds() else best
         return best
 
     def _next(self, waiting: list[tuple[float, int, Cut | Option]], mode: str | None, bound: float) -> Option | None:
@@ -138,15 +135,6 @@ class Planner:
                 if mode in (None, option.mode):
                     heappush(waiting, (option.least, place + next(self._tickets) * len(self._cuts), option))
         return None
-
-    def _guess(self, options: Sequence[Option]) -> Choice | None:
-        """The fastest of a few layouts that need no search, as a bound for those that do."""
-        found = []
-        for option in options:
-            guesses = [search.guess(label) for search, label in option.way]
-            if all(map(len, guesses)):
-                found.append(self._choice(guesses, option.stages, option.chunks))
-        return min((c for c in found if c.price.fits), key=lambda c: c.price.seconds, default=None)
 
     def _least(self, way: tuple) -> float:
         """Seconds that these layers take at least."""
