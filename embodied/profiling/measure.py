@@ -1,7 +1,7 @@
 """Measure what the parts of a recipe cost: python -m embodied.profiling recipe=maniskill_ppo [seconds=60]
 
 Each part is measured on the kind of device that it runs on, on all devices of that kind at the same time, as in a run.
-Then short real runs tell what the parts leave out (`calibration.py`). The result is one file that
+Then short real runs tell what the parts leave out (`timed_run.py`). The result is one file that
 `python -m embodied.plan`, `placement=auto` and `python -m embodied.benchmark` read.
 """
 
@@ -27,7 +27,6 @@ from embodied.placement.grammar import Slot, others
 from embodied.placement.layout import DeviceClass
 from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, write_profile
-from embodied.profiling.calibration import Clock, calibrate
 from embodied.profiling.store import (
     cost_key,
     dataflow_of,
@@ -39,6 +38,7 @@ from embodied.profiling.store import (
     repeated,
     without_limit,
 )
+from embodied.profiling.timed_run import Clock, calibrate
 from embodied.run import devices, launch
 from embodied.run.memory_check import CUDA_BYTES
 from embodied.workflows.embodied import EmbodiedLoop
