@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import count, product
+from itertools import chain, count, islice, product
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from embodied.placement.search import MARGIN, Bounds, LayerSearch, Points, unbea
 
 MODES = ("collocated", "hybrid", "disaggregated", "custom")
 STAGES = (1, 2, 4)
+GUESSES = 4  # layouts that are tried before the search
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,12 @@ class Planner:
         def seconds() -> float:
             return best.price.seconds if best else np.inf
 
-        while option := self._next(waiting, mode, seconds()):
-            found = self._together(option.way, option.stages, option.chunks, seconds())
-            best = found if found and found.price.seconds < seconds() else best
+        first = list(islice(iter(lambda: self._next(waiting, mode, np.inf), None), GUESSES))
+        best = self._guess(first)
+        for option in chain(first, iter(lambda: self._next(waiting, mode, seconds()), None)):
+            if option.least < seconds():
+                found = self._together(option.way, option.stages, option.chunks, seconds())
+                best = found if found and found.price.seconds < seconds() else best
         return best
 
     def _next(self, waiting: list[tuple[float, int, Cut | Option]], mode: str | None, bound: float) -> Option | None:
@@ -135,6 +139,15 @@ class Planner:
                 if mode in (None, option.mode):
                     heappush(waiting, (option.least, place + next(self._tickets) * len(self._cuts), option))
         return None
+
+    def _guess(self, options: Sequence[Option]) -> Choice | None:
+        """The fastest of a few layouts that need no search, as a bound for those that do."""
+        found = []
+        for option in options:
+            guesses = [search.guess(label) for search, label in option.way]
+            if all(map(len, guesses)):
+                found.append(self._choice(guesses, option.stages, option.chunks))
+        return min((c for c in found if c.price.fits), key=lambda c: c.price.seconds, default=None)
 
     def _least(self, way: tuple) -> float:
         """Seconds that these layers take at least."""

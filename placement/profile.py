@@ -1,7 +1,8 @@
 """What was measured (or published) about the parts of a dataflow: the input of the planner, as one JSON file.
 
-The measuring is done elsewhere; here are the format and the rules for reading it. docs/placement.md describes every
-field. Sizes are items per worker and call: envs for a sim, rows for a policy, items of a gradient step for a learner.
+The measuring is done elsewhere; here are the format and the rules for reading it. docs/placement_reference.md describes
+every field. Sizes are items per worker and call: envs for a sim, rows for a policy, items of a gradient step for a
+learner.
 """
 
 from __future__ import annotations

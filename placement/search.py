@@ -19,6 +19,7 @@ from embodied.placement.cost_tables import Array, max_of
 from embodied.placement.costs import Pricer
 from embodied.placement.layout import NAMED, DeviceClass, Layer, Zone, arrangements, components_of
 
+HALVINGS = 20
 COARSE = 6  # sizes of a zone to look at first, where splits are more than
 MANY = 1000
 FEW = 200  # splits that are not narrowed down before other zones are looked at
@@ -189,6 +190,25 @@ class LayerSearch:
         most = [max(self.count(zone) - zones[zone.device_class] + 1, 0) for zone in layer]
         alone = float(self.bounds.least_seconds(layer, most, self.stages, self.chunks))
         return max(alone, self.bound)
+
+    def guess(self, label: tuple) -> Points:
+        """One split of the layer that could be the fastest, for a bound to begin with; empty if none is found."""
+        layer = self.groups[label][0]
+        return self.price(Way(layer), self.balanced(layer))
+
+    def balanced(self, layer: Layer) -> np.ndarray:
+        """One split in which the zones are about as long at work."""
+        floors = [self.floor(zone) for zone in layer]
+        low, high = 0.0, max(float(floor[np.isfinite(floor)].max(initial=0.0)) for floor in floors)
+        devices = np.zeros((len(layer), 0), int)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            need = np.array([[int(np.searchsorted(-floor, -middle))] for floor in floors])
+            if min(np.min(left) for left in self.left(layer, need).values()) < 0:
+                low = middle
+            else:
+                high, devices = middle, need
+        return devices
 
     def _floor(self, zone: Zone) -> np.ndarray:
         """Seconds of a pass in which a zone of 0, 1, 2, ... devices is at work, at least."""
