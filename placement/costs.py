@@ -6,7 +6,7 @@ same for one layout. The schedule simulator replays plans step by step and must 
 A cycle (sim and policy) with s stages: the station with the most work per decision is busy all the time, or a stage
 waits for its own answer: period = max(busiest station, round trip). All decisions take (n - 1) periods and one round.
 A layer: nodes begin when their input and their zone are there; with chunks, when the first chunk is. What a component
-can look at ahead of its work it looks at chunk by chunk.
+can compute ahead of its work (frozen parts) it computes chunk by chunk.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Pricer:
         return self.table(component, device_class, stages).workers
 
     def slowed_by_more(self, components: Sequence[str]) -> bool:
-        """Whether more devices can cost time: who receives weights is one more copy, who works slows others down."""
+        """Whether more devices can cost time: another receiver of weights is another copy, another worker slows
+        others."""
         costs = [cost for name in components for cost in self.profile.costs[name].values()]
         receives = any(e.next_iteration and e.target in components for e in self.dataflow.edges)
         return receives or any(cost.alone < 1 for cost in costs)
@@ -87,7 +88,7 @@ class Pricer:
         return (count > 0) & (count <= asker.items * stages)  # which of them depends on how many ask
 
     def asker_for(self, component: str) -> str | None:
-        """Who asks in the cycle that a component is in; None outside of cycles."""
+        """The component that asks in the cycle that this one is in; None outside of cycles."""
         return self.asker[next(node for node in self.dataflow.order if component in node)]
 
     def can_swap(self, component: str) -> bool:
@@ -155,7 +156,7 @@ class Pricer:
         return max_of(*free)
 
     def _after_looking(self, turn: Turn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
-        """When a component has looked at all of its input: chunk by chunk, where that is made on other devices."""
+        """When frozen parts have computed all of their input: chunk by chunk, where that is made on other devices."""
         for chunk in range(chunks):
             time = max_of(time, *(ready[source][chunk] for source in turn.waits)) + seconds / chunks
         return time
@@ -265,7 +266,7 @@ class Pricer:
         return one, first, whole, cost.last_s.at(together * each) * slowed
 
     def merging(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array]:
-        """Of a component that answers: items of a question, questions of a stage that wait for a worker, and how many
+        """For a component that answers: items of a question, questions of a stage that wait for a worker, and how many
         of these it answers in a call. The question of a stage of an asker goes to one worker, as a whole."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
@@ -284,7 +285,7 @@ class Pricer:
         return sum((self.profile.link.seconds(e.bytes / np.maximum(parts, 1)) for e in crossing), 0.0)
 
     def cycle_workers(self, name: str, asker: str, at: Mapping, stages: int) -> Array:
-        """Of a component that answers in a cycle."""
+        """Number of workers of a component that answers in a cycle."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = self.table(asker, home.device_class, stages).workers[home_devices]
         return asking if zone is home else np.minimum(devices, asking * stages)
@@ -353,7 +354,7 @@ def bytes_of(pricer: Pricer, name: str, at: Mapping, stages: int) -> Array:
 
 
 def used_bytes(layers: Sequence[LayerPrice], device_class: str) -> float:
-    """On the fullest device: a layer at work beside what the others leave there."""
+    """Bytes on the fullest device: a layer at work beside what the others leave there."""
     rest = sum(float(layer.idle.get(device_class, 0.0)) for layer in layers)
     return max(
         rest + float(layer.active.get(device_class, 0.0)) - float(layer.idle.get(device_class, 0.0)) for layer in layers

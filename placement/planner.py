@@ -112,7 +112,7 @@ class Planner:
         return self._searches[key]
 
     def _best_of(self, mode: str | None) -> Choice | None:
-        """Of all layouts, or of those of a mode; what could take least is looked at first."""
+        """The fastest of all layouts, or of those of a mode; what could take least is tried first."""
         best: Choice | None = None
         waiting = [(cut.least, i, cut) for i, cut in enumerate(self._cuts)]
         heapify(waiting)
@@ -195,8 +195,8 @@ class Planner:
 
 
 def chunk_grid(dataflow: Dataflow, profile: Profile) -> tuple[int, ...]:
-    """In how many parts data can be handed on: whole passes, where anybody begins before its input is whole; decisions
-    of a cycle, where anybody looks at them ahead."""
+    """Numbers of parts in which data can be handed on: whole passes, where a component begins before its input is
+    whole; decisions of a cycle, where frozen parts compute ahead."""
     if not any(c.streams for c in dataflow.components):
         looks = any(
             c.ahead and any(cost.ahead_s for cost in profile.costs[c.name].values()) for c in dataflow.components

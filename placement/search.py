@@ -20,9 +20,9 @@ from embodied.placement.costs import Pricer
 from embodied.placement.layout import NAMED, DeviceClass, Layer, Zone, arrangements, components_of
 
 HALVINGS = 20
-COARSE = 6  # sizes of a zone to look at first, where splits are more than
+COARSE = 6  # sizes of a zone to price first, where splits are more than
 MANY = 1000
-FEW = 200  # splits that are not narrowed down before other zones are looked at
+FEW = 200  # splits that are not narrowed down before other zones are split
 MARGIN = 1 + 1e-9  # bounds are sums in another order than prices
 
 
@@ -81,7 +81,7 @@ class Bounds:
     def _round_least(
         self, names: Sequence[str], asker: str, device_class: str, stages: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of all calls of a cycle, wherever the asker is, with no other device at work."""
+        """The same for all calls of a cycle, wherever the asker is, with no other device at work."""
         here, count = Zone(tuple(names), device_class), np.arange(self.pricer.classes[device_class].count + 1)
         calls, alone = (
             self.pricer.dataflow[asker].calls,
@@ -264,14 +264,14 @@ class LayerSearch:
         return points.take(np.isfinite(points.seconds))
 
     def seconds(self, layer: Layer, devices: np.ndarray) -> np.ndarray:
-        """Of every split, a column each."""
+        """Seconds of every split, a column each."""
         found = self.pricer.seconds(layer, list(devices), self.stages, self.chunks)
         return np.broadcast_to(found, devices.shape[1])
 
     def splits(self, layer: Layer, bound: float, coarse: int | None = None) -> tuple[np.ndarray, bool]:
         """Sizes of the zones, one column per split, that could take less than `bound` seconds. In every class one zone,
         of those that more devices never slow down the one with the most sizes, takes what the others leave. Where
-        splits are many and `coarse` is given, only so many sizes of a zone are looked at; -> also whether all were."""
+        splits are many and `coarse` is given, only so many sizes of a zone are tried; -> also whether all were."""
         need = self.need(layer, bound)
         if need is None:
             return np.zeros((len(layer), 0), int), True
@@ -366,7 +366,7 @@ def joined(parts: Sequence[Points]) -> Points:
 
 
 def unbeaten(points: Points) -> Points:
-    """Without the points that another one beats, or equals, in seconds and in every row of memory."""
+    """The points but for those that another one beats, or equals, in seconds and in every row of memory."""
     return points.take(np.fromiter(unbeaten_indices(points.seconds, points.memory), int))
 
 

@@ -1,4 +1,4 @@
-"""What takes the place of channels, and of who is at their other end, around a worker that is measured by itself."""
+"""Stand-ins for channels and for what is at their other end, around a worker that is measured by itself."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Kept:
 
 
 def copied(played: Trajectory | PlayedEpisodes, copies: int) -> Trajectory | PlayedEpisodes:
-    """As if so many sims had played the same, each in env rows or episodes of its own."""
+    """The same as if so many sims had played the same, each in env rows or episodes of its own."""
     if copies == 1:
         return played
     if isinstance(played, PlayedEpisodes):

@@ -1,7 +1,7 @@
 """Measure what the parts of a recipe cost: python -m embodied.profiling recipe=maniskill_ppo [seconds=60]
 
 Each part is measured on the kind of device that it runs on, on all devices of that kind at the same time, as in a run.
-Then short real runs tell what the parts leave out (`timed_run.py`). The result is one file that
+Then short real runs show what the parts leave out (`timed_run.py`). The result is one file that
 `python -m embodied.plan`, `placement=auto` and `python -m embodied.benchmark` read.
 """
 
@@ -275,8 +275,8 @@ def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatc
 
 
 def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
-    """With what its workers need of a device, as a run counts it, and what it takes them to leave it and to come
-    back."""
+    """The cost with what its workers need of a device, as a run counts it, and what it takes them to leave it and to
+    come back."""
     onload_s, offload_s = (median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s"))
     own = CUDA_BYTES if on.kind == "gpu" else 0.0
     needed = constant(moves[0].bytes) if moves[0].split_bytes else cost.bytes

@@ -70,8 +70,8 @@ def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequen
 
 
 def counted(profile: Profile, memory_gb: float | None) -> Profile:
-    """With what a run counts of the memory of cores: what policies and learners say they need where `cluster.memory_gb`
-    limits that, else only what simulators take of the machine."""
+    """The profile with what a run counts of the memory of cores: what policies and learners say they need where
+    `cluster.memory_gb` limits that, else only what simulators take of the machine."""
     costs = {name: dict(on) for name, on in profile.costs.items()}
     for name, on in costs.items():
         if "cpu" in on and (name == "sim") == (memory_gb is not None):
@@ -80,7 +80,7 @@ def counted(profile: Profile, memory_gb: float | None) -> Profile:
 
 
 def limited(classes: Iterable[DeviceClass], memory_gb: float | None) -> list[DeviceClass]:
-    """With the memory that `cluster.memory_gb` leaves every device, if it is given."""
+    """The classes with the memory that `cluster.memory_gb` leaves every device, if it is given."""
     limit = {} if memory_gb is None else {"memory_bytes": memory_gb * GB}
     return [replace(one, **limit) for one in classes]
 
@@ -129,7 +129,8 @@ def describe_devices(counts: Mapping[str, int], nodes: int = 1) -> str:
 
 
 def why_it_does_not_count(profile: Profile, machines: Topology) -> str:
-    """On these machines; "" where it counts. Profiles from before there were other kinds know their cores alone."""
+    """The reason on these machines; "" where it counts. Profiles from before there were other kinds know their cores
+    alone."""
     made = profile.made
     measured, nodes = made.get("devices") or {"cpu": made.get("cores", 0)}, made.get("nodes", 1)
     if (measured, nodes) == (device_counts(machines), len(machines.nodes)):
@@ -159,7 +160,7 @@ def processor() -> str:
 
 
 def profile_path(config: RunConfig, made: Mapping = {}, roles: Sequence[Role] = EMBODIED) -> Path:
-    """Of what was `made` on these machines: another one for each."""
+    """The file of what was `made` on these machines: another one for each."""
     counts, nodes = made.get("devices", {}), made.get("nodes", 1)
     where = [f"{count}{kind}" for kind, count in counts.items()] + [f"{nodes}nodes"] * (nodes > 1)
     parts = [config.run.name or "run", *where, cost_key(config, roles)]

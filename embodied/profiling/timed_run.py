@@ -104,7 +104,7 @@ class Trial:
         return path
 
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
-        """From which role to which items went in the last iteration, from when to when. Weights have ways of their own
+        """Between which roles items went in the last iteration, from when to when. Weights have ways of their own
         besides channels."""
         known = {group.role for group in self.loop.groups}
         found: dict[tuple[str, str], tuple[float, float]] = {("learner", "policy"): self.loop.weight_sync.times}
@@ -121,7 +121,7 @@ class Trial:
         return found
 
     def peak_bytes(self) -> int:
-        """Of all processes of the plan, each at its fullest; shared pages count in all that map them."""
+        """Bytes of all processes of the plan, each at its fullest; shared pages count in all that map them."""
         peaks: dict[tuple[str, int], int] = {}
         for group in self.loop.groups:
             peaks |= zip(group.process().wait(), group.peak_bytes().wait(), strict=True)
@@ -236,14 +236,14 @@ def positions(layout: Layout) -> dict[str, tuple[Zone, int]]:
 
 
 def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> float:
-    """Of handing over between a sim's process and a policy's, as a rollout shows it."""
+    """Seconds of handing over between a sim's process and a policy's, as a rollout shows it."""
     expected = float(pricer.node_seconds(("sim", "policy"), positions(layout), 1))
     expected += beside_sims_s(profile, pricer, layout)
     return max(seen.rollout_s - expected, 0.0) / (profile.dataflow["sim"].calls + 1) / 2  # there and back
 
 
 def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> Profile:
-    """With what the second run shows: weights that need not be handed over, and questions that must be."""
+    """The profile with what the second run shows: weights that need not be handed over, and questions that must be."""
     link = profile.link
     if link == Link():
         link = Link(latency_s=latency_of(profile, pricer, layout, seen))
@@ -265,13 +265,13 @@ def with_sim(profile: Profile, seconds: float) -> Profile:
 
 
 def with_costs(profile: Profile, name: str, change: Callable[[Cost], Cost]) -> Profile:
-    """With another cost of a component on all kinds of devices."""
+    """The profile with another cost of a component on all kinds of devices."""
     changed = {kind: change(cost) for kind, cost in profile.costs[name].items()}
     return replace(profile, costs={**profile.costs, name: changed})
 
 
 def with_others(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen, more: Iterable[Role]) -> Profile:
-    """With what roles without a probe cost in a run, in proportion to their items."""
+    """The profile with what roles without a probe cost in a run, in proportion to their items."""
     at = positions(layout)
     for role in more:
         size = -(-profile.dataflow[role.name].items // int(pricer.count(role.name, at, 1)))
@@ -314,8 +314,8 @@ def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> 
 def shortened(
     config: RunConfig, profile: Profile, pricer: Pricer, layout: Layout, clock: Clock, roles: Sequence[Role] = EMBODIED
 ) -> tuple[RunConfig, Profile]:
-    """With fewer decisions and epochs per iteration, where so many iterations would take longer than there is time.
-    What is taken from the real runs is per decision and per gradient step."""
+    """The recipe with fewer decisions and epochs per iteration, where so many iterations would take longer than there
+    is time. What is taken from the real runs is per decision and per gradient step."""
     expected = pricer.price(layout).seconds
     left = max(clock.seconds - clock.spent() - 2 * START_S, 0.1 * clock.seconds)
     share = left / (2 * REAL_ITERATIONS * expected)

@@ -59,7 +59,7 @@ class Need:
 
     @property
     def least(self) -> float:
-        """Of a GPU, on which workers take turns; on a host all is there at once."""
+        """Bytes of a GPU, on which workers take turns; on a host all is there at once."""
         return max(self._during(phase) for phase in (START, ROLLOUT, UPDATE)) if self.device else self.whole
 
     def _during(self, phase: str) -> float:
@@ -95,7 +95,7 @@ def is_large(config: RunConfig) -> bool:
 
 
 def stored_bytes(policy: Any) -> int:
-    """Of the folder that it begins with."""
+    """Bytes of the folder that it begins with."""
     folder = Path(policy.pretrained) if policy.pretrained else None
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
 
@@ -259,7 +259,8 @@ def fits(
 
 
 def picture_bytes(config: RunConfig) -> int:
-    """Of one copy of all pictures of an iteration; 0 without cameras, or where nobody knows how long episodes are."""
+    """Bytes of one copy of all pictures of an iteration; 0 without cameras, or where nobody knows how long episodes
+    are."""
     cameras = getattr(config.env, "cameras", ())
     if not cameras:
         return 0
@@ -269,7 +270,7 @@ def picture_bytes(config: RunConfig) -> int:
 
 
 def decisions_of(config: RunConfig) -> int:
-    """Of an iteration: GRPO's groups play episodes to their end."""
+    """Decisions of an iteration: GRPO's groups play episodes to their end."""
     algo = config.algo
     if hasattr(algo, "rollout_decisions"):
         return config.env.num_envs * algo.rollout_decisions
@@ -297,7 +298,7 @@ def check_pictures(config: RunConfig, memory_bytes: float) -> None:
 
 
 def simulator_bytes(config: RunConfig, rows: int) -> float:
-    """Of a sim worker with so many env rows; 0 where the env does not say."""
+    """Bytes of a sim worker with so many env rows; 0 where the env does not say."""
     return config.env.worker_bytes(rows) if hasattr(config.env, "worker_bytes") else 0.0
 
 
@@ -328,5 +329,5 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def number(num_bytes: float) -> str:
-    """In units of GB."""
+    """The number of GB, as text."""
     return f"{num_bytes / 1e9:.0f}" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g}"
