@@ -1,4 +1,4 @@
-"""Who runs where: grammar, modes, plans. Pure planning; imports nothing else of the toolkit."""
+"""Where each role runs: grammar, modes, plans. Pure planning; imports nothing else of the toolkit."""
 
 from embodied.placement.grammar import PlacementError, Role, roles_of
 from embodied.placement.placement_plan import PlacementPlan, PlannedHost, make_plan, named_nodes

@@ -32,8 +32,8 @@ class Table:
 
 
 def make_table(component: Component, cost: Cost, on: DeviceClass, stages: int) -> Table:
-    """With more devices never slower and never fuller: a component takes the fastest number of workers that fits. One
-    that asks in a cycle takes as many as it can, since what the others do depends on their number."""
+    """The table, which more devices make neither slower nor fuller: a component takes the fastest number of workers
+    that fits. One that asks in a cycle takes as many as it can, since what the others do depends on their number."""
     count = np.arange(on.count + 1)
     workers = np.minimum(np.maximum(count, 1), component.items)
     size = -(-component.items // workers)

@@ -6,7 +6,7 @@ same for one layout. The schedule simulator replays plans step by step and must 
 A cycle (sim and policy) with s stages: the station with the most work per decision is busy all the time, or a stage
 waits for its own answer: period = max(busiest station, round trip). All decisions take (n - 1) periods and one round.
 A layer: nodes begin when their input and their zone are there; with chunks, when the first chunk is. What a component
-can look at ahead of its work it looks at chunk by chunk.
+can compute ahead of its work (frozen parts) it computes chunk by chunk.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import numpy as np
 
 from embodied.placement.cost_tables import Array, Table, make_table, max_of
 from embodied.placement.dataflow import Dataflow, Edge, asker_of
-from embodied.placement.device_bytes import used_bytes, zone_bytes
-from embodied.placement.layout import DeviceClass, Layer, Layout, Zone, arrangements
+from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
 from embodied.placement.profile import Cost, Profile
 
 
@@ -62,9 +61,7 @@ class Pricer:
         self.classes = {c.name: c for c in classes}
         self.asker = {node: asker_of(dataflow, node) for node in dataflow.order}
         self.table = cache(self._table)
-        self.floor = cache(self._floor)
         self.turns = cache(self._turns_of)
-        self.node_least = cache(self._node_least)
 
     def cost(self, component: str, device_class: str) -> Cost | None:
         return self.profile.cost(component, self.classes[device_class])
@@ -77,77 +74,9 @@ class Pricer:
         """How many workers it has on 0, 1, 2, ... devices: the fastest number that fits by itself."""
         return self.table(component, device_class, stages).workers
 
-    def _floor(self, names: tuple[str, ...], device_class: str, stages: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where these components of a node share a zone of at most 0, 1, 2, ... devices: seconds of a pass in which it
-        is busy at least, and in which one stage waits for it."""
-        asker = self.asker_for(names[0])
-        if asker is None:
-            found = (self.table(names[0], device_class, stages).seconds * self.cost(names[0], device_class).alone,)
-        else:
-            found = self._round_least(names, asker, device_class, stages)
-        least = []
-        for seconds in found:
-            spent = np.where(np.isnan(seconds), np.inf, seconds)
-            spent[0] = np.inf
-            least.append(np.minimum.accumulate(spent))
-        return least[0], least[-1]
-
-    def _round_least(
-        self, names: Sequence[str], asker: str, device_class: str, stages: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Of all calls of a cycle, wherever the asker is, with no other device at work."""
-        here, count = Zone(tuple(names), device_class), np.arange(self.classes[device_class].count + 1)
-        calls, alone = self.dataflow[asker].calls, {name: self.cost(name, device_class).alone for name in names}
-        if asker in names:
-            at = dict.fromkeys(names, (here, count))
-            rounds = [self.station(name, asker, at, stages, alone[name]) for name in names]
-            return calls * sum(whole for _, _, whole, _ in rounds), calls * sum(one for one, _, _, _ in rounds)
-        busy, waits = np.full((2, len(count)), np.inf)
-        for name in self.runs_on()[asker]:
-            asking = np.flatnonzero(np.diff(self.table(asker, name, stages).workers) > 0) + 1
-            at = {asker: (Zone((asker,), name), asking[:, None]), **dict.fromkeys(names, (here, count))}
-            if len(asking):
-                rounds = [self.station(name, asker, at, stages, alone[name]) for name in names]
-                every = len(asking), len(count)
-                whole, one = (np.broadcast_to(sum(r[i] for r in rounds), every).min(axis=0) for i in (2, 0))
-                busy, waits = np.minimum(busy, whole), np.minimum(waits, one)
-        return calls * busy, calls * waits
-
-    def least_seconds(self, layer: Layer, most: Sequence[Array], stages: int, chunks: int) -> Array:
-        """No split of this layer takes less where its zones have at most so many devices (numbers, or arrays)."""
-        work = {}
-        for turn in self.turns(layer):
-            found = [self.floor(names, layer[z].device_class, stages) for z, names in turn.parts]
-            counts = [most[z] for z, _ in turn.parts]
-            busiest = max_of(*(busy[count] for (busy, _), count in zip(found, counts)))
-            if len(found) > 1:
-                busiest = max_of(busiest, sum(one[count] for (_, one), count in zip(found, counts)))
-            work[turn.node] = busiest
-        return self._turns(layer, work, chunks)
-
-    def least_of(self, nodes: Sequence[int], stages: int, chunks: int) -> float:
-        """No layer of these nodes takes less, whatever its zones: each node on all devices, or all devices always at
-        work."""
-        layer = tuple(Zone(self.dataflow.order[i], "") for i in nodes)
-        least = {i: self.node_least(i, stages) for i in nodes}
-        path = self._turns(layer, {i: seconds for i, (seconds, _) in least.items()}, chunks)
-        spent = self.dataflow.passes * sum(device_s for _, device_s in least.values())
-        return float(max(path, spent / sum(c.count for c in self.classes.values())))
-
-    def _node_least(self, node: int, stages: int) -> tuple[float, float]:
-        """Seconds of a pass of a node with all devices, and device-seconds with as few as are best; at least."""
-        names, runs_on = self.dataflow.order[node], self.runs_on()
-        found = []
-        for layer in arrangements(names, tuple(self.classes.values()), runs_on):
-            most = [self.classes[zone.device_class].count for zone in layer]
-            seconds = float(self.least_seconds(layer, most, stages, 1)) / self.dataflow.passes
-            busy = [self.floor(zone.components, zone.device_class, stages)[0][1:] for zone in layer]
-            spent = sum(float(np.min(each * np.arange(1, len(each) + 1), initial=np.inf)) for each in busy)
-            found.append((seconds, spent))
-        return tuple(min(each) for each in zip(*found)) if found else (np.inf, np.inf)
-
     def slowed_by_more(self, components: Sequence[str]) -> bool:
-        """Whether more devices can cost time: who receives weights is one more copy, who works slows others down."""
+        """Whether more devices can cost time: another receiver of weights is another copy, another worker slows
+        others."""
         costs = [cost for name in components for cost in self.profile.costs[name].values()]
         receives = any(e.next_iteration and e.target in components for e in self.dataflow.edges)
         return receives or any(cost.alone < 1 for cost in costs)
@@ -159,7 +88,7 @@ class Pricer:
         return (count > 0) & (count <= asker.items * stages)  # which of them depends on how many ask
 
     def asker_for(self, component: str) -> str | None:
-        """Who asks in the cycle that a component is in; None outside of cycles."""
+        """The component that asks in the cycle that this one is in; None outside of cycles."""
         return self.asker[next(node for node in self.dataflow.order if component in node)]
 
     def can_swap(self, component: str) -> bool:
@@ -195,9 +124,9 @@ class Pricer:
         at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
         order = self.dataflow.order
         work = {turn.node: self.node_seconds(order[turn.node], at, stages) for turn in self.turns(layer)}
-        return self._turns(layer, work, chunks, at, swapped) + self.sync_seconds(at, stages)
+        return self.take_turns(layer, work, chunks, at, swapped) + self.sync_seconds(at, stages)
 
-    def _turns(
+    def take_turns(
         self, layer: Layer, work: Mapping[int, Array], chunks: int, at: Mapping | None = None, swapped=frozenset()
     ) -> Array:
         """Nodes in order, on zones that come free, chunk by chunk; `work` is what a pass of each takes."""
@@ -227,7 +156,7 @@ class Pricer:
         return max_of(*free)
 
     def _after_looking(self, turn: Turn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
-        """When a component has looked at all of its input: chunk by chunk, where that is made on other devices."""
+        """When frozen parts have computed all of their input: chunk by chunk, where that is made on other devices."""
         for chunk in range(chunks):
             time = max_of(time, *(ready[source][chunk] for source in turn.waits)) + seconds / chunks
         return time
@@ -337,7 +266,7 @@ class Pricer:
         return one, first, whole, cost.last_s.at(together * each) * slowed
 
     def merging(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array]:
-        """Of a component that answers: items of a question, questions of a stage that wait for a worker, and how many
+        """For a component that answers: items of a question, questions of a stage that wait for a worker, and how many
         of these it answers in a call. The question of a stage of an asker goes to one worker, as a whole."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
@@ -356,7 +285,7 @@ class Pricer:
         return sum((self.profile.link.seconds(e.bytes / np.maximum(parts, 1)) for e in crossing), 0.0)
 
     def cycle_workers(self, name: str, asker: str, at: Mapping, stages: int) -> Array:
-        """Of a component that answers in a cycle."""
+        """Number of workers of a component that answers in a cycle."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = self.table(asker, home.device_class, stages).workers[home_devices]
         return asking if zone is home else np.minimum(devices, asking * stages)
@@ -391,3 +320,42 @@ class Pricer:
         component, cost = self.dataflow[name], self.cost(name, device_class)
         on = self.classes[device_class]
         return make_table(component, cost, on, stages if component.splits else 1)
+
+
+# Memory
+
+
+def zone_bytes(pricer: Pricer, zone: Zone, at: Mapping, stages: int, swapped: frozenset[str]) -> tuple[Array, Array]:
+    """-> on a device of the zone at its fullest moment, and while another layer works."""
+    full = {name: bytes_of(pricer, name, at, stages) for name in zone.components}
+    kept = {name: pricer.cost(name, zone.device_class).kept_bytes for name in zone.components}
+    rest = {name: kept[name] if name in swapped else full[name] for name in full}
+    for edge in pricer.dataflow.edges:
+        if edge.next_iteration and edge.target in full and edge.source in full:
+            shared = pricer.shares_weights(edge, at, stages)
+            once = np.where(shared, pricer.cost(edge.target, zone.device_class).weight_bytes, 0.0)
+            full[edge.source] = full[edge.source] - once
+            rest[edge.source] = rest[edge.source] - (0.0 if edge.source in swapped else once)
+            rest[edge.target] = np.maximum(rest[edge.target], once)
+    idle = sum(rest.values())
+    groups = [[n for n in node if n in full] for node in pricer.dataflow.order]
+    peaks = [idle + sum(full[n] - rest[n] for n in group) for group in groups if group]
+    return max_of(*peaks), idle
+
+
+def bytes_of(pricer: Pricer, name: str, at: Mapping, stages: int) -> Array:
+    zone, devices = at[name]
+    cost = pricer.cost(name, zone.device_class)
+    asker = pricer.asker_for(name)
+    if asker in (None, name):
+        return pricer.table(name, zone.device_class, stages).bytes[devices]
+    each, _, together = pricer.merging(name, asker, at, stages)
+    return cost.bytes.at(np.ceil(together * each))
+
+
+def used_bytes(layers: Sequence[LayerPrice], device_class: str) -> float:
+    """Bytes on the fullest device: a layer at work beside what the others leave there."""
+    rest = sum(float(layer.idle.get(device_class, 0.0)) for layer in layers)
+    return max(
+        rest + float(layer.active.get(device_class, 0.0)) - float(layer.idle.get(device_class, 0.0)) for layer in layers
+    )

@@ -88,7 +88,7 @@ class Dataflow:
 
     @cached_property
     def sources(self) -> tuple[frozenset[int], ...]:
-        """For each node of `order`, the places of the nodes whose output it needs in this iteration."""
+        """Per node of `order`, the places of the nodes whose output it needs in this iteration."""
         at = {name: i for i, node in enumerate(self.order) for name in node}
         pairs = {(at[e.source], at[e.target]) for e in self.edges if not e.next_iteration}
         return tuple(frozenset(a for a, b in pairs if b == i and a != i) for i in range(len(self.order)))
@@ -102,7 +102,7 @@ class Dataflow:
 
 
 def asker_of(dataflow: Dataflow, node: tuple[str, ...]) -> str | None:
-    """Who asks in a cycle; None outside of cycles."""
+    """The component that asks in a cycle; None outside of cycles."""
     return next((name for name in node if dataflow[name].splits), None) if len(node) > 1 else None
 
 

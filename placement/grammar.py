@@ -189,7 +189,7 @@ def span(numbers: tuple[int, ...]) -> str:
 
 
 def text_of(devices: Sequence[tuple[str, str, int]]) -> str:
-    """As the grammar has it: node0/gpu:0-7,node1/gpu:0 for nine neighbours."""
+    """The devices in the words of the grammar: node0/gpu:0-7,node1/gpu:0 for nine neighbours."""
     runs: list[list[tuple[str, str, int]]] = []
     for node, kind, number in devices:
         if runs and runs[-1][-1] == (node, kind, number - 1):

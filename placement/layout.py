@@ -32,7 +32,7 @@ class DeviceClass:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """By which a profile names costs on these devices, most particular first: gpu-H100, gpu."""
+        """Names by which a profile finds costs on these devices, most particular first: gpu-H100, gpu."""
         return tuple(dict.fromkeys([self.name, *([f"{self.kind}-{self.model}"] if self.model else []), self.kind]))
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Layout:
         return homes["sim"] == "cpu" and "cpu" not in (homes["policy"], homes["learner"])
 
     def _mode_beside(self) -> str:
-        """By what policies and learners do: take turns, share processes, or have devices of their own."""
+        """The mode by what policies and learners do: take turns, share processes, or have devices of their own."""
         if self.apart("policy", "learner"):
             return "disaggregated"
         return "hybrid" if self.zone_of("policy") is self.zone_of("learner") else "collocated"

@@ -102,7 +102,8 @@ def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any
 
 
 def learner_at_home(groups: Groups, home: str) -> Groups:
-    """With a learner on the machine that the run is started on, whose first one writes the checkpoints there."""
+    """The groups with a learner on the machine that the run is started on, whose first one writes the checkpoints
+    there."""
     learning = next(held for roles, held in groups if "learner" in roles.split(","))
     theirs = [device for _, held in groups for device in held if device[0] == home and device[1] == learning[0][1]]
     if not theirs or any(device[0] == home for device in learning):
@@ -112,7 +113,7 @@ def learner_at_home(groups: Groups, home: str) -> Groups:
 
 
 def devices_of(machines: Topology, kind: str) -> list[Device]:
-    """Of all machines, in turn; the only one has no name."""
+    """The devices of all machines, in turn; the only machine has no name."""
     several = len(machines.nodes) > 1
     numbers = [
         [(node.name if several else "", kind, i) for i in range(node.cores if kind == "cpu" else len(node.gpus))]
@@ -181,7 +182,7 @@ def need(mode: str, what: str, least: int, have: int, instead: str, kind: str = 
 
 
 def num_sims(num_envs: int, stages: int, most: int, rows: int = ENVS_PER_SIM) -> int:
-    """At most one per core and per `rows` rows, and a number that gives all the same share."""
+    """How many sim workers: at most one per core and per `rows` rows, and a number that gives all the same share."""
     return even_workers(num_envs, stages, max(1, min(most, num_envs // (stages * rows))))
 
 

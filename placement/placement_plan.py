@@ -113,9 +113,9 @@ def make_plan(
     roles: Sequence[Role] = EMBODIED,
     more: bool = False,
 ) -> PlacementPlan:
-    """Who runs where. `machines` are those that the run may use; cores alone stand for one machine with nothing else.
-    The rest is what a mode depends on: see `modes.choose`; `more`: a map may place other roles as well. Raises
-    PlacementError."""
+    """The plan of a placement. `machines` are those that the run may use; cores alone stand for one machine with
+    nothing else. The rest is what a mode depends on: see `modes.choose`; `more`: a map may place other roles as well.
+    Raises PlacementError."""
     if not isinstance(machines, Topology):
         machines = one_machine(machines)
     reason, mode = "", "explicit"

@@ -25,7 +25,7 @@ from embodied.placement.costs import Price, Pricer
 from embodied.placement.dataflow import Dataflow
 from embodied.placement.layout import DeviceClass, Layout, Zone, layer_sets
 from embodied.placement.profile import Profile
-from embodied.placement.search import MARGIN, LayerSearch, Points, unbeaten_indices
+from embodied.placement.search import MARGIN, Bounds, LayerSearch, Points, unbeaten_indices
 
 MODES = ("collocated", "hybrid", "disaggregated", "custom")
 STAGES = (1, 2, 4)
@@ -69,6 +69,7 @@ class Planner:
         self.dataflow = dataflow
         self.classes = tuple(c for c in classes if c.count)
         self.pricer = Pricer(dataflow, profile, self.classes)
+        self.bounds = Bounds(self.pricer)
         self.limits = np.array([c.memory_bytes for c in self.classes], float)
         self.stages = stages if any(len(node) > 1 for node in dataflow.order) else (1,)
         self.chunks = chunk_grid(dataflow, profile)
@@ -88,7 +89,7 @@ class Planner:
     def _all_cuts(self) -> list[Cut]:
         found = []
         for stages, chunks, layers in product(self.stages, self.chunks, layer_sets(self.dataflow)):
-            least = sum(self.pricer.least_of(sorted(nodes), stages, chunks) for nodes in layers)
+            least = sum(self.bounds.least_of(sorted(nodes), stages, chunks) for nodes in layers)
             found.append(Cut(least + self.dataflow.fixed_s, stages, chunks, layers))
         return [cut for cut in found if np.isfinite(cut.least)]
 
@@ -107,11 +108,11 @@ class Planner:
         chunks = chunks if len(nodes) > 1 else 1
         key = nodes, stages, chunks
         if key not in self._searches:
-            self._searches[key] = LayerSearch(self.pricer, self.classes, nodes, stages, chunks)
+            self._searches[key] = LayerSearch(self.bounds, self.classes, nodes, stages, chunks)
         return self._searches[key]
 
     def _best_of(self, mode: str | None) -> Choice | None:
-        """Of all layouts, or of those of a mode; what could take least is looked at first."""
+        """The fastest of all layouts, or of those of a mode; what could take least is tried first."""
         best: Choice | None = None
         waiting = [(cut.least, i, cut) for i, cut in enumerate(self._cuts)]
         heapify(waiting)
@@ -194,8 +195,8 @@ class Planner:
 
 
 def chunk_grid(dataflow: Dataflow, profile: Profile) -> tuple[int, ...]:
-    """In how many parts data can be handed on: whole passes, where anybody begins before its input is whole; decisions
-    of a cycle, where anybody looks at them ahead."""
+    """Numbers of parts in which data can be handed on: whole passes, where a component begins before its input is
+    whole; decisions of a cycle, where frozen parts compute ahead."""
     if not any(c.streams for c in dataflow.components):
         looks = any(
             c.ahead and any(cost.ahead_s for cost in profile.costs[c.name].values()) for c in dataflow.components

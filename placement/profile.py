@@ -1,7 +1,8 @@
 """What was measured (or published) about the parts of a dataflow: the input of the planner, as one JSON file.
 
-The measuring is done elsewhere; here are the format and the rules for reading it. docs/placement.md describes every
-field. Sizes are items per worker and call: envs for a sim, rows for a policy, items of a gradient step for a learner.
+The measuring is done elsewhere; here are the format and the rules for reading it. docs/placement_reference.md describes
+every field. Sizes are items per worker and call: envs for a sim, rows for a policy, items of a gradient step for a
+learner.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class Cost:
     bytes: Curve = NOTHING  # of device memory while it works, by items per worker
     fixed_s: float = 0.0  # once per pass, whatever the size
     last_s: Curve = NOTHING  # in a cycle: of the question after the last decision (a value), by items
-    exchange_s: Curve = NOTHING  # per call, by number of workers: what they tell each other (gradients)
+    exchange_s: Curve = NOTHING  # per call, by number of workers: of what they exchange (gradients)
     alone: float = 1.0  # how long work takes where no other device of the class does any, next to where all do
-    ahead_s: float = 0.0  # per item that is looked at ahead of the calls
+    ahead_s: float = 0.0  # per item that frozen parts compute ahead of the calls
     onload_s: float = 0.0  # to take its memory, once per turn
     offload_s: float | None = None  # to give it back; None: it cannot
-    weight_bytes: float = 0.0  # of `bytes`, weights that it need not have in the process of who trains them
+    weight_bytes: float = 0.0  # of `bytes`, weights that it need not have in the process of a learner
     split_bytes: float = 0.0  # of `bytes`, what its workers divide among them (shards); in `bytes` as if there were one
     kept_bytes: float = 0.0  # stays on the device when the rest was given back
 
@@ -76,7 +77,7 @@ class Profile:
             raise PlacementError(f"the profile has no costs for {', '.join(missing)}; measure again")
 
     def cost(self, component: str, on: DeviceClass) -> Cost | None:
-        """On devices of this class; None where it does not run."""
+        """The cost of a component on devices of this class; None where it does not run."""
         known = self.costs[component]
         return next((known[key] for key in on.keys if key in known), None)
 

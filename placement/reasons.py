@@ -94,7 +94,7 @@ def envs_hint(planner: Planner) -> str:
 
 
 def idle_shares(pricer: Pricer, layout: Layout) -> dict[str, float]:
-    """By class of devices, over all there are: 1 is idle all the time."""
+    """Idle share by class of devices, over all there are: 1 is idle all the time."""
     schedule = simulate(pricer, layout)
     shares = {}
     for c in pricer.classes.values():

@@ -10,19 +10,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, combinations, product
+from itertools import chain, combinations
 from math import prod
 
 import numpy as np
 
+from embodied.placement.cost_tables import Array, max_of
 from embodied.placement.costs import Pricer
 from embodied.placement.layout import NAMED, DeviceClass, Layer, Zone, arrangements, components_of
 
 HALVINGS = 20
-PRICES = (0.3, 0.1)  # of all devices together, in iterations
-COARSE = 6  # sizes of a zone to look at first, where splits are more than
+COARSE = 6  # sizes of a zone to price first, where splits are more than
 MANY = 1000
-FEW = 200  # splits that are not narrowed down before other zones are looked at
+FEW = 200  # splits that are not narrowed down before other zones are split
 MARGIN = 1 + 1e-9  # bounds are sums in another order than prices
 
 
@@ -54,25 +54,105 @@ class Points:
         return len(self.seconds)
 
 
+class Bounds:
+    """The least seconds that parts of an iteration take, whatever else is decided: what takes longer is not priced."""
+
+    def __init__(self, pricer: Pricer) -> None:
+        self.pricer = pricer
+        self.floor = cache(self._floor)
+        self.node_least = cache(self._node_least)
+
+    def _floor(self, names: tuple[str, ...], device_class: str, stages: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where these components of a node share a zone of at most 0, 1, 2, ... devices: seconds of a pass in which it
+        is busy at least, and in which one stage waits for it."""
+        asker = self.pricer.asker_for(names[0])
+        if asker is None:
+            seconds = self.pricer.table(names[0], device_class, stages).seconds
+            found = (seconds * self.pricer.cost(names[0], device_class).alone,)
+        else:
+            found = self._round_least(names, asker, device_class, stages)
+        least = []
+        for seconds in found:
+            spent = np.where(np.isnan(seconds), np.inf, seconds)
+            spent[0] = np.inf
+            least.append(np.minimum.accumulate(spent))
+        return least[0], least[-1]
+
+    def _round_least(
+        self, names: Sequence[str], asker: str, device_class: str, stages: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same for all calls of a cycle, wherever the asker is, with no other device at work."""
+        here, count = Zone(tuple(names), device_class), np.arange(self.pricer.classes[device_class].count + 1)
+        calls, alone = (
+            self.pricer.dataflow[asker].calls,
+            {name: self.pricer.cost(name, device_class).alone for name in names},
+        )
+        if asker in names:
+            at = dict.fromkeys(names, (here, count))
+            rounds = [self.pricer.station(name, asker, at, stages, alone[name]) for name in names]
+            return calls * sum(whole for _, _, whole, _ in rounds), calls * sum(one for one, _, _, _ in rounds)
+        busy, waits = np.full((2, len(count)), np.inf)
+        for name in self.pricer.runs_on()[asker]:
+            asking = np.flatnonzero(np.diff(self.pricer.table(asker, name, stages).workers) > 0) + 1
+            at = {asker: (Zone((asker,), name), asking[:, None]), **dict.fromkeys(names, (here, count))}
+            if len(asking):
+                rounds = [self.pricer.station(name, asker, at, stages, alone[name]) for name in names]
+                every = len(asking), len(count)
+                whole, one = (np.broadcast_to(sum(r[i] for r in rounds), every).min(axis=0) for i in (2, 0))
+                busy, waits = np.minimum(busy, whole), np.minimum(waits, one)
+        return calls * busy, calls * waits
+
+    def least_seconds(self, layer: Layer, most: Sequence[Array], stages: int, chunks: int) -> Array:
+        """No split of this layer takes less where its zones have at most so many devices (numbers, or arrays)."""
+        work = {}
+        for turn in self.pricer.turns(layer):
+            found = [self.floor(names, layer[z].device_class, stages) for z, names in turn.parts]
+            counts = [most[z] for z, _ in turn.parts]
+            busiest = max_of(*(busy[count] for (busy, _), count in zip(found, counts)))
+            if len(found) > 1:
+                busiest = max_of(busiest, sum(one[count] for (_, one), count in zip(found, counts)))
+            work[turn.node] = busiest
+        return self.pricer.take_turns(layer, work, chunks)
+
+    def least_of(self, nodes: Sequence[int], stages: int, chunks: int) -> float:
+        """No layer of these nodes takes less, whatever its zones: each node on all devices, or all devices always at
+        work."""
+        layer = tuple(Zone(self.pricer.dataflow.order[i], "") for i in nodes)
+        least = {i: self.node_least(i, stages) for i in nodes}
+        path = self.pricer.take_turns(layer, {i: seconds for i, (seconds, _) in least.items()}, chunks)
+        spent = self.pricer.dataflow.passes * sum(device_s for _, device_s in least.values())
+        return float(max(path, spent / sum(c.count for c in self.pricer.classes.values())))
+
+    def _node_least(self, node: int, stages: int) -> tuple[float, float]:
+        """Seconds of a pass of a node with all devices, and device-seconds with as few as are best; at least."""
+        names, runs_on = self.pricer.dataflow.order[node], self.pricer.runs_on()
+        found = []
+        for layer in arrangements(names, tuple(self.pricer.classes.values()), runs_on):
+            most = [self.pricer.classes[zone.device_class].count for zone in layer]
+            seconds = float(self.least_seconds(layer, most, stages, 1)) / self.pricer.dataflow.passes
+            busy = [self.floor(zone.components, zone.device_class, stages)[0][1:] for zone in layer]
+            spent = sum(float(np.min(each * np.arange(1, len(each) + 1), initial=np.inf)) for each in busy)
+            found.append((seconds, spent))
+        return tuple(min(each) for each in zip(*found)) if found else (np.inf, np.inf)
+
+
 class LayerSearch:
     def __init__(
-        self, pricer: Pricer, classes: Sequence[DeviceClass], nodes: frozenset[int], stages: int, chunks: int
+        self, bounds: Bounds, classes: Sequence[DeviceClass], nodes: frozenset[int], stages: int, chunks: int
     ) -> None:
-        self.pricer = pricer
+        self.bounds, self.pricer = bounds, bounds.pricer
         self.classes = tuple(classes)
         self.limits = np.array([c.memory_bytes for c in classes], float)
         self.stages, self.chunks = stages, chunks
-        self.components = components_of(pricer.dataflow, nodes)
+        self.components = components_of(self.pricer.dataflow, nodes)
         self.groups: dict[tuple, list[Layer]] = {}  # by what decides the mode
-        for layer in arrangements(self.components, classes, pricer.runs_on()):
+        for layer in arrangements(self.components, classes, self.pricer.runs_on()):
             self.groups.setdefault(label_of(layer), []).append(layer)
         self._fastest: dict[tuple, Points] = {}
         self._slower: dict[tuple, float] = {}  # labels none of whose splits takes less than this
-        self.bound = pricer.least_of(sorted(nodes), stages, chunks)
-        self.cheapest = cache(self._cheapest)
+        self.bound = bounds.least_of(sorted(nodes), stages, chunks)
         self.sizes = cache(self._sizes)
         self.floor = cache(self._floor)
-        self.paths = paths(nodes, pricer.dataflow.sources)
         self.leasts = {layer: self.least(layer) for layers in self.groups.values() for layer in layers}
         for layers in self.groups.values():
             layers.sort(key=self.leasts.get)
@@ -108,29 +188,8 @@ class LayerSearch:
         """Seconds that it takes at least: had every zone all devices that the others can spare."""
         zones = Counter(zone.device_class for zone in layer)
         most = [max(self.count(zone) - zones[zone.device_class] + 1, 0) for zone in layer]
-        alone = float(self.pricer.least_seconds(layer, most, self.stages, self.chunks))
-        return max(alone, self.bound, self.shared_least(layer) if self.chunks == 1 else 0.0)
-
-    def shared_least(self, layer: Layer) -> float:
-        """The same of nodes that wait for each other: however the devices are shared out, a zone that has `d` of them
-        leaves fewer to the others. With a price on devices each zone chooses for itself, and nobody does better."""
-        least = 0.0
-        for path, share in product(self.paths, PRICES):
-            price = share * self.bound / sum(c.count for c in self.classes)
-            parts: list[tuple] = [()] * len(layer)
-            for turn in self.pricer.turns(layer):
-                if turn.node in path:
-                    for zone, names in turn.parts:
-                        parts[zone] += ((names, len(turn.parts) > 1),)
-            spent = sum(self.cheapest(mine, zone.device_class, price) for mine, zone in zip(parts, layer))
-            least = max(least, spent - share * self.bound)
-        return least
-
-    def _cheapest(self, parts: tuple, device_class: str, price: float) -> float:
-        """Seconds of these components of nodes, one node after the other, plus `price` for every device, at least."""
-        count = np.arange(1, self.pricer.classes[device_class].count + 1)
-        floors = [self.pricer.floor(names, device_class, self.stages)[waits][1:] for names, waits in parts]
-        return float((sum(floors) * self.pricer.dataflow.passes + price * count).min())
+        alone = float(self.bounds.least_seconds(layer, most, self.stages, self.chunks))
+        return max(alone, self.bound)
 
     def guess(self, label: tuple) -> Points:
         """One split of the layer that could be the fastest, for a bound to begin with; empty if none is found."""
@@ -155,7 +214,7 @@ class LayerSearch:
         """Seconds of a pass in which a zone of 0, 1, 2, ... devices is at work, at least."""
         order = self.pricer.dataflow.order
         nodes = [tuple(name for name in node if name in zone.components) for node in order]
-        return sum(self.pricer.floor(names, zone.device_class, self.stages)[0] for names in nodes if names)
+        return sum(self.bounds.floor(names, zone.device_class, self.stages)[0] for names in nodes if names)
 
     def need(self, layer: Layer, bound: float) -> np.ndarray | None:
         """How many devices every zone has in all splits that could take less than `bound` seconds; None: there is no
@@ -167,7 +226,7 @@ class LayerSearch:
             sizes = np.empty((len(layer), len(layer), 1 + more.max()), int)
             sizes[:] = (need + more)[:, None, None]
             sizes[each, each] = need[:, None] + np.minimum(np.arange(sizes.shape[2]), more[:, None])
-            seconds = self.pricer.least_seconds(layer, sizes, self.stages, self.chunks)  # row i: of zone i all sizes
+            seconds = self.bounds.least_seconds(layer, sizes, self.stages, self.chunks)  # row i: of zone i all sizes
             more = np.count_nonzero(seconds >= bound, axis=1)
             if not more.any():
                 return need
@@ -205,14 +264,14 @@ class LayerSearch:
         return points.take(np.isfinite(points.seconds))
 
     def seconds(self, layer: Layer, devices: np.ndarray) -> np.ndarray:
-        """Of every split, a column each."""
+        """Seconds of every split, a column each."""
         found = self.pricer.seconds(layer, list(devices), self.stages, self.chunks)
         return np.broadcast_to(found, devices.shape[1])
 
     def splits(self, layer: Layer, bound: float, coarse: int | None = None) -> tuple[np.ndarray, bool]:
         """Sizes of the zones, one column per split, that could take less than `bound` seconds. In every class one zone,
         of those that more devices never slow down the one with the most sizes, takes what the others leave. Where
-        splits are many and `coarse` is given, only so many sizes of a zone are looked at; -> also whether all were."""
+        splits are many and `coarse` is given, only so many sizes of a zone are tried; -> also whether all were."""
         need = self.need(layer, bound)
         if need is None:
             return np.zeros((len(layer), 0), int), True
@@ -276,17 +335,6 @@ class LayerSearch:
         return any(self.pricer.dataflow[name].splits for name in components)
 
 
-def paths(nodes: frozenset[int], sources: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """Nodes of which each waits for another, from a first to a last one."""
-
-    def upto(node: int) -> list[frozenset[int]]:
-        before = [path for source in sources[node] & nodes for path in upto(source)]
-        return [path | {node} for path in before] or [frozenset([node])]
-
-    last = [node for node in nodes if not any(node in sources[other] for other in nodes)]
-    return [path for node in last for path in upto(node)]
-
-
 def thinned(sizes: np.ndarray, most: int) -> np.ndarray:
     """So many of them, from the first to the last."""
     return sizes[np.unique(np.linspace(0, len(sizes) - 1, most).astype(int))] if len(sizes) > most else sizes
@@ -318,7 +366,7 @@ def joined(parts: Sequence[Points]) -> Points:
 
 
 def unbeaten(points: Points) -> Points:
-    """Without the points that another one beats, or equals, in seconds and in every row of memory."""
+    """The points but for those that another one beats, or equals, in seconds and in every row of memory."""
     return points.take(np.fromiter(unbeaten_indices(points.seconds, points.memory), int))
 
 

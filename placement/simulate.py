@@ -21,7 +21,7 @@ from embodied.placement.layout import Layer, Layout, Zone
 
 
 @dataclass(frozen=True)
-class Span:
+class DeviceSpan:
     device: str  # gpu:3
     component: str
     start_s: float
@@ -32,7 +32,7 @@ class Span:
 class Schedule:
     seconds: float = 0.0
     busy_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by device
-    spans: list[Span] = field(default_factory=list)
+    spans: list[DeviceSpan] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
 
     def idle_share(self, device: str) -> float:
@@ -41,20 +41,20 @@ class Schedule:
     def show(self, devices: Iterable[str], what: str, start_s: float, end_s: float) -> None:
         """Time in which devices wait for this."""
         if end_s > start_s:
-            self.spans += [Span(device, what, start_s, end_s) for device in devices]
+            self.spans += [DeviceSpan(device, what, start_s, end_s) for device in devices]
 
     def add(self, device: str, component: str, start_s: float, end_s: float) -> None:
         if end_s > start_s:
             self.busy_s[device] += end_s - start_s
-            self.spans.append(Span(device, component, start_s, end_s))
+            self.spans.append(DeviceSpan(device, component, start_s, end_s))
 
 
 def simulate(pricer: Pricer, layout: Layout) -> Schedule:
     """One iteration of this layout, from the first question to the new weights."""
-    return Replay(pricer, layout).run()
+    return LayoutReplay(pricer, layout).run()
 
 
-class Replay:
+class LayoutReplay:
     def __init__(self, pricer: Pricer, layout: Layout) -> None:
         self.pricer, self.layout = pricer, layout
         self.dataflow = pricer.dataflow
@@ -120,7 +120,7 @@ class Replay:
         return max(free.values())
 
     def _look(self, name: str, at: dict, now: float, ready: list[list[float]]) -> float:
-        """At what has come, chunk by chunk."""
+        """When frozen parts have computed what has come, chunk by chunk."""
         each = float(self.pricer.ahead_seconds(name, at)) / len(ready)
         for times in ready:
             begin = max([now, *times])
@@ -161,7 +161,7 @@ class Cycle:
     """One pass of sims that ask and policies that answer. Requests of a stage pass through the answering components in
     order; each of their workers serves one after the other."""
 
-    def __init__(self, replay: Replay, node: tuple[str, ...], at: dict, start: float) -> None:
+    def __init__(self, replay: LayoutReplay, node: tuple[str, ...], at: dict, start: float) -> None:
         self.replay, self.at, self.start = replay, at, start
         pricer, self.stages = replay.pricer, replay.layout.stages
         self.asker = pricer.asker_for(node[0])
@@ -203,7 +203,7 @@ class Cycle:
         heapq.heappush(self.events, (when, next(self.ticket), happen))
 
     def work(self, device: str, component: str, ready: float, seconds: float) -> float:
-        """On a device that does one thing after the other; -> when it is done."""
+        """Work on a device, which does one thing after the other; returns when it is done."""
         begin = max(ready, self.free[device])
         self.free[device] = begin + seconds
         self.replay.schedule.add(device, component, begin, begin + seconds)
@@ -260,6 +260,6 @@ def max_index(names: dict[Zone, list[str]], device_class: str) -> list[int]:
 
 
 def mean_idle(schedule: Schedule, devices: Iterable[str]) -> float:
-    """Of some devices; 0 where there is none."""
+    """Mean idle share of some devices; 0 where there is none."""
     shares = [schedule.idle_share(device) for device in devices]
     return float(np.mean(shares)) if shares else 0.0

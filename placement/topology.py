@@ -121,7 +121,7 @@ def one_machine(cores: tuple[int, ...]) -> Topology:
 
 
 def read_topology(text: str) -> Topology:
-    """From 64x8xGPU or a path to a YAML file."""
+    """The machines that 64x8xGPU, or a path to a YAML file, describes."""
     if text.endswith((".yaml", ".yml")):
         return read_file(Path(text))
     found = TEXT.fullmatch(text)

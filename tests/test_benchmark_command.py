@@ -16,7 +16,7 @@ from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import traced_edges
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile
-from embodied.profiling import calibration, measure
+from embodied.profiling import measure, timed_run
 from embodied.profiling.channel_probe import copied
 from embodied.profiling.role_probe import ProbeWorker, real
 from embodied.profiling.store import cost_key, dataflow_of, newest_profile, repeated
@@ -114,10 +114,8 @@ def test_what_a_real_run_takes_besides_goes_where_it_belongs():
     pricer = Pricer(dataflow, profile, [DeviceClass("cpu", "cpu", 2, 1e12)])
     layout = Layout(((Zone(("sim", "policy"), "cpu", 2),), (Zone(("learner",), "cpu", 2),)))
     update_s = 8 * 0.15 + 0.03  # of it 8 times 0.05 s between learners, and 0.03 s once
-    seen = calibration.Seen(
-        8 * 0.25, update_s, sync_s=0.4, publish_s=0.02, rest_s=0.01, edges=dataflow.edges, busy_s={}
-    )
-    taken = calibration.with_turns(profile, pricer, layout, seen)
+    seen = timed_run.Seen(8 * 0.25, update_s, sync_s=0.4, publish_s=0.02, rest_s=0.01, edges=dataflow.edges, busy_s={})
+    taken = timed_run.with_turns(profile, pricer, layout, seen)
     assert taken.costs["sim"]["cpu"].seconds.at(1) == pytest.approx(0.15)
     learner = taken.costs["learner"]["cpu"]
     assert (learner.exchange_s.at(2), learner.fixed_s) == pytest.approx((0.05, 0.03))
@@ -214,10 +212,10 @@ def test_every_iteration_that_is_timed_does_the_same_work():
 
 
 def test_whole_episodes_that_would_take_too_long_become_fewer_and_then_shorter():
-    config = calibration.with_algo(load([*GROUPED]).config, groups=8)
-    short, length = calibration.fewer_episodes(config, 0.25, 8)
+    config = timed_run.with_algo(load([*GROUPED]).config, groups=8)
+    short, length = timed_run.fewer_episodes(config, 0.25, 8)
     assert (short.algo.groups, length) == (2, 8)
-    short, length = calibration.fewer_episodes(config, 0.0625, 8)  # half a group: four episodes of half the length
+    short, length = timed_run.fewer_episodes(config, 0.0625, 8)  # half a group: four episodes of half the length
     assert (short.algo.groups, short.env.max_episode_steps, length) == (1, 4, 4)
 
 
@@ -227,12 +225,12 @@ def test_resets_that_only_shorter_episodes_need_are_no_cost_of_whole_ones():
     costs = {name: {"cpu": cost} for name in ("sim", "policy", "learner")}
     profile = Profile(dataflow_of(config), costs, made={"episode_decisions": 8})
     short = config.model_copy(update={"env": config.env.model_copy(update={"max_episode_steps": 2})})
-    extra = calibration.more_resets(short, profile, reset_s=0.8)
+    extra = timed_run.more_resets(short, profile, reset_s=0.8)
     assert extra == pytest.approx(0.8 / 2 - 0.8 / 8)  # a reset every two decisions instead of every eight
-    assert calibration.more_resets(config, profile, 0.8) == 0
-    raised = calibration.with_sim(profile, extra)
+    assert timed_run.more_resets(config, profile, 0.8) == 0
+    raised = timed_run.with_sim(profile, extra)
     assert raised.costs["sim"]["cpu"].seconds.at(4) == pytest.approx(0.4)
-    assert calibration.with_sim(raised, -extra).costs["sim"]["cpu"].seconds.at(4) == pytest.approx(0.1)
+    assert timed_run.with_sim(raised, -extra).costs["sim"]["cpu"].seconds.at(4) == pytest.approx(0.1)
 
 
 class SlowProbes:
@@ -248,7 +246,7 @@ class SlowProbes:
 
 @pytest.mark.parametrize(("decision_s", "decisions"), [(1e-4, 8), (0.25, 6), (30.0, 4)])
 def test_rollouts_are_as_long_as_there_is_time_for(decision_s, decisions):
-    clock = calibration.Clock(100.0)
+    clock = timed_run.Clock(100.0)
     assert measure.affordable([4, 4], SlowProbes(decision_s), clock, 0.4) == (decisions, 8)
 
 
@@ -258,11 +256,11 @@ def test_real_runs_that_would_take_too_long_are_cut_short():
     profile = Profile(dataflow_of(config), {name: {"cpu": Cost(curve)} for name, curve in costs.items()})
     pricer = Pricer(profile.dataflow, profile, [DeviceClass("cpu", "cpu", 1, 1e12)])
     layout = Layout(((Zone(("sim", "policy", "learner"), "cpu", 1),),))
-    short, fitted = calibration.shortened(config, profile, pricer, layout, calibration.Clock(80.0))
+    short, fitted = timed_run.shortened(config, profile, pricer, layout, timed_run.Clock(80.0))
     assert short.algo.rollout_decisions == 7  # 64 s are left for 8 iterations of 64 s
     assert short.algo.minibatch_size == 7 and short.algo.epochs == 1
     assert fitted.dataflow == dataflow_of(short)
-    assert calibration.shortened(config, profile, pricer, layout, calibration.Clock(1e4))[0] is config
+    assert timed_run.shortened(config, profile, pricer, layout, timed_run.Clock(1e4))[0] is config
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Commands of docs/placement.md do what the page says, and its placements can be read."""
+"""Commands of the pages on placement do what they say, and their placements can be read."""
 
 import re
 import shlex
@@ -13,7 +13,8 @@ from embodied.placement.topology import read_topology
 from embodied.profiling import measure
 from embodied.reporting.timeline import read_trace
 
-PAGE = (Path(__file__).parents[1] / "docs/placement.md").read_text()
+PAGES = ("placement.md", "placement_reference.md", "placement_measurements.md")
+PAGE = "\n".join((Path(__file__).parents[1] / "docs" / name).read_text() for name in PAGES)
 COMMANDS = re.findall(r"^python -m embodied\.(\w+) (.*)", PAGE, re.M)
 PUBLISHED = [arguments for command, arguments in COMMANDS if command == "plan" and "recipe=" not in arguments]
 SWAPPING = [arguments for command, arguments in COMMANDS if command == "benchmark" and "_tiny" in arguments]

@@ -1,4 +1,4 @@
-"""What takes the place of channels, and of who is at their other end, around a worker that is measured by itself."""
+"""Stand-ins for channels and for what is at their other end, around a worker that is measured by itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Measure what the parts of a recipe cost: python -m embodied.profiling recipe=maniskill_ppo [seconds=60]
 
 Each part is measured on the kind of device that it runs on, on all devices of that kind at the same time, as in a run.
-Then short real runs tell what the parts leave out (`calibration.py`). The result is one file that
+Then short real runs show what the parts leave out (`timed_run.py`). The result is one file that
 `python -m embodied.plan`, `placement=auto` and `python -m embodied.benchmark` read.
 """
 
@@ -27,7 +27,6 @@ from embodied.placement.grammar import Slot, others
 from embodied.placement.layout import DeviceClass
 from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, write_profile
-from embodied.profiling.calibration import Clock, calibrate
 from embodied.profiling.store import (
     cost_key,
     dataflow_of,
@@ -39,6 +38,7 @@ from embodied.profiling.store import (
     repeated,
     without_limit,
 )
+from embodied.profiling.timed_run import Clock, calibrate
 from embodied.run import devices, launch
 from embodied.run.memory_check import CUDA_BYTES
 from embodied.run.program import program_of
@@ -278,8 +278,8 @@ def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatc
 
 
 def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
-    """With what its workers need of a device, as a run counts it, and what it takes them to leave it and to come
-    back."""
+    """The cost with what its workers need of a device, as a run counts it, and what it takes them to leave it and to
+    come back."""
     onload_s, offload_s = (median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s"))
     own = CUDA_BYTES if on.kind == "gpu" else 0.0
     needed = constant(moves[0].bytes) if moves[0].split_bytes else cost.bytes

@@ -64,7 +64,7 @@ class Moves:
 
 
 @dataclass
-class Part:
+class ProbedPart:
     """A sim, what it played last, and the policy that it asks where that is measured."""
 
     sim: SimWorker
@@ -81,7 +81,7 @@ class ProbeWorker(Worker):
         self.device = device
         self.measured = parts
         self.grouped = config.algo.name != "ppo"
-        self.parts: dict[int, Part] = {}  # by rows of the sim
+        self.parts: dict[int, ProbedPart] = {}  # by rows of the sim
         self.samples: dict[int, Samples] = {}  # by size
         self.steps = 0  # env steps that episodes in groups may last
 
@@ -123,7 +123,7 @@ class ProbeWorker(Worker):
             samples.seconds.setdefault(name, []).append(seconds)
 
     def _rows(self, num_envs: int) -> int:
-        """Of the sim: all of them where it is measured, else a few."""
+        """Rows of the sim: all of them where it is measured, else a few."""
         if "sim" in self.measured:
             return num_envs
         return next(rows for rows in range(min(ROWS, num_envs), 0, -1) if num_envs % rows == 0)
@@ -132,7 +132,7 @@ class ProbeWorker(Worker):
     def _chunk(self) -> int:
         return self.config.policy.chunk
 
-    def _actions(self, part: Part) -> tuple[int, int]:
+    def _actions(self, part: ProbedPart) -> tuple[int, int]:
         return self._chunk, part.sim.spec().action.dim
 
     def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
@@ -160,7 +160,7 @@ class ProbeWorker(Worker):
             "bytes": [num_bytes],
         }
 
-    def _updates(self, algo: Any, part: Part, repeats: int, found: list[float]) -> tuple[list[float], float]:
+    def _updates(self, algo: Any, part: ProbedPart, repeats: int, found: list[float]) -> tuple[list[float], float]:
         """Seconds of updates of a new learner, added to `found`; -> those of looking ahead, and the bytes it needs."""
         learner, looks = self._learner(algo, part), []
         for repeat in range(repeats + 1):
@@ -175,7 +175,7 @@ class ProbeWorker(Worker):
         return looks, num_bytes
 
     @contextmanager
-    def _away(self, part: Part) -> Iterator[None]:
+    def _away(self, part: ProbedPart) -> Iterator[None]:
         """The policy leaves a GPU meanwhile, which might not hold a learner beside it."""
         moves = self.device != "cpu"
         if moves:
@@ -184,7 +184,7 @@ class ProbeWorker(Worker):
         if moves:
             part.policy.onload()
 
-    def _has_frozen_parts(self, part: Part) -> bool:
+    def _has_frozen_parts(self, part: ProbedPart) -> bool:
         if self.config.algo.epochs == 1:
             return False
         played = part.kept.get()
@@ -193,7 +193,7 @@ class ProbeWorker(Worker):
             return bool(part.policy.policy.frozen_features(obs))
 
     def moves(self, num_envs: int) -> dict[str, Moves]:
-        """Of the policy, and of a learner that has learned once."""
+        """Moves of the policy, and of a learner that has learned once."""
         part = self.parts[self._rows(num_envs)]
         found = {"policy": moves_of(part.policy)}
         with self._away(part):
@@ -210,7 +210,7 @@ class ProbeWorker(Worker):
         self.parts.pop(self._rows(num_envs)).sim.close()
         gc.collect()
 
-    def _play(self, part: Part, num_envs: int, decisions: int, route: Route) -> float:
+    def _play(self, part: ProbedPart, num_envs: int, decisions: int, route: Route) -> float:
         """-> seconds that went into resets of whole episodes."""
         group_size = self.config.algo.group_size if self.grouped else 1
         episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks_of(self.config), group_size=group_size)
@@ -222,18 +222,18 @@ class ProbeWorker(Worker):
         part.sim.hand_over([np.array(part.sim.kept())], "probe", (part.kept,))
         return stats.reset_s
 
-    def _learn(self, learner: LearnerWorker, part: Part) -> None:
+    def _learn(self, learner: LearnerWorker, part: ProbedPart) -> None:
         played = part.kept.get()
         scores = np.resize([1.0, -1.0], len(played.ids)) if self.grouped else None
         learner.update(part.kept, ("probe",), BatchPart(played.ids, 0, len(played.ids), 0, scores, scores), 0, 100)
 
-    def _learner(self, algo: Any, part: Part) -> LearnerWorker:
+    def _learner(self, algo: Any, part: ProbedPart) -> LearnerWorker:
         options = (self.config.policy, algo, self.config.learner.model_copy(update={"shard": False}))
         learner = real(LearnerWorker, *options, self.config.seed, None, self.device, tick=self.tick)
         learner.build(part.sim.spec(), new_name(), snapshot=False)
         return learner
 
-    def _part(self, rows: int) -> Part:
+    def _part(self, rows: int) -> ProbedPart:
         if rows not in self.parts:
             simulator = "cuda" if self.config.env.on_gpu else "cpu"
             before = used_bytes(simulator)
@@ -243,7 +243,7 @@ class ProbeWorker(Worker):
             if self.grouped:
                 self._cut_episodes(sim.stages[0].env, limit)
             policy = self._policy(sim) if "policy" in self.measured else None
-            self.parts[rows] = Part(sim, Kept(), policy, taken, limit)
+            self.parts[rows] = ProbedPart(sim, Kept(), policy, taken, limit)
         return self.parts[rows]
 
     def _horizon(self, limit: int) -> int:
@@ -286,7 +286,7 @@ def moves_of(worker: PolicyWorker | LearnerWorker) -> Moves:
 
 
 def in_shards(learner: LearnerWorker, moves: Moves) -> Moves:
-    """Of one of several learners that share out this one's weights; bytes as if it were alone."""
+    """Moves of one of several learners that share out this one's weights; bytes as if it were alone."""
     parameters = list(learner.policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
     blocks = [size_of(block.parameters()) for block in learner.policy.blocks()]
@@ -321,7 +321,7 @@ def tasks_of(config: RunConfig) -> Any:
 
 
 def used_bytes(simulator: str) -> int:
-    """Of this process's memory, or of the GPU that it sees."""
+    """Bytes in use of this process's memory, or of the GPU that it sees."""
     if simulator == "cuda":
         free, total = torch.cuda.mem_get_info()
         return total - free

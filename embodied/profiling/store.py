@@ -12,16 +12,21 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
+from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan
 from embodied.placement.dataflow import Dataflow, embodied_dataflow
-from embodied.placement.grammar import EMBODIED, PlacementError, Role, number, others
+from embodied.placement.deploy import as_placement, granularity
+from embodied.placement.grammar import EMBODIED, number, others
 from embodied.placement.layout import DeviceClass
+from embodied.placement.planner import Choice, Planner
 from embodied.placement.profile import NOTHING, Profile, read_profile
-from embodied.placement.topology import GB, Topology
-from embodied.run.devices import networks_on
+from embodied.placement.reasons import why_not
+from embodied.placement.topology import GB
+from embodied.run.devices import draws_on_gpus, networks_on
 
 AMOUNTS = {
     "env": ("num_envs", "stagger"),
@@ -65,8 +70,8 @@ def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequen
 
 
 def counted(profile: Profile, memory_gb: float | None) -> Profile:
-    """With what a run counts of the memory of cores: what policies and learners say they need where `cluster.memory_gb`
-    limits that, else only what simulators take of the machine."""
+    """The profile with what a run counts of the memory of cores: what policies and learners say they need where
+    `cluster.memory_gb` limits that, else only what simulators take of the machine."""
     costs = {name: dict(on) for name, on in profile.costs.items()}
     for name, on in costs.items():
         if "cpu" in on and (name == "sim") == (memory_gb is not None):
@@ -75,7 +80,7 @@ def counted(profile: Profile, memory_gb: float | None) -> Profile:
 
 
 def limited(classes: Iterable[DeviceClass], memory_gb: float | None) -> list[DeviceClass]:
-    """With the memory that `cluster.memory_gb` leaves every device, if it is given."""
+    """The classes with the memory that `cluster.memory_gb` leaves every device, if it is given."""
     limit = {} if memory_gb is None else {"memory_bytes": memory_gb * GB}
     return [replace(one, **limit) for one in classes]
 
@@ -124,7 +129,8 @@ def describe_devices(counts: Mapping[str, int], nodes: int = 1) -> str:
 
 
 def why_it_does_not_count(profile: Profile, machines: Topology) -> str:
-    """On these machines; "" where it counts. Profiles from before there were other kinds know their cores alone."""
+    """The reason on these machines; "" where it counts. Profiles from before there were other kinds know their cores
+    alone."""
     made = profile.made
     measured, nodes = made.get("devices") or {"cpu": made.get("cores", 0)}, made.get("nodes", 1)
     if (measured, nodes) == (device_counts(machines), len(machines.nodes)):
@@ -154,7 +160,7 @@ def processor() -> str:
 
 
 def profile_path(config: RunConfig, made: Mapping = {}, roles: Sequence[Role] = EMBODIED) -> Path:
-    """Of what was `made` on these machines: another one for each."""
+    """The file of what was `made` on these machines: another one for each."""
     counts, nodes = made.get("devices", {}), made.get("nodes", 1)
     where = [f"{count}{kind}" for kind, count in counts.items()] + [f"{nodes}nodes"] * (nodes > 1)
     parts = [config.run.name or "run", *where, cost_key(config, roles)]
@@ -191,3 +197,37 @@ def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[R
     dataflow = dataflow_of(config, profile.made.get("episode_decisions", 1.0), roles)
     dataflow = replace(dataflow, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
     return replace(profile, dataflow=dataflow)
+
+
+# placement=auto
+
+
+def plan_from_profile(
+    config: RunConfig, machines: Topology, path: Path, roles: Sequence[Role] = EMBODIED
+) -> tuple[RunConfig, PlacementPlan]:
+    """The config with the plan's stages and granularity, and the plan, on all devices that the profile knows."""
+    memory_gb = config.cluster.memory_gb
+    profile = counted(fitted_to(config, read_profile(path), path, roles), memory_gb)
+    asked = config.pipeline.stages
+    stages = (asked,) if asked > 1 else tuple(profile.made.get("stages", (1,)))
+    classes = limited((c for c in machines.classes() if c.count and profile.knows(c)), memory_gb)
+    planner = Planner(profile.dataflow, profile, classes, stages)
+    best = planner.best()
+    if best is None:
+        reasons = [f"{mode}: {why_not(planner, mode)}" for mode in ("collocated", "hybrid")]
+        raise PlacementError("\n".join([f"no plan fits by {path}; allow more memory, or name a placement", *reasons]))
+    placement = as_placement(planner.pricer, best.layout, machines, draws_on_gpus(config.env))
+    plan = make_plan(placement, machines, config.env.num_envs, best.layout.stages, roles=roles)
+    pieces = config.pipeline.granularity or granularity(best.layout, profile.dataflow)
+    pipeline = config.pipeline.model_copy(update={"stages": best.layout.stages, "granularity": pieces})
+    reason = why(best, profile.dataflow.env_steps, path, profile.made.get("date"))
+    return config.model_copy(update={"pipeline": pipeline}), replace(plan, mode="auto", reason=reason)
+
+
+def why(best: Choice, env_steps: int, path: Path, date: str | None) -> str:
+    stages = f" with {best.layout.stages} stages" if best.layout.stages > 1 else ""
+    when = f"{datetime.fromisoformat(date):%d %b %Y}, " if date else ""
+    return (
+        f"{best.layout.mode}{stages}: the fastest by the profile measured here ({when}{path}), "
+        f"{env_steps / best.price.seconds:.0f} env steps/s expected"
+    )

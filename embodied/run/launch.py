@@ -198,8 +198,7 @@ def placed(
     """The plan; placement=auto of a training run asks the profile of such machines, if there is one."""
     uncounted = ""
     if config.placement == "auto" and learn:
-        from embodied.profiling.auto import plan_from_profile
-        from embodied.profiling.store import profile_for
+        from embodied.profiling.store import plan_from_profile, profile_for
 
         path, uncounted = profile_for(config, machines, roles)
         if path:
