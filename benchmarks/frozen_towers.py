@@ -20,9 +20,9 @@ import torch
 from benchmarks.common import RESULTS, code_commit, machine, markdown, packages, write_json
 from embodied.core.observations import text_arrays
 from embodied.core.types import ActionSpec, EnvSpec
-from embodied.learners.batch import Batch
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
+from embodied.learners.rollout_buffer import Batch
 from embodied.learners.update import frozen_features
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config

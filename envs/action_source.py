@@ -5,13 +5,15 @@ A pilot is told of every beginning and sees only the rows that play.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from embodied.core.types import Observation
-from embodied.envs.episode_tracker import EpisodeTracker
-from embodied.envs.policy_client import PolicyClient
+
+if TYPE_CHECKING:
+    from embodied.envs.episode_player import EpisodeTracker
+    from embodied.envs.rollout import PolicyClient
 
 
 class Expert(Protocol):

@@ -9,18 +9,56 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from embodied.core.arrays import host, is_tensor
 from embodied.core.episodes import EpisodeList, head_start
 from embodied.core.observations import Observation, map_obs, take_rows
-from embodied.core.trajectories import in_sequences
-from embodied.core.types import ActReply, Array, ChunkResult, EpisodeResult, EpisodeSpec, Note, Trajectory
+from embodied.core.types import (
+    ActReply,
+    ActRequest,
+    Array,
+    AskAgain,
+    ChunkResult,
+    EpisodeResult,
+    EpisodeSpec,
+    Note,
+    Trajectory,
+    in_sequences,
+)
 from embodied.envs.base import VectorEnv
 from embodied.envs.episode_player import EpisodePlayer, spread
-from embodied.envs.policy_client import PolicyClient
 from embodied.runtime import Channel, Timers
+
+
+class PolicyClient:
+    def __init__(self, source: str, requests: Channel, replies: Channel) -> None:
+        self.source = source
+        self.requests = requests
+        self.replies = replies
+        self.question = ActRequest(source)
+
+    def ask(self, same_as: tuple[str, int] | None = None, **what: Any) -> tuple[str, int]:
+        """-> what this question can be referred to by. Where its `obs` is the `same_as` that of an earlier one, it goes
+        without, unless it has to be asked again."""
+        self.question = ActRequest(self.source, self.question.number + 1, **what)
+        short = replace(self.question, obs=None, same_as=same_as)
+        self.requests.put(self.question if same_as is None else short)
+        return self.question.source, self.question.number
+
+    def answer(self) -> ActReply:
+        while True:
+            reply: ActReply | AskAgain = self.replies.get()
+            if reply.source != self.source:
+                continue
+            if isinstance(reply, AskAgain):
+                self.requests.put(self.question)
+            elif reply.number == self.question.number:
+                return reply
+
 
 Refill = Callable[[np.ndarray, ChunkResult], None]  # begins episodes on rows that are done
 

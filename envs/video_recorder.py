@@ -12,8 +12,10 @@ import numpy as np
 
 from embodied.core.types import EpisodeResult, EpisodeSpec, Recording
 from embodied.envs.base import VectorEnv
-from embodied.envs.episode_tracker import EpisodeTracker
 from embodied.envs.own_modules import file_name
+
+if TYPE_CHECKING:
+    from embodied.envs.episode_player import EpisodeTracker
 
 if TYPE_CHECKING:
     from embodied.reporting.videos import VideoWriter

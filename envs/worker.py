@@ -13,13 +13,23 @@ import numpy as np
 
 from embodied.core.episodes import EpisodeList, env_blocks
 from embodied.core.observations import text_arrays
-from embodied.core.trajectories import arrays_of, choose, join, trajectory_from
-from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Recording, RolloutStats, Route, Trajectory
+from embodied.core.types import (
+    EnvSpec,
+    EpisodeResult,
+    EpisodeSpec,
+    Recording,
+    RolloutStats,
+    Route,
+    Trajectory,
+    arrays_of,
+    choose,
+    join,
+    trajectory_from,
+)
 from embodied.envs import make_env
 from embodied.envs.action_source import ExpertActions, PolicyActions
 from embodied.envs.episode_player import play_episodes
-from embodied.envs.policy_client import PolicyClient
-from embodied.envs.rollout import Record, Refill, Stage, take_turns
+from embodied.envs.rollout import PolicyClient, Record, Refill, Stage, take_turns
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.device_memory import Taken
 from embodied.runtime.timers import Total

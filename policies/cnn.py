@@ -21,9 +21,9 @@ from torch.nn.functional import smooth_l1_loss
 from embodied.core.arrays import as_asked, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, Observation, PolicyOutput
-from embodied.policies.actor_critic import ActorCritic, EmptyConv2d, EmptyLinear, mlp
 from embodied.policies.base import Scores
 from embodied.policies.config import CNNConfig
+from embodied.policies.mlp import ActorCritic, EmptyConv2d, EmptyLinear, mlp
 
 LEAST = 0.01  # a privileged number that varies less, a centimetre say, need not be estimated
 

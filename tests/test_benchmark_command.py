@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from embodied import benchmark
-from embodied.algorithms.lr_schedules import learning_rates
+from embodied.algorithms.minibatches import learning_rates
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.learners.memory_estimate import size_of

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import my_nets
-from embodied.policies.actor_critic import ObservationNormalizer, state_moments
+from embodied.policies.mlp import ObservationNormalizer, state_moments
 
 
 class Normalised(my_nets.Linear):

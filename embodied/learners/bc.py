@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.lr_schedules import sft_factor
-from embodied.algorithms.minibatches import minibatches, owned, permutation
+from embodied.algorithms.minibatches import minibatches, owned, permutation, sft_factor
 from embodied.core import rng
 from embodied.core.episodes import env_blocks
 from embodied.core.errors import ConfigError

@@ -22,9 +22,9 @@ from embodied.algorithms.losses import GRPOItems, PPOItems, Stats, grpo_loss_sum
 from embodied.core.arrays import host, is_tensor
 from embodied.core.observations import Observation, map_obs
 from embodied.core.types import Array, BatchPart, Trajectory
-from embodied.learners.batch import Batch, flatten, own, take
 from embodied.learners.collective import Collective
 from embodied.learners.model import Model
+from embodied.learners.rollout_buffer import Batch, flatten, own, take
 from embodied.policies.base import Scores
 
 

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.algorithms.lr_schedules import lr_factor, skip_remaining_epochs
-from embodied.algorithms.minibatches import minibatches, owned, permutation
+from embodied.algorithms.minibatches import lr_factor, minibatches, owned, permutation, skip_remaining_epochs
 from embodied.core.errors import Diverged, WrongShape
-from embodied.learners.batch import Batch, take
-from embodied.learners.model import FrozenFeatures, Model
-from embodied.learners.optimizer import Optimizer
+from embodied.learners.model import FrozenFeatures, Model, Optimizer
+from embodied.learners.rollout_buffer import Batch, take
 from embodied.learners.share import Share
 from embodied.policies.base import Scores
 

@@ -16,13 +16,11 @@ from torch import Tensor
 from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import BatchPart, EnvSpec, Trajectory
-from embodied.learners.batch import Batch
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import Optimizer
+from embodied.learners.model import Model, Optimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
-from embodied.learners.rollout_buffer import RolloutBuffer
+from embodied.learners.rollout_buffer import Batch, RolloutBuffer
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
 from embodied.learners.share import moments_of, prepare
 from embodied.learners.update import frozen_features, update_policy

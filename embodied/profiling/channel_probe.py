@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied.core.observations import num_rows
-from embodied.core.trajectories import join
-from embodied.core.types import ActReply, ActRequest, PolicyOutput, Trajectory
+from embodied.core.types import ActReply, ActRequest, PolicyOutput, Trajectory, join
 
 if TYPE_CHECKING:
     from embodied.policies.worker import PolicyWorker

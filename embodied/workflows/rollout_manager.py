@@ -15,18 +15,88 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from embodied.core.episodes import EpisodeList
+from embodied.core.errors import StaleWeights
 from embodied.core.types import ActRequest, AskAgain, EpisodeResult, Route
-from embodied.runtime import Budget, Channel, Handle
+from embodied.runtime import Budget, Channel, Cluster, Handle, WorkerGroup
 from embodied.runtime.failures import Failure
+from embodied.runtime.tensor_bytes import Blob
+from embodied.runtime.weights import Publication, WeightStore
 
 if TYPE_CHECKING:
     from embodied.workflows.workers import Workers
+
+Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if a worker had to be replaced
+Send = Callable[[tuple[Channel, ...], bool], object]  # puts the current version's buckets there: all, or what changed
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A version that comes from a checkpoint instead of a learner."""
+
+    version: int
+    blobs: dict[str, Blob]
+
+
+class WeightSync:
+    def __init__(self, cluster: Cluster, policies: WorkerGroup) -> None:
+        self.policies = policies
+        ranks = range(len(policies))
+        self.channels = [cluster.channel(f"weights-{p}", home=policies[p], capacity=1) for p in ranks]
+        self.routes: list[str] = []
+        self.loads: dict[int, Handle] = {}  # the last of each policy worker
+        self.current: Publication | None = None
+        self.send: Send | None = None
+        self.store: WeightStore | None = None  # of adopted weights
+        self.times = (0.0, 0.0)  # between which the current weights were on their way
+
+    @property
+    def version(self) -> int:
+        if self.current is None:
+            raise StaleWeights("no weights have been published yet")
+        return self.current.version
+
+    def deliver(self, publication: Publication, send: Send, ask: Ask) -> list[Handle]:
+        """Bring a version to all policy workers, which act with nothing else from now on."""
+        if not self.routes:
+            self.routes = ask(lambda: self.policies.route(publication))
+        self.current, self.send = publication, send
+        self.times = (perf_counter(),) * 2
+        ranks = range(len(self.policies))
+        behind = [rank for rank in ranks if not self._holds(rank, publication.follows)]
+        return self._load([r for r in ranks if r not in behind], whole=False) + self._load(behind, whole=True)
+
+    def reload(self, ranks: Iterable[int]) -> list[Handle]:
+        """Bring all of the current version to policy workers that have just been built, without publishing again."""
+        return [] if self.current is None else self._load(list(ranks), whole=True)
+
+    def adopt(self, weights: Weights, ask: Ask) -> list[Handle]:
+        """Deliver weights that this process holds."""
+        self.store = WeightStore({name: blob.spec for name, blob in weights.blobs.items()})
+        return self.deliver(self.store.publish(weights.version, weights.blobs.items()), self.store.send_aside, ask)
+
+    def _holds(self, rank: int, version: int) -> bool:
+        """Whether a policy worker is known to have this version; one that was still building then may have missed
+        it."""
+        load = self.loads.get(rank)
+        return load is not None and load.succeeded() and load.wait()[0] == version
+
+    def _load(self, ranks: Iterable[int], whole: bool) -> list[Handle]:
+        places = [(rank, self.routes[rank], self.channels[rank]) for rank in ranks]
+        far = tuple(channel for _, route, channel in places if route == "buckets")
+        if far:
+            self.send(far, whole)
+        new = {r: self.policies[r].load_weights(self.current, route, channel, whole) for r, route, channel in places}
+        self.loads |= new
+        return list(new.values())
+
 
 SAME_ERROR = 3  # times that a worker fails at one line before it ends a round: no accident, its next life would as well
 

@@ -20,8 +20,7 @@ from embodied.run import devices
 from embodied.runtime import Channel, Cluster, Handle, Timers, Turns, take_turns
 from embodied.runtime.weights import new_name
 from embodied.workflows.contract import ROLLOUT, UPDATE, BatchSource, Role, check_roles
-from embodied.workflows.rollout_manager import RolloutManager
-from embodied.workflows.weight_sync import Weights, WeightSync
+from embodied.workflows.rollout_manager import RolloutManager, Weights, WeightSync
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig

@@ -12,8 +12,7 @@ from torch import nn
 from embodied.algorithms.advantages import gae, merge_moments, moments, normalize
 from embodied.algorithms.config import PPOConfig
 from embodied.algorithms.losses import PPOItems, ppo_loss_sum
-from embodied.algorithms.lr_schedules import skip_remaining_epochs
-from embodied.algorithms.minibatches import minibatches, owned, permutation
+from embodied.algorithms.minibatches import minibatches, owned, permutation, skip_remaining_epochs
 
 from .reference_ppo import reference_update
 

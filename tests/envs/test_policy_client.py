@@ -6,7 +6,7 @@ import numpy as np
 
 from embodied.core.types import ActReply, AskAgain, EpisodeSpec
 from embodied.envs.episode_player import num_startable
-from embodied.envs.policy_client import PolicyClient
+from embodied.envs.rollout import PolicyClient
 
 
 class Fifo(deque):

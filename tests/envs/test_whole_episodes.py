@@ -8,8 +8,7 @@ import pytest
 
 from embodied.core.episodes import EpisodeList
 from embodied.core.rng import uniform
-from embodied.core.trajectories import arrays_of, choose, join, trajectory_from
-from embodied.core.types import ActReply, PolicyOutput
+from embodied.core.types import ActReply, PolicyOutput, arrays_of, choose, join, trajectory_from
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
 from embodied.envs.rollout import Record, Stage, take_turns

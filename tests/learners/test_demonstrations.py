@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from embodied.algorithms.config import SFTConfig
-from embodied.algorithms.lr_schedules import sft_factor
+from embodied.algorithms.minibatches import sft_factor
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
 from embodied.learners.collective import Alone
 from embodied.learners.demonstrations import Demonstrations, Pictures
-from embodied.learners.optimizer import Optimizer
+from embodied.learners.model import Optimizer
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
 

@@ -14,8 +14,7 @@ from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.errors import ConfigError
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import Optimizer
+from embodied.learners.model import Model, Optimizer
 from embodied.learners.share import prepare
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from embodied.algorithms.config import PPOConfig
-from embodied.core.trajectories import join, map_decisions
+from embodied.core.types import join, map_decisions
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import Optimizer
+from embodied.learners.model import Model, Optimizer
 from embodied.learners.rendezvous import RendezvousRoom
 from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.share import prepare

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied.core.trajectories import DECISIONS, join, map_decisions
-from embodied.core.types import Trajectory
+from embodied.core.types import DECISIONS, Trajectory, join, map_decisions
 from embodied.learners import model
 from embodied.learners.rollout_buffer import RolloutBuffer, items_of
 

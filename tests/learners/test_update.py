@@ -13,11 +13,10 @@ from embodied.algorithms.config import PPOConfig
 from embodied.algorithms.minibatches import permutation
 from embodied.core.episodes import env_blocks
 from embodied.core.errors import Diverged, WrongShape
-from embodied.core.trajectories import join
+from embodied.core.types import join
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import Optimizer
+from embodied.learners.model import Model, Optimizer
 from embodied.learners.rendezvous import RendezvousRoom
 from embodied.learners.share import prepare
 from embodied.learners.update import update_policy

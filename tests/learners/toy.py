@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embodied.core.trajectories import choose
-from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
+from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory, choose
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
 

@@ -17,8 +17,7 @@ from embodied.learners.bc import ImitationLearner
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.demonstrations import Demonstrations
-from embodied.learners.model import Model
-from embodied.learners.optimizer import Optimizer
+from embodied.learners.model import Model, Optimizer
 from embodied.learners.share import prepare
 from embodied.learners.update import frozen_features, update_policy
 from embodied.policies import make_policy
@@ -126,7 +125,7 @@ def learn(policy, played):
     optimizer = Optimizer(policy, config, Alone())
     share = prepare(played, BatchPart(played.ids, 0, ROWS, 0), config, Alone(), model.dtype, WHERE)
     share = share.with_replay(frozen_features(model, share.batch, ROWS))
-    with patch("embodied.learners.optimizer.adam", step_there):
+    with patch("embodied.learners.model.adam", step_there):
         return update_policy(model, optimizer, config, share, 0, 0, 10)
 
 
