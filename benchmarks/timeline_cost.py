@@ -16,7 +16,7 @@ from statistics import median
 from time import perf_counter
 
 from benchmarks.common import ROOT, environment, markdown, only_run, train_command
-from embodied.reporting.timeline import DRIVER, Span, read_trace
+from embodied.reporting.timeline import DRIVER, TimedSpan, read_trace
 from embodied.runtime import Timers
 
 ROUNDS, LOOPS = 50, 2000
@@ -50,11 +50,11 @@ def price_of_a_piece() -> float:
     return median(seconds)
 
 
-def workers(spans: list[Span]) -> list[str]:
+def workers(spans: list[TimedSpan]) -> list[str]:
     return list(dict.fromkeys(span.worker for span in spans if span.worker != DRIVER))
 
 
-def row(worker: str, spans: list[Span], price: float) -> list[str]:
+def row(worker: str, spans: list[TimedSpan], price: float) -> list[str]:
     """How often this worker measured, while training went on (its evaluation and saving included)."""
     wall_s = max(span.end_s for span in spans) - min(span.start_s for span in spans)
     rate = sum(span.worker == worker for span in spans) / wall_s

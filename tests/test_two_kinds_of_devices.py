@@ -27,7 +27,7 @@ def one_gpu(monkeypatch):
     monkeypatch.setattr(devices, "discover", lambda: Topology((node,), "this machine"))
     asked = []
     monkeypatch.setattr(devices, "torch_device", lambda kind: asked.append(kind) or "cpu")
-    monkeypatch.setattr(launch, "environment", lambda host: {})  # else workers would ask CUDA what they take
+    monkeypatch.setattr(devices, "environment", lambda host: {})  # else workers would ask CUDA what they take
     return len(cores), asked
 
 
