@@ -1,6 +1,6 @@
 # make train           set up if needed, then train a robot arm to push a cube (about a minute)
 # make test            set up if needed, then run the tests;  make test-all  also learning curves and chaos
-# make lint            formatting and lint;  make types  the types of core and of the public surface
+# make lint            formatting and lint
 # make docs-check      every command and snippet of the README and docs/
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = .venv/bin/python
@@ -8,7 +8,7 @@ RUN = .venv/bin/python
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadscope
 ARGS ?=
 
-.PHONY: train test test-all lint types docs-check format setup
+.PHONY: train test test-all lint docs-check format setup
 
 train: setup
 	@$(RUN) -m embodied.train recipe=maniskill_ppo $(ARGS)
@@ -21,9 +21,6 @@ test-all: setup
 
 lint: setup
 	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check .
-
-types: setup
-	@$(RUN) -m mypy
 
 docs-check: setup
 	@$(PYTEST) tests/test_readme.py tests/test_docs.py tests/test_*_page.py $(ARGS)
