@@ -35,6 +35,12 @@ from embodied.runtime import Channel, Timers
 
 
 class PolicyClient:
+    """Asks a stage's policy worker, and takes the answer to the last question from whichever worker gives it.
+
+    A policy worker may die between question and answer. Its successor knows of no question, so the stage is sent
+    `AskAgain`; the answer is the same, since it depends on the question alone, and a second one is ignored.
+    """
+
     def __init__(self, source: str, requests: Channel, replies: Channel) -> None:
         self.source = source
         self.requests = requests

@@ -1,7 +1,8 @@
 """What flows between workers: small frozen carriers with their shapes.
 
 Letters used everywhere: N envs, T decisions, C env steps per decision (the action chunk), A action dimensions. Arrays
-are numpy between processes; float arrays keep the run's dtype.
+are numpy between processes; float arrays keep the run's dtype. At the end is what is done to trajectories: joining
+them, taking parts of them, keeping them in a checkpoint.
 """
 
 from __future__ import annotations

@@ -139,6 +139,13 @@ MASTER = "master"
 
 
 class Optimizer:
+    """Adam over the policy's trainable parameters.
+
+    Ranks that hold all weights exchange their gradients as one flat vector; ranks that hold shards have them summed by
+    FSDP already and exchange only numbers. Weights of half precision are trained in float32, the master: a copy, or
+    where they are sharded the shards themselves.
+    """
+
     def __init__(self, policy, algo, collective: Collective, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
         """`dtypes`: in which the weights leave the learner, where that is not as they are here."""
         rates = learning_rates(algo)

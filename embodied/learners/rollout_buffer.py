@@ -22,7 +22,11 @@ from embodied.runtime import Channel
 
 @dataclass(frozen=True)
 class Batch:
-    """Items of a block of sequences: tensors [items, ...] on this rank; `first` is the global id of item 0."""
+    """Items of a block of sequences: tensors [items, ...] on this rank; `first` is the global id of item 0.
+
+    An item is one decision. Global ids count the decisions of all ranks' sequences in the order of their ids: which
+    worker delivered first makes no difference.
+    """
 
     first: int
     obs: Observation

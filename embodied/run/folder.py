@@ -22,7 +22,10 @@ from embodied.run.checkpoints import name_of, read_json, replace_text
 
 
 class Curves:
-    """One event file. A resumed run opens another beside it; TensorBoard joins them."""
+    """TensorBoard's curves, written with its own record writer: no thread behind, and no torch in the driver.
+
+    One event file. A resumed run opens another beside it; TensorBoard joins them.
+    """
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

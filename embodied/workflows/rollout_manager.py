@@ -46,6 +46,12 @@ class Weights:
 
 
 class WeightSync:
+    """Brings published weights to the policy workers, and knows the current version for those that start again.
+
+    How a policy worker gets at weights (`runtime/weights.py`) follows from where its process is; its first answer says
+    so, and a successor on the same host gets at them in the same way.
+    """
+
     def __init__(self, cluster: Cluster, policies: WorkerGroup) -> None:
         self.policies = policies
         ranks = range(len(policies))
