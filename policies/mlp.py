@@ -1,4 +1,9 @@
-"""Small policies: an MLP for the action distribution and one for the value, on the state or on a trunk's features."""
+"""Small policies: an MLP for the action distribution and one for the value, on the state or on a trunk's features.
+
+Where the env gives privileged numbers, the value reads these and the state instead: it is needed in training only, and
+no action depends on it. Continuous actions are Gaussian with a learned, state-independent deviation per dimension;
+discrete ones are categorical, sampled through Gumbel noise. Actions are stored as sampled; the env clips them.
+"""
 
 from __future__ import annotations
 
