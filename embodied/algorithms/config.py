@@ -16,7 +16,11 @@ class PolicyGradientConfig(Strict):
 
     name: str = Field(description="Set by each algorithm.")
     epochs: int = Field(4, gt=0, description="Passes over the data of an iteration.")
-    minibatch_size: int = Field(256, gt=0, description="Items (decisions) per gradient step, over all learner ranks.")
+    minibatch_size: int | None = Field(
+        256,
+        gt=0,
+        description="Items (decisions) per gradient step, over all learner ranks; null: all of an iteration in one.",
+    )
 
     lr: float = Field(3e-4, ge=0, description="Adam's learning rate.")
     lr_schedule: Literal["constant", "linear"] = Field(
@@ -78,6 +82,10 @@ class PolicyGradientConfig(Strict):
             )
         return self
 
+    def step_items(self, items: int) -> int:
+        """Items per gradient step, of so many in an iteration."""
+        return min(self.minibatch_size or items, items)
+
 
 class PPOConfig(PolicyGradientConfig):
     name: Literal["ppo"] = Field("ppo", description="Algorithm: ppo, grpo, dapo, rloo or reinforce++.")
@@ -115,11 +123,18 @@ class PPOConfig(PolicyGradientConfig):
             raise ValueError("algo.kl_in=reward takes the divergence as it is (k1); leave out algo.kl_estimator")
         return self
 
+    def why_not_periodic(self) -> str:
+        """Why gradients cannot be summed up while a batch is collected."""
+        return (
+            "all env rows of PPO reach the end of a rollout together, and advantages are estimated and normalised over "
+            "all of it, so nothing could begin earlier; try pipeline.schedule=async"
+        )
+
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ValueError when `num_envs` envs in total collect too few items for this algorithm."""
         items = num_envs * self.rollout_decisions
         have = f"env.num_envs={num_envs} * algo.rollout_decisions={self.rollout_decisions} = {items} items an iteration"
-        if self.minibatch_size > items:
+        if self.minibatch_size and self.minibatch_size > items:
             raise ValueError(
                 f"algo.minibatch_size={self.minibatch_size} is more than {have}; try algo.minibatch_size={items}"
             )
@@ -225,6 +240,22 @@ class GRPOConfig(PolicyGradientConfig):
                 "no group would be kept; swap them"
             )
         return self
+
+    def why_not_periodic(self) -> str:
+        """Why gradients cannot be summed up while groups come; empty where they can."""
+        if self.epochs > 1:
+            return f"a group is learned from as it comes and then forgotten, but algo.epochs={self.epochs}; try 1"
+        if self.minibatch_size is not None:
+            return (
+                "there is one gradient step, after the last group, but algo.minibatch_size="
+                f"{self.minibatch_size} makes several; try algo.minibatch_size=null"
+            )
+        if "batch" in (self.baseline, self.scale):
+            return (
+                f"algo.baseline={self.baseline} and algo.scale={self.scale} compare a return with those of the whole "
+                "batch, which are known at its end; try algo.baseline=group with algo.scale=group or none"
+            )
+        return ""
 
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ValueError when some of `num_envs` envs would never play."""

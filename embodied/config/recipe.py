@@ -39,6 +39,14 @@ from embodied.runtime.config import ClusterConfig, FaultsConfig
 
 
 class PipelineSection(Strict):
+    schedule: Literal["sync", "periodic", "async"] = Field(
+        "sync",
+        description="When an update begins: sync, when all of its batch is collected; periodic, with the first finished "
+        "group, the result being the same; async, while the next batches are collected with older weights.",
+    )
+    async_level: int = Field(
+        1, gt=0, description="Versions that the weights which collect are behind those that learn, with schedule=async."
+    )
     stages: int = Field(
         1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another."
     )
@@ -130,7 +138,9 @@ class RunConfig(Strict):
         checks = [self._stages_share_envs, self._precisions_fit]
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
-            checks.append(self._reference_fits)
+            checks += [self._reference_fits, self._schedule_fits]
+        elif self.pipeline.schedule != "sync" and "sft" not in unused:
+            checks.append(self._nothing_is_collected)
         if problems := [str(err) for err in map(failure, checks) if err]:
             raise ValueError("\n".join(problems))
         return self
@@ -170,6 +180,27 @@ class RunConfig(Strict):
                 "learner.shard=true splits the policy, and algo.kl_coef needs a whole frozen copy of it; "
                 "try learner.shard=false or algo.kl_coef=0"
             )
+
+    def _schedule_fits(self) -> None:
+        schedule, level, algo = self.pipeline.schedule, self.pipeline.async_level, self.algo
+        if schedule != "async" and level != 1:
+            raise ValueError(
+                f"pipeline.async_level={level} has no effect with pipeline.schedule={schedule}; leave it out, or set "
+                "pipeline.schedule=async"
+            )
+        if schedule == "async" and self.pipeline.granularity:
+            raise ValueError(
+                f"pipeline.granularity={self.pipeline.granularity} lets learners work on a rollout that goes on, but "
+                "with pipeline.schedule=async they learn from an earlier one meanwhile; leave it out"
+            )
+        if schedule == "periodic" and (reason := algo.why_not_periodic()):
+            raise ValueError(f"pipeline.schedule=periodic: {reason}")
+
+    def _nothing_is_collected(self) -> None:
+        raise ValueError(
+            f"pipeline.schedule={self.pipeline.schedule}: demonstrations are on disk already, so there is nothing to "
+            "collect meanwhile; leave it out"
+        )
 
     def _whole_episodes_fit(self) -> None:
         if self.algo.name == "ppo":

@@ -116,7 +116,7 @@ def prepare(
     lengths = np.concatenate([found[:, 0] for found in collective.gather(trajectory.lengths[:mine, None])])
     first = int(lengths[: part.first].sum()) if mine else int(lengths.sum())  # nobody's items, where it has no part
     batch = flatten(trajectory, first, part.version, device)
-    compared = None if reference is None else logprobs_of(reference, batch, config.minibatch_size)
+    compared = None if reference is None else logprobs_of(reference, batch, config.step_items(len(batch)))
     away = None if compared is None or config.kl_in != "reward" else divergences(batch, compared)
     about = {"train/staleness": float((part.version - trajectory.versions).mean())}
     common = {"batch": batch, "num_items": int(lengths.sum()), "reference": compared if away is None else None}

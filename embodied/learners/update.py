@@ -32,7 +32,7 @@ def update_policy(
     for epoch in range(config.epochs):
         order = permutation(seed, iteration, epoch, share.num_items)
         kl_sum = 0.0
-        for minibatch in minibatches(order, config.minibatch_size):
+        for minibatch in minibatches(order, config.step_items(share.num_items)):
             mine = torch.from_numpy(owned(minibatch, share.batch.first, len(share.batch)))
             passes = max((model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
             stats, worst_gap = gradient(model, config, share, mine, len(minibatch), passes)

@@ -120,7 +120,7 @@ class LearnerWorker(Worker):
     def _encoded(self, buffer: RolloutBuffer, whole: Trajectory, batch: Batch) -> dict[str, Tensor]:
         """Frozen features of the items: of rollouts as they came, of whole episodes now."""
         if whole.values is None:
-            return frozen_features(self.model, batch, self.algo.minibatch_size)
+            return frozen_features(self.model, batch, self.algo.step_items(len(batch)))
         buffer.encode(self.model, whole.ids)
         return buffer.encoded(whole.ids)
 

@@ -230,7 +230,7 @@ def probe_site(
                 for name, taken in (("sim", samples.bytes), ("policy", samples.policy_bytes)):
                     used_bytes[name][num_envs] = max(used_bytes[name][num_envs], taken)
                 resets += samples.reset_s if place == 0 else []
-            minibatch = max(1, round(config.algo.minibatch_size * num_envs / config.env.num_envs))
+            minibatch = max(1, round((config.algo.minibatch_size or decisions) * num_envs / config.env.num_envs))
             minibatch = min(minibatch, num_envs * decisions)
             for learned in probes.update(num_envs, minibatch, 1).wait() if learns else []:
                 found["step"][minibatch] += learned["step"]

@@ -60,7 +60,7 @@ def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequen
         episodes = algo.groups * algo.group_size
         decisions = max(1, round(-(-episodes // envs) * episode_decisions))
         items = max(1, round(episodes * episode_decisions))
-    minibatch = min(algo.minibatch_size, items)
+    minibatch = algo.step_items(items)
     steps = items * config.policy.chunk
     looks_once = algo.name == "ppo" and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
     ahead = items if looks_once else 0

@@ -328,7 +328,8 @@ def shortened(
     else:
         short, length = fewer_episodes(config, share, profile.made["episode_decisions"])
     kept = dataflow_of(short, length, roles)["sim"].calls / decisions
-    short = with_algo(short, minibatch_size=max(1, round(kept * config.algo.minibatch_size)), epochs=1)
+    minibatch = config.algo.minibatch_size
+    short = with_algo(short, minibatch_size=minibatch and max(1, round(kept * minibatch)), epochs=1)
     return short, replace(profile, dataflow=dataflow_of(short, length, roles))
 
 

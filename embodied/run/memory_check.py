@@ -108,7 +108,7 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
     """Memory that a large policy needs, counted; families of small ones are not imported."""
     if not is_large(config):
         return None
-    rows = -(-config.algo.minibatch_size // ranks)
+    rows = -(-(config.algo.minibatch_size or max(1, decisions_of(config))) // ranks)
     rows = min(rows, config.learner.micro_batch_size or rows)
     update = {"micro_batch_size": rows, "shard": False}
     alike = config.model_copy(
