@@ -41,8 +41,8 @@ from embodied.runtime.config import ClusterConfig, FaultsConfig
 class PipelineSection(Strict):
     schedule: Literal["sync", "periodic", "async"] = Field(
         "sync",
-        description="When an update begins: sync, when all of its batch is collected; periodic, with the first finished "
-        "group, the result being the same; async, while the next batches are collected with older weights.",
+        description="When an update begins: sync, when all of its batch is collected; periodic, with the first "
+        "finished group, the result being the same; async, while the next batches are collected with older weights.",
     )
     async_level: int = Field(
         1, gt=0, description="Versions that the weights which collect are behind those that learn, with schedule=async."
