@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
 from embodied.core.types import Trajectory
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.learners.rollout_buffer import RolloutBuffer
@@ -16,6 +18,7 @@ from embodied.learners.worker import LearnerWorker
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.run import launch
+from embodied.run.memory_check import copies
 from embodied.train import follow
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -192,3 +195,39 @@ def test_pieces_of_a_later_batch_wait_for_their_own_update():
         learner._receive(channel, sources, buffer)
         assert [part.source for part in buffer.parts(sources)] == list(sources)
     assert not learner.early
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["recipe=pointmass_ppo", "pipeline.async_level=2"], "pipeline.async_level=2 has no effect"),
+        (
+            ["recipe=pointmass_ppo", "pipeline.schedule=async", "pipeline.granularity=4"],
+            "they learn from an earlier one meanwhile; leave it out",
+        ),
+        (["recipe=pointmass_ppo", "pipeline.schedule=periodic"], "try pipeline.schedule=async"),
+        (["recipe=pointmass_grpo", "pipeline.schedule=periodic"], "algo.epochs=4; try 1"),
+        (
+            ["recipe=pointmass_grpo", "pipeline.schedule=periodic", "algo.epochs=1"],
+            "algo.minibatch_size=256 makes several; try algo.minibatch_size=null",
+        ),
+        (
+            ["recipe=pointmass_grpo", "pipeline.schedule=periodic", "algo.epochs=1", "algo.minibatch_size=null"]
+            + ["algo.scale=batch"],
+            "try algo.baseline=group",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_hold_is_refused_with_the_reason(asked, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(asked)
+
+
+def test_demonstrations_have_nothing_to_collect_meanwhile():
+    with pytest.raises(ConfigError, match="demonstrations are on disk already"):
+        load(["recipe=libero_sft", "pipeline.schedule=async"], "sft")
+
+
+def test_batches_that_wait_count_in_the_memory_check():
+    config = load([*PPO, "pipeline.schedule=async", "pipeline.async_level=3"]).config
+    assert copies(config) == copies(load(PPO).config) + 3
