@@ -35,6 +35,7 @@ SHORT = [
 ]
 PPO = ["recipe=pointmass_ppo", *SHORT, "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
 GRPO = ["recipe=pointmass_grpo", *SHORT, "algo.groups=5", "algo.group_size=3", "algo.minibatch_size=40"]
+ONE_STEP = ["algo.epochs=1", "algo.minibatch_size=null"]
 TWO_SIMS = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
 TWO_LEARNERS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:2-3*2"}
 
@@ -111,10 +112,11 @@ def test_an_update_with_a_rollout_beside_it_is_the_same_update(recipe, tmp_path)
     assert all(np.allclose(first[name], two[name], rtol=1e-9, atol=1e-12) for name in first)
 
 
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", ["sim-0", "policy-0"])
 @pytest.mark.parametrize("recipe", [PPO, GRPO], ids=["ppo", "grpo"])
-def test_staleness_stays_exact_where_a_worker_is_killed(recipe, victim, tmp_path):
-    with Run(tmp_path, *recipe, "pipeline.schedule=async", "pipeline.async_level=2", backend="local") as run:
+def test_staleness_stays_exact_where_a_worker_is_killed(recipe, victim, backend, tmp_path):
+    with Run(tmp_path, *recipe, "pipeline.schedule=async", "pipeline.async_level=2", backend=backend) as run:
         staleness = []
         for number in range(ITERATIONS):
             if number == 2:
@@ -212,8 +214,7 @@ def test_pieces_of_a_later_batch_wait_for_their_own_update():
             "algo.minibatch_size=256 makes several; try algo.minibatch_size=null",
         ),
         (
-            ["recipe=pointmass_grpo", "pipeline.schedule=periodic", "algo.epochs=1", "algo.minibatch_size=null"]
-            + ["algo.scale=batch"],
+            ["recipe=pointmass_grpo", "pipeline.schedule=periodic", *ONE_STEP, "algo.scale=batch"],
             "try algo.baseline=group",
         ),
     ],
