@@ -35,9 +35,9 @@ class Share:
     batch: Batch
     num_items: int  # over all ranks
     advantages: Tensor  # [items]
-    episodes: Tensor  # int [items], 0, 1, ...: which items one sequence holds of one episode
     reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
     proximal: Tensor | None = None  # [items, C, A], those of the weights that the update starts from, for ratios
+    episodes: Tensor | None = None  # int [items], 0, 1, ...: which belong together, where episodes may be masked
     masked: Tensor | None = None  # bool [items], left out of the policy's loss
     about: dict[str, float] = field(default_factory=dict)  # what there is to say of the data
 
@@ -57,7 +57,7 @@ class Share:
         batch = self.batch
         proximal = logprobs_of(model, batch, config.step_items(len(batch)), passes)
         masked = None
-        if config.episode_mask != "none":
+        if self.episodes is not None:
             masked = out_of_bounds(proximal, batch.logprobs, batch.mask, self.episodes, config)
         return replace(self, proximal=proximal if config.decoupled else None, masked=masked)
 
@@ -150,7 +150,8 @@ def prepare(
     away = None if compared is None or config.kl_in != "reward" else divergences(batch, compared)
     about = staleness(part.version - trajectory.versions[: trajectory.lengths[:mine].sum()], collective)
     common = {"batch": batch, "num_items": int(lengths.sum()), "reference": compared if away is None else None}
-    common["episodes"] = torch.from_numpy(episodes_within(trajectory)).to(device)
+    if config.episode_mask != "none":
+        common["episodes"] = torch.from_numpy(episodes_within(trajectory)).to(device)
     if part.advantages is None:
         found, more = ppo_advantages(trajectory, away, config, collective)
         kind, common["values"] = PPOShare, own(trajectory.values).to(device)
