@@ -54,10 +54,7 @@ def update_policy(
         if skip_remaining_epochs(kl_sum / share.num_items, config.target_kl):
             break
     everywhere = check_weights(optimizer, iteration, *largest.tolist(), share.num_masked)
-    gap, k3_max = everywhere[:, :2].max(axis=0).tolist()
-    about = {"train/mismatch_k3": mismatch, "train/mismatch_k3_max": k3_max}
-    if gap >= 0:  # else no decision was taken with the weights that the update started from
-        about["train/logprob_gap"] = gap
+    about = mismatch_numbers(mismatch, everywhere[:, :2])
     if share.masked is not None:
         about["train/masked_fraction"] = float(everywhere[:, 2].sum()) / share.num_items
     means = {f"train/{name}": float(np.mean([row[name] for row in history])) for name in history[0]}
@@ -119,6 +116,14 @@ def mismatch_of(batch: Batch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, T
     apart = torch.where(played, logprobs - take(batch.logprobs, part), 0.0)
     gaps = torch.where(take(batch.current, part), apart.abs().amax((1, 2)), -math.inf)
     return (apart.expm1() - apart).sum((1, 2)), gaps
+
+
+def mismatch_numbers(k3: float, largest: np.ndarray) -> dict[str, float]:
+    """What the log shows of a mean k3 and the largest gaps and k3s [ranks, 2]; no gap where no decision was taken with
+    the weights that the update started from."""
+    gap, k3_max = largest.max(axis=0).tolist()
+    about = {"train/mismatch_k3": k3, "train/mismatch_k3_max": k3_max}
+    return about | ({"train/logprob_gap": gap} if gap >= 0 else {})
 
 
 def check_scores(scores: Scores, acted: Tensor) -> None:
