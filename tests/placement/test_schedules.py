@@ -76,7 +76,7 @@ def test_where_they_cannot_be_alone_it_is_refused_with_what_works(tmp_path, clus
 
 @pytest.mark.parametrize(("gpu_sims", "what"), [(True, "learners and the others"), (False, "policies and learners")])
 def test_one_gpu_is_too_few(gpu_sims, what):
-    with pytest.raises(PlacementError, match=f"{ASYNC} gives {what} GPUs of their own: that needs 2 .* schedule=sync"):
+    with pytest.raises(PlacementError, match=f"{ASYNC} gives {what} GPUs of their own: that needs 2 .*schedule=sync"):
         make_plan("auto", read_topology("1xGPU"), 16, 1, "gpu", gpu_sims, meanwhile=ASYNC)
 
 
