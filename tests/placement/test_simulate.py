@@ -148,8 +148,8 @@ def test_groups_of_which_no_sim_has_all_rows_are_finished_later():
 
 @pytest.mark.parametrize(("step_s", "seconds"), [(2, 40 + 40 * 0.5 + 1), (8, 80 + 80 * 0.5 + 1)])
 def test_sides_slow_each_other_down_only_while_both_work(step_s, seconds):
-    # Both take twice as long together: 80 s of update beside 40 s of rollout, of which the last 40 s are alone; or 160 s
-    # of rollout, of which the last 80 s are.
+    # Both take twice as long together: 80 s of update beside 40 s of rollout, then half of it alone; or 80 s of update
+    # beside 160 s of rollout, then half of that.
     schedule, price = overlapped("async", constant(step_s), LINE, alone=0.5)
     assert price.seconds == pytest.approx(seconds)
     assert schedule.seconds == pytest.approx(seconds)
