@@ -98,7 +98,7 @@ class GroupCollector:
         options = (self.algo.baseline, self.algo.scale, self.algo.deviation)
         advantages = group_advantages(scores, *options).ravel()
         blocks = env_blocks(len(advantages), len(self.learners))
-        about = (batch.version, scores.ravel(), advantages)
+        about = (self.rollouts.weight_sync.version, scores.ravel(), advantages)
         parts = [BatchPart(batch.episodes, block.start, block.stop, *about) for block in blocks]
         shares = zip(self.trajectories, batch.sources, parts, strict=True)
         return self.learners.update.each([(*share, iteration, total) for share in shares])
