@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
 from embodied.core.types import Trajectory
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.learners.rollout_buffer import RolloutBuffer
@@ -16,6 +18,7 @@ from embodied.learners.worker import LearnerWorker
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.run import launch
+from embodied.run.memory_check import copies
 from embodied.train import follow
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -32,6 +35,7 @@ SHORT = [
 ]
 PPO = ["recipe=pointmass_ppo", *SHORT, "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
 GRPO = ["recipe=pointmass_grpo", *SHORT, "algo.groups=5", "algo.group_size=3", "algo.minibatch_size=40"]
+ONE_STEP = ["algo.epochs=1", "algo.minibatch_size=null"]
 TWO_SIMS = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
 TWO_LEARNERS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:2-3*2"}
 
@@ -108,10 +112,11 @@ def test_an_update_with_a_rollout_beside_it_is_the_same_update(recipe, tmp_path)
     assert all(np.allclose(first[name], two[name], rtol=1e-9, atol=1e-12) for name in first)
 
 
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", ["sim-0", "policy-0"])
 @pytest.mark.parametrize("recipe", [PPO, GRPO], ids=["ppo", "grpo"])
-def test_staleness_stays_exact_where_a_worker_is_killed(recipe, victim, tmp_path):
-    with Run(tmp_path, *recipe, "pipeline.schedule=async", "pipeline.async_level=2", backend="local") as run:
+def test_staleness_stays_exact_where_a_worker_is_killed(recipe, victim, backend, tmp_path):
+    with Run(tmp_path, *recipe, "pipeline.schedule=async", "pipeline.async_level=2", backend=backend) as run:
         staleness = []
         for number in range(ITERATIONS):
             if number == 2:
@@ -192,3 +197,38 @@ def test_pieces_of_a_later_batch_wait_for_their_own_update():
         learner._receive(channel, sources, buffer)
         assert [part.source for part in buffer.parts(sources)] == list(sources)
     assert not learner.early
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["recipe=pointmass_ppo", "pipeline.async_level=2"], "pipeline.async_level=2 has no effect"),
+        (
+            ["recipe=pointmass_ppo", "pipeline.schedule=async", "pipeline.granularity=4"],
+            "they learn from an earlier one meanwhile; leave it out",
+        ),
+        (["recipe=pointmass_ppo", "pipeline.schedule=periodic"], "try pipeline.schedule=async"),
+        (["recipe=pointmass_grpo", "pipeline.schedule=periodic"], "algo.epochs=4; try 1"),
+        (
+            ["recipe=pointmass_grpo", "pipeline.schedule=periodic", "algo.epochs=1"],
+            "algo.minibatch_size=256 makes several; try algo.minibatch_size=null",
+        ),
+        (
+            ["recipe=pointmass_grpo", "pipeline.schedule=periodic", *ONE_STEP, "algo.scale=batch"],
+            "try algo.baseline=group",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_hold_is_refused_with_the_reason(asked, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(asked)
+
+
+def test_demonstrations_have_nothing_to_collect_meanwhile():
+    with pytest.raises(ConfigError, match="demonstrations are on disk already"):
+        load(["recipe=libero_sft", "pipeline.schedule=async"], "sft")
+
+
+def test_batches_that_wait_count_in_the_memory_check():
+    config = load([*PPO, "pipeline.schedule=async", "pipeline.async_level=3"]).config
+    assert copies(config) == copies(load(PPO).config) + 3
