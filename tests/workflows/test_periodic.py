@@ -13,7 +13,6 @@ from embodied.algorithms.groups import GroupPool
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError, WorkerFailed
 from embodied.envs.worker import SimWorker
-from embodied.learners.accumulation import Groups
 from embodied.learners.model import Optimizer
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
@@ -49,16 +48,17 @@ ARGUMENTS = [
     "faults.hang_s=20",
     f"run.iterations={ITERATIONS}",
 ]
+AS_MANY = ["algo.surplus=null", "algo.filter_low=null"]  # groups are played as are learned from
 PERIODIC = "pipeline.schedule=periodic"
 FOUR_SIMS = {"sim": "fake:0-3", "policy": "fake:4", "learner": "fake:5-6"}
 TWO_SIMS = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:3-4"}
 
 
 class Run:
-    def __init__(self, folder, *arguments, order=0, most_s=0.001, placement=FOUR_SIMS, backend="inline"):
+    def __init__(self, folder, *arguments, order=0, least_s=0.0, most_s=0.001, placement=FOUR_SIMS, backend="inline"):
         changed = {argument.partition("=")[0] for argument in arguments}
         own = [argument for argument in ARGUMENTS if argument.partition("=")[0] not in changed]
-        kwargs = f"env.kwargs={{order: {order}, most_s: {most_s}, dtype: float64}}"
+        kwargs = f"env.kwargs={{order: {order}, least_s: {least_s}, most_s: {most_s}, dtype: float64}}"
         self.config = load([*own, kwargs, f"cluster.backend={backend}", *arguments]).config
         plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, 1)
         self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
@@ -153,12 +153,12 @@ def assert_alike(rows, others):
 @pytest.mark.parametrize(
     "options",
     [
-        ["algo.weighting=episode", "algo.kl_coef=0.1", "algo.lr=0.01"],
-        ["algo.baseline=leave_one_out", "algo.scale=none", "algo.filter=drop", "algo.surplus=null", "algo.max_grad_norm=0.01"],
-        ["algo.group_size=2", "algo.groups=2", "algo.entropy_coef=0.01", "algo.lr_schedule=linear", "algo.deviation=sample"],
+        ["algo.weighting=episode", "algo.kl_coef=0.1", "algo.deviation=sample"],
+        ["algo.baseline=leave_one_out", "algo.scale=none", "algo.filter=drop", *AS_MANY, "algo.max_grad_norm=0.01"],
+        ["algo.group_size=2", "algo.groups=2", "algo.entropy_coef=0.01", "algo.lr_schedule=linear", "algo.scale=none"],
     ],
     ids=["episodes_weigh_alike", "clipped", "small"],
-)  # fmt: skip
+)
 def test_periodic_equals_sync_with_other_options(tmp_path, options):
     found = []
     for name, schedule in (("sync", "pipeline.schedule=sync"), ("periodic", PERIODIC)):
@@ -212,4 +212,120 @@ def test_a_group_of_another_version_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(SimWorker, "hand_on", older)
     with Run(tmp_path, PERIODIC) as run:
         with pytest.raises(WorkerFailed, match="were played with version -1 of the weights, but version 0 learns"):
+            run.train()
+
+
+# Faults
+
+
+def kill(run, worker):
+    host = run.cluster._host_of(worker)
+    os.kill(int(run.cluster._backend.where(host).split(",")[0].removeprefix("pid ")), signal.SIGKILL)
+
+
+def kill_when(monkeypatch, run, worker, now):
+    """Kill a worker once; `now` says when, from the groups that learners were given so far."""
+    given, killed, learn = [], [], GroupStream._learn
+
+    def watched(stream, sent):
+        learn(stream, sent)
+        given.append(sent.group.episodes)
+        if now(given) and not killed:
+            killed.append(kill(run, worker))
+
+    monkeypatch.setattr(GroupStream, "_learn", watched)
+
+
+def test_a_sim_that_dies_takes_along_only_what_was_not_handed_on(tmp_path, monkeypatch):
+    """Every sim plays two of eight groups, one episode after the other; the second is killed after its first group."""
+    options = ["algo.filter=none", *AS_MANY, "algo.groups=8"]
+    with Run(tmp_path, PERIODIC, *options, backend="local", least_s=0.01, most_s=0.02) as run:
+        kill_when(monkeypatch, run, "sim-1", lambda given: 6 in given[-1])
+        (episodes, numbers), (_, after) = run.train(0, 2)
+    assert numbers["faults/restarts"] == 1 and len(run.told) == 1 and "sim-1" in run.told[0]
+    assert [episode.index for episode in episodes] == [one for one in range(8 * SIZE) if one not in (9, 10, 11)]
+    assert numbers["faults/lost_episodes"] == SIZE and numbers["groups/dropped_incomplete"] == 1
+    assert numbers["groups/used"] == numbers["groups/kept"] == 7
+    assert numbers["env_steps"] == sum(episode.length for episode in episodes)
+    assert numbers["train/grad_norm"] > 1e-3 and numbers["train/staleness"] == 0
+    assert after["groups/used"] == 8 and after["faults/lost_episodes"] == 0
+
+
+@pytest.mark.chaos
+def test_a_policy_that_dies_costs_nothing(sync, tmp_path, monkeypatch):
+    with Run(tmp_path, PERIODIC, backend="local", placement=TWO_SIMS, most_s=0.004) as run:
+        kill_when(monkeypatch, run, "policy-0", lambda given: len(given) == 2)
+        rows = run.train()
+        assert far(run.weights(), sync[1]) < 1e-10
+    assert sum(row["faults/restarts"] for _, row in rows) == 1
+    for (_, row), (_, other) in zip(rows, sync[0], strict=True):
+        assert row["groups/used"] == other["groups/used"] and row["faults/lost_episodes"] == 0
+
+
+@pytest.mark.chaos
+def test_a_learner_that_dies_ends_the_run_with_the_cause(tmp_path, monkeypatch):
+    with Run(tmp_path, PERIODIC, backend="local", placement=TWO_SIMS, most_s=0.004) as run:
+        kill_when(monkeypatch, run, "learner-1", lambda given: len(given) == 2)
+        with pytest.raises(WorkerFailed, match="learner-1"):
+            run.train()
+
+
+def test_a_long_first_episode_is_no_delay(tmp_path):
+    """The learners wait for longer than faults.timeout_s, while the sims show that they are alive."""
+    few = ["algo.groups=2", "algo.group_size=2", "algo.filter=none", *AS_MANY]
+    short = ["faults.timeout_s=2", "faults.hang_s=2"]
+    with Run(tmp_path, PERIODIC, *few, *short, least_s=0.25, most_s=0.25, placement=TWO_SIMS) as run:
+        ((_, row),) = run.train(0, 1)
+    assert row["time/first_backward_s"] > 2 and row["groups/used"] == 2
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(sync, tmp_path):
+    with Run(tmp_path / "first", PERIODIC) as run:
+        run.train(0, 2)
+        run.loop.learners.save(tmp_path / "saved").wait()
+        state = run.loop.source.save()
+    assert not any(name.startswith("kept.") for name in state)
+    with Run(tmp_path / "second", PERIODIC) as run:
+        assert run.loop.restore(tmp_path / "saved", dict(state), 2) == 0
+        run.train(2)
+        assert far(run.weights(), sync[1]) < 1e-10
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["algo.surplus=carry"], "algo.surplus=carry keeps some of older ones; try algo.surplus=discard"),
+        (["learner.shard=true"], "all must run the network together; try learner.shard=false"),
+    ],
+)
+def test_what_cannot_be_periodic_is_refused(asked, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(
+            [
+                "recipe=pointmass_grpo",
+                PERIODIC,
+                "algo.minibatch_size=null",
+                "algo.epochs=1",
+                "algo.filter=resample",
+                *asked,
+            ]
+        )
+
+
+def test_learners_that_take_turns_with_others_are_refused_with_a_placement_that_works():
+    asked = ["recipe=pointmass_grpo", PERIODIC, "algo.minibatch_size=null", "algo.epochs=1"]
+    with pytest.raises(ConfigError, match="learners work on finished groups while others are played, but") as refused:
+        launch.planned(load([*asked, "placement=collocated"]).config, dry=True)
+    works = str(refused.value).partition("placement='")[2].rstrip("'")
+    _, plan = launch.planned(load([*asked, f"placement={works}"]).config, dry=True)
+    assert plan.apart("learner")
+
+
+def test_sources_that_send_episodes_through_other_workers_are_refused(tmp_path):
+    with Run(tmp_path, PERIODIC) as run:
+        run.loop.source.outlets = list(run.loop.source.outlets)
+        with pytest.raises(ConfigError, match="GroupCollector lets them pass through other workers"):
             run.train()
