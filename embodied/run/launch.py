@@ -166,25 +166,18 @@ def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[R
 
 def check_learners(config: RunConfig, plan: PlacementPlan) -> None:
     """Raise ConfigError where they cannot learn as the recipe says."""
-    if (why := why_apart(config)) and not plan.apart("learner"):
+    if config.pipeline.granularity and not plan.apart("learner"):
         placement = "this map" if plan.mode == "explicit" else f"placement={plan.mode}"
         raise ConfigError(
-            f"{why}, but with {placement} they take turns with others on their devices; leave it out, or give them "
-            """devices of their own: placement='{"sim,policy": "cpu:0", learner: "cpu:1"}'"""
+            f"pipeline.granularity={config.pipeline.granularity}: learners put a rollout together while it goes on, "
+            f"but with {placement} they take turns with others on their devices; leave it out, or give them devices of "
+            "their own: "
+            """placement='{"sim,policy": "cpu:0", learner: "cpu:1"}'"""
         )
     try:
         config.learner.check_ranks(plan.count("learner"), config.cluster.backend)
     except ValueError as err:
         raise ConfigError(str(err)) from None
-
-
-def why_apart(config: RunConfig) -> str:
-    """What the recipe asks of learners that needs devices of their own; empty where nothing does."""
-    if config.pipeline.granularity:
-        return f"pipeline.granularity={config.pipeline.granularity}: learners put a rollout together while it goes on"
-    if config.pipeline.schedule == "periodic":
-        return "pipeline.schedule=periodic: learners work on finished groups while others are played"
-    return ""
 
 
 def proofs(config: RunConfig) -> Path:

@@ -315,15 +315,6 @@ def test_what_cannot_be_periodic_is_refused(asked, said):
         )
 
 
-def test_learners_that_take_turns_with_others_are_refused_with_a_placement_that_works():
-    asked = ["recipe=pointmass_grpo", PERIODIC, "algo.minibatch_size=null", "algo.epochs=1"]
-    with pytest.raises(ConfigError, match="learners work on finished groups while others are played, but") as refused:
-        launch.planned(load([*asked, "placement=collocated"]).config, dry=True)
-    works = str(refused.value).partition("placement='")[2].rstrip("'")
-    _, plan = launch.planned(load([*asked, f"placement={works}"]).config, dry=True)
-    assert plan.apart("learner")
-
-
 def test_sources_that_send_episodes_through_other_workers_are_refused(tmp_path):
     with Run(tmp_path, PERIODIC) as run:
         run.loop.source.outlets = list(run.loop.source.outlets)
