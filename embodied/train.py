@@ -153,7 +153,8 @@ def train(
 def fresh(loop: Workflow, folder: RunFolder) -> dict:
     folder.keep_metrics(0)  # of a run that was begun before, and not saved
     loop.publish(0)
-    return {"iteration": 0, "version": 0, "env_steps": 0, "abandoned_episodes": 0, "train_s": 0.0}
+    counters = ("iteration", "version", "env_steps", "abandoned_episodes", "dropped_batches")
+    return {**dict.fromkeys(counters, 0), "train_s": 0.0}
 
 
 def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
@@ -166,8 +167,10 @@ def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console
             abandoned = loop.restore(checkpoint, sims, state["version"])
     except WorkerFailed as err:
         raise CheckpointError(f"{checkpoint} cannot be restored: {err}") from err
+    dropped = loop.take_dropped()
     state["abandoned_episodes"] += abandoned
-    console.resumed(checkpoint, state, abandoned)
+    state["dropped_batches"] = state.get("dropped_batches", 0) + dropped
+    console.resumed(checkpoint, state, abandoned, dropped)
     return state
 
 

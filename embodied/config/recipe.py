@@ -200,6 +200,11 @@ class RunConfig(Strict):
             )
         if schedule == "periodic" and (reason := algo.why_not_periodic()):
             raise ValueError(f"pipeline.schedule=periodic: {reason}")
+        if schedule == "periodic" and self.learner.shard:
+            raise ValueError(
+                "pipeline.schedule=periodic: every learner works on groups of its own as they come, but with "
+                "learner.shard=true all must run the network together; try learner.shard=false"
+            )
 
     def _nothing_is_collected(self) -> None:
         raise ValueError(

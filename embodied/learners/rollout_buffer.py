@@ -168,3 +168,9 @@ def room_for_all(piece: Trajectory, horizon: int) -> Trajectory:
 
 def stage_of(source: str) -> str:
     return source.partition("#")[0]
+
+
+def round_of(source: str) -> int:
+    """In which round of the run, or at which handing over, it was played; these numbers only grow."""
+    number = source.partition("#")[2]
+    return int(number) if number.isdigit() else 0

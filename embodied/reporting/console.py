@@ -108,9 +108,10 @@ class Console:
     def saved(self, checkpoint: Path) -> None:
         self.last_checkpoint = checkpoint
 
-    def resumed(self, checkpoint: Path, state: dict, abandoned: int) -> None:
+    def resumed(self, checkpoint: Path, state: dict, abandoned: int, dropped: int) -> None:
         self.last_checkpoint = checkpoint
         lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
+        lost += f"; {dropped} batches that were collected ahead were dropped" if dropped else ""
         self.say(f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} env steps){lost}")
 
     def nothing_left(self, done: int, total: int) -> None:

@@ -134,7 +134,7 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
             yield Load("simulators", scene, host.node)
     if learn and (pictures := picture_bytes(config)):
         for host in learners:
-            yield Load("pictures", COPIES * pictures / len(learners), host.node, phase=UPDATE)
+            yield Load("pictures", copies(config) * pictures / len(learners), host.node, phase=UPDATE)
     if found is None:
         return
     sharded = config.learner.shard and len(learners) > 1
@@ -256,6 +256,12 @@ def fits(
     return all(need.least <= need.has for need in needs(config, plan, machines, learn))
 
 
+def copies(config: RunConfig) -> int:
+    """How often an iteration's images are held: batches that are collected ahead wait in the learners."""
+    pipeline = config.pipeline
+    return COPIES + (pipeline.async_level if pipeline.schedule == "async" else 0)
+
+
 def picture_bytes(config: RunConfig) -> int:
     """Bytes of one copy of an iteration's images; 0 without cameras, or where nothing says how long episodes are."""
     pixels = sum(height * width * 3 for height, width in config.env.observed_images.values())
@@ -273,7 +279,8 @@ def decisions_of(config: RunConfig) -> int:
 
 def check_pictures(config: RunConfig, memory_bytes: float) -> None:
     """Raise if machines with so much memory could not hold them."""
-    need = COPIES * picture_bytes(config)
+    held = copies(config)
+    need = held * picture_bytes(config)
     if need > memory_bytes:
         env, algo = config.env, config.algo
         if hasattr(algo, "rollout_decisions"):
@@ -285,7 +292,7 @@ def check_pictures(config: RunConfig, memory_bytes: float) -> None:
         works = f"{key}={value}" if value else "a smaller env.image_size"
         raise ConfigError(
             f"{told} pictures of {len(env.cameras)} "
-            f"camera(s) are {gigabytes(need / COPIES)} an iteration and are held up to {COPIES} times: "
+            f"camera(s) are {gigabytes(need / held)} an iteration and are held up to {held} times: "
             f"{gigabytes(need)}, and this machine has {gigabytes(memory_bytes)}; try {works}"
         )
 

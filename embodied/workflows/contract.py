@@ -182,5 +182,8 @@ class Workflow(Protocol):
     def take_abandoned(self) -> int:
         """Episodes that were abandoned since the last call."""
 
+    def take_dropped(self) -> int:
+        """Batches collected ahead of a checkpoint that a run resumed from it plays anew, since the last call."""
+
     def timeline(self, trace: Path, iterations: int) -> AbstractContextManager[Timeline]:
         """Record where the time goes from now on; the first `iterations` in detail, into `trace`."""

@@ -85,7 +85,8 @@ class Workers:
             (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
             self.learners.meet_at(address).wait()
         others = {*self.policies.process().wait()} - {*learning}
-        return self.learners.build(self.spec, new_name(), snapshot=bool(others), start=start_folder)
+        in_turns = self.config.pipeline.schedule != "async"
+        return self.learners.build(self.spec, new_name(), bool(others), start_folder, in_turns)
 
     def _take_turns(self) -> Turns:
         """The turns that the roles' phases take on devices. All groups are built, and so have their memory."""
