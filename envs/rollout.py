@@ -146,7 +146,7 @@ class Stage(EpisodePlayer):
         result = self.play(spread(reply.output.actions, self.at, self.env.num_envs))
         record.decision(self, episodes, reply, result)
         done, outcomes = self.end(result)
-        record.finished += outcomes
+        record.end(outcomes)
         refill(done, result)
 
     def close(self, record: Record) -> None:
@@ -203,8 +203,16 @@ class Record:
         }
         if self.horizon:
             arrays |= {"values": output["values"], "next_values": np.zeros_like(output["values"])}
-        self.decisions.append((stage.env_ids[at] if self.horizon else episodes, arrays))
+        self.add(stage.env_ids[at] if self.horizon else episodes, arrays)
         self.env_steps += int(arrays["mask"].sum())
+
+    def add(self, ids: np.ndarray, arrays: Observation) -> None:
+        """A decision of these sequences."""
+        self.decisions.append((ids, arrays))
+
+    def end(self, outcomes: Sequence[EpisodeResult]) -> None:
+        """These episodes ended in the last decision."""
+        self.finished += outcomes
 
     def value(self, stage: Stage, reply: ActReply) -> None:
         """What was seen after the last decision is worth this."""
@@ -222,6 +230,27 @@ class Record:
         first, self.handed = self.handed, self.handed + count
         last = not self.horizon or self.handed == self.horizon
         return Trajectory(ids=ids, lengths=lengths, source=self.source, first=first, last=last, **arrays)
+
+
+class EpisodeStream(Record):
+    """Each whole episode is put into `store` as it ends, and then noted in the journal."""
+
+    def __init__(self, source: str, store: dict[int, Trajectory], journal: Channel) -> None:
+        super().__init__(source)
+        self.store, self.journal = store, journal
+        self.open: dict[int, list[tuple[np.ndarray, Observation]]] = {}  # by episode, its decisions
+
+    def add(self, ids: np.ndarray, arrays: Observation) -> None:
+        for row, episode in enumerate(ids.tolist()):  # copies: what others played need not stay as long
+            self.open.setdefault(episode, []).append((ids[[row]], take_rows(arrays, [row])))
+
+    def end(self, outcomes: Sequence[EpisodeResult]) -> None:
+        super().end(outcomes)
+        for result in outcomes:
+            ids, lengths, arrays = in_sequences(self.open.pop(result.index))
+            self.store[result.index] = Trajectory(ids=ids, lengths=lengths, **arrays)
+        if outcomes:
+            self.journal.put(Note(self.source, finished=tuple(outcomes)))
 
 
 def owned(array: Array) -> Array:

@@ -257,6 +257,11 @@ class GRPOConfig(PolicyGradientConfig):
     )
     filter_low: float | None = Field(None, description="The filter also drops groups whose mean is below this.")
     filter_high: float | None = Field(None, description="The filter also drops groups whose mean is above this.")
+    surplus: Literal["carry", "discard"] | None = Field(
+        None,
+        description="What becomes of groups that filter=resample kept and an iteration did not need: the next learns "
+        "from them, though older weights played them, or they are dropped; null: carry with pipeline.schedule=sync.",
+    )
     max_rounds: int = Field(
         4, gt=0, description="Rounds of episodes per iteration, at most, for filter=resample and after faults."
     )
@@ -305,6 +310,11 @@ class GRPOConfig(PolicyGradientConfig):
                 f"algo.filter_low={self.filter_low} and algo.filter_high={self.filter_high} bound a rate of success "
                 "(algo.filter_metric), which is from 0 to 1; try 0.1 and 0.9"
             )
+        if self.surplus and self.filter != "resample":
+            raise ValueError(
+                f"algo.surplus={self.surplus} has no effect with algo.filter={self.filter}, which plays no more groups "
+                "than are needed; leave it out, or try algo.filter=resample"
+            )
         if None not in bounds and self.filter_low > self.filter_high:
             raise ValueError(
                 f"algo.filter_low={self.filter_low:g} is above algo.filter_high={self.filter_high:g}: "
@@ -331,7 +341,16 @@ class GRPOConfig(PolicyGradientConfig):
                 f"algo.baseline={self.baseline} and algo.scale={self.scale} compare a return with those of the whole "
                 "batch, which are known at its end; try algo.baseline=group with algo.scale=group or none"
             )
+        if self.surplus == "carry":
+            return (
+                "all groups are to be of the weights that learn from them, but algo.surplus=carry keeps some of older "
+                "ones; try algo.surplus=discard"
+            )
         return ""
+
+    def discards_surplus(self, schedule: str) -> bool:
+        """Whether groups that an iteration did not need are dropped, under this schedule."""
+        return schedule != "sync" if self.surplus is None else self.surplus == "discard"
 
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ValueError when some of `num_envs` envs would never play."""

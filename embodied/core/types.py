@@ -185,6 +185,24 @@ class BatchPart:
 
 
 @dataclass(frozen=True)
+class GroupPart:
+    """A group that a learner rank learns from, while others may still be played."""
+
+    sources: tuple[str, ...]  # that have sent its episodes
+    ids: np.ndarray  # int [S], its episodes, ascending
+    advantages: np.ndarray  # [S]
+
+
+@dataclass(frozen=True)
+class BatchEnd:
+    """An iteration learns from no more groups."""
+
+    iteration: int
+    total: int
+    seconds: float  # since the learners began to wait for groups
+
+
+@dataclass(frozen=True)
 class ActRequest:
     """A sim worker's question to a policy worker: what should these rows do next?
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import BatchPart, EnvSpec, Trajectory
+from embodied.learners.accumulation import Accumulation, Groups
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, Optimizer
@@ -131,6 +132,31 @@ class LearnerWorker(Worker):
             else:
                 buffer.add(piece)
         self.early += waiting
+
+    @done_together
+    def accumulate(self, trajectories: Channel, version: int) -> dict[str, float]:
+        """While the sims play: learn from this rank's groups as they come, all of them played with this version; after
+        the last one do one update with all ranks."""
+        self.model.first_backward, started = None, perf_counter()
+        groups = Groups(trajectories)
+        sums = Accumulation(self.model, self.algo, version, self.device, self.reference)
+        while True:
+            with self.timers.measure("wait"):
+                found = groups.next()
+            if found is None:
+                break
+            part, group = found
+            with self.computing.counted():
+                sums.add(group, part.advantages)
+            if not self.started:  # else what the policy was trained with stays
+                sums.observe(group)
+        with self.store.updating(), self.computing.counted():
+            numbers = sums.step(self.optimizer, groups.end)
+            sums.merge_moments(self.collective)
+        if self.model.first_backward is None:
+            return numbers
+        self.timers.mark("first backward", self.model.first_backward)
+        return numbers | {"time/first_backward_s": self.model.first_backward - started - groups.end.seconds}
 
     def _encoded(self, buffer: RolloutBuffer, whole: Trajectory, batch: Batch) -> dict[str, Tensor]:
         """Frozen features of the items: of rollouts as they came, of whole episodes now."""
