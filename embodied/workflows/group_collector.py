@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.algorithms.groups import Group, GroupPool, group_advantages
+from embodied.algorithms.groups import Group, GroupPool, discards_surplus, group_advantages
 from embodied.core.episodes import EpisodeList, env_blocks
 from embodied.core.errors import ConfigError
 from embodied.core.types import BatchEnd, BatchPart, EpisodeResult, EpisodeSpec, GroupPart, RolloutStats, Route
@@ -59,7 +59,7 @@ class GroupCollector:
         self.config, self.algo = config, config.algo
         self.stages = config.pipeline.stages
         self.episodes = EpisodeList(config.seed, "train", tasks, group_size=config.algo.group_size)
-        self.pool = GroupPool(config.algo, config.algo.discards_surplus(config.pipeline.schedule))
+        self.pool = GroupPool(config.algo, discards_surplus(config.algo, config.pipeline.schedule))
         self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
         self.handed = 0  # times that episodes were handed over
