@@ -163,11 +163,6 @@ def judge(scores: tuple[float, ...], config: GRPOConfig, solved: Sequence[bool] 
     return "out_of_bounds" if (low is not None and mean < low) or (high is not None and mean > high) else "kept"
 
 
-def discards_surplus(config: GRPOConfig, schedule: str) -> bool:
-    """Whether groups that an iteration did not need are dropped, under this schedule."""
-    return schedule != "sync" if config.surplus is None else config.surplus == "discard"
-
-
 def group_advantages(
     scores: np.ndarray, baseline: str = "group", scale: str = "group", deviation: str = "population"
 ) -> np.ndarray:

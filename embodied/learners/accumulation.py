@@ -69,7 +69,7 @@ class Accumulation:
         self.names = (*GRPOShare.SUMS, *own, "mismatch_k3")
         self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=device)
         self.counts = torch.zeros(2, dtype=torch.float64, device=device)  # decisions and episodes
-        self.largest = self.sums.new_full((2,), -math.inf)  # of the mismatches of single items
+        self.largest = torch.full((2,), -math.inf, dtype=model.dtype, device=device)  # gap and k3 of a decision
         self.ids, self.moments = np.zeros(0, np.int64), np.zeros(0)  # [R], and of each episode's observations
 
     def add(self, group: Trajectory, advantages: np.ndarray) -> None:
@@ -109,19 +109,13 @@ class Accumulation:
         numbers = {name: total / count for name, total in zip(self.names, totals.tolist(), strict=True)}
         numbers["grad_norm"] = norm
         check_finite(numbers, end.iteration, 0)
+        mismatch = numbers.pop("mismatch_k3")
         factor = lr_factor(self.config.lr_schedule, end.iteration / end.total)
         optimizer.step(norm, factor)
-        everywhere = check_weights(optimizer, end.iteration, *self.largest.tolist())
-        about = mismatch_numbers(numbers.pop("mismatch_k3"), everywhere)
-        about |= {"train/staleness": 0.0, "train/staleness_max": 0.0, "train/staleness_0": 1.0}  # else `add` has failed
-        return (
-            {f"train/{name}": value for name, value in numbers.items()}
-            | about
-            | {
-                "train/epochs": 1.0,
-                "train/lr": self.config.lr * factor,
-            }
-        )
+        about = mismatch_numbers(mismatch, check_weights(optimizer, end.iteration, *self.largest.tolist()))
+        about |= {"train/epochs": 1.0, "train/lr": self.config.lr * factor}
+        ages = {"train/staleness": 0.0, "train/staleness_max": 0.0, "train/staleness_0": 1.0}  # `check_version`
+        return {f"train/{name}": value for name, value in numbers.items()} | about | ages
 
     def merge_moments(self, collective: Collective) -> None:
         """Let the policy's statistics follow the observations of all ranks, in the order of episodes."""
