@@ -1,7 +1,7 @@
 """Which placement is fastest here, for this recipe? python -m embodied.benchmark recipe=maniskill_ppo modes=all
 
-Measures the parts (a profile), plans every mode from it and writes down what to expect; only then runs all modes, in
-turns, and puts predicted next to measured. What does not fit is listed with the arithmetic.
+Measures the parts (a profile), plans every mode and every schedule from it and writes down what to expect; only then
+runs all of them, in turns, and puts predicted next to measured. What does not fit is listed with the arithmetic.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,13 +21,14 @@ from embodied.config.merge import recipe_names
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of
+from embodied.placement.costs import Pricer
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.planner import Choice
 from embodied.placement.profile import Profile, read_profile, write_profile
 from embodied.placement.reasons import describe_layout, idle_shares, why_not
 from embodied.plan import Planned, plan
 from embodied.profiling.measure import measure as measure_profile
-from embodied.profiling.store import describe_devices, fitted_to, profile_for, profile_path, repeated
+from embodied.profiling.store import describe_devices, fitted_to, in_turns, profile_for, profile_path, repeated
 from embodied.profiling.timed_run import Round, Trial
 from embodied.reporting.benchmark_page import describe, write_report
 from embodied.run import launch
@@ -40,7 +41,8 @@ MODES = ("collocated", "disaggregated", "hybrid")
 OTHER = "custom"  # the fastest of all ways that have no name
 ROUNDS = 7
 WARM_UP = 2
-OWN = ("modes", "tasks", "num_envs", "rounds", "profile", "seconds", "out")
+OVERLAPPING = ("periodic", "async")  # schedules that are shown beside the modes, under which rollout and update overlap
+OWN = ("modes", "schedules", "tasks", "num_envs", "rounds", "profile", "seconds", "out")
 USAGE = f"""Measure every placement of a recipe on this machine, next to what was predicted.
 
 usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
@@ -49,6 +51,8 @@ usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--h
   program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   modes     all, one of {", ".join(MODES)}, {OTHER} (the fastest way without a name), or a list of
             them (default all)
+  schedules all, {" or ".join(OVERLAPPING)}, a list of them, or none: also the fastest placement under these (default
+            all that the recipe allows); modes are those of pipeline.schedule=sync
   tasks     a list of tasks, each measured: tasks=[PushCube-v1,PickCube-v1] (default: the recipe's)
   num_envs  a list of numbers of envs, each measured: num_envs=[32,64] (default: the recipe's)
   rounds    iterations of every mode that are timed, in turns (default {ROUNDS}, after {WARM_UP} to warm up)
@@ -60,6 +64,7 @@ usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--h
 @dataclass(frozen=True)
 class Options:
     modes: tuple[str, ...] = (*MODES, OTHER)
+    schedules: tuple[str, ...] = OVERLAPPING
     tasks: tuple[Any, ...] = ()
     num_envs: tuple[int, ...] = ()
     rounds: int = ROUNDS
@@ -120,16 +125,22 @@ def compare_placements(argv: list[str], program: type) -> Path:
 
 
 def benchmark(config: RunConfig, options: Options, folder: Path, program: type = EmbodiedLoop) -> Result:
-    config, _ = launch.planned(repeated(config), roles=program.roles)
+    level = config.pipeline.async_level
+    config, _ = launch.planned(in_turns(repeated(config)), roles=program.roles)
     there = machines(config)
     profile = measured(config, options, there, program)
-    planned = plan(profile, there, config.cluster.memory_gb, draws_on_gpus(config.env))
+    profile = replace(profile, dataflow=replace(profile.dataflow, level=level))
+    about = config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()
+    planned = plan(profile, there, *about)
     chosen = {mode: planned.modes[mode] for mode in options.modes if planned.modes.get(mode)}
     missing = [mode for mode in options.modes if mode not in chosen and mode != OTHER]  # which need not exist
     refused = {mode: why_not(planned.planner, mode) for mode in missing}
+    for schedule in options.schedules:
+        found = planned.schedules[schedule]
+        (refused if isinstance(found, str) else chosen)[schedule] = found
     if not chosen:
         raise ConfigError("\n".join(f"{mode}: {reason}" for mode, reason in refused.items()))
-    expected = {mode: predicted(planned, choice) for mode, choice in in_order(chosen).items()}
+    expected = {name: predicted(planned, name, choice) for name, choice in in_order(chosen).items()}
     used = {str(c): c.count for c in planned.planner.classes}
     result = Result(str(config.env.task), config.env.num_envs, used, len(there.nodes), expected, refused)
     name = f"expected-{len(list(folder.glob('expected-*.json')))}.json"
@@ -148,16 +159,21 @@ def in_order(chosen: dict[str, Choice]) -> dict[str, Choice]:
     return dict(sorted(chosen.items(), key=lambda item: item[1].price.seconds))
 
 
-def predicted(planned: Planned, choice: Choice) -> dict[str, Any]:
-    classes, idle = planned.planner.classes, idle_shares(planned.planner.pricer, choice.layout)
+def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
+    """What to expect of the fastest layout of a mode, or under a schedule."""
+    schedule, dataflow, planner = name if name in OVERLAPPING else "sync", planned.profile.dataflow, planned.planner
+    pricer = Pricer(dataflow.under(schedule), planner.pricer.profile, planner.classes)
+    classes, idle = planner.classes, idle_shares(pricer, choice.layout)
     return {
+        "schedule": schedule,
+        "async_level": dataflow.level if schedule == "async" else 1,
         "seconds": choice.price.seconds,
         "env_steps_per_s": planned.steps_per_s(choice),
         "idle": sum(idle[c.name] * c.count for c in classes) / sum(c.count for c in classes),
         "layout": describe_layout(choice.layout),
-        "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology, planned.draws),
+        "placement": as_placement(pricer, choice.layout, planned.topology, planned.draws),
         "stages": choice.layout.stages,
-        "granularity": granularity(choice.layout, planned.profile.dataflow),
+        "granularity": granularity(choice.layout, dataflow),
     }
 
 
@@ -198,9 +214,10 @@ def new_trace(folder: Path, mode: str) -> Path:
 def runnable(
     config: RunConfig, expected: dict[str, Any], there: Topology, roles: Sequence[Role]
 ) -> tuple[RunConfig, PlacementPlan]:
-    """The recipe under this placement."""
-    pipeline = config.pipeline.model_copy(update={key: expected[key] for key in ("stages", "granularity")})
-    changed = config.model_copy(update={"placement": expected["placement"], "pipeline": pipeline})
+    """The recipe under this placement and schedule."""
+    keys = ("stages", "granularity", "schedule", "async_level")
+    changed = config.with_pipeline(**{key: expected[key] for key in keys})
+    changed = changed.model_copy(update={"placement": expected["placement"]})
     return changed, make_plan(expected["placement"], there, config.env.num_envs, expected["stages"], roles=roles)
 
 
@@ -224,11 +241,15 @@ def measured(config: RunConfig, options: Options, there: Topology, program: type
 
 def read_options(argv: list[str]) -> tuple[Options, list[str]]:
     values, problems, rest = launch.split(argv, OWN)
-    for key in ("modes", "tasks", "num_envs"):
+    for key in ("modes", "schedules", "tasks", "num_envs"):
         if key in values:
             values[key] = tuple(values[key]) if isinstance(values[key], list) else (values[key],)
     if values.get("modes") == ("all",):
         values["modes"] = (*MODES, OTHER)
+    if values.get("schedules") in (("all",), ("none",)):
+        values["schedules"] = OVERLAPPING if values["schedules"] == ("all",) else ()
+    unknown = [name for name in values.get("schedules", ()) if name not in OVERLAPPING]
+    problems += [f"schedules: {name!r} is none; all, none, {', '.join(OVERLAPPING)}" for name in unknown]
     unknown = [mode for mode in values.get("modes", ()) if mode not in (*MODES, OTHER)]
     problems += [f"modes: {mode!r} is no mode; all, {', '.join(MODES)}, {OTHER}" for mode in unknown]
     for key, kind in (("rounds", int), ("seconds", (int, float))):

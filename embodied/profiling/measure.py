@@ -33,6 +33,7 @@ from embodied.profiling.store import (
     describe_devices,
     device_counts,
     homes,
+    in_turns,
     processor,
     profile_path,
     repeated,
@@ -78,7 +79,7 @@ def start(argv: list[str], program: type = EmbodiedLoop) -> int:
     loaded = load(rest)
     if loaded is None:
         return 0
-    config, _ = launch.planned(loaded.config, roles=program.roles)
+    config, _ = launch.planned(in_turns(loaded.config), roles=program.roles)
     profile = measure(config, seconds, print, program)
     path = profile_path(config, profile.made, roles_of(program.roles))
     write_profile(profile, path)
@@ -90,7 +91,7 @@ def start(argv: list[str], program: type = EmbodiedLoop) -> int:
 def measure(config: RunConfig, seconds: float, say: Callable[[str], None], program: type = EmbodiedLoop) -> Profile:
     """Probe the parts, then calibrate with short real runs of the program, which also show what other roles cost."""
     roles = roles_of(program.roles)
-    config = without_limit(repeated(config))
+    config = in_turns(without_limit(repeated(config)))
     clock = Clock(seconds)
     there = devices.machines(config)
     counts, nodes = device_counts(there), len(there.nodes)
@@ -212,6 +213,7 @@ def probe_site(
     used_bytes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     fixed: list[float] = []
     ahead: list[float] = []
+    item_bytes: list[float] = []
     resets: list[float] = []
     learns = "learner" in site.parts
     logs.mkdir(parents=True)
@@ -239,6 +241,7 @@ def probe_site(
                 if place == 0:
                     fixed += learned["fixed"]
                     ahead += learned["ahead"]
+                    item_bytes += learned["item_bytes"]
             if place == 0 and len(hosts) > 1:
                 alone |= beside_nobody(probes[0], found, num_envs, decisions, minibatch)
         moves = probes.moves(sizes[0]).wait() if learns else []
@@ -253,6 +256,7 @@ def probe_site(
     if learns:
         fixed_s, ahead_s = median(fixed), median(ahead)
         learner = Cost(fit(found["step"]), needed["learner"], fixed_s, alone=alone["whole"], ahead_s=ahead_s)
+        learner = replace(learner, item_bytes=median(item_bytes))
         costs["learner"] = movable(learner, [each["learner"] for each in moves], site.on)
     return Probed({name: {str(site.on): cost} for name, cost in costs.items()}, horizon, median(resets or [0.0]))
 

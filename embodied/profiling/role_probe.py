@@ -23,7 +23,7 @@ import torch
 from embodied.config.recipe import RunConfig
 from embodied.core.episodes import EpisodeList
 from embodied.core.observations import take_rows, text_lists
-from embodied.core.types import BatchPart, Route
+from embodied.core.types import BatchPart, Route, arrays_of
 from embodied.envs.base import VectorEnv
 from embodied.envs.worker import SimWorker
 from embodied.learners.memory_estimate import Memory, size_of
@@ -137,7 +137,8 @@ class ProbeWorker(Worker):
 
     def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
         """Learn from the last rollout in so many envs: seconds of a gradient step, what an update takes besides, of
-        looking at an item with frozen parts ahead of all steps, and of the updates that were measured for that."""
+        looking at an item with frozen parts ahead of all steps, and of the updates that were measured for that; bytes
+        that the learner needs, and of an item that waits for it."""
         part = self.parts[self._rows(num_envs)]
         first = 2 if self._has_frozen_parts(part) else 1  # epochs: with one nothing is kept of what frozen parts make
         times, looks = {first: [], first + 1: []}, []
@@ -158,6 +159,7 @@ class ProbeWorker(Worker):
             "ahead": looks if first > 1 else [0.0],
             "whole": [less + more],
             "bytes": [num_bytes],
+            "item_bytes": [sum(array.nbytes for array in arrays_of(part.kept.get()).values()) / items],
         }
 
     def _updates(self, algo: Any, part: ProbedPart, repeats: int, found: list[float]) -> tuple[list[float], float]:

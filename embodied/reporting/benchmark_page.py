@@ -102,17 +102,29 @@ def cells(mode: str, row: dict[str, float]) -> list[str]:
 
 
 def verdict(result: Any) -> list[str]:
-    """Whether the order is the predicted one; what placement=auto would take, against the fastest measured."""
-    expected, measured = [mode for mode in result.expected if mode in result.rounds], list(rows_of(result))
-    auto, fastest = expected[0], measured[0]
-    if len(measured) == 1:
-        return []
-    order = "the order of modes is the predicted one; " if expected == measured else ""
-    beside = measured[1] if auto == fastest else fastest
-    low, middle, high = paired_ratio(result.rounds[auto], result.rounds[beside])
-    first = ", the fastest here" if auto == fastest else ""
+    """Whether the order is the predicted one; what placement=auto would take, against the fastest measured; and what
+    other schedules gain over it."""
+    measured = list(rows_of(result))
+    expected = [mode for mode in result.expected if mode in result.rounds]
+    others = [mode for mode in expected if result.expected[mode].get("schedule", "sync") != "sync"]
+    modes = [mode for mode in measured if mode not in others]
+    lines = []
+    if len(modes) > 1:
+        auto, fastest = next(mode for mode in expected if mode in modes), modes[0]
+        order = "the order of modes is the predicted one; " if modes == [m for m in expected if m in modes] else ""
+        beside = modes[1] if auto == fastest else fastest
+        first = ", the fastest here" if auto == fastest else ""
+        lines.append(f"{order}placement=auto takes {auto}{first}: {against(result, auto, beside)}")
+    if modes:
+        lines += [f"pipeline.schedule={one}: {against(result, one, modes[0])}" for one in others]
+    return lines
+
+
+def against(result: Any, one: str, other: str) -> str:
+    """How many times as fast one is as another, with the interval."""
+    low, middle, high = paired_ratio(result.rounds[one], result.rounds[other])
     interval = f"95% interval {low:.2f} to {high:.2f}, {num_rounds(result)} paired rounds"
-    return [f"{order}placement=auto takes {auto}{first}: {middle:.2f} times as fast as {beside} ({interval})"]
+    return f"{middle:.2f} times as fast as {other} ({interval})"
 
 
 def paired_ratio(ours: Sequence[Any], others: Sequence[Any]) -> tuple[float, float, float]:
