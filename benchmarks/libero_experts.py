@@ -25,8 +25,7 @@ CODE = ("expert", "scene", "state", "env")  # what a result depends on
 
 def measure_task(task: str, states: int, videos: Path | None) -> list:
     """The outcomes of the stored states 0 to `states` - 1, in order."""
-    from embodied.core.episodes import EpisodeList
-    from embodied.core.types import Recording
+    from embodied.core.types import EpisodeList, Recording
     from embodied.envs.action_source import ExpertActions
     from embodied.envs.config import LiberoConfig
     from embodied.envs.episode_player import play_episodes

@@ -22,7 +22,7 @@ ROWS = 10
 
 
 def measure_task(task: str, count: int) -> list[dict]:
-    from embodied.core.episodes import EpisodeList
+    from embodied.core.types import EpisodeList
     from embodied.envs.maniskill.expert import ManiSkillExpert
     from embodied.envs.maniskill.motion_planner import CONTROLS, PlannerExpert
 

@@ -13,9 +13,8 @@ import tempfile
 from pathlib import Path
 
 from embodied.config.recipe import Loaded, RunConfig, load
-from embodied.core.episodes import EpisodeList
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.types import EnvSpec, EpisodeResult, Recording
+from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class
 from embodied.envs.protocols import AS_TRAINED
 from embodied.reporting.console import describe_results, describe_tasks

@@ -17,9 +17,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 from gymnasium.vector.utils import batch_space
 
-from embodied.core.arrays import finite_rows, host, is_tensor
+from embodied.core.arrays import Observation, finite_rows, host, is_tensor, map_obs, text_arrays, text_lists
 from embodied.core.errors import NotFinite, WrongShape
-from embodied.core.observations import Observation, map_obs, text_arrays, text_lists
 from embodied.core.types import ChunkResult, EnvSpec, EpisodeSpec
 from embodied.envs import import_class
 from embodied.envs.image_cache import Images, Pictures

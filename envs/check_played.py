@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.observations import Observation, is_text, leaves, map_obs, take_rows, text_arrays
+from embodied.core.arrays import Observation, is_text, leaves, map_obs, take_rows, text_arrays
 
 
 @dataclass

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from embodied.core.arrays import room_for
-from embodied.core.observations import Observation, take_rows, text_arrays
+from embodied.core.arrays import Observation, room_for, take_rows, text_arrays
 from embodied.core.rng import normal
 from embodied.core.types import Array, ChunkResult, EpisodeResult, EpisodeSpec, Note, Recording
 from embodied.envs.action_source import ActionSource

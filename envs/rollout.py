@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.arrays import host, is_tensor
-from embodied.core.episodes import EpisodeList, head_start
-from embodied.core.observations import Observation, map_obs, take_rows
+from embodied.core.arrays import Observation, host, is_tensor, map_obs, take_rows
 from embodied.core.types import (
     ActReply,
     ActRequest,
     Array,
     AskAgain,
     ChunkResult,
+    EpisodeList,
     EpisodeResult,
     EpisodeSpec,
     Note,
     Trajectory,
+    head_start,
     in_sequences,
 )
 from embodied.envs.base import VectorEnv

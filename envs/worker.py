@@ -11,10 +11,10 @@ from functools import partial
 
 import numpy as np
 
-from embodied.core.episodes import EpisodeList, env_blocks
-from embodied.core.observations import text_arrays
+from embodied.core.arrays import text_arrays
 from embodied.core.types import (
     EnvSpec,
+    EpisodeList,
     EpisodeResult,
     EpisodeSpec,
     Recording,
@@ -23,6 +23,7 @@ from embodied.core.types import (
     Trajectory,
     arrays_of,
     choose,
+    env_blocks,
     join,
     trajectory_from,
 )

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from embodied.core import rng
-from embodied.core.arrays import finite_rows
+from embodied.core.arrays import Observation, finite_rows, join_rows, num_rows, text_lists
 from embodied.core.errors import Unusable, WrongShape
-from embodied.core.observations import Observation, join_rows, num_rows, text_lists
 from embodied.core.types import ActReply, ActRequest, Array, AskAgain, EnvSpec, PolicyOutput
 from embodied.policies import make_policy
 from embodied.policies.request_batching import Merging, Questions, cut, cut_output

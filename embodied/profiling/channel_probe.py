@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied.core.observations import num_rows
+from embodied.core.arrays import num_rows
 from embodied.core.types import ActReply, ActRequest, PolicyOutput, Trajectory, join
 
 if TYPE_CHECKING:

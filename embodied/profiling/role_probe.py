@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from embodied.config.recipe import RunConfig
-from embodied.core.episodes import EpisodeList
-from embodied.core.observations import take_rows, text_lists
-from embodied.core.types import BatchPart, Route
+from embodied.core.arrays import take_rows, text_lists
+from embodied.core.types import BatchPart, EpisodeList, Route
 from embodied.envs.base import VectorEnv
 from embodied.envs.worker import SimWorker
 from embodied.learners.memory_estimate import Memory, size_of

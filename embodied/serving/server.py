@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from embodied.core import rng
-from embodied.core.arrays import finite_rows, host
-from embodied.core.observations import join_rows, text_arrays, text_lists
+from embodied.core.arrays import finite_rows, host, join_rows, text_arrays, text_lists
 from embodied.core.types import Observation
 from embodied.policies.base import Policy
 from embodied.serving.config import ServeConfig

@@ -34,7 +34,7 @@ def frame(kind: str) -> dict[str, Any]:
     import numpy as np
     from pydantic import TypeAdapter
 
-    from embodied.core.episodes import EpisodeList
+    from embodied.core.types import EpisodeList
     from embodied.envs import make_env
     from embodied.envs.config import EnvConfig
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied.algorithms.groups import Group, GroupPool, group_advantages
-from embodied.core.episodes import EpisodeList, env_blocks
 from embodied.core.errors import ConfigError
-from embodied.core.types import BatchPart, EpisodeResult, EpisodeSpec, RolloutStats, Route
+from embodied.core.types import BatchPart, EpisodeList, EpisodeResult, EpisodeSpec, RolloutStats, Route, env_blocks
 from embodied.runtime import Handle
 
 if TYPE_CHECKING:

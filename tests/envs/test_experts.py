@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from embodied.core.episodes import EpisodeList
 from embodied.core.errors import ConfigError
-from embodied.core.types import Recording
+from embodied.core.types import EpisodeList, Recording
 from embodied.envs.action_source import ExpertActions
 from embodied.envs.config import GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
 from embodied.envs.episode_player import play_episodes

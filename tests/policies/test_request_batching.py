@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from embodied.config.recipe import load
+from embodied.core.arrays import join_rows, num_rows, take_rows, text_arrays, text_lists
 from embodied.core.errors import StaleWeights, Unusable
-from embodied.core.observations import join_rows, num_rows, take_rows, text_arrays, text_lists
 from embodied.core.types import ActionSpec, ActReply, ActRequest, AskAgain, EnvSpec, PolicyOutput
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
