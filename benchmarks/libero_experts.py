@@ -36,7 +36,7 @@ def measure_task(task: str, states: int, videos: Path | None) -> list:
     episodes = EpisodeList(0, "eval", (task,), stored_states=states).first(states)
     env = LiberoEnv(LiberoConfig(name="libero", task=task), min(ROWS, states))
     try:
-        recording = Recording(film=frozenset(range(states)), videos=videos) if videos else Recording()
+        recording = Recording(video_episodes=frozenset(range(states)), videos=videos) if videos else Recording()
         action_source = ExpertActions(LiberoExpert(env), "expert")
         played = play_episodes(env, episodes, action_source, recording, SimpleQueue(), frozenset(), Timers())
     finally:

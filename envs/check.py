@@ -68,7 +68,7 @@ class Checker:
         self.a_chunk_is_its_steps(played)
         if self.spec.images:
             images_are_painted_where_promised(self, fail)
-        self.filming_changes_nothing()
+        self.frames_change_nothing()
         self.a_saved_state_continues()
 
     def spaces_match_the_spec(self) -> None:
@@ -249,8 +249,8 @@ class Checker:
                     rule, f"row {row} does not show the state after step {first + last}, the last it took in the chunk"
                 )
 
-    def filming_changes_nothing(self) -> None:
-        if self.env.film_problem():
+    def frames_change_nothing(self) -> None:
+        if self.env.video_problem():
             return
         actions = self.actions(min(4, self.spec.max_episode_steps))
         self.reset(self.first)
@@ -258,7 +258,7 @@ class Checker:
         self.reset(self.first)
         rows = np.array([0, self.num - 1])
         frames: list[np.ndarray] = []
-        filmed = self.env.step_chunk(actions, on_frame=lambda moved: frames.append(self.env.render_rows(rows)))
+        drawn = self.env.step_chunk(actions, on_frame=lambda moved: frames.append(self.env.render_rows(rows)))
         shape = frames[0].shape
         if (
             len(shape) != 4
@@ -267,9 +267,9 @@ class Checker:
             or any(f.dtype != np.uint8 or f.shape != shape for f in frames)
         ):
             fail("frames", f"render_rows of 2 rows gives {frames[0].dtype} {list(shape)}, not uint8 [2, H, W, 3]")
-        self.same("frames", plain.obs, filmed.obs, "filming changes what is observed", exact=True)
-        if not np.array_equal(plain.rewards, filmed.rewards):
-            fail("frames", "filming changes the rewards")
+        self.same("frames", plain.obs, drawn.obs, "drawing frames changes what is observed", exact=True)
+        if not np.array_equal(plain.rewards, drawn.rewards):
+            fail("frames", "drawing frames changes the rewards")
 
     def a_saved_state_continues(self) -> None:
         self.reset(self.first)

@@ -17,8 +17,7 @@ from embodied.core.rng import normal
 from embodied.core.types import Array, ChunkResult, EpisodeResult, EpisodeSpec, Note, Recording
 from embodied.envs.action_source import ActionSource
 from embodied.envs.base import VectorEnv
-from embodied.envs.episode_recorder import EpisodeRecorder
-from embodied.envs.video_recorder import VideoRecorder
+from embodied.envs.recorders import EpisodeRecorder, VideoRecorder
 from embodied.runtime import Channel, Timers
 
 
@@ -178,7 +177,7 @@ def play_episodes(
         for recorder in (videos, records):
             recorder.on_frame(moved)
 
-    with VideoRecorder(env, player.rows, recording) as videos, EpisodeRecorder(env, recording.drafts) as records:
+    with VideoRecorder(env, player.rows, recording) as videos, EpisodeRecorder(env, recording.buffers) as records:
         refill(np.arange(env.num_envs))
         while player.playing.any() and not stop():
             at, seen = player.seen()

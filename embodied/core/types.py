@@ -270,12 +270,12 @@ class Note:
 class Recording:
     """What is kept of the episodes of an evaluation besides their outcomes."""
 
-    film: frozenset[int] = frozenset()  # indices of the episodes that are filmed
+    video_episodes: frozenset[int] = frozenset()  # indices of the episodes of which there is a video
     videos: Path | None = None  # the folder of their videos
-    failures_only: bool = False  # whether other films are thrown away
+    failures_only: bool = False  # whether other videos are thrown away
     overlay: bool = False  # instruction, step, reward, value and success in every frame
     cameras: bool = False  # what the policy's cameras see, beside the scene
-    drafts: Path | None = None  # the folder in which every episode is recorded for a dataset
+    buffers: Path | None = None  # the folder in which every episode is recorded for a dataset
     noise: float = 0.0  # deviation of what is added to the actions that are played, not to those that are recorded
     seed: int = 0  # of that noise
 

@@ -40,7 +40,7 @@ def frame(kind: str) -> dict[str, Any]:
 
     config = TypeAdapter(EnvConfig).validate_python({"name": kind, "num_envs": 1})
     env = make_env(config, 1)
-    if problem := env.film_problem():
+    if problem := env.video_problem():
         raise SystemExit(problem)
     env.reset(options={"reset_mask": np.array([True]), "episodes": EpisodeList(0, "eval", env.tasks(config)).first(1)})
     drawn = env.render_rows(np.array([0]))[0]

@@ -149,7 +149,7 @@ class LiberoEnv(VectorEnv):
         chosen = [self._rows[row] for row in rows]
         return np.stack([self._painter(row).paint_now(row, "agentview", side) for row in chosen])
 
-    def film_problem(self) -> str:
+    def video_problem(self) -> str:
         return images.opengl_problem()
 
     def close_extras(self, **_: object) -> None:
