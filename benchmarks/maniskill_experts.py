@@ -60,8 +60,7 @@ def make(task: str, mode: str, count: int):
 
 def play(env, expert, who: str, episodes: list) -> dict:
     from embodied.core.types import Recording
-    from embodied.envs.action_source import ExpertActions
-    from embodied.envs.episode_player import play_episodes
+    from embodied.envs.evaluation import ExpertActions, play_episodes
     from embodied.runtime import Timers
 
     started = time.process_time()

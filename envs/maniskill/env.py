@@ -18,7 +18,6 @@ import numpy as np
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.action_source import Expert
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.tasks import TWINS, absent, asset_folder, is_bridge, source_of
@@ -36,6 +35,7 @@ from embodied.envs.maniskill.tasks import (
     to_prove,
 )
 from embodied.envs.own_modules import explained, try_out
+from embodied.envs.preflight import Expert
 from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.system.vulkan_driver import ensure_vulkan
 

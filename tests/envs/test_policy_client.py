@@ -5,8 +5,7 @@ from collections import deque
 import numpy as np
 
 from embodied.core.types import ActReply, AskAgain, EpisodeSpec
-from embodied.envs.episode_player import num_startable
-from embodied.envs.rollout import PolicyClient
+from embodied.envs.rollout import PolicyClient, num_startable
 
 
 class Fifo(deque):

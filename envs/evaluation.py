@@ -1,25 +1,144 @@
-"""What is recorded of an evaluation while it is played, besides its outcomes: videos of some episodes, one mp4 each,
-frame by frame, so that memory stays flat; and for a dataset every env step with what was seen before it.
+"""Plays a fixed list of episodes to the end: with a policy worker or an expert that chooses the actions, and with
+recorders.
 
-Where a policy decides several env steps at once, the steps inside a decision are observed as well, for the record only.
+Besides the outcomes, some episodes are kept as videos, one mp4 each, written frame by frame so that memory stays flat;
+for a dataset, every env step is kept with what was seen before it. Where a policy decides several env steps at once,
+the steps inside a decision are observed as well, for the record only.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from embodied.core.types import ChunkResult, EpisodeResult, EpisodeSpec, Observation, Recording
+from embodied.core.rng import normal
+from embodied.core.types import ChunkResult, EpisodeResult, EpisodeSpec, Note, Observation, Recording
 from embodied.envs.base import VectorEnv
 from embodied.envs.own_modules import file_name
+from embodied.envs.preflight import Expert
+from embodied.envs.rollout import EpisodePlayer, EpisodeTracker, PolicyClient, spread
+from embodied.runtime import Channel, Timers
 
 if TYPE_CHECKING:
     from embodied.datasets import EpisodeBuffer
-    from embodied.envs.episode_player import EpisodeTracker
     from embodied.reporting.videos import VideoWriter
+
+
+class ActionSource(Protocol):
+    """Chooses the actions of the rows that play."""
+
+    source: str  # its name in notes to the driver
+
+    def begin(self, rows: np.ndarray) -> None:
+        """Episodes begin on these rows."""
+
+    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The next decisions of the rows `at` [len(at), C, A], which see `obs`, and what these are worth [len(at)],
+        empty if unknown."""
+
+
+class PolicyActions:
+    """The actions of a policy worker."""
+
+    def __init__(self, client: PolicyClient) -> None:
+        self.client = client
+        self.source = client.source
+
+    def begin(self, rows: np.ndarray) -> None:
+        """A policy remembers nothing."""
+
+    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self.client.ask(obs=obs, episodes=rows.episode[at], decisions=rows.decision[at])
+        reply = self.client.answer()
+        return reply.output.actions, reply.values
+
+
+class ExpertActions:
+    """The actions of an expert of the task."""
+
+    def __init__(self, expert: Expert, source: str) -> None:
+        self.expert = expert
+        self.source = source
+
+    def begin(self, rows: np.ndarray) -> None:
+        self.expert.begin(rows)
+
+    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.expert.act()[at, None], np.empty(0)
+
+
+def play_episodes(
+    env: VectorEnv,
+    episodes: list[EpisodeSpec],
+    action_source: ActionSource,
+    recording: Recording,
+    notes: Channel,
+    alone: frozenset[int],
+    timers: Timers,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[EpisodeResult]:
+    """Play a fixed list of episodes to the end, a free row taking the next one. `alone` are the last of the episodes;
+    each is played with no other beside it. Once `stop` says so the decision in progress is the last one, and what is
+    not over is given up."""
+    player, waiting = EpisodePlayer(env, timers), deque(episodes)
+    results: list[EpisodeResult] = []
+
+    def refill(free: np.ndarray) -> None:
+        """Begin waiting episodes on free rows."""
+        free = free[: num_startable(waiting, player.playing, alone)]
+        if not len(free):
+            return
+        specs = [waiting.popleft() for _ in free]
+        notes.put(Note(action_source.source, begun=tuple(spec.index for spec in specs)))
+        player.begin(free, specs)
+        action_source.begin(free)
+        for recorder in (videos, records):
+            recorder.begin(free, specs, player.obs.get("instruction"))
+
+    def on_frame(moved: np.ndarray) -> None:
+        for recorder in (videos, records):
+            recorder.on_frame(moved)
+
+    with VideoRecorder(env, player.rows, recording) as videos, EpisodeRecorder(env, recording.buffers) as records:
+        refill(np.arange(env.num_envs))
+        while player.playing.any() and not stop():
+            at, seen = player.seen()
+            with timers.measure("wait"):
+                decisions, values = action_source.act(seen, player.rows, at)
+            actions = spread(decisions, at, env.num_envs)
+            videos.decided(at, values)
+            records.decided(player.obs, actions)
+            result = player.play(disturbed(actions, player.rows, recording), on_frame)
+            records.record(result)
+            done, outcomes = player.end(result)
+            if len(done):
+                results += outcomes
+                for recorder in (videos, records):
+                    recorder.finish(done, outcomes)
+                notes.put(Note(action_source.source, finished=tuple(outcomes)))
+                refill(np.flatnonzero(~player.playing) if waiting and waiting[0].index in alone else done)
+    return results
+
+
+def disturbed(actions: np.ndarray, rows: EpisodeTracker, recording: Recording) -> np.ndarray:
+    """The actions [N, C, A] with the noise that was asked for, which follows from episode and decision."""
+    if not recording.noise:
+        return actions
+    width = actions[0].size
+    noise = normal(recording.seed, "disturbance", rows.episode, rows.decision, width).reshape(actions.shape)
+    return (actions + recording.noise * noise).astype(actions.dtype)
+
+
+def num_startable(waiting: deque[EpisodeSpec], playing: np.ndarray, alone: frozenset[int]) -> int:
+    """How many of the waiting episodes may begin now."""
+    if waiting and waiting[0].index in alone:
+        return int(not playing.any())
+    return sum(spec.index not in alone for spec in waiting)
 
 
 class VideoRecorder:
