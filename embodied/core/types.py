@@ -258,8 +258,16 @@ class AskAgain:
 
 
 @dataclass(frozen=True)
+class Merging:
+    """Which questions of several sim workers a policy worker answers together."""
+
+    rows: int = 1  # env rows that are answered together at most; a question of more is answered by itself
+    wait_s: float = 0.0  # how long a question waits for those of other sims
+
+
+@dataclass(frozen=True)
 class Note:
-    """What a sim worker tells the driver as it happens, so that it is known should the worker die."""
+    """What a sim worker reports to the driver as it happens, so that it is known should the worker die."""
 
     source: str
     begun: tuple[int, ...] = ()  # indices of the episodes that begin now
