@@ -25,11 +25,10 @@ from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.text import STOP, LlamaWords, prompt, template_of, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
-from embodied.policies.vla.adapters import as_adapted, read_adapters
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.images import processor_of
 from embodied.policies.vla.layers import smooth_filters, with_adapter
-from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter
+from embodied.policies.vla.lora import add_lora, as_adapted, initial_adapter, is_adapter, read_adapters
 from embodied.policies.vla.policy import VLAPolicy
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
 from embodied.policies.vla.text import Tokenizer, align

@@ -17,7 +17,7 @@ from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
 from embodied.policies.openvla.action_stats import RANGES
 from embodied.policies.openvla.components import component_weights, find_components
 from embodied.policies.openvla.settings import OpenVLASettings, settings_of
-from embodied.policies.vla.adapters import CONFIG as ADAPTER_CONFIG
+from embodied.policies.vla.lora import ADAPTER_CONFIG
 from embodied.policies.vla.shards import write_shards, write_tensors
 from embodied.policies.vla.text import TOKENIZER
 from embodied.runtime.tensor_bytes import Blob, blob_of

@@ -23,11 +23,19 @@ from embodied.policies.base import Scores
 from embodied.policies.config import Pi0Config
 from embodied.policies.pi0 import flow
 from embodied.policies.pi0.folder import MODEL, SCALED, layout_of, read_published, save_beside, write_back
-from embodied.policies.pi0.images import DRAWS, augmented, pixels_of, resize_with_pad
+from embodied.policies.pi0.inputs import (
+    DRAWS,
+    GemmaWords,
+    augmented,
+    padded,
+    pixels_of,
+    prompt,
+    resize_with_pad,
+    tokenizer_of,
+)
 from embodied.policies.pi0.network import Pi0Network, Prefix, critic, in_half, start
 from embodied.policies.pi0.normalize import Scale, choose, figures_of, width_of
 from embodied.policies.pi0.settings import PRESETS, check_sizes, settings_of
-from embodied.policies.pi0.text import GemmaWords, padded, prompt, tokenizer_of
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.lora import add_lora, is_adapter
 from embodied.policies.vla.policy import VLAPolicy

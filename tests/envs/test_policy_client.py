@@ -5,7 +5,8 @@ from collections import deque
 import numpy as np
 
 from embodied.core.types import ActReply, AskAgain, EpisodeSpec
-from embodied.envs.rollout import PolicyClient, num_startable
+from embodied.envs.evaluation import num_startable
+from embodied.envs.rollout import PolicyClient
 
 
 class Fifo(deque):
