@@ -17,8 +17,7 @@ from embodied.placement.dataflow import traced_edges
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile
 from embodied.profiling import measure, timed_run
-from embodied.profiling.channel_probe import copied
-from embodied.profiling.role_probe import ProbeWorker, real
+from embodied.profiling.role_probe import ProbeWorker, copied, real
 from embodied.profiling.store import cost_key, dataflow_of, newest_profile, repeated
 from embodied.profiling.timed_run import Round, Trial
 from embodied.reporting.benchmark_page import describe, paired_ratio, timeline
