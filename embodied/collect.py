@@ -17,7 +17,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class
 from embodied.envs.protocols import AS_TRAINED
-from embodied.reporting.console import describe_results, describe_tasks
+from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize
 from embodied.run import launch
 from embodied.run.folder import provenance

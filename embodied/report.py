@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
@@ -28,13 +27,10 @@ COMPARISON = "comparison.html"
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.answer(argv, USAGE, start)
 
 
 def start(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(USAGE)
-        return 0
     options = [word.removeprefix("out=") for word in argv if word.startswith("out=")]
     runs = [Path(word).expanduser() for word in argv if not word.startswith("out=")]
     if not runs or len(options) > 1 or any(word.startswith("-") for word in argv):

@@ -81,7 +81,7 @@ def follow(
         folder, checkpoint = open_folder(loaded, command)
         opened(folder.path)
         with closing(folder, interruption):
-            console = Console(folder.path, folder.note, command=command)
+            console = Console(folder.path, folder.log.note, command=command)
             folder.record(placement=asdict(plan))
             console.say(launch.describe(config, plan, weights=checkpoint))
             console.say(launch.describe_saving(config))
@@ -151,7 +151,7 @@ def train(
 
 
 def fresh(loop: Workflow, folder: RunFolder) -> dict:
-    folder.metrics.keep(0)  # of a run that was begun before, and not saved
+    folder.log.keep_rows(0)  # of a run that was begun before, and not saved
     loop.publish(0)
     return {"iteration": 0, "version": 0, "env_steps": 0, "abandoned_episodes": 0, "train_s": 0.0}
 
@@ -159,7 +159,7 @@ def fresh(loop: Workflow, folder: RunFolder) -> dict:
 def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
     """Continue from a checkpoint: weights, optimizer, env rows, counters; later metrics are dropped and made again."""
     state = read_counters(checkpoint)
-    folder.metrics.keep(state["iteration"])
+    folder.log.keep_rows(state["iteration"])
     sims = read_sims(checkpoint)
     try:
         with reading(checkpoint / SIMS, CheckpointError):
@@ -185,7 +185,7 @@ def iterate(loop: Workflow, state: dict, total: int, folder: RunFolder, console:
     state["env_steps"] += int(numbers["env_steps"])
     state["abandoned_episodes"] += loop.take_abandoned()
     state["train_s"] += elapsed
-    folder.metrics.log(console.iteration(state, finished, numbers, elapsed, total))
+    folder.log.row(console.iteration(state, finished, numbers, elapsed, total))
 
 
 def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:

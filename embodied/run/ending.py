@@ -101,7 +101,7 @@ def record_end(folder: RunFolder, state: str, cause: str) -> None:
         return
     try:
         folder.finish(state, cause)
-        folder.note(f"{state}: {cause}" if cause else state)
+        folder.log.note(f"{state}: {cause}" if cause else state)
     except OSError as err:  # a full disk must not hide the first cause
         print(f"run.json could not be written: {err}", file=sys.stderr)
     report_or_say_why(folder.path)

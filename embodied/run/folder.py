@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 
 from embodied.core.errors import CheckpointError
 from embodied.run.checkpoints import name_of, read_json, replace_text
-from embodied.run.metrics import Metrics
+from embodied.run.log import RunLog, now
 
 DRIVER = "driver"
 PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", "mani_skill", "sapien", "transformers", "ray")
@@ -29,7 +29,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self.metrics = Metrics(path)
+        self.log = RunLog(path)
         self._lock = None
         self._writing = threading.RLock()  # of run.json, which hosts that start are written into from other threads
 
@@ -95,18 +95,13 @@ class RunFolder:
         names = (f"trace-{n}.json" if n > 1 else "trace.json" for n in itertools.count(1))
         return next(path for name in names if not (path := self.path / name).exists())
 
-    def note(self, text: str) -> None:
-        """Write a line of the console into logs/driver.log."""
-        with (self.logs / "driver.log").open("ab", buffering=0) as file:
-            file.write(f"{now()} {text}\n".encode())
-
     def count_restart(self) -> None:
         """One more worker was started again."""
         with self._writing:
             self.record(restarts=self.info().get("restarts", 0) + 1)
 
     def finish(self, state: str, cause: str = "", **more: object) -> None:
-        self.metrics.close()
+        self.log.close()
         self.record(state=state, cause=cause, ended=now(), processes={}, **more)  # numbers are used again
         if self._lock is not None:
             os.close(self._lock)
@@ -149,10 +144,6 @@ def lost(run: Path, info: dict) -> bool:
         return taken(lock) is True
     finally:
         os.close(lock)
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def provenance() -> dict:

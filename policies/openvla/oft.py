@@ -17,11 +17,10 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import OpenVLAOFTConfig
-from embodied.policies.openvla.action_tokens import action_scores, pick
 from embodied.policies.openvla.base import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.llama import LlamaStack
-from embodied.policies.openvla.text import STOP
+from embodied.policies.openvla.tokens import STOP, action_scores, pick
 from embodied.policies.openvla.vision import Block
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.statistics import Statistics, statistics_of

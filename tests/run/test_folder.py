@@ -24,13 +24,13 @@ def test_two_runs_of_one_second_get_folders_of_their_own(tmp_path):
 def test_a_resumed_run_makes_the_metrics_after_its_checkpoint_again(tmp_path):
     folder = RunFolder.create(tmp_path, "toy", "")
     for iteration in (1, 2, 3):
-        folder.metrics.log(row(iteration))
+        folder.log.row(row(iteration))
     folder.finish("stopped")
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "env')  # the line a killed run was writing
     again = RunFolder.reopen(folder.path)
-    again.metrics.keep(2)
-    again.metrics.log(row(3))
+    again.log.keep_rows(2)
+    again.log.row(row(3))
     again.finish("finished")
     lines = (folder.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
@@ -47,7 +47,7 @@ def test_a_folder_that_was_removed_is_named_and_hides_no_cause(tmp_path, capsys)
     folder = RunFolder.create(tmp_path, "toy", "")
     shutil.rmtree(folder.path)
     with pytest.raises(FileNotFoundError), closing(folder, Interruption()):
-        folder.note("iteration 1")
+        folder.log.note("iteration 1")
     assert f"{folder.path} was removed" in capsys.readouterr().err
 
 
@@ -75,10 +75,10 @@ def test_a_run_that_goes_on_is_not_continued_by_another(tmp_path):
 
 def test_lines_that_a_crash_has_broken_are_dropped_from_the_metrics(tmp_path):
     folder = RunFolder.create(tmp_path, "toy", "")
-    folder.metrics.log(row(1))
+    folder.log.row(row(1))
     folder.finish("stopped")
     path = folder.path / "metrics.jsonl"
     with path.open("ab") as file:
         file.write(b'{"iteration": 2, "a":\n}\n{}\n[]\n\xff\x00}\n')
-    folder.metrics.keep(5)
+    folder.log.keep_rows(5)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [row(1)]

@@ -1,4 +1,5 @@
-"""The numbers of a run's iterations: metrics.jsonl, and TensorBoard's curves by env steps."""
+"""What a run writes as it goes: the console's lines into logs/driver.log, the numbers of its iterations into
+metrics.jsonl and TensorBoard's curves by env steps."""
 
 from __future__ import annotations
 
@@ -6,33 +7,38 @@ import json
 import os
 import socket
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from embodied.run.checkpoints import replace_text
 
 
-class Metrics:
-    """Logs a row per iteration into a run's folder."""
-
+class RunLog:
     def __init__(self, run: Path) -> None:
-        self.path = run / "metrics.jsonl"
+        self.path = run
+        self.metrics = run / "metrics.jsonl"
         self._file = None
         self._curves = None
 
-    def log(self, row: dict) -> None:
-        """One iteration's numbers."""
+    def note(self, text: str) -> None:
+        """Write a line of the console into logs/driver.log."""
+        with (self.path / "logs" / "driver.log").open("ab", buffering=0) as file:
+            file.write(f"{now()} {text}\n".encode())
+
+    def row(self, row: dict) -> None:
+        """Write one iteration's numbers."""
         if self._curves is None:
-            self._file = self.path.open("ab", buffering=0)  # nothing is left to flush later
-            self._curves = Curves(self.path.parent / "tensorboard")
+            self._file = self.metrics.open("ab", buffering=0)  # nothing is left to flush later
+            self._curves = Curves(self.path / "tensorboard")
         self._file.write((json.dumps(row) + "\n").encode())
         self._curves.add(row["env_steps"], row)
 
-    def keep(self, iteration: int) -> None:
+    def keep_rows(self, iteration: int) -> None:
         """Drop the rows of iterations after `iteration`: a resumed run makes them again."""
-        if self.path.is_file():
-            rows = map(row_of, self.path.read_text(errors="replace").splitlines())
+        if self.metrics.is_file():
+            rows = map(row_of, self.metrics.read_text(errors="replace").splitlines())
             kept = [row for row in rows if row and row["iteration"] <= iteration]
-            replace_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+            replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
     def close(self) -> None:
         for file in (self._file, self._curves):
@@ -48,6 +54,10 @@ def row_of(line: str) -> dict | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("iteration"), int) else None
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class Curves:
