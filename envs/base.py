@@ -152,7 +152,7 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
         return result.obs, result.rewards[:, 0], result.terminated[:, 0], result.truncated[:, 0], info
 
     def step_chunk(self, actions: np.ndarray, on_frame: Callable[[np.ndarray], None] | None = None) -> ChunkResult:
-        """Play one decision: actions [N, C, A], C env steps of every live row. `ChunkResult` tells what comes back.
+        """Play one decision: actions [N, C, A], C env steps of every live row. Returns a `ChunkResult`.
 
         `on_frame(moved)` is called after each env step with the rows that took it (bool [N]). Rows done before
         the chunk are frozen; their observation is whatever the simulator shows.
@@ -407,8 +407,8 @@ class Reward:
 
 
 class ImageCache:
-    """What the cameras of each row last saw. Drawing is dear, so a row is drawn again only if it has moved since and
-    somebody needs its images: at the decision border, and where an episode ends inside a chunk."""
+    """What the cameras of each row last saw. Drawing is expensive, so a row is drawn again only if it has moved since
+    and its images are needed: at the decision border, and where an episode ends inside a chunk."""
 
     def __init__(
         self, num_envs: int, sizes: dict[str, tuple[int, int, int]], paint: Callable[[np.ndarray], Images]

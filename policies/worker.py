@@ -96,7 +96,7 @@ class PolicyWorker(Worker):
         temperature: float = 1.0,
         stream: str = "train",
     ) -> int:
-        """Answer these sources with this version until one says that nobody asks any more; others are of an earlier
+        """Answer these sources with this version until the round is over; requests of other sources are of an earlier
         round. Returns the number of decisions. What waits is answered together, as far as `merging` says."""
         decisions, questions = 0, Questions(requests, replies, self.merging)
         while taken := self._take(questions):

@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have written: whatever is wrong with one is said in a line that names it."""
+"""Reads files that other programs may have written: what is wrong with one becomes an error that names it."""
 
 from __future__ import annotations
 

@@ -221,12 +221,12 @@ class BatchPart:
 
 @dataclass(frozen=True)
 class ActRequest:
-    """A sim worker's question to a policy worker: what should these rows do next?
+    """A sim worker's request to a policy worker: what should these rows do next?
 
     `final_obs` holds the final observations of rows whose episode was truncated in the decision before; only their
     value is wanted. With `value_only` the same holds for `obs` (the end of a rollout). The next rollout begins with
     what was seen then: it names that question (its source and number) as `same_as` instead of sending `obs` again.
-    `done` says that nobody asks any more.
+    `done`: no request will follow in this round.
     """
 
     source: str  # where the answer goes, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
@@ -252,7 +252,7 @@ class ActReply:
 
 @dataclass(frozen=True)
 class AskAgain:
-    """In the place of a reply: this policy worker does not know the question, or what it refers to."""
+    """Sent instead of a reply: this policy worker does not know the request, or the one that it refers to."""
 
     source: str
 

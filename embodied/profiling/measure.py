@@ -313,9 +313,9 @@ def describe(profile: Profile) -> list[str]:
         curve = cost.seconds
         points = curve.measured or tuple(zip(curve.sizes, curve.values, strict=True))
         for i, (size, seconds) in enumerate(points):
-            told = f"   {curve.error:.0%}, {curve.spread:.0%}" if i == 0 else ""
+            quality = f"   {curve.error:.0%}, {curve.spread:.0%}" if i == 0 else ""
             first = f"{name:<10}{kind:<10}" if i == 0 else f"{'':<20}"
-            lines.append(f"{first}{size:>8.0f}{seconds * 1000:>10.3f}{told}")
+            lines.append(f"{first}{size:>8.0f}{seconds * 1000:>10.3f}{quality}")
     counts = profile.made["devices"]
     learner = next(iter(profile.costs["learner"].items()))
     rest = {

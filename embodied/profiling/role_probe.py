@@ -390,7 +390,7 @@ class Kept:
 
 
 def copied(played: Trajectory, copies: int) -> Trajectory:
-    """As if so many sims had played the same, each in env rows or episodes of its own."""
+    """The trajectories of so many sims that played the same, each in env rows or episodes of its own."""
     each = int(played.ids.max()) + 1
     parts = [replace(played, ids=played.ids + copy * each) for copy in range(copies)]
     return replace(join(parts), source=played.source)

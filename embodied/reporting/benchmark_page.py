@@ -1,4 +1,4 @@
-"""Predicted next to measured: the table of a benchmark on the console, as JSON, as a page and as a picture."""
+"""Predicted next to measured: the table of a benchmark on the console, as JSON, as a page and as an image."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def num_rounds(result: Any) -> int:
 def write_report(results: Sequence[Any], about: dict[str, Any], folder: Path) -> None:
     found = [{**asdict(result), "table": rows_of(result), "verdict": verdict(result)} for result in results]
     (folder / "bench.json").write_text(json.dumps({"about": about, "results": found}, indent=1, default=str) + "\n")
-    png = picture(results)
+    png = chart(results)
     (folder / "bench.png").write_bytes(png)
     (folder / "bench.html").write_text(html(results, about, png), encoding="utf-8")
 
@@ -171,7 +171,7 @@ def timeline(mode: str, path: Path) -> list[Html]:
     return [worker_rows(spans, f"{mode}: one iteration, piece by piece"), moved]
 
 
-def picture(results: Sequence[Any]) -> bytes:
+def chart(results: Sequence[Any]) -> bytes:
     """Bars of env steps per second, predicted beside measured, whiskers over the middle half of the rounds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

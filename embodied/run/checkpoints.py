@@ -179,7 +179,7 @@ def best_version(run: Path) -> int | None:
 
 
 def by_hand(run: Path) -> set[int]:
-    """The versions whose evaluation somebody asked for."""
+    """The versions that were evaluated by hand."""
     names = (NAME.match(path.name) for path in run.glob("eval/v*-*"))
     return {int(found[1]) for found in names if found}
 

@@ -76,9 +76,9 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
     except BaseException as err:
         record_end(folder, "failed", f"{type(err).__name__}: {err}")
         if isinstance(err, (WorkerFailed, DeadlineExceeded)):
-            told = EmbodiedError("\n".join([str(err), *what_next(folder, err)]))
-            told.exit_code = err.exit_code
-            raise told from err
+            advised = EmbodiedError("\n".join([str(err), *what_next(folder, err)]))
+            advised.exit_code = err.exit_code
+            raise advised from err
         raise
     else:
         record_end(folder, "stopped" if interruption.requested else "finished", "")

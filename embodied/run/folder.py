@@ -71,7 +71,7 @@ class RunFolder:
         return run
 
     def evaluation(self, version: int) -> Path:
-        """Where this version's evaluation in the run goes."""
+        """The folder of this version's evaluation in the run."""
         return self.path / "eval" / name_of(version)
 
     def info(self) -> dict:
@@ -91,7 +91,7 @@ class RunFolder:
             self.record(processes={**self.info().get("processes", {}), host: pid})
 
     def new_trace(self) -> Path:
-        """Where this start of the run writes its timeline: trace.json, trace-2.json after a resume, and so on."""
+        """The file for the timeline of this start of the run: trace.json, trace-2.json after a resume, and so on."""
         names = (f"trace-{n}.json" if n > 1 else "trace.json" for n in itertools.count(1))
         return next(path for name in names if not (path := self.path / name).exists())
 

@@ -187,7 +187,7 @@ class Single:
         return float(reward), bool(done)
 
     def succeeded(self) -> bool | None:
-        """None where the task does not tell."""
+        """None if the task has no success."""
         try:
             return bool(self.env._check_success())
         except NotImplementedError:

@@ -119,7 +119,7 @@ class Pi0Network(nn.Module):
         return hidden.to(wide.dtype)
 
     def velocity(self, hidden: Tensor) -> Tensor:
-        """Where the noisy actions move, [N, H, D], of the suffix's hidden states."""
+        """The velocity of the noisy actions [N, H, D], of the suffix's hidden states."""
         return self.action_out_proj(hidden[:, -self.settings.horizon :])
 
     def blocks(self) -> list[nn.Module]:
@@ -183,7 +183,7 @@ def critic(settings: Pi0Settings) -> nn.Sequential:
 
 
 # Gemma with transformers' key names: two stacks of unlike width that share keys and values layer by layer. The prefix
-# is computed once; what comes behind it attends to its keys and values, which nobody adds to. Pi0.5's expert has
+# is computed once; what comes behind it attends to its keys and values, which stay as they are. Pi0.5's expert has
 # adaptive norms: a condition (the time) scales and shifts what is normed and gates what is added.
 
 
