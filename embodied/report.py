@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
+from embodied.core.files import replace_text
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.run_page import REPORT, report
 from embodied.reporting.runs import read_run
 from embodied.run import launch
-from embodied.run.checkpoints import replace_text
 
 USAGE = """Write report.html of a run or an evaluation: curves, tables, videos, where the time went, provenance.
 Of several: one page that compares them.

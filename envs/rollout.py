@@ -96,9 +96,8 @@ class EpisodeTracker:
             success_at_reset=at_reset,
         )
 
-    ARRAYS = (
-        "episode started decision length total_reward success_once success_now success_at_reset".split()
-    )  # what a checkpoint keeps; the specs follow from the episode numbers
+    # What a checkpoint keeps; the specs follow from the episode numbers.
+    ARRAYS = "episode started decision length total_reward success_once success_now success_at_reset".split()
 
     def get_state(self) -> dict[str, np.ndarray]:
         return {name: getattr(self, name).copy() for name in self.ARRAYS}

@@ -109,9 +109,8 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0],
         }
         if config.algo.name != "ppo":
-            made["episode_decisions"] = (
-                probed.horizon
-            )  # while a policy knows nothing, episodes last as long as they may
+            # While a policy knows nothing, episodes last as long as they may.
+            made["episode_decisions"] = probed.horizon
         costs = probed.costs | {
             role.name: {str(c): Cost(NOTHING) for c in homes(config, there, roles)[role.name]} for role in others(roles)
         }

@@ -19,10 +19,9 @@ import numpy as np
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic asks for this one below Python 3.12
 
-from embodied.core.files import read_object, reading
+from embodied.core.files import read_object, reading, replace_text
 from embodied.core.types import EpisodeResult
 from embodied.reporting.success_stats import compare
-from embodied.run.checkpoints import replace_text
 
 RESULTS = "results.json"
 EPISODES = "episodes.csv"

@@ -17,7 +17,8 @@ from importlib import metadata
 from pathlib import Path
 
 from embodied.core.errors import CheckpointError
-from embodied.run.checkpoints import name_of, read_json, replace_text
+from embodied.core.files import replace_text
+from embodied.run.checkpoints import name_of, read_json
 from embodied.run.log import RunLog, now
 
 DRIVER = "driver"
@@ -84,10 +85,8 @@ class RunFolder:
 
     def record_process(self, host: str, pid: int) -> None:
         """A host has this process id from now on; ps shows it by the same name."""
-        with (
-            self._writing,
-            suppress(OSError, CheckpointError),
-        ):  # that the folder is gone is reported at the end of the run
+        # That the folder is gone is reported at the end of the run.
+        with self._writing, suppress(OSError, CheckpointError):
             self.record(processes={**self.info().get("processes", {}), host: pid})
 
     def new_trace(self) -> Path:

@@ -10,7 +10,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from embodied.run.checkpoints import replace_text
+from embodied.core.files import replace_text
 
 
 class RunLog:

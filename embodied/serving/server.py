@@ -27,12 +27,8 @@ from embodied.serving.config import ServeConfig
 from embodied.serving.protocol import OTHERS, BadMessage, largest_array, longest_request, observation_of, pack, unpack
 
 ANSWER_S, SEND_S = 120.0, 30.0  # limits for making an answer, and for sending it
-AWAY, REFUSED, BROKEN, FULL = (
-    1001,
-    1007,
-    1011,
-    1013,
-)  # codes of closing; 1007: the request is bad, 1011: the policy failed
+# Codes of closing; 1007: the request is bad, 1011: the policy failed
+AWAY, REFUSED, BROKEN, FULL = 1001, 1007, 1011, 1013
 ANY_SIZE_MB = 32
 
 
@@ -114,7 +110,7 @@ class Answers:
 class Batching:
     """Answers requests that arrive together in one pass of the policy.
 
-    Nobody waits for clients that are not there: a request waits for others only while a connected client has not asked,
+    A request waits for others only while a connected client has not asked,
     and never longer than `wait_s`.
     """
 
@@ -145,10 +141,9 @@ class Batching:
                         batch.append(await self.asked.get())
             except TimeoutError:
                 pass  # the requests that are here are answered
-            if batch := [
-                (request, answer) for request, answer in batch if not answer.done()
-            ]:  # the clients of the others have left
-                await self._answer(batch)
+            # The answer to a client that has left is done already.
+            if waiting := [(request, answer) for request, answer in batch if not answer.done()]:
+                await self._answer(waiting)
 
     async def _answer(self, batch: list[tuple[Request, asyncio.Future]]) -> None:
         requests = [request for request, _ in batch]

@@ -26,6 +26,7 @@ OFT = "openvla_oft"
 OURS = ("policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
 STATISTICS = "dataset_statistics.json"
 PREPROCESSOR = "preprocessor_config.json"
+# Files beside the weights that travel along unchanged
 COMPANIONS = (
     "generation_config.json",
     PREPROCESSOR,
@@ -35,7 +36,7 @@ COMPANIONS = (
     TOKENIZER,
     "tokenizer.model",
     "tokenizer_config.json",
-)  # files beside the weights that travel along unchanged
+)
 
 
 @dataclass(frozen=True)

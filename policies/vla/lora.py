@@ -26,6 +26,7 @@ LAYER = ".base_layer.weight"  # peft's name for the weight of a layer that has a
 WORDS = "lm_head"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."  # how peft's names begin
+# They change what is adapted, or how.
 UNKNOWN = (
     "use_dora",
     "use_qalora",
@@ -39,7 +40,7 @@ UNKNOWN = (
     "target_parameters",
     "trainable_token_indices",
     "megatron_config",
-)  # they change what is adapted, or how
+)
 
 
 class AdaptedLinear(nn.Linear):

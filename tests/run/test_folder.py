@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
+from embodied.core import files
 from embodied.core.errors import CheckpointError
-from embodied.run import checkpoints
 from embodied.run.ending import Interruption, closing
 from embodied.run.folder import RunFolder
 
@@ -56,9 +56,9 @@ def test_a_failed_write_keeps_the_old_text_and_leaves_no_draft(tmp_path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "latest").write_text("v000001\n")
-    monkeypatch.setattr(checkpoints, "flush", no_space)
+    monkeypatch.setattr(files, "flush", no_space)
     with pytest.raises(OSError, match="No space left"):
-        checkpoints.replace_text(tmp_path / "latest", "v000002\n")
+        files.replace_text(tmp_path / "latest", "v000002\n")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
     assert (tmp_path / "latest").read_text() == "v000001\n"
 
