@@ -141,13 +141,13 @@ def html(results: Sequence[Any], about: dict[str, Any], png: bytes) -> str:
         shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
         refused = [tag("li", f"{mode} was not run: {reason}") for mode, reason in result.refused.items()]
         plans = [
-            tag("li", f"{mode}: {told['layout']}; {at_work(result.rounds[mode])}")
-            for mode, told in result.expected.items()
+            tag("li", f"{mode}: {forecast['layout']}; {at_work(result.rounds[mode])}")
+            for mode, forecast in result.expected.items()
         ]
         lines = [tag("p", line) for line in verdict(result)]
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
-        told = [shown, *lines, tag("ul", *plans, *refused), *traced]
-        parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *told))
+        found = [shown, *lines, tag("ul", *plans, *refused), *traced]
+        parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *found))
     title = f"Placements of {about['recipe']}"
     return page(title, tag("h1", title), image(png, "predicted and measured throughput"), *parts)
 

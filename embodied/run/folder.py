@@ -18,8 +18,8 @@ from pathlib import Path
 
 from embodied.core.errors import CheckpointError
 from embodied.core.files import replace_text
+from embodied.reporting.console import RunLog, now
 from embodied.run.checkpoints import name_of, read_json
-from embodied.run.log import RunLog, now
 
 DRIVER = "driver"
 PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", "mani_skill", "sapien", "transformers", "ray")

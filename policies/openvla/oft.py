@@ -122,8 +122,8 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
     @classmethod
     def numbers(cls, config: OpenVLAOFTConfig) -> tuple[int, int | None]:
         published = read_published(config.pretrained)
-        told = first(config.proprio, published.oft.get("proprio"), "proprio_projector" in published.components)
-        felt = statistics_of(published.norm_stats, config.statistics, config.pretrained, "proprio") if told else None
+        feels = first(config.proprio, published.oft.get("proprio"), "proprio_projector" in published.components)
+        felt = statistics_of(published.norm_stats, config.statistics, config.pretrained, "proprio") if feels else None
         return super().numbers(config)[0], felt and len(felt.low)
 
     def choose_cameras(self) -> tuple[str, ...]:
@@ -269,12 +269,12 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     def _seen(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:
         """Vision features of all images, one after the other [N, cameras * P, D]."""
-        images, told = self._pixels(obs), ()
+        images, modulation = self._pixels(obs), ()
         if self.film:
             weights = present[:, :, None].to(words.dtype)
             mean = (words * weights).sum(1) / weights.sum(1)
-            told = (mean.repeat(len(images), 1),)
-        patches = self._see(torch.cat(images), *told)
+            modulation = (mean.repeat(len(images), 1),)
+        patches = self._see(torch.cat(images), *modulation)
         return torch.cat(patches.chunk(len(images)), dim=1)
 
     def _center(self, hidden: Tensor) -> Tensor:
