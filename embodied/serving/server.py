@@ -33,7 +33,7 @@ ANY_SIZE_MB = 32
 
 
 @dataclass(frozen=True)
-class Request:
+class ClientRequest:
     """One observation that waits for an action."""
 
     obs: Observation  # of one row
@@ -74,13 +74,13 @@ class Answers:
             return longest_request(self.policy.spec)
         return (self.config.max_request_mb or ANY_SIZE_MB) * 1_000_000
 
-    def read(self, data: bytes, client: int, number: int) -> Request:
+    def read(self, data: bytes, client: int, number: int) -> ClientRequest:
         """The request in a client's message; raises BadMessage where it cannot be answered."""
         any_size, spec = self.policy.any_image_size, self.policy.spec
         request = unpack(data, None if any_size else max(largest_array(spec), OTHERS))
-        return Request(observation_of(request, spec, any_size), client, number)
+        return ClientRequest(observation_of(request, spec, any_size), client, number)
 
-    def answer(self, requests: list[Request]) -> list[bytes | BadMessage]:
+    def answer(self, requests: list[ClientRequest]) -> list[bytes | BadMessage]:
         """Answers in the order of the requests; those with images of one size share a pass."""
         found: dict[int, bytes | BadMessage] = {}
         order = sorted(range(len(requests)), key=lambda at: requests[at].shapes)
@@ -89,7 +89,7 @@ class Answers:
             found |= dict(zip(places, self._answer([requests[at] for at in places]), strict=True))
         return [found[at] for at in range(len(requests))]
 
-    def _answer(self, requests: list[Request]) -> list[bytes | BadMessage]:
+    def _answer(self, requests: list[ClientRequest]) -> list[bytes | BadMessage]:
         began = time.perf_counter()
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
         clients, numbers = (np.array([getattr(one, key) for one in requests]) for key in ("client", "number"))
@@ -116,16 +116,16 @@ class Batching:
 
     def __init__(
         self,
-        answer: Callable[[list[Request]], list[bytes | Exception]],
+        answer: Callable[[list[ClientRequest]], list[bytes | Exception]],
         most: int,
         wait_s: float,
         clients: Callable[[], int],
     ) -> None:
         """`answer` may block, since it runs in a thread. An answer that is an exception is raised by `ask`."""
         self.answer, self.most, self.wait_s, self.clients = answer, most, wait_s, clients
-        self.asked: asyncio.Queue[tuple[Request, asyncio.Future]] = asyncio.Queue()
+        self.asked: asyncio.Queue[tuple[ClientRequest, asyncio.Future]] = asyncio.Queue()
 
-    async def ask(self, request: Request) -> bytes:
+    async def ask(self, request: ClientRequest) -> bytes:
         """Wait for the answer to this request."""
         answer = asyncio.get_running_loop().create_future()
         self.asked.put_nowait((request, answer))
@@ -145,7 +145,7 @@ class Batching:
             if waiting := [(request, answer) for request, answer in batch if not answer.done()]:
                 await self._answer(waiting)
 
-    async def _answer(self, batch: list[tuple[Request, asyncio.Future]]) -> None:
+    async def _answer(self, batch: list[tuple[ClientRequest, asyncio.Future]]) -> None:
         requests = [request for request, _ in batch]
         try:
             answers = await asyncio.to_thread(self.answer, requests)

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.policies.pi0.settings import GemmaSettings, Pi0Settings, VisionSettings
-from embodied.policies.vla.layers import GatedMLP, Turn, normed, patch_tokens, rotate, smooth_filters, turns
+from embodied.policies.vla.layers import (
+    MLP,
+    GatedMLP,
+    GroupedAttention,
+    Turn,
+    normed,
+    patch_tokens,
+    rotate,
+    smooth_filters,
+    turns,
+)
 from embodied.policies.vla.lora import initial_adapter, is_adapter
 
 CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
@@ -204,26 +214,16 @@ class Norm(nn.Module):
         return (exact * (1 + scale.to(exact.dtype)) + shift.to(exact.dtype)).to(x.dtype), gate.to(x.dtype)
 
 
-class GemmaAttention(nn.Module):
+class GemmaAttention(GroupedAttention):
     def __init__(self, settings: GemmaSettings) -> None:
-        super().__init__()
-        self.head_dim = settings.head_dim
-        self.groups = settings.heads // settings.kv_heads
-        self.q_proj = nn.Linear(settings.dim, settings.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(settings.dim, settings.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(settings.dim, settings.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(settings.heads * self.head_dim, settings.dim, bias=False)
+        super().__init__(settings.dim, settings.heads, settings.kv_heads, settings.head_dim)
 
     def forward(self, x: Tensor, turn: Turn, mask: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (self.split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, *turn), rotate(k, *turn)
         if past is not None:
             k, v = (torch.cat([before, new], dim=2) for before, new in zip(past, (k, v)))
-        out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=self.groups > 1)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
+        return self.attend(q, k, v, mask), (k, v)
 
 
 class GemmaLayer(nn.Module):
@@ -295,23 +295,13 @@ class VisionAttention(nn.Module):
         return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class VisionMLP(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden)
-        self.fc2 = nn.Linear(hidden, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
 class VisionBlock(nn.Module):
     def __init__(self, settings: VisionSettings) -> None:
         super().__init__()
         self.layer_norm1 = nn.LayerNorm(settings.dim, eps=EPS)
         self.self_attn = VisionAttention(settings.dim, settings.heads)
         self.layer_norm2 = nn.LayerNorm(settings.dim, eps=EPS)
-        self.mlp = VisionMLP(settings.dim, settings.mlp)
+        self.mlp = MLP(settings.dim, settings.mlp, "tanh")
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.layer_norm1(x))
