@@ -149,8 +149,8 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type =
         f"\n{result.task}, {result.num_envs} envs on {result.where}: expected, written to {folder / name} before "
         "anything is measured"
     )
-    for mode, told in expected.items():
-        print(f"  {mode:<14}{told['env_steps_per_s']:>9.0f} env steps/s   {told['layout']}")
+    for mode, forecast in expected.items():
+        print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['layout']}")
     run_all(config, planned, chosen, options.rounds, result, folder, program)
     return result
 

@@ -25,15 +25,19 @@ from embodied.envs import env_class
 from embodied.envs.own_modules import file_name
 from embodied.envs.protocols import choose_protocol
 from embodied.placement import PlacementPlan
-from embodied.reporting.console import (
+from embodied.reporting.partial_evaluation import PartialEvaluation, is_part_of, mark, unmark
+from embodied.reporting.results import (
+    COMPARISON,
+    RESULTS,
     describe_causes,
     describe_comparison,
     describe_results,
     describe_tasks,
+    read_results,
     warn_of_errors,
+    write_comparison,
+    write_results,
 )
-from embodied.reporting.partial_evaluation import PartialEvaluation, is_part_of, mark, unmark
-from embodied.reporting.results import COMPARISON, RESULTS, read_results, write_comparison, write_results
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import causes, summarize

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import itertools
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +46,10 @@ class Item:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.answer(argv, USAGE, start)
 
 
 def start(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(USAGE)
-        return 0
     if unknown := [word for word in argv if word not in LISTS]:
         raise ConfigError(f"{unknown[0]}: there are {', '.join(LISTS)}; see python -m embodied.list --help")
     machine = Machine()

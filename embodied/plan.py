@@ -186,9 +186,9 @@ def describe(planned: Planned, name: str) -> list[str]:
     for one in ranked(planned):
         choice = planned.modes[one]
         idle = mean_idle(planned, choice)
-        told = f"{idle:>6.0%}" if idle is not None else f"{'':>6}"
+        waiting = f"{idle:>6.0%}" if idle is not None else f"{'':>6}"
         lines.append(
-            f"{one:<14}{choice.price.seconds:>12.4g}{planned.steps_per_s(choice):>13.4g}{told}  "
+            f"{one:<14}{choice.price.seconds:>12.4g}{planned.steps_per_s(choice):>13.4g}{waiting}  "
             f"{describe_layout(choice.layout)}"
         )
     for one in MODES:

@@ -19,8 +19,7 @@ from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile
 from embodied.placement.topology import read_topology
 from embodied.profiling import measure, timed_run
-from embodied.profiling.channel_probe import copied
-from embodied.profiling.role_probe import ProbeWorker, real
+from embodied.profiling.role_probe import ProbeWorker, copied, real
 from embodied.profiling.store import cost_key, dataflow_of, in_turns, newest_profile, repeated
 from embodied.profiling.timed_run import Round, Trial
 from embodied.reporting.benchmark_page import describe, paired_ratio, timeline

@@ -225,7 +225,7 @@ def lay(tree: Tree, root: Section, source: Source) -> None:
 
 
 def switch(tree: Tree, section: Section | None, prefix: Key, name: Any) -> None:
-    """Where a source names another variant, drop what was set for the old one, except keys that both share."""
+    """Drop what was set for the old variant if a source names another one, except keys that both share."""
     values = tree.section(prefix)
     if section is None or not values or values.get("name") == name:
         return
@@ -259,7 +259,7 @@ def replace_alternatives(tree: Tree, root: Section, key: Key, value: Any) -> Non
 
 
 def drop_what_belongs_to_a_task(tree: Tree, root: Section, key: Key, value: Any) -> None:
-    """Where a source names another task, drop what earlier sources set for theirs alone (`of_task`)."""
+    """Drop what earlier sources set for their task alone (`of_task`) if a source names another one."""
     section, before = root.at(key[:-1]), tree.section(key[:-1]) or {}
     model = section.variants.get(section.tag(before) or "") if section else None
     if model and before.get("task") not in (None, value):

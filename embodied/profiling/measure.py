@@ -110,9 +110,8 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0],
         }
         if config.algo.name != "ppo":
-            made["episode_decisions"] = (
-                probed.horizon
-            )  # while a policy knows nothing, episodes last as long as they may
+            # While a policy knows nothing, episodes last as long as they may.
+            made["episode_decisions"] = probed.horizon
         costs = probed.costs | {
             role.name: {str(c): Cost(NOTHING) for c in homes(config, there, roles)[role.name]} for role in others(roles)
         }
@@ -317,9 +316,9 @@ def describe(profile: Profile) -> list[str]:
         curve = cost.seconds
         points = curve.measured or tuple(zip(curve.sizes, curve.values, strict=True))
         for i, (size, seconds) in enumerate(points):
-            told = f"   {curve.error:.0%}, {curve.spread:.0%}" if i == 0 else ""
+            quality = f"   {curve.error:.0%}, {curve.spread:.0%}" if i == 0 else ""
             first = f"{name:<10}{kind:<10}" if i == 0 else f"{'':<20}"
-            lines.append(f"{first}{size:>8.0f}{seconds * 1000:>10.3f}{told}")
+            lines.append(f"{first}{size:>8.0f}{seconds * 1000:>10.3f}{quality}")
     counts = profile.made["devices"]
     learner = next(iter(profile.costs["learner"].items()))
     rest = {

@@ -1,4 +1,4 @@
-"""Predicted next to measured: the table of a benchmark on the console, as JSON, as a page and as a picture."""
+"""Predicted next to measured: the table of a benchmark on the console, as JSON, as a page and as an image."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def num_rounds(result: Any) -> int:
 def write_report(results: Sequence[Any], about: dict[str, Any], folder: Path) -> None:
     found = [{**asdict(result), "table": rows_of(result), "verdict": verdict(result)} for result in results]
     (folder / "bench.json").write_text(json.dumps({"about": about, "results": found}, indent=1, default=str) + "\n")
-    png = picture(results)
+    png = chart(results)
     (folder / "bench.png").write_bytes(png)
     (folder / "bench.html").write_text(html(results, about, png), encoding="utf-8")
 
@@ -153,13 +153,13 @@ def html(results: Sequence[Any], about: dict[str, Any], png: bytes) -> str:
         shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
         refused = [tag("li", f"{mode} was not run: {reason}") for mode, reason in result.refused.items()]
         plans = [
-            tag("li", f"{mode}: {told['layout']}; {at_work(result.rounds[mode])}")
-            for mode, told in result.expected.items()
+            tag("li", f"{mode}: {forecast['layout']}; {at_work(result.rounds[mode])}")
+            for mode, forecast in result.expected.items()
         ]
         lines = [tag("p", line) for line in verdict(result)]
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
-        told = [shown, *lines, tag("ul", *plans, *refused), *traced]
-        parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *told))
+        found = [shown, *lines, tag("ul", *plans, *refused), *traced]
+        parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *found))
     title = f"Placements of {about['recipe']}"
     return page(title, tag("h1", title), image(png, "predicted and measured throughput"), *parts)
 
@@ -183,7 +183,7 @@ def timeline(mode: str, path: Path) -> list[Html]:
     return [worker_rows(spans, f"{mode}: one iteration, piece by piece"), moved]
 
 
-def picture(results: Sequence[Any]) -> bytes:
+def chart(results: Sequence[Any]) -> bytes:
     """Bars of env steps per second, predicted beside measured, whiskers over the middle half of the rounds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

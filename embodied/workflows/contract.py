@@ -44,7 +44,7 @@ from embodied.runtime import Handle
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
-    from embodied.core.episodes import EpisodeList
+    from embodied.core.types import EpisodeList
     from embodied.reporting.timeline import Timeline
     from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.workers import Workers
