@@ -5,7 +5,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = .venv/bin/python
 # One thread a process: there are two workers and what they start, and threads that wait for each other eat cores.
-PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadscope
+# Bytecode is kept even where the machine says not to: hundreds of processes import the same modules.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadscope
 ARGS ?=
 
 .PHONY: train test test-all lint docs-check format setup
