@@ -1,6 +1,6 @@
 # make train           set up if needed, then train a robot arm to push a cube (about a minute)
 # make test            set up if needed, then run the tests;  make test-all  also learning curves and chaos
-# make lint            formatting and lint
+# make lint            formatting, lint and types
 # make docs-check      every command and snippet of the README and docs/
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = .venv/bin/python
@@ -21,7 +21,7 @@ test-all: setup
 	@$(PYTEST) $(ARGS)
 
 lint: setup
-	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy
 
 docs-check: setup
 	@$(PYTEST) tests/test_readme.py tests/test_docs.py tests/test_*_page.py $(ARGS)
