@@ -17,7 +17,7 @@ from typing import Any
 
 from embodied import let_call
 from embodied.config.cli import from_python
-from embodied.config.merge import recipe_names
+from embodied.config.merge import recipe_words
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of
@@ -46,7 +46,7 @@ USAGE = f"""Measure every placement of a recipe on this machine, next to what wa
 
 usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
 
-  recipe    {", ".join(recipe_names())}, or path/to/my.yaml
+  recipe    {recipe_words()}
   program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   modes     all, one of {", ".join(MODES)}, {OTHER} (the fastest way without a name), or a list of
             them (default all)

@@ -1,12 +1,14 @@
 """`--help` names every key and answers before anything heavy is imported."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from embodied.config.merge import RECIPES, TINY, recipe_names
 from embodied.config.recipe import RunConfig, load
 from embodied.config.schema import leaves, root
 
@@ -61,6 +63,14 @@ def test_ctrl_c_while_a_command_is_imported_is_a_line(command, tmp_path):
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=30)[1]
     assert (process.returncode, said) == (130, "stopped at once\n")
+
+
+def test_help_names_recipes_but_for_the_tiny_ones_which_are_found_all_the_same(capsys):
+    load(["--help"])
+    words = re.findall(r"\w+", capsys.readouterr().out)
+    assert {*recipe_names(RECIPES)} <= {*words}
+    assert recipe_names(TINY) and not {*recipe_names(TINY)} & {*words}
+    assert all(load([f"recipe={name}"]) for name in recipe_names(TINY))
 
 
 def test_help_names_every_key_with_its_meaning(capsys):
