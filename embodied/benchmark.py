@@ -17,7 +17,7 @@ from typing import Any
 
 from embodied import let_call
 from embodied.config.cli import from_python
-from embodied.config.merge import recipe_names
+from embodied.config.merge import recipe_words
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of
@@ -35,6 +35,7 @@ from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.folder import provenance
 from embodied.run.program import program_of
+from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
 
 MODES = ("collocated", "disaggregated", "hybrid")
@@ -47,7 +48,7 @@ USAGE = f"""Measure every placement of a recipe on this machine, next to what wa
 
 usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
 
-  recipe    {", ".join(recipe_names())}, or path/to/my.yaml
+  recipe    {recipe_words()}
   program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   modes     all, one of {", ".join(MODES)}, {OTHER} (the fastest way without a name), or a list of
             them (default all)
@@ -93,23 +94,23 @@ class Result:
         return describe_devices(self.devices, self.nodes)
 
 
-def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
+def main(argv: list[str] | None = None, program: type[Workflow] = EmbodiedLoop) -> int:
     """The command; `program`: the workflow that is run."""
     return launch.answer(argv, USAGE, partial(start, program=program))
 
 
-def start(argv: list[str], program: type = EmbodiedLoop) -> int:
+def start(argv: list[str], program: type[Workflow] = EmbodiedLoop) -> int:
     compare_placements(argv, program)
     return 0
 
 
-def call(*words: str | Mapping[str, Any], program: type = EmbodiedLoop) -> dict[str, Any]:
+def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> dict[str, Any]:
     """Benchmark from Python, as the command does; returns what bench.json says:
     embodied.benchmark("pointmass_ppo", "seconds=30")."""
     return json.loads((compare_placements(from_python(words), program) / "bench.json").read_text())
 
 
-def compare_placements(argv: list[str], program: type) -> Path:
+def compare_placements(argv: list[str], program: type[Workflow]) -> Path:
     """Measure, plan, time; returns the folder of the results."""
     program, argv = program_of(argv, program)
     options, rest = read_options(argv)
@@ -124,7 +125,7 @@ def compare_placements(argv: list[str], program: type) -> Path:
     return folder
 
 
-def benchmark(config: RunConfig, options: Options, folder: Path, program: type = EmbodiedLoop) -> Result:
+def benchmark(config: RunConfig, options: Options, folder: Path, program: type[Workflow] = EmbodiedLoop) -> Result:
     level = config.pipeline.async_level
     config, _ = launch.planned(in_turns(repeated(config)), roles=program.roles)
     there = machines(config)
@@ -132,7 +133,7 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type =
     profile = replace(profile, dataflow=replace(profile.dataflow, level=level))
     about = config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()
     planned = plan(profile, there, *about)
-    chosen = {mode: planned.modes[mode] for mode in options.modes if planned.modes.get(mode)}
+    chosen = {mode: choice for mode in options.modes if (choice := planned.modes.get(mode))}
     missing = [mode for mode in options.modes if mode not in chosen and mode != OTHER]  # which need not exist
     refused = {mode: why_not(planned.planner, mode) for mode in missing}
     for schedule in options.schedules:
@@ -184,7 +185,7 @@ def run_all(
     rounds: int,
     result: Result,
     folder: Path,
-    program: type,
+    program: type[Workflow],
 ) -> None:
     """All modes are started, then take turns, so that a slow minute of the machine meets them all."""
     with ExitStack() as stack:
@@ -221,7 +222,7 @@ def runnable(
     return changed, make_plan(expected["placement"], there, config.env.num_envs, expected["stages"], roles=roles)
 
 
-def measured(config: RunConfig, options: Options, there: Topology, program: type) -> Profile:
+def measured(config: RunConfig, options: Options, there: Topology, program: type[Workflow]) -> Profile:
     """The stored profile of these machines, or a new one."""
     roles = roles_of(program.roles)
     path, why_none = profile_for(config, there, roles) if options.profile != "new" else (None, "")
@@ -259,14 +260,18 @@ def read_options(argv: list[str]) -> tuple[Options, list[str]]:
         problems.append(f"profile={values['profile']}: should be new or stored")
     if problems:
         raise ConfigError("\n".join(problems))
-    return Options(**{k: str(v) if k == "out" else v for k, v in values.items()}), rest
+    given: dict[str, Any] = {key: str(value) if key == "out" else value for key, value in values.items()}
+    return Options(**given), rest
 
 
 def variants(options: Options, rest: list[str]) -> list[RunConfig]:
     """The recipe for every task and number of envs."""
     tasks = [f"env.task={task}" for task in options.tasks] or [""]
     sizes = [f"env.num_envs={n}" for n in options.num_envs] or [""]
-    return [load([*rest, *filter(None, pair)]).config for pair in product(tasks, sizes)]
+    found = [load([*rest, *filter(None, pair)]) for pair in product(tasks, sizes)]
+    if not all(found):
+        raise ConfigError("a benchmark measures; python -m embodied.train --cfg shows the recipe")
+    return [loaded.config for loaded in found if loaded]
 
 
 def new_folder(out: str, config: RunConfig) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from embodied.config.merge import RECIPES, recipe_names
+from embodied.config.merge import recipe_file, recipe_names
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.envs import PLUGINS, env_class
@@ -169,7 +169,7 @@ def problem_of_env(env: EnvConfig, machine: Machine) -> str:
 
 def comment(recipe: str) -> str:
     """The first sentence of the comment above a recipe."""
-    lines = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines()
+    lines = recipe_file(recipe).read_text(encoding="utf-8").splitlines()
     above = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return first_sentence(" ".join(line.removeprefix("#").strip() for line in above))
 

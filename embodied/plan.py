@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied import assets
-from embodied.config.merge import recipe_names
+from embodied.config.merge import recipe_words
 from embodied.config.recipe import RunConfig, RunSection, load
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
@@ -47,7 +47,7 @@ USAGE = f"""Predict how fast every placement of a recipe is, on machines one has
 
 usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out=FOLDER] [key=value ...] [--help]
 
-  recipe    {", ".join(recipe_names())}, or path/to/my.yaml; its profile is the one measured here last
+  recipe    {recipe_words()}; its profile is the one measured here last
   program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
             published_maniskill_openvla, published_libero_openvla_oft

@@ -116,7 +116,7 @@ def train(
     with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         rendezvous = rendezvous_point(ranks, config.cluster.backend, folder.logs, timeout_s)
-        tell, start = partial(restarted, folder, console), origin and origin.folder
+        tell, start = partial(restarted, folder, console), origin.folder if origin else None
         loop = program(config, cluster, rendezvous=rendezvous, tell=tell, start_folder=start)
         spec = loop.start()
         if origin:
@@ -224,7 +224,7 @@ def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: in
 
 
 def due(iteration: int, every: int | None) -> bool:
-    return bool(every) and iteration % every == 0
+    return bool(every and iteration % every == 0)
 
 
 let_call(__name__)

@@ -364,7 +364,7 @@ def choose(trajectory: Trajectory, ids: Sequence[int] | np.ndarray, source: str 
     ends = np.cumsum(trajectory.lengths)
     starts = ends - trajectory.lengths
     rows = np.concatenate([np.empty(0, np.int64), *(np.arange(starts[i], ends[i]) for i in at)])
-    about = {"ids": trajectory.ids[at], "lengths": trajectory.lengths[at], "source": source}
+    about: dict[str, Any] = {"ids": trajectory.ids[at], "lengths": trajectory.lengths[at], "source": source}
     return replace(trajectory, **about, **map_decisions(lambda array: array[rows], trajectory))
 
 
