@@ -7,14 +7,15 @@ next episode of the driver's list; the arrays it records go to the learner ranks
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from embodied.core.episodes import EpisodeList, env_blocks
-from embodied.core.observations import text_arrays
+from embodied.core.arrays import text_arrays
 from embodied.core.types import (
     EnvSpec,
+    EpisodeList,
     EpisodeResult,
     EpisodeSpec,
     Recording,
@@ -23,13 +24,13 @@ from embodied.core.types import (
     Trajectory,
     arrays_of,
     choose,
+    env_blocks,
     join,
     trajectory_from,
 )
 from embodied.envs import make_env
-from embodied.envs.action_source import ExpertActions, PolicyActions
-from embodied.envs.episode_player import play_episodes
-from embodied.envs.rollout import PolicyClient, Record, Refill, Stage, take_turns
+from embodied.envs.evaluation import ExpertActions, PolicyActions, play_episodes
+from embodied.envs.rollout import EpisodeStream, PolicyClient, Record, Refill, Stage, take_turns
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.device_memory import Taken
 from embodied.runtime.timers import Total
@@ -50,6 +51,7 @@ class SimWorker(Worker):
         self.memory = Taken()  # of its GPU, by all its simulators
         self.stopped = False
         self.whole: Trajectory | None = None  # whole episodes that the learners may still want
+        self.ended: dict[int, Trajectory] = {}  # the same one by one, where they are handed on while others are played
 
     def spec(self) -> EnvSpec:
         """Build the envs (the first call takes seconds with a real simulator) and say what they offer."""
@@ -86,11 +88,16 @@ class SimWorker(Worker):
         horizon: int = 0,
         out: tuple[Channel, ...] = (),
         granularity: int = 0,
+        noted: bool = False,
     ) -> RolloutStats:
         """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows: at the
         end, or every `granularity` decisions. Or, without a horizon, play a list of episodes to their ends, as many at
-        a time as there are envs, and keep them."""
-        before, records = self.timers.totals(), [Record(source, horizon) for source in route.sources]
+        a time as there are envs, and keep them; where their ends are `noted`, `hand_on` may be asked for each from
+        then on."""
+        before, make = self.timers.totals(), partial(Record, horizon=horizon)
+        if noted:
+            make = partial(EpisodeStream, store=self.ended, journal=self.journal)
+        records = [make(source) for source in route.sources]
         for stage, *channels in zip(self.stages, route.sources, route.requests, route.replies, strict=True):
             stage.client = PolicyClient(*channels)
         refills = self._go_on(episodes) if horizon else self._begin_whole(episodes)
@@ -101,7 +108,7 @@ class SimWorker(Worker):
             for stage, record in zip(self.stages, records, strict=True):
                 stage.close(record)
             self._deliver(records, out, horizon)
-        else:
+        elif not noted:
             played = [record.trajectory() for record in records if record.decisions]
             self.whole = join([self.whole, *played] if self.whole else played)
         return self._stats(before, records)
@@ -132,7 +139,7 @@ class SimWorker(Worker):
 
     def kept(self) -> list[int]:
         """The whole episodes that are kept."""
-        return [] if self.whole is None else self.whole.ids.tolist()
+        return [*self.ended, *([] if self.whole is None else self.whole.ids.tolist())]
 
     def hand_over(self, wanted: list[np.ndarray], source: str, out: tuple[Channel, ...]) -> list[int]:
         """Send every learner rank those of its wanted episodes that are kept here; -> the ranks that got something."""
@@ -144,9 +151,19 @@ class SimWorker(Worker):
                 ranks.append(rank)
         return ranks
 
+    @served_while_busy
+    def hand_on(self, episodes: list[int], source: str, channel: Channel) -> bool:
+        """Send these episodes, which have ended, and forget them; False where not all are here."""
+        if not self.ended.keys() >= {*episodes}:
+            return False
+        part = join([self.ended.pop(episode) for episode in episodes])
+        channel.put(replace(part, source=source), weight=part.num_steps)
+        return True
+
     def keep(self, episodes: tuple[int, ...]) -> None:
         """Forget all kept episodes but these."""
-        mine = [episode for episode in self.kept() if episode in episodes]
+        self.ended = {episode: part for episode, part in self.ended.items() if episode in episodes}
+        mine = [] if self.whole is None else [one for one in self.whole.ids.tolist() if one in episodes]
         self.whole = choose(self.whole, mine) if mine else None
 
     def get_kept(self) -> dict[str, np.ndarray]:
@@ -177,9 +194,9 @@ class SimWorker(Worker):
         """Play these episodes to the end in separate envs, some of them with no other beside them, with the policy or
         with an expert of the task. `notes` hears of every beginning and end."""
         self.eval_spec()
-        line = PolicyClient(route.sources[0], route.requests[0], route.replies[0])
+        client = PolicyClient(route.sources[0], route.requests[0], route.replies[0])
         action_source = (
-            ExpertActions(self.eval_env.expert(expert, self.tick), line.source) if expert else PolicyActions(line)
+            ExpertActions(self.eval_env.expert(expert, self.tick), client.source) if expert else PolicyActions(client)
         )
         stop = lambda: self.stopped  # noqa: E731
         return play_episodes(self.eval_env, episodes, action_source, recording, notes, alone, self.timers, stop)

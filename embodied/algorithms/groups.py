@@ -8,7 +8,7 @@ plays them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,13 +27,16 @@ class Group(NamedTuple):
 class GroupPool:
     """Takes scores of finished episodes and hands out groups to learn from, the oldest first.
 
-    Groups that are complete but not needed yet (the surplus), or not complete yet, stay for later iterations. `counts`
-    are those of groups since it was last emptied: kept, equal, out_of_bounds, incomplete.
+    Groups that are complete but not needed yet (the surplus), or not complete yet, stay for later iterations, or are
+    discarded. `counts` are those of groups since it was last emptied: kept, equal, out_of_bounds, incomplete.
     """
 
-    def __init__(self, config: GRPOConfig) -> None:
-        self.config = config
+    def __init__(self, config: GRPOConfig, discards: bool = False) -> None:
+        self.config, self.discards = config, discards
         self.dealt = 0  # episodes, from the beginning of the run
+        self.discarded = 0  # episodes, of the surplus of the last iteration
+        self.playing: set[int] = set()  # episodes that were dealt and neither added nor lost
+        self.handed: set[int] = set()  # groups that this iteration learns from already
         self.open: dict[int, dict[int, float]] = {}  # group -> scores of its finished episodes
         self.ready: dict[int, Group] = {}
         self.counts: Counter[str] = Counter()
@@ -54,7 +57,7 @@ class GroupPool:
         """
         groups, resample = self.config.groups, self.config.filter == "resample"
         complete = sum(self.counts[verdict] for verdict in ("kept", "equal", "out_of_bounds"))
-        missing = groups - (len(self.ready) if resample else complete)
+        missing = groups - (len(self.ready) + len(self.handed) if resample else complete)
         if missing <= 0 or rounds >= self.config.max_rounds or (rounds and not resample and 2 * missing < groups):
             return 0
         episodes = missing * self.config.group_size - sum(map(len, self.open.values()))
@@ -63,12 +66,15 @@ class GroupPool:
     def deal(self, count: int) -> range:
         """The next episodes to play."""
         self.dealt += count
-        return range(self.dealt - count, self.dealt)
+        dealt = range(self.dealt - count, self.dealt)
+        self.playing.update(dealt)
+        return dealt
 
     def add(self, scores: dict[int, float], solved: dict[int, bool] | None = None) -> None:
         """Of episodes that were dealt and are finished; groups that become complete are kept or dropped. `solved` says
         which were a success, for algo.filter_metric=success."""
         self.solved |= solved or {}
+        self.playing.difference_update(scores)
         for episode in sorted(scores):
             number, size = episode // self.config.group_size, self.config.group_size
             found = self.open.setdefault(number, {})
@@ -83,19 +89,45 @@ class GroupPool:
         held = set(self.held)
         self.solved = {episode: success for episode, success in self.solved.items() if episode in held}
 
-    def lose(self, episodes: Iterable[int]) -> None:
+    def lose(self, episodes: Collection[int]) -> None:
         """Drop the groups of episodes that nobody can bring any more. Call it when all that were dealt and can be
         brought are added: of a group that is not dealt whole yet, the rest is skipped."""
+        self.playing.difference_update(episodes)
         for number in {episode // self.config.group_size for episode in episodes}:
-            self.counts["kept"] -= self.ready.pop(number, None) is not None
+            self.counts["kept"] -= self.ready.pop(number, None) is not None or number in self.handed
+            self.handed.discard(number)
             self.counts["incomplete"] += 1
             self.open.pop(number, None)
             if number == self.dealt // self.config.group_size:
                 self.dealt = (number + 1) * self.config.group_size
 
+    def certain(self) -> list[Group]:
+        """The ready groups that `take` would return whatever the rest of this iteration brings.
+
+        Fewer than `groups` with a lower number may turn out to be kept: those that are, are handed on or may still
+        become complete. Of two groups to learn from, with 0 and 3 kept, 1 dropped and 2 being played, 0 is certain and
+        3 only if 2 is dropped.
+        """
+        undecided = {episode // self.config.group_size for episode in self.playing}
+        rivals = sorted({*self.handed, *self.ready, *self.open, *undecided})
+        return [self.ready[number] for number in rivals[: self.config.groups] if number in self.ready]
+
+    def hand_on(self, group: Group) -> None:
+        """This iteration learns from a group already, before `take`."""
+        number = group.episodes[0] // self.config.group_size
+        del self.ready[number]
+        self.handed.add(number)
+
     def take(self) -> list[Group]:
-        """What this iteration learns from."""
-        return [self.ready.pop(number) for number in sorted(self.ready)[: self.config.groups]]
+        """What this iteration learns from besides the groups that were handed on."""
+        left = self.config.groups - len(self.handed)
+        taken = [self.ready.pop(number) for number in sorted(self.ready)[:left]]
+        self.handed.clear()
+        if self.discards:  # of a group that is not dealt whole, the rest is skipped
+            self.discarded = len(self.held)
+            self.open, self.ready, self.solved = {}, {}, {}
+            self.dealt = -(-self.dealt // self.config.group_size) * self.config.group_size
+        return taken
 
     def state(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps of it."""

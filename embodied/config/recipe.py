@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
 from embodied.config.base_recipe import base_recipe, has_options, own_classes, texts, without_recipe
@@ -34,11 +34,68 @@ from embodied.envs.config import EnvConfig
 from embodied.learners.config import LearnerConfig
 from embodied.placement.config import PlacementConfig
 from embodied.policies.config import MLPConfig, PolicyConfig
-from embodied.run.config import RunSection
 from embodied.runtime.config import ClusterConfig, FaultsConfig
 
 
+class RunSection(Strict):
+    one_of: ClassVar = ("env_steps", "iterations")
+
+    dir: LocalPath = Field(Path("runs"), description="Folder under which every run gets a folder of its own.")
+    name: str | None = Field(None, description="First part of that folder's name; null: the recipe's name.")
+    env_steps: int | None = Field(None, gt=0, description="Train until this many env steps, in whole iterations; or:")
+    iterations: int | None = Field(None, gt=0, description="Train for this many iterations.")
+    eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
+    save_every: int | None = Field(None, gt=0, description="Save a checkpoint every so many iterations, too.")
+    save_minutes: float | None = Field(
+        5,
+        gt=0,
+        description="Save before a crash could cost more than so many minutes of training, and after each iteration "
+        "that takes longer; more rarely where saving would take over 5% of the time. null: by save_every only, and "
+        "always before evaluations and when the run is stopped.",
+    )
+    keep: int | None = Field(
+        3,
+        gt=0,
+        description="How many of the newest checkpoints stay, besides the best by the run's evaluations and those "
+        "evaluated by hand; null: all.",
+    )
+    start_from: LocalPath | None = Field(
+        None,
+        description="Begin with this policy's weights instead of random ones: a run's folder, one of its checkpoints, "
+        "or a policy folder. The policy's options must be the same.",
+    )
+    trace: int = Field(
+        5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _one_part_of_a_path(cls, name: str | None) -> str | None:
+        if name is not None and (not name.strip() or "/" in name or name.startswith(".") or len(name.encode()) > 100):
+            raise ValueError("should be a short name without /; the folder around it is run.dir")
+        return name
+
+    @model_validator(mode="after")
+    def _one_length(self) -> RunSection:
+        if (self.env_steps is None) == (self.iterations is None):
+            if self.env_steps:
+                raise ValueError(
+                    f"run.env_steps={self.env_steps} and run.iterations={self.iterations}: set one of them"
+                )
+            raise ValueError("run.env_steps or run.iterations: set one, for example run.env_steps=100000")
+        return self
+
+
 class PipelineSection(Strict):
+    schedule: Literal["auto", "sync", "periodic", "async"] = Field(
+        "sync",
+        description="When an update begins: sync, when all of its batch is collected; periodic, with the first "
+        "finished group, the result being the same; async, while the next batches are collected with older weights. "
+        "auto: periodic where a profile measured here says that it is faster, else sync.",
+    )
+    async_level: int = Field(
+        1, gt=0, description="Versions that the weights which collect are behind those that learn, with schedule=async."
+    )
     stages: int = Field(
         1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another."
     )
@@ -130,7 +187,9 @@ class RunConfig(Strict):
         checks = [self._stages_share_envs, self._precisions_fit]
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
-            checks.append(self._reference_fits)
+            checks += [self._reference_fits, self._schedule_fits]
+        elif self.pipeline.schedule not in ("sync", "auto") and "sft" not in unused:
+            checks.append(self._nothing_is_collected)
         if problems := [str(err) for err in map(failure, checks) if err]:
             raise ValueError("\n".join(problems))
         return self
@@ -139,6 +198,10 @@ class RunConfig(Strict):
     def merged_rows(self) -> int:
         """Env rows that a policy worker answers at once, at most; 1: one question after the other."""
         return self.pipeline.merge_rows or self.policy.merged_rows
+
+    def with_pipeline(self, **changes: Any) -> RunConfig:
+        """The same with other values in that section, which fit."""
+        return self.model_copy(update={"pipeline": self.pipeline.model_copy(update=changes)})
 
     def _stages_share_envs(self) -> None:
         envs, stages = self.env.num_envs, self.pipeline.stages
@@ -170,6 +233,32 @@ class RunConfig(Strict):
                 "learner.shard=true splits the policy, and algo.kl_coef needs a whole frozen copy of it; "
                 "try learner.shard=false or algo.kl_coef=0"
             )
+
+    def _schedule_fits(self) -> None:
+        schedule, level, algo = self.pipeline.schedule, self.pipeline.async_level, self.algo
+        if schedule != "async" and level != 1:
+            raise ValueError(
+                f"pipeline.async_level={level} has no effect with pipeline.schedule={schedule}; leave it out, or set "
+                "pipeline.schedule=async"
+            )
+        if schedule == "async" and self.pipeline.granularity:
+            raise ValueError(
+                f"pipeline.granularity={self.pipeline.granularity} lets learners work on a rollout that goes on, but "
+                "with pipeline.schedule=async they learn from an earlier one meanwhile; leave it out"
+            )
+        if schedule == "periodic" and (reason := algo.why_not_periodic()):
+            raise ValueError(f"pipeline.schedule=periodic: {reason}")
+        if schedule == "periodic" and self.learner.shard:
+            raise ValueError(
+                "pipeline.schedule=periodic: every learner works on groups of its own as they come, but with "
+                "learner.shard=true all must run the network together; try learner.shard=false"
+            )
+
+    def _nothing_is_collected(self) -> None:
+        raise ValueError(
+            f"pipeline.schedule={self.pipeline.schedule}: demonstrations are on disk already, so there is nothing to "
+            "collect meanwhile; leave it out"
+        )
 
     def _whole_episodes_fit(self) -> None:
         if self.algo.name == "ppo":

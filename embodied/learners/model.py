@@ -163,9 +163,9 @@ class Optimizer:
         self.adam = Adam(masters, algo.adam_eps, algo.adam_betas, algo.weight_decay)
         self.max_grad_norm = algo.max_grad_norm
 
-    def exchange(self, stats: Tensor) -> tuple[Tensor, float]:
+    def exchange(self, stats: Tensor, count: float | None = None) -> tuple[Tensor, float]:
         """Sum the gradients and these numbers over all ranks, and clear the gradients; -> the sums of the numbers and
-        the norm of the whole gradient."""
+        the norm of the whole gradient, which is divided by `count` where that was not known before."""
         parts = [self._gradient(p, m).view(-1) for p, m in zip(self.params, self.masters, strict=True)]
         if self.sharded:
             self.flat = torch.cat(parts)
@@ -174,6 +174,8 @@ class Optimizer:
             return totals[:-1], math.sqrt(totals[-1])
         flat = self.collective.sum(torch.cat([*parts, stats.to(parts[0].dtype)]))
         self.flat = flat[: -len(stats)]
+        if count is not None:
+            self.flat /= count
         return flat[-len(stats) :], float(torch.linalg.vector_norm(self.flat))
 
     def step(self, norm: float, lr_factor: float) -> None:

@@ -6,6 +6,7 @@ step, and everything that is normalised (advantages, observations, gradient norm
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from time import perf_counter
 
@@ -16,11 +17,12 @@ from torch import Tensor
 from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import BatchPart, EnvSpec, Trajectory
+from embodied.learners.accumulation import Accumulation, Groups
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, Optimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
-from embodied.learners.rollout_buffer import Batch, RolloutBuffer
+from embodied.learners.rollout_buffer import Batch, RolloutBuffer, round_of
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
 from embodied.learners.share import moments_of, prepare
 from embodied.learners.update import frozen_features, update_policy
@@ -50,6 +52,7 @@ class LearnerWorker(Worker):
         self.store: WeightStore | None = None
         self.computing = Computing()
         self.rollout_buffer: RolloutBuffer | None = None  # what has come of a rollout that goes on
+        self.early: list[Trajectory] = []  # pieces of batches that come after the one it learns from
         self.shares = False  # its weights are acted with in this process
 
     def listen(self, timeout_s: float) -> RendezvousAddress:
@@ -60,10 +63,12 @@ class LearnerWorker(Worker):
     def meet_at(self, address: RendezvousAddress) -> None:
         self.rendezvous = address
 
-    def build(self, spec: EnvSpec, store: str, snapshot: bool, start: Path | None = None) -> None:
+    def build(
+        self, spec: EnvSpec, store: str, snapshot: bool, start: Path | None = None, in_turns: bool = True
+    ) -> None:
         """The policy with its initial weights (the same on every rank), those of the policy folder `start` if there is
         one, and a fresh optimizer. Published weights are known under the name `store`; they need a snapshot if somebody
-        outside the learners' processes acts."""
+        outside the learners' processes acts, or if acting and updating do not take turns."""
         self.belongings = Belongings(self.timers)
         self.policy = self.new_policy(spec, start)
         self.started = start is not None
@@ -79,7 +84,7 @@ class LearnerWorker(Worker):
         frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
         self.moving = weights.keys() - frozen  # what an update may change
         self.loaded = False  # since the last publication
-        live = None if self.config.shard else weights
+        live = weights if in_turns and not self.config.shard else None
         snapshot = self.rank == 0 and (snapshot or live is None)
         self.store = WeightStore(specs, snapshot, live, store)
 
@@ -98,8 +103,7 @@ class LearnerWorker(Worker):
         self.model.first_backward, started = None, perf_counter()
         buffer, self.rollout_buffer = self.rollout_buffer or self._new_buffer(), None
         with self.timers.measure("wait"):
-            while not buffer.has(sources):
-                buffer.add(trajectories.get())
+            self._receive(trajectories, sources, buffer)
         whole = buffer.trajectory(sources)
         share = prepare(whole, part, self.algo, self.collective, self.model.dtype, self.device, self.reference)
         if self._encodes_once():
@@ -117,10 +121,47 @@ class LearnerWorker(Worker):
         self.timers.mark("first backward", self.model.first_backward)
         return numbers | {"time/first_backward_s": self.model.first_backward - started}
 
+    def _receive(self, trajectories: Channel, sources: tuple[str, ...], buffer: RolloutBuffer) -> None:
+        """Put what these sources hand over into the buffer; pieces of later batches wait for their own update."""
+        last, waiting = max(map(round_of, sources)), deque(self.early)
+        self.early = []
+        while not buffer.has(sources):
+            piece = waiting.popleft() if waiting else trajectories.get()
+            if round_of(piece.source) > last:
+                self.early.append(piece)
+            else:
+                buffer.add(piece)
+        self.early += waiting
+
+    @done_together
+    def accumulate(self, trajectories: Channel, version: int) -> dict[str, float]:
+        """While the sims play: learn from this rank's groups as they come, all of them played with this version; after
+        the last one do one update with all ranks."""
+        self.model.first_backward, started = None, perf_counter()
+        groups = Groups(trajectories)
+        sums = Accumulation(self.model, self.algo, version, self.device, self.reference)
+        while True:
+            with self.timers.measure("wait"):
+                found = groups.next()
+            if found is None:
+                break
+            part, group = found
+            with self.computing.counted():
+                sums.add(group, part.advantages)
+            if not self.started:  # else what the policy was trained with stays
+                sums.observe(group)
+        with self.store.updating(), self.computing.counted():
+            numbers = sums.step(self.optimizer, groups.end)
+            sums.merge_moments(self.collective)
+        if self.model.first_backward is None:
+            return numbers
+        self.timers.mark("first backward", self.model.first_backward)
+        return numbers | {"time/first_backward_s": self.model.first_backward - started - groups.end.seconds}
+
     def _encoded(self, buffer: RolloutBuffer, whole: Trajectory, batch: Batch) -> dict[str, Tensor]:
         """Frozen features of the items: of rollouts as they came, of whole episodes now."""
         if whole.values is None:
-            return frozen_features(self.model, batch, self.algo.minibatch_size)
+            return frozen_features(self.model, batch, self.algo.step_items(len(batch)))
         buffer.encode(self.model, whole.ids)
         return buffer.encoded(whole.ids)
 

@@ -36,7 +36,7 @@ from embodied.workflows.embodied import EmbodiedLoop
 MANY = 1_000_000  # iterations that the schedule of the learning rate is stretched over
 PHASES = ("rollout", "update", "publish")
 # The work of an iteration, by role; a role that is not named here does nothing else.
-OUTER = {"sim": ("collect",), "policy": ("serve",), "learner": ("take_in", "update")}
+OUTER = {"sim": ("collect",), "policy": ("serve",), "learner": ("take_in", "update", "accumulate")}
 WAITING = ("wait", "sync")
 
 
@@ -328,7 +328,8 @@ def shortened(
     else:
         short, length = fewer_episodes(config, share, profile.made["episode_decisions"])
     kept = dataflow_of(short, length, roles)["sim"].calls / decisions
-    short = with_algo(short, minibatch_size=max(1, round(kept * config.algo.minibatch_size)), epochs=1)
+    minibatch = config.algo.minibatch_size
+    short = with_algo(short, minibatch_size=minibatch and max(1, round(kept * minibatch)), epochs=1)
     return short, replace(profile, dataflow=dataflow_of(short, length, roles))
 
 

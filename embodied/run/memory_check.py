@@ -100,7 +100,7 @@ def stored_bytes(policy: Any) -> int:
 
 
 def random_weights(config: RunConfig, folder: Path | str | None = None) -> bool:
-    """Whether a large policy begins with weights that nobody has trained."""
+    """Whether a large policy begins with random weights."""
     return is_large(config) and not (folder or config.run.start_from or config.policy.pretrained)
 
 
@@ -108,7 +108,7 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
     """Memory that a large policy needs, counted; families of small ones are not imported."""
     if not is_large(config):
         return None
-    rows = -(-config.algo.minibatch_size // ranks)
+    rows = -(-(config.algo.minibatch_size or max(1, decisions_of(config))) // ranks)
     rows = min(rows, config.learner.micro_batch_size or rows)
     update = {"micro_batch_size": rows, "shard": False}
     alike = config.model_copy(
@@ -134,7 +134,7 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
             yield Load("simulators", scene, host.node)
     if learn and (pictures := picture_bytes(config)):
         for host in learners:
-            yield Load("pictures", COPIES * pictures / len(learners), host.node, phase=UPDATE)
+            yield Load("pictures", copies(config) * pictures / len(learners), host.node, phase=UPDATE)
     if found is None:
         return
     sharded = config.learner.shard and len(learners) > 1
@@ -190,9 +190,9 @@ def describe_memory(found: list[Need]) -> list[str]:
     for need in found:
         alike.setdefault((bool(need.device), str(need)), []).append(need)
     lines = []
-    for (_, told), same in alike.items():
+    for (_, text), same in alike.items():
         first = same[0].place
-        lines.append(f"{first}{f' and {len(same) - 1} more alike' if len(same) > 1 else ''}: {told}")
+        lines.append(f"{first}{f' and {len(same) - 1} more alike' if len(same) > 1 else ''}: {text}")
     return lines
 
 
@@ -256,6 +256,12 @@ def fits(
     return all(need.least <= need.has for need in needs(config, plan, machines, learn))
 
 
+def copies(config: RunConfig) -> int:
+    """How often an iteration's images are held: batches that are collected ahead wait in the learners."""
+    pipeline = config.pipeline
+    return COPIES + (pipeline.async_level if pipeline.schedule == "async" else 0)
+
+
 def picture_bytes(config: RunConfig) -> int:
     """Bytes of one copy of an iteration's images; 0 without cameras, or where nothing says how long episodes are."""
     pixels = sum(height * width * 3 for height, width in config.env.observed_images.values())
@@ -273,19 +279,20 @@ def decisions_of(config: RunConfig) -> int:
 
 def check_pictures(config: RunConfig, memory_bytes: float) -> None:
     """Raise if machines with so much memory could not hold them."""
-    need = COPIES * picture_bytes(config)
+    held = copies(config)
+    need = held * picture_bytes(config)
     if need > memory_bytes:
         env, algo = config.env, config.algo
         if hasattr(algo, "rollout_decisions"):
-            told = f"env.num_envs={env.num_envs} * algo.rollout_decisions={algo.rollout_decisions}"
+            played = f"env.num_envs={env.num_envs} * algo.rollout_decisions={algo.rollout_decisions}"
             key, value = "algo.rollout_decisions", int(algo.rollout_decisions * memory_bytes / need / 2)
         else:
-            told = f"algo.groups={algo.groups} * algo.group_size={algo.group_size} episodes,"
+            played = f"algo.groups={algo.groups} * algo.group_size={algo.group_size} episodes,"
             key, value = "algo.groups", int(algo.groups * memory_bytes / need / 2)
         works = f"{key}={value}" if value else "a smaller env.image_size"
         raise ConfigError(
-            f"{told} pictures of {len(env.cameras)} "
-            f"camera(s) are {gigabytes(need / COPIES)} an iteration and are held up to {COPIES} times: "
+            f"{played} pictures of {len(env.cameras)} "
+            f"camera(s) are {gigabytes(need / held)} an iteration and are held up to {held} times: "
             f"{gigabytes(need)}, and this machine has {gigabytes(memory_bytes)}; try {works}"
         )
 

@@ -79,6 +79,7 @@ class Queue:
         self._taken: dict[tuple[str, str], int] = defaultdict(int)  # room not yet reported to producers elsewhere
         self._closed: tuple[str, str] | None = None
         self._source_dead: tuple[str, str] | None = None  # the worker and the cause, while the only producer is dead
+        self.heard: Callable[[], None] = lambda: None  # called when something was put
 
     # For this host's own threads
 
@@ -90,6 +91,7 @@ class Queue:
             self._check_open()
             ready = self._add(item, key, weight, producer, None)
         self._deliver(ready)
+        self.heard()
 
     def get(self, key: Any, need: float | None, timeout_s: float | None) -> list[Any]:
         getter = Getter(key, need, self.host.caller())
@@ -138,6 +140,7 @@ class Queue:
                 return
             ready = self._add(payload, key, weight, producer, peer)
         self._deliver(ready)
+        self.heard()
 
     def get_from(self, peer: str, request: int, key: Any, need: float | None) -> None:
         self._start(Getter(key, need, peer, peer, request))

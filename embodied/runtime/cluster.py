@@ -172,9 +172,10 @@ class Cluster:
         supervisor = Supervisor(budget, hosts, stale_hosts, unique)
         self._watchdog = Watchdog(self._backend, supervisor, self._clock)
 
-    def settle(self, *handles: Handle) -> dict[str, Failure]:
-        """Blocks until the handles are done (then {}), or hosts have died that can be replaced: host -> what happened,
-        each reported once. Raises what cannot be mended."""
+    def settle(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> dict[str, Failure]:
+        """Blocks until the handles are done or `until` holds (then {}), or hosts have died that can be replaced: host
+        -> what happened, each reported once. Raises what cannot be mended. `until` is asked again whenever a call ends
+        or something comes into a watched channel."""
         started = self._clock()
         with self._changed:
             while True:
@@ -184,9 +185,18 @@ class Cluster:
                 if self._losses:
                     losses, self._losses = self._losses, {}
                     return losses
-                if not any(handle.running() for handle in handles):
+                if until() or not any(handle.running() for handle in handles):
                     return {}
                 self._wait(handles, started, None)
+
+    def watch(self, channel: Channel) -> None:
+        """Lets `settle` notice what is put into a channel at home in the driver."""
+
+        def notice() -> None:
+            with self._changed:
+                self._changed.notify_all()
+
+        channel.end.heard = notice
 
     def replace(self, host: str) -> list[Handle]:
         """Starts a dead host again with the same plan, and its workers with the same arguments."""

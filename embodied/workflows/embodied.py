@@ -7,6 +7,7 @@ how a batch is collected in `horizon_collector.py` and `group_collector.py`, wha
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -14,13 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from embodied.core.types import EnvSpec, EpisodeResult
+from embodied.core.types import EnvSpec, EpisodeResult, Merging
 from embodied.envs import env_class
-from embodied.policies.request_batching import Merging
 from embodied.reporting.timeline import Timeline
 from embodied.run.checkpoints import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup
-from embodied.workflows.contract import ROLLOUT, UPDATE, BatchSource, Role
+from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role
 from embodied.workflows.evaluator import Evaluator
 from embodied.workflows.group_collector import GroupCollector
 from embodied.workflows.horizon_collector import HorizonCollector
@@ -58,6 +58,7 @@ LEARNER = Role(
     sends_to=("policy",),
     holds_policy=True,
 )
+AHEAD = "schedule.ahead"  # in a checkpoint: the number of batches that were collected ahead
 PLAYERS = (SIM, POLICY)  # all that an evaluation needs
 
 
@@ -80,6 +81,11 @@ class EmbodiedLoop:
         self.config = config
         self.start_folder = start_folder and start_folder.absolute()
         self.source: BatchSource = self.make_source(config, env_class(config.env).tasks(config.env))
+        # Batches that are collected and not learned from. With schedule=async rollout n uses version max(0, n - level);
+        # nothing else is in flight between iterations.
+        self.level = config.pipeline.async_level if config.pipeline.schedule == "async" else 0
+        self.ahead: deque[Batch] = deque()
+        self.dropped = 0
         self.workers = Workers(self.roles, config, cluster, self.source.stages, rendezvous, tell)
         self.timers = self.workers.timers
         self.evaluator = Evaluator(self.workers)
@@ -101,13 +107,15 @@ class EmbodiedLoop:
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
         """Collect a batch, update, publish. Returns the finished episodes and the iteration's metrics."""
         restarts, started = self.rollouts.restarts, perf_counter()
-        # Sims step envs, policies answer with the weights of this version; trajectories go to the learners' channels.
-        with self.timers.measure("rollout"), self.turns.phase(ROLLOUT):
-            batch = self.source.collect(self.version)
+        while len(self.ahead) < min(max(self.level, 1), total - iteration):
+            self.ahead.append(self.collect())
+        batch = self.ahead.popleft()
         # Advantages: GAE at each learner, or each group's scores compared. Then epochs of minibatches; rank 0 reports.
         with self.timers.measure("update"), self.turns.phase(UPDATE):
             before_s = perf_counter() - started
             updating = self.source.update(batch, iteration, total)
+            if self.level and iteration + self.level < total:  # meanwhile, with the version that the update starts from
+                self.ahead.append(self.collect())
             losses = self.settled(updating)[0] if updating else {}
         if "time/first_backward_s" in losses:  # as rank 0 saw it: since its update began
             losses["time/first_backward_s"] += before_s
@@ -115,6 +123,12 @@ class EmbodiedLoop:
         publish_s = self.publish(self.version + 1)
         own = {"time/publish_s": publish_s, "faults/restarts": self.rollouts.restarts - restarts}
         return batch.finished, self.source.numbers(batch) | own | losses
+
+    def collect(self) -> Batch:
+        """A batch of the current version: sims step envs, policies answer with its weights, and trajectories go to the
+        learners' channels."""
+        with self.timers.measure("rollout"), self.turns.phase(ROLLOUT):
+            return self.source.collect(self.version)
 
     def publish(self, version: int) -> float:
         """Use the learners' weights for rollouts from now on, under this version; returns the learners' seconds."""
@@ -156,6 +170,11 @@ class EmbodiedLoop:
         """Episodes that were abandoned since the last call."""
         return self.rollouts.take_abandoned()
 
+    def take_dropped(self) -> int:
+        """Batches collected ahead of a checkpoint that a run resumed from it plays anew, since the last call."""
+        count, self.dropped = self.dropped, 0
+        return count
+
     def timeline(self, trace: Path, iterations: int) -> Timeline:
         """Record where the time goes from now on; the first `iterations` in detail, into `trace`."""
         return Timeline(self.groups, self.timers, trace, iterations)
@@ -166,6 +185,8 @@ class EmbodiedLoop:
         """Write a checkpoint of this version into the folder of checkpoints, with the run's counters."""
         with self.timers.measure("save"):
             arrays = self.source.save() | self.workers.save()
+            if self.ahead:
+                arrays[AHEAD] = np.array(len(self.ahead))
             return write_checkpoint(checkpoints, self.version, self.save_learners, state, arrays)
 
     def save_learners(self, draft: Path) -> None:
@@ -179,4 +200,5 @@ class EmbodiedLoop:
             self.learners.load(checkpoint.absolute()).wait()
         self.publish(version)
         begun = self.workers.restore(sims)
+        self.dropped += int(begun.pop(AHEAD, 0))
         return self.source.restore(begun) if begun else 0

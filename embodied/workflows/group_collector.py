@@ -1,5 +1,6 @@
 """Collecting whole episodes in groups, as GRPO learns from: sims keep what they have played until it is clear which
-groups are wanted, and then send only those.
+groups are wanted, and then send only those. With schedule=periodic a group is handed on as soon as it is certain that
+the batch will hold it, to learners that sum up gradients meanwhile (`GroupStream`).
 
 An episode that was lost with its sim worker takes its group along; the arithmetic of what is played, kept and carried
 over is in `algorithms/groups.py`.
@@ -7,15 +8,28 @@ over is in `algorithms/groups.py`.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embodied.algorithms.config import GRPOConfig
 from embodied.algorithms.groups import Group, GroupPool, group_advantages
-from embodied.core.episodes import EpisodeList, env_blocks
 from embodied.core.errors import ConfigError
-from embodied.core.types import BatchPart, EpisodeResult, EpisodeSpec, RolloutStats, Route
+from embodied.core.types import (
+    BatchEnd,
+    BatchPart,
+    EpisodeList,
+    EpisodeResult,
+    EpisodeSpec,
+    GroupPart,
+    RolloutStats,
+    Route,
+    env_blocks,
+)
 from embodied.runtime import Handle
 
 if TYPE_CHECKING:
@@ -31,7 +45,11 @@ class GroupedEpisodes:
     stats: list[RolloutStats] = field(default_factory=list)  # per sim and round
     rounds: int = 0
     seconds: float = 0.0
-    lost: int = 0  # episodes
+    lost: set[int] = field(default_factory=set)  # episodes
+    counts: Counter[str] = field(default_factory=Counter)  # of groups, as the pool's
+    carried: int = 0  # episodes that later iterations may learn from
+    discarded: int = 0  # episodes of groups that were kept, or begun, and not needed
+    ended: dict[int, EpisodeResult] = field(default_factory=dict)  # all that ended and were noted, by episode
     groups: list[Group] = field(default_factory=list)
     sources: list[tuple[str, ...]] = field(default_factory=list)  # per learner rank
 
@@ -51,7 +69,8 @@ class GroupCollector:
         self.config, self.algo = config, config.algo
         self.stages = config.pipeline.stages
         self.episodes = EpisodeList(config.seed, "train", tasks, group_size=config.algo.group_size)
-        self.pool = GroupPool(config.algo)
+        self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline.schedule))
+        self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
         self.handed = 0  # times that episodes were handed over
 
@@ -59,6 +78,7 @@ class GroupCollector:
         """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
         self.rollouts, self.learners = workers.rollouts, workers.learners
         self.trajectories = self.outlets = workers.trajectory_channels()
+        workers.cluster.watch(workers.journal)
         if self.algo.filter_metric == "success" and not workers.spec.has_success:
             raise ConfigError(
                 "algo.filter_metric=success bounds the rate of success, but this env has none; try "
@@ -83,41 +103,52 @@ class GroupCollector:
     def collect(self, version: int) -> GroupedEpisodes:
         batch = GroupedEpisodes(version)
         self.pool.counts.clear()
+        if self.config.pipeline.schedule == "periodic":
+            self.stream = GroupStream(self, batch)
         while count := self.pool.wanted(batch.rounds, self.config.env.num_envs):
             self._play([self.episodes[index] for index in self.pool.deal(count)], batch)
-        batch.groups = self.pool.take()
-        self._hand_over(batch)
+        taken = self.pool.take()
+        if self.stream is None:
+            batch.groups = taken
+            self._hand_over(batch)
         self.rollouts.settle(self.rollouts.sims.keep(self.pool.held))
+        batch.counts, batch.carried, batch.discarded = +self.pool.counts, len(self.pool.held), self.pool.discarded
         self._count_empty(batch)
         return batch
 
     def update(self, batch: GroupedEpisodes, iteration: int, total: int) -> Handle | None:
+        if self.stream is not None:
+            return self.stream.end(iteration, total)
         if not batch.groups:
             return None
         scores = np.array([group.scores for group in batch.groups])
-        options = (self.algo.baseline, self.algo.scale, self.algo.deviation)
-        advantages = group_advantages(scores, *options).ravel()
+        advantages = self.advantages(scores).ravel()
         blocks = env_blocks(len(advantages), len(self.learners))
-        about = (batch.version, scores.ravel(), advantages)
+        about = (self.rollouts.weight_sync.version, scores.ravel(), advantages)
         parts = [BatchPart(batch.episodes, block.start, block.stop, *about) for block in blocks]
         shares = zip(self.trajectories, batch.sources, parts, strict=True)
         return self.learners.update.each([(*share, iteration, total) for share in shares])
 
+    def advantages(self, scores: np.ndarray) -> np.ndarray:
+        """Advantages [G, S] of the scores of groups."""
+        return group_advantages(scores, self.algo.baseline, self.algo.scale, self.algo.deviation)
+
     def numbers(self, batch: GroupedEpisodes) -> dict[str, float]:
-        counts, sims = self.pool.counts, len(self.rollouts.sims)
+        counts, sims = batch.counts, len(self.rollouts.sims)
         return {
             "env_steps": sum(part.env_steps for part in batch.stats),
             "time/rollout_s": batch.seconds,
             "time/step_s": sum(part.step_s for part in batch.stats) / sims,
             "time/reset_s": sum(part.reset_s for part in batch.stats) / sims,
             "time/act_s": sum(part.wait_s for part in batch.stats) / sims,
-            "faults/lost_episodes": batch.lost,
+            "faults/lost_episodes": len(batch.lost),
             "groups/used": len(batch.groups),
             "groups/kept": counts["kept"],
             "groups/dropped_equal": counts["equal"],
             "groups/dropped_out_of_bounds": counts["out_of_bounds"],
             "groups/dropped_incomplete": counts["incomplete"],
-            "groups/carried_episodes": len(self.pool.held),
+            "groups/carried_episodes": batch.carried,
+            "groups/discarded_episodes": batch.discarded,
             "groups/rounds": batch.rounds,
         }
 
@@ -147,20 +178,30 @@ class GroupCollector:
         shares = {sim: specs[block.start : block.stop] for sim, block in blocks if block}
 
         def begin(sim: int, route: Route) -> Handle:
-            return rollouts.sims[sim].collect(shares[sim], route)
+            return rollouts.sims[sim].collect(shares[sim], route, noted=self.stream is not None)
 
-        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, 1.0, "train")
+        if self.stream is not None:
+            self.stream.begin({spec.index: sim for sim, share in shares.items() for spec in share})
+        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, 1.0, "train", meanwhile=self.stream)
         played = [call for call in calls.values() if call.succeeded()]
         stats = [call.wait()[0] for call in played]
         batch.stats += stats
         batch.seconds += max((call.seconds() for call in played), default=0.0)
         batch.rounds += 1
-        results = {result.index: result for part in stats for result in part.finished}
-        scores = {index: result.total_reward for index, result in results.items()}
-        self.pool.add(scores, {index: bool(result.success_once) for index, result in results.items()})
-        finished = set(results)
-        self._lose([spec.index for spec in specs if spec.index not in finished], batch)
+        self.add([result for part in stats for result in part.finished], batch)
+        self.lose(sorted(self.pool.playing), batch)
         self._lose_what_is_gone(batch)
+        if self.stream is not None:
+            self.stream.hand_on_certain()
+            dead = [sim for sim, call in calls.items() if not call.succeeded()]
+            batch.stats += self.stream.saved([spec.index for sim in dead for spec in shares[sim]])
+
+    def add(self, results: Iterable[EpisodeResult], batch: GroupedEpisodes) -> None:
+        """Add the outcomes of episodes; those that are known already change nothing."""
+        new = {result.index: result for result in results if result.index in self.pool.playing}
+        batch.ended |= new
+        scores = {index: result.total_reward for index, result in new.items()}
+        self.pool.add(scores, {index: bool(result.success_once) for index, result in new.items()})
 
     def _hand_over(self, batch: GroupedEpisodes) -> None:
         """Every learner rank gets its part of the episodes; groups that went down with a sim are left out."""
@@ -169,7 +210,7 @@ class GroupCollector:
             lost = [group for group in batch.groups if not there.issuperset(group.episodes)]
             batch.groups = [group for group in batch.groups if group not in lost]
             self.pool.counts.update(kept=-len(lost), incomplete=len(lost))
-            batch.lost += sum(len(group.episodes) for group in lost)
+            batch.lost.update(episode for group in lost for episode in group.episodes)
             if not batch.groups:
                 return
             self.handed += 1
@@ -177,30 +218,32 @@ class GroupCollector:
             blocks = env_blocks(len(episodes), len(self.learners))
             wanted = [episodes[block.start : block.stop] if len(block) else episodes[:1] for block in blocks]
             calls = [
-                self.rollouts.sims[sim].hand_over(wanted, self._source(sim), tuple(self.outlets))
+                self.rollouts.sims[sim].hand_over(wanted, self.source(sim), tuple(self.outlets))
                 for sim in range(len(self.rollouts.sims))
             ]
             self.rollouts.settle(*calls)
             if all(call.succeeded() for call in calls):
                 sent = [call.wait()[0] for call in calls]
                 batch.sources = [
-                    tuple(self._source(sim) for sim, ranks in enumerate(sent) if rank in ranks)
+                    tuple(self.source(sim) for sim, ranks in enumerate(sent) if rank in ranks)
                     for rank in range(len(blocks))
                 ]
                 return
 
-    def _source(self, sim: int) -> str:
+    def source(self, sim: int) -> str:
+        """The name under which a sim hands over now."""
         return f"sim-{sim}#{self.handed}"
 
     def _lose_what_is_gone(self, batch: GroupedEpisodes) -> set[int]:
         """Sims that were replaced have forgotten what they kept; returns what is still there."""
         there = {episode for kept in self.rollouts.ask(self.rollouts.sims.kept) for episode in kept}
-        self._lose([episode for episode in self.pool.held if episode not in there], batch)
+        self.lose([episode for episode in self.pool.held if episode not in there], batch)
         return there
 
-    def _lose(self, episodes: list[int], batch: GroupedEpisodes) -> None:
+    def lose(self, episodes: Collection[int], batch: GroupedEpisodes) -> None:
+        """Drop the groups of episodes that nobody can bring any more."""
         self.pool.lose(episodes)
-        batch.lost += len(episodes)
+        batch.lost.update(episodes)
 
     def _count_empty(self, batch: GroupedEpisodes) -> None:
         self.empty = 0 if batch.groups else self.empty + 1
@@ -209,3 +252,110 @@ class GroupCollector:
             counts = ", ".join(f"{count} {name}" for name, count in sorted(self.pool.counts.items()) if count)
             mean = f", mean return {np.mean(returns):.3g}" if returns else ""
             self.why = f"its groups were {counts or 'none'}{mean}"
+
+
+@dataclass
+class HandingOn:
+    """A group on its way from sims to a learner rank."""
+
+    group: Group
+    rank: int
+    calls: dict[str, Handle]  # by source
+
+    def done(self) -> bool:
+        return all(call.done() for call in self.calls.values())
+
+    def arrived(self) -> bool:
+        """Whether all of it was sent; not where a sim died first."""
+        return all(call.succeeded() and call.wait()[0] for call in self.calls.values())
+
+
+class GroupStream:
+    """Hands the groups of an iteration on as soon as it is certain that it will learn from them.
+
+    Each goes as a whole to the learner rank that has had the fewest env steps so far. That rank learns from it when all
+    of it was sent; what a sim that died had sent of a group before counts for nothing.
+    """
+
+    def __init__(self, collector: GroupCollector, batch: GroupedEpisodes) -> None:
+        """Learners begin to wait for groups."""
+        if collector.outlets is not collector.trajectories:
+            raise ConfigError(
+                f"pipeline.schedule=periodic: sims send groups straight to learners, but {type(collector).__name__} "
+                "lets them pass through other workers; try pipeline.schedule=sync"
+            )
+        self.collector, self.batch = collector, batch
+        self.pool, self.rollouts, self.channels = collector.pool, collector.rollouts, collector.trajectories
+        self.notes = self.rollouts.journal
+        self.played_by: dict[int, int] = {}  # episode -> sim
+        self.under_way: list[HandingOn] = []
+        self.env_steps = [0] * len(self.channels)  # by rank
+        self.began = perf_counter()
+        self.accumulating = collector.learners.accumulate.each([(channel, batch.version) for channel in self.channels])
+
+    def begin(self, played_by: dict[int, int]) -> None:
+        """A round begins, in which these sims play these episodes."""
+        self.played_by |= played_by
+
+    def due(self) -> bool:
+        """Whether episodes have ended, or groups are sent."""
+        return self.notes.qsize() > 0 or any(one.done() for one in self.under_way)
+
+    def go_on(self) -> None:
+        """Add what has ended, and hand on what is certain then."""
+        while self.notes.qsize():
+            self.collector.add(self.notes.get().finished, self.batch)
+        sent = [one for one in self.under_way if one.done()]
+        self.under_way = [one for one in self.under_way if one not in sent]
+        for one in sent:
+            self._learn(one)
+        for group in self.pool.certain():
+            self.pool.hand_on(group)
+            self.under_way.append(self._send(group))
+
+    def hand_on_certain(self) -> None:
+        """At the end of a round: until the learners have all that is certain now."""
+        self.go_on()
+        while self.under_way:
+            self.rollouts.settle(*(call for one in self.under_way for call in one.calls.values()))
+            self.go_on()
+
+    def saved(self, episodes: Collection[int]) -> list[RolloutStats]:
+        """What is known of these episodes, whose sims died in this round, and not lost."""
+        known = [self.batch.ended[episode] for episode in episodes if episode in self.batch.ended]
+        results = tuple(result for result in known if result.index not in self.batch.lost)
+        return [RolloutStats(sum(result.length for result in results), results, 0.0, 0.0, 0.0)] if results else []
+
+    def end(self, iteration: int, total: int) -> Handle:
+        """There are no more groups: the learners' step, with what there is to say of it."""
+        last = BatchEnd(iteration, total, perf_counter() - self.began)
+        for channel in self.channels:
+            channel.put(last)
+        return self.accumulating
+
+    def _send(self, group: Group) -> HandingOn:
+        collector = self.collector
+        collector.handed += 1
+        rank = int(np.argmin(self.env_steps))
+        self.env_steps[rank] += sum(self.batch.ended[episode].length for episode in group.episodes)
+        shares: dict[int, list[int]] = {}
+        for episode in group.episodes:
+            shares.setdefault(self.played_by[episode], []).append(episode)
+        calls = {
+            collector.source(sim): self.rollouts.sims[sim].hand_on(mine, collector.source(sim), self.channels[rank])
+            for sim, mine in shares.items()
+        }
+        return HandingOn(group, rank, calls)
+
+    def _learn(self, sent: HandingOn) -> None:
+        if not sent.arrived():
+            self.collector.lose(sent.group.episodes, self.batch)
+            return
+        self.batch.groups = sorted([*self.batch.groups, sent.group])
+        (advantages,) = self.collector.advantages(np.array([sent.group.scores]))
+        self.channels[sent.rank].put(GroupPart(tuple(sent.calls), np.array(sent.group.episodes), advantages))
+
+
+def discards_surplus(algo: GRPOConfig, schedule: str) -> bool:
+    """Whether groups that an iteration did not need are dropped: in the next one they would be older than its own."""
+    return schedule != "sync" if algo.surplus is None else algo.surplus == "discard"

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.core.episodes import EpisodeList, env_blocks
-from embodied.core.types import BatchPart, EpisodeResult, RolloutStats, Route
+from embodied.core.types import BatchPart, EpisodeList, EpisodeResult, RolloutStats, Route, env_blocks
 from embodied.runtime import Handle
 
 if TYPE_CHECKING:
@@ -89,9 +88,9 @@ class HorizonCollector:
         return batch
 
     def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
-        ids, calls = batch.env_ids, []
+        ids, calls, version = batch.env_ids, [], self.rollouts.weight_sync.version
         for channel, block in zip(self.trajectories, self.blocks, strict=True):
-            part = BatchPart(ids, *np.searchsorted(ids, (block.start, block.stop)).tolist(), batch.version)
+            part = BatchPart(ids, *np.searchsorted(ids, (block.start, block.stop)).tolist(), version)
             calls.append((channel, batch.sources_of(block), part, iteration, total))
         return self.learners.update.each(calls)
 

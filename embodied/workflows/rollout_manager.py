@@ -14,17 +14,16 @@ Noticing a death and deciding what follows is the runtime's business (`Cluster.s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from embodied.core.episodes import EpisodeList
 from embodied.core.errors import StaleWeights
-from embodied.core.types import ActRequest, AskAgain, EpisodeResult, Route
+from embodied.core.types import ActRequest, AskAgain, EpisodeList, EpisodeResult, Route
 from embodied.runtime import Budget, Channel, Cluster, Handle, WorkerGroup
 from embodied.runtime.failures import Failure
 from embodied.runtime.tensor_bytes import Blob
@@ -104,6 +103,16 @@ class WeightSync:
         return list(new.values())
 
 
+class Meanwhile(Protocol):
+    """What the driver does while a round is played, as notes of the sims come and calls end."""
+
+    def due(self) -> bool:
+        """Whether there is something to do now."""
+
+    def go_on(self) -> None:
+        """Do it, without waiting."""
+
+
 SAME_ERROR = 3  # times that a worker fails at one line before it ends a round: no accident, its next life would as well
 
 
@@ -146,16 +155,18 @@ class RolloutManager:
         temperature: float,
         stream: str,
         asked: bool = True,
+        meanwhile: Meanwhile | None = None,
     ) -> tuple[dict[int, Handle], dict[int, Route]]:
         """A round: call `begin` for these sims and let the policy workers serve so many stages of each, if they are
-        asked at all. Returns the calls, which have succeeded but for sims that died, and the routes they took."""
+        asked at all. Returns the calls, which have succeeded but for sims that died, and the routes they took. What is
+        due `meanwhile` is done while they play."""
         self.settle()
         self.rounds += 1
         routes = {sim: self._route(sim, stages) for sim in sims}
         calls = {sim: begin(sim, route) for sim, route in routes.items()}
         serve = partial(self._serve, routes, temperature=temperature, stream=stream)
         serving = {policy: serve(policy) for policy in range(len(self.policies) if asked else 0)}
-        while losses := self.cluster.settle(*calls.values()):
+        while losses := self._losses(calls.values(), meanwhile):
             if stream != "eval":  # there an episode that fails costs itself alone
                 self._refuse_repeated(losses.values())
             for policy in serving.keys() & self._replace(losses):
@@ -168,6 +179,14 @@ class RolloutManager:
         failed = {self.sims.workers[sim] for sim, call in calls.items() if not call.succeeded()}
         self.errors = Counter({error: count for error, count in self.errors.items() if error[0] in failed})
         return calls, routes
+
+    def _losses(self, calls: Collection[Handle], meanwhile: Meanwhile | None) -> dict[str, Failure]:
+        """Hosts that died while these calls run; {} when these are done."""
+        if meanwhile is None:
+            return self.cluster.settle(*calls)
+        while not (losses := self.cluster.settle(*calls, until=meanwhile.due)) and meanwhile.due():
+            meanwhile.go_on()
+        return losses
 
     def settle(self, *handles: Handle) -> None:
         """Wait for calls; workers that die meanwhile are replaced, and their calls have failed then."""

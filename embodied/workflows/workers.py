@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied.core.episodes import EpisodeList
-from embodied.core.types import EnvSpec, EpisodeSpec
+from embodied.core.types import EnvSpec, EpisodeList, EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.run import devices
@@ -85,7 +84,8 @@ class Workers:
             (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
             self.learners.meet_at(address).wait()
         others = {*self.policies.process().wait()} - {*learning}
-        return self.learners.build(self.spec, new_name(), snapshot=bool(others), start=start_folder)
+        in_turns = self.config.pipeline.schedule != "async"
+        return self.learners.build(self.spec, new_name(), bool(others), start_folder, in_turns)
 
     def _take_turns(self) -> Turns:
         """The turns that the roles' phases take on devices. All groups are built, and so have their memory."""

@@ -1,0 +1,137 @@
+"""One gradient step from groups of episodes that come one after the other, while others are still being played.
+
+Sums of gradients and statistics are divided once, by counts that are known after the last group. So the step is the one
+that `update_policy` takes from the same groups, whatever the order in which they came and whichever rank had them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from embodied.algorithms.config import GRPOConfig
+from embodied.algorithms.minibatches import lr_factor
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.types import BatchEnd, GroupPart, Trajectory, join
+from embodied.learners.collective import Collective
+from embodied.learners.model import Model, Optimizer
+from embodied.learners.rollout_buffer import flatten
+from embodied.learners.share import GRPOShare, logprobs_of, moments_of
+from embodied.learners.update import check_finite, check_weights, gradient, mismatch_numbers
+from embodied.runtime import Channel
+
+NO_DEADLINE = float("inf")  # episodes take their time; a channel closes where the run fails
+
+
+class Groups:
+    """The groups that one rank gets in an iteration, in the order in which they are whole."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.end: BatchEnd | None = None  # when no more follow
+        self.sent: dict[str, Trajectory] = {}  # by source, what came
+        self.asked: list[GroupPart] = []  # groups of which something has not come
+
+    def next(self) -> tuple[GroupPart, Trajectory] | None:
+        """Wait for a group and take it; None after the last one."""
+        while True:
+            for part in self.asked:
+                if self.sent.keys() >= {*part.sources}:
+                    self.asked.remove(part)
+                    return part, join([self.sent.pop(source) for source in part.sources])
+            if self.end is not None and not self.asked:
+                return None
+            item = self.channel.get(timeout_s=None if self.asked else NO_DEADLINE)
+            if isinstance(item, Trajectory):
+                self.sent[item.source] = item
+            elif isinstance(item, GroupPart):
+                self.asked.append(item)
+            else:
+                self.end = item
+
+
+class Accumulation:
+    """Sums over the groups of one rank so far: of gradients, in the parameters, and of statistics."""
+
+    def __init__(
+        self, model: Model, config: GRPOConfig, version: int, device: str, reference: Model | None = None
+    ) -> None:
+        self.model, self.config, self.reference = model, config, reference
+        self.version, self.device = version, device
+        own = model.policy.own_losses
+        if own and config.weighting == "episode":
+            raise ConfigError(
+                f"pipeline.schedule=periodic divides all losses by one count, with algo.weighting=episode that of the "
+                f"episodes, but {', '.join(own)} counts decisions; try algo.weighting=decision"
+            )
+        self.names = (*GRPOShare.SUMS, *own, "mismatch_k3")
+        self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=device)
+        self.counts = torch.zeros(2, dtype=torch.float64, device=device)  # decisions and episodes
+        self.largest = torch.full((2,), -math.inf, dtype=model.dtype, device=device)  # gap and k3 of a decision
+        self.ids, self.moments = np.zeros(0, np.int64), np.zeros(0)  # [R], and of each episode's observations
+
+    def add(self, group: Trajectory, advantages: np.ndarray) -> None:
+        """Learn from a group, one of its episodes' advantages [S] after the other."""
+        check_version(group, self.version)
+        batch = flatten(group, 0, self.version, self.device)
+        compared = None if self.reference is None else logprobs_of(self.reference, batch, len(batch))
+        weights = np.ones(len(group.ids))
+        if self.config.weighting == "episode":  # of every decision: that of its episode, divided among them
+            weights = 1 / group.lengths
+        tensors = {
+            name: torch.from_numpy(np.repeat(each, group.lengths)).to(self.device, self.model.dtype)
+            for name, each in (("advantages", advantages), ("weights", weights))
+        }
+        share = GRPOShare(batch=batch, num_items=len(batch), reference=compared, **tensors)
+        every = torch.arange(len(batch))
+        sums, largest = gradient(self.model, self.config, share, every, 1, self.model.passes(len(batch)))
+        self.sums += sums
+        self.counts += torch.tensor([len(batch), len(group.ids)], device=self.device)
+        self.largest = torch.maximum(self.largest, largest)
+
+    def observe(self, group: Trajectory) -> None:
+        """Keep the moments of a group's observations, if the policy tracks them."""
+        found = moments_of(group, len(group.ids), self.model.policy.observation_moments)
+        if found is not None:
+            self.moments = np.concatenate([self.moments, found]) if len(self.ids) else found
+            self.ids = np.concatenate([self.ids, group.ids])
+
+    def step(self, optimizer: Optimizer, end: BatchEnd) -> dict[str, float]:
+        """With all ranks: divide what all have summed up, and take the step. Returns numbers for the log; {} where no
+        rank had a group."""
+        decisions, episodes = optimizer.collective.sum(self.counts).tolist()
+        if not episodes:
+            return {}
+        count = episodes if self.config.weighting == "episode" else decisions
+        totals, norm = optimizer.exchange(self.sums, count)
+        numbers = {name: total / count for name, total in zip(self.names, totals.tolist(), strict=True)}
+        numbers["grad_norm"] = norm
+        check_finite(numbers, end.iteration, 0)
+        mismatch = numbers.pop("mismatch_k3")
+        factor = lr_factor(self.config.lr_schedule, end.iteration / end.total)
+        optimizer.step(norm, factor)
+        about = mismatch_numbers(mismatch, check_weights(optimizer, end.iteration, *self.largest.tolist()))
+        about |= {"train/epochs": 1.0, "train/lr": self.config.lr * factor}
+        ages = {"train/staleness": 0.0, "train/staleness_max": 0.0, "train/staleness_0": 1.0}  # `check_version`
+        return {f"train/{name}": value for name, value in numbers.items()} | about | ages
+
+    def merge_moments(self, collective: Collective) -> None:
+        """Let the policy's statistics follow the observations of all ranks, in the order of episodes."""
+        mine = [len(self.ids), *self.moments.shape[1:]]
+        shape = next((found[1:] for found in collective.gather(np.array(mine)) if found[0]), None)
+        if shape is None:  # it tracks none, or nothing came
+            return
+        ids = np.concatenate(collective.gather(self.ids))
+        rows = np.concatenate(collective.gather(self.moments.reshape(len(self.ids), *shape)))
+        self.model.policy.merge_observation_moments(rows[np.argsort(ids)])
+
+
+def check_version(group: Trajectory, version: int) -> None:
+    """Refuse a group that other weights played than those that learn from it."""
+    if odd := {*group.versions.tolist()} - {version}:
+        raise EmbodiedError(
+            f"episodes {group.ids[0]} to {group.ids[-1]} were played with version {min(odd)} of the weights, but "
+            f"version {version} learns: pipeline.schedule=periodic learns from nothing else"
+        )

@@ -1,0 +1,234 @@
+"""pipeline.schedule=async: rollout n is played with version max(0, n - level) while the learners are at work."""
+
+import json
+import os
+import re
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.core.types import Trajectory
+from embodied.learners.rendezvous import rendezvous_point
+from embodied.learners.rollout_buffer import RolloutBuffer
+from embodied.learners.worker import LearnerWorker
+from embodied.placement import make_plan
+from embodied.policies.folder import read_weights
+from embodied.run import launch
+from embodied.run.memory_check import copies
+from embodied.train import follow
+from embodied.workflows.embodied import EmbodiedLoop
+
+ITERATIONS = 6
+SHORT = [
+    "env.num_envs=8",
+    "env.dtype=float64",
+    "env.max_episode_steps=12",
+    "policy.dtype=float64",
+    "policy.hidden=[16,16]",
+    "faults.timeout_s=60",
+    "faults.hang_s=20",
+    f"run.iterations={ITERATIONS}",
+]
+PPO = ["recipe=pointmass_ppo", *SHORT, "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
+GRPO = ["recipe=pointmass_grpo", *SHORT, "algo.groups=5", "algo.group_size=3", "algo.minibatch_size=40"]
+ONE_STEP = ["algo.epochs=1", "algo.minibatch_size=null"]
+TWO_SIMS = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
+TWO_LEARNERS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:2-3*2"}
+
+
+class Run:
+    """A loop that was started, with its first weights published."""
+
+    def __init__(self, folder, *arguments, placement=TWO_SIMS, backend="inline", kind=EmbodiedLoop):
+        self.config = load([*arguments, f"cluster.backend={backend}"]).config
+        plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, 1)
+        self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
+        self.folder, self.kind, self.lines = folder, kind, []
+
+    def __enter__(self):
+        self.cluster = launch.cluster(self.config, self.plan, self.folder)
+        ranks = self.plan.count("learner")
+        rendezvous = rendezvous_point(ranks, self.config.cluster.backend, self.folder, 60)
+        self.loop = self.kind(self.config, self.cluster, rendezvous=rendezvous, tell=self.lines.append)
+        self.loop.start()
+        self.loop.publish(0)
+        return self
+
+    def __exit__(self, *args):
+        self.cluster.__exit__(*args)
+
+    def train(self):
+        return [self.loop.iterate(n, ITERATIONS)[1] for n in range(ITERATIONS)]
+
+    def weights(self):
+        self.loop.learners[0].save(self.folder / "saved").wait()
+        return read_weights(self.folder / "saved" / "policy")
+
+
+class OneAfterTheOther(EmbodiedLoop):
+    """The same batches and updates, but a batch is whole before the update begins that should go on meanwhile."""
+
+    def iterate(self, iteration, total):
+        level, self.level = self.level, 0
+        while len(self.ahead) < min(level + 1, total - iteration):
+            self.ahead.append(self.collect())
+        found = super().iterate(iteration, total)
+        self.level = level
+        return found
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("recipe", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_the_weights_that_collect_are_exactly_so_many_versions_behind(recipe, level, tmp_path):
+    with Run(tmp_path, *recipe, "pipeline.schedule=async", f"pipeline.async_level={level}") as run:
+        found = [numbers["train/staleness"] for numbers in run.train()]
+        assert found == [min(n, level) for n in range(ITERATIONS)]
+        assert not run.loop.ahead  # nothing was played for nobody
+
+
+@pytest.mark.parametrize("recipe", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_an_update_with_a_rollout_beside_it_is_the_same_update(recipe, tmp_path):
+    asked = [*recipe, "pipeline.schedule=async", "pipeline.async_level=2"]
+    weights = []
+    for kind, backend, placement in (
+        (EmbodiedLoop, "local", TWO_SIMS),
+        (OneAfterTheOther, "inline", TWO_SIMS),
+        (EmbodiedLoop, "local", TWO_LEARNERS),
+    ):
+        (folder := tmp_path / str(len(weights))).mkdir()
+        with Run(folder, *asked, kind=kind, backend=backend, placement=placement) as run:
+            assert all(numbers["train/grad_norm"] > 1e-3 for numbers in run.train())
+            weights.append(run.weights())
+    first, beside, two = weights
+    assert same(first, beside)
+    assert all(np.allclose(first[name], two[name], rtol=1e-9, atol=1e-12) for name in first)
+
+
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", ["sim-0", "policy-0"])
+@pytest.mark.parametrize("recipe", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_staleness_stays_exact_where_a_worker_is_killed(recipe, victim, backend, tmp_path):
+    with Run(tmp_path, *recipe, "pipeline.schedule=async", "pipeline.async_level=2", backend=backend) as run:
+        staleness = []
+        for number in range(ITERATIONS):
+            if number == 2:
+                host = run.cluster._host_of(victim)
+                os.kill(int(run.cluster._backend.where(host).split(",")[0].removeprefix("pid ")), signal.SIGKILL)
+            staleness.append(run.loop.iterate(number, ITERATIONS)[1]["train/staleness"])
+        assert staleness == [0, 1, 2, 2, 2, 2]
+        assert len(run.lines) == 1 and victim in run.lines[0]
+
+
+def test_a_rollout_begins_before_the_update_beside_it_has_ended(tmp_path):
+    events = []
+
+    class Watched(EmbodiedLoop):
+        def collect(self):
+            events.append("collect")
+            return super().collect()
+
+        def settled(self, handle):
+            events.append(f"wait for {handle.what}")
+            return super().settled(handle)
+
+        def start(self):
+            super().start()
+            update = self.source.update
+            self.source.update = lambda *about: events.append("update") or update(*about)
+
+    with Run(tmp_path, *PPO, "pipeline.schedule=async", kind=Watched) as run:
+        run.loop.iterate(0, ITERATIONS)
+    assert events[1:] == ["collect", "update", "collect", "wait for learner.update", "wait for learner.publish"]
+
+
+def test_what_was_collected_ahead_is_dropped_and_counted_on_resuming(tmp_path, capsys, monkeypatch):
+    place = "placement={'sim,policy': 'cpu:0', learner: 'cpu:1'}"
+    asked = [*PPO, place, "pipeline.schedule=async", "pipeline.async_level=2", "cluster.backend=inline"]
+    asked += ["eval.episodes=2", "eval.videos=0", "run.save_every=1", f"run.dir={tmp_path}", "run.keep=null"]
+
+    iterate = EmbodiedLoop.iterate
+
+    def stopped(self, iteration, total):
+        if iteration == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return iterate(self, iteration, total)
+
+    monkeypatch.setattr(EmbodiedLoop, "iterate", stopped)
+    follow(load(asked), EmbodiedLoop)
+    monkeypatch.undo()
+    (folder,) = tmp_path.iterdir()
+    assert follow(load([f"resume={folder}"]), EmbodiedLoop) == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
+    assert [line["train/staleness"] for line in lines] == [0, 1, 2, 2, 0, 1]
+    assert "2 batches that were collected ahead were dropped" in capsys.readouterr().out
+    state = json.loads((folder / "checkpoints" / f"v{ITERATIONS:06d}" / "state.json").read_text())
+    assert state["dropped_batches"] == 2
+
+
+def test_pieces_of_a_later_batch_wait_for_their_own_update():
+    def piece(source):
+        one = np.zeros((1, 1, 1))
+        flags = np.zeros((1, 1), bool)
+        arrays = {"actions": one, "logprobs": one, "rewards": one[0], "terminated": flags, "truncated": flags}
+        arrays |= {"mask": ~flags, "versions": np.zeros(1, int), "episodes": np.zeros(1, int)}
+        about = {"ids": np.array([0]), "lengths": np.array([1]), "obs": {"state": one[0]}, "source": source}
+        return Trajectory(**about, **arrays)
+
+    class Coming:
+        def __init__(self, *sources):
+            self.pieces = [piece(source) for source in sources]
+
+        def get(self):
+            return self.pieces.pop(0)
+
+    learner = LearnerWorker(None, None, None, 0, None)
+    channel = Coming("sim-0/0#2", "sim-0/0#4", "sim-1/0#3", "sim-1/0#4")
+    for sources in (("sim-0/0#2", "sim-1/0#3"), ("sim-0/0#4", "sim-1/0#4")):
+        buffer = RolloutBuffer(1)
+        learner._receive(channel, sources, buffer)
+        assert [part.source for part in buffer.parts(sources)] == list(sources)
+    assert not learner.early
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["recipe=pointmass_ppo", "pipeline.async_level=2"], "pipeline.async_level=2 has no effect"),
+        (
+            ["recipe=pointmass_ppo", "pipeline.schedule=async", "pipeline.granularity=4"],
+            "they learn from an earlier one meanwhile; leave it out",
+        ),
+        (["recipe=pointmass_ppo", "pipeline.schedule=periodic"], "try pipeline.schedule=async"),
+        (["recipe=pointmass_grpo", "pipeline.schedule=periodic"], "algo.epochs=4; try 1"),
+        (
+            ["recipe=pointmass_grpo", "pipeline.schedule=periodic", "algo.epochs=1"],
+            "algo.minibatch_size=256 makes several; try algo.minibatch_size=null",
+        ),
+        (
+            ["recipe=pointmass_grpo", "pipeline.schedule=periodic", *ONE_STEP, "algo.scale=batch"],
+            "try algo.baseline=group",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_hold_is_refused_with_the_reason(asked, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(asked)
+
+
+def test_demonstrations_have_nothing_to_collect_meanwhile():
+    with pytest.raises(ConfigError, match="demonstrations are on disk already"):
+        load(["recipe=libero_sft", "pipeline.schedule=async"], "sft")
+
+
+def test_batches_that_wait_count_in_the_memory_check():
+    config = load([*PPO, "pipeline.schedule=async", "pipeline.async_level=3"]).config
+    assert copies(config) == copies(load(PPO).config) + 3
