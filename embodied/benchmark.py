@@ -138,7 +138,10 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type[W
     refused = {mode: why_not(planned.planner, mode) for mode in missing}
     for schedule in options.schedules:
         found = planned.schedules[schedule]
-        (refused if isinstance(found, str) else chosen)[schedule] = found
+        if isinstance(found, str):
+            refused[schedule] = found
+        else:
+            chosen[schedule] = found
     if not chosen:
         raise ConfigError("\n".join(f"{mode}: {reason}" for mode, reason in refused.items()))
     expected = {name: predicted(planned, name, choice) for name, choice in in_order(chosen).items()}

@@ -235,16 +235,24 @@ def plan_from_profile(
         if planner.dataflow.schedule != "sync":
             reasons = [f"{why_not_apart(planner)}; try pipeline.schedule=sync"]
         raise PlacementError("\n".join([f"no plan fits by {path}; allow more memory, or name a placement", *reasons]))
-    if config.pipeline.schedule == "auto":
+    schedule = planner.dataflow.schedule
+    if config.pipeline.schedule == "auto" and periodic_is_the_same(config):
         best, schedule = periodic_if_it_pays(planner, best)
-    else:
-        schedule = planner.dataflow.schedule
     placement = as_placement(planner.pricer, best.layout, machines, draws_on_gpus(config.env))
     plan = make_plan(placement, machines, config.env.num_envs, best.layout.stages, roles=roles)
     pieces = config.pipeline.granularity or granularity(best.layout, profile.dataflow)
     reason = why(best, profile.dataflow.env_steps, path, profile.made.get("date"), schedule)
     config = config.with_pipeline(stages=best.layout.stages, granularity=pieces, schedule=schedule)
     return config, replace(plan, mode="auto", reason=reason)
+
+
+def periodic_is_the_same(config: RunConfig) -> bool:
+    """Whether periodic learns what sync does: not where sync carries groups over that periodic discards, and not at all
+    where learners hold shards."""
+    algo = config.algo
+    if algo.name == "ppo" or config.learner.shard:
+        return False
+    return algo.filter != "resample" or algo.surplus == "discard"
 
 
 def periodic_if_it_pays(planner: Planner, best: Choice) -> tuple[Choice, str]:
