@@ -107,7 +107,7 @@ class EmbodiedLoop:
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
         """Collect a batch, update, publish. Returns the finished episodes and the iteration's metrics."""
         restarts, started = self.rollouts.restarts, perf_counter()
-        while len(self.ahead) < min(max(self.level, 1), total - iteration):
+        while len(self.ahead) < max(1, min(self.level, total - iteration)):
             self.ahead.append(self.collect())
         batch = self.ahead.popleft()
         # Advantages: GAE at each learner, or each group's scores compared. Then epochs of minibatches; rank 0 reports.
