@@ -148,15 +148,6 @@ class PolicyGradientConfig(Strict):
             )
         return self
 
-    @property
-    def scores_first(self) -> bool:
-        """Whether an update begins with the log-probs of all items under the weights that it starts from."""
-        return self.decoupled or self.episode_mask != "none"
-
-    def step_items(self, items: int) -> int:
-        """Items per gradient step, of so many in an iteration."""
-        return min(self.minibatch_size or items, items)
-
 
 class PPOConfig(PolicyGradientConfig):
     name: Literal["ppo"] = Field("ppo", description="Algorithm: ppo, grpo, dapo, rloo or reinforce++.")
@@ -324,7 +315,7 @@ class GRPOConfig(PolicyGradientConfig):
 
     def why_not_periodic(self) -> str:
         """Why gradients cannot be summed up while groups come; empty where they can."""
-        if self.scores_first:
+        if self.decoupled or self.episode_mask != "none":
             return (
                 "a batch is learned from with the weights that acted, so algo.decoupled=true and algo.episode_mask "
                 "have nothing to correct; leave them out"

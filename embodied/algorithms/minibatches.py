@@ -57,3 +57,8 @@ def owned(minibatch: np.ndarray, first: int, count: int) -> np.ndarray:
     """Local ids (id - first) of a minibatch's items in a rank's block [first, first + count), in the same order."""
     local = minibatch - first
     return local[(local >= 0) & (local < count)]
+
+
+def step_items(config: AlgoConfig, items: int) -> int:
+    """Items per gradient step, of so many in an iteration."""
+    return min(config.minibatch_size or items, items)

@@ -19,6 +19,7 @@ from embodied.algorithms.advantages import Moments, gae, merge_moments, moments,
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.algorithms.groups import episode_weights, returns_to_go
 from embodied.algorithms.losses import GRPOItems, PPOItems, Stats, grpo_loss_sum, out_of_bounds, ppo_loss_sum
+from embodied.algorithms.minibatches import step_items
 from embodied.core.arrays import Observation, host, is_tensor, map_obs
 from embodied.core.types import Array, BatchPart, Trajectory
 from embodied.learners.collective import Collective
@@ -54,7 +55,7 @@ class Share:
     def corrected(self, model: Model, config: PPOConfig | GRPOConfig, passes: int) -> Share:
         """With what the weights that the update starts from say of stale items, in at least so many passes."""
         batch = self.batch
-        proximal = logprobs_of(model, batch, config.step_items(len(batch)), passes)
+        proximal = logprobs_of(model, batch, step_items(config, len(batch)), passes)
         masked = None
         if self.episodes is not None:
             masked = out_of_bounds(proximal, batch.logprobs, batch.mask, self.episodes, config)
@@ -145,7 +146,7 @@ def prepare(
     lengths = np.concatenate([found[:, 0] for found in collective.gather(trajectory.lengths[:mine, None])])
     first = int(lengths[: part.first].sum()) if mine else int(lengths.sum())  # nobody's items, where it has no part
     batch = flatten(trajectory, first, part.version, device)
-    compared = None if reference is None else logprobs_of(reference, batch, config.step_items(len(batch)))
+    compared = None if reference is None else logprobs_of(reference, batch, step_items(config, len(batch)))
     away = None if compared is None or config.kl_in != "reward" else divergences(batch, compared)
     about = staleness(part.version - trajectory.versions[: trajectory.lengths[:mine].sum()], collective)
     common = {"batch": batch, "num_items": int(lengths.sum()), "reference": compared if away is None else None}

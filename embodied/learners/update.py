@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.algorithms.minibatches import lr_factor, minibatches, owned, permutation, skip_remaining_epochs
+from embodied.algorithms.minibatches import (
+    lr_factor,
+    minibatches,
+    owned,
+    permutation,
+    skip_remaining_epochs,
+    step_items,
+)
 from embodied.core.errors import Diverged, WrongShape
 from embodied.learners.model import FrozenFeatures, Model, Optimizer
 from embodied.learners.rollout_buffer import Batch, take
@@ -26,8 +33,8 @@ def update_policy(
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     factor = lr_factor(config.lr_schedule, iteration / total)
     blocks = item_blocks(optimizer, share)
-    if config.scores_first:
-        sizes = [model.config.micro_batch_size or config.step_items(count) for _, count in blocks]
+    if config.decoupled or config.episode_mask != "none":  # scored before any step
+        sizes = [model.config.micro_batch_size or step_items(config, count) for _, count in blocks]
         passes = max((-(-count // size) for (_, count), size in zip(blocks, sizes, strict=True)), default=0)
         share = share.corrected(model, config, passes)
     names = (*share.sums, *model.policy.own_losses, "mismatch_k3")
@@ -36,7 +43,7 @@ def update_policy(
     for epoch in range(config.epochs):
         order = permutation(seed, iteration, epoch, share.num_items)
         kl_sum = 0.0
-        for minibatch in minibatches(order, config.step_items(share.num_items)):
+        for minibatch in minibatches(order, step_items(config, share.num_items)):
             mine = torch.from_numpy(owned(minibatch, share.batch.first, len(share.batch)))
             passes = max((model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
             stats, found = gradient(model, config, share, mine, len(minibatch), passes)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
+from embodied.algorithms.minibatches import step_items
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import BatchPart, EnvSpec, Trajectory
 from embodied.learners.accumulation import Accumulation, Groups
@@ -161,7 +162,7 @@ class LearnerWorker(Worker):
     def _encoded(self, buffer: RolloutBuffer, whole: Trajectory, batch: Batch) -> dict[str, Tensor]:
         """Frozen features of the items: of rollouts as they came, of whole episodes now."""
         if whole.values is None:
-            return frozen_features(self.model, batch, self.algo.step_items(len(batch)))
+            return frozen_features(self.model, batch, step_items(self.algo, len(batch)))
         buffer.encode(self.model, whole.ids)
         return buffer.encoded(whole.ids)
 
