@@ -31,16 +31,21 @@ class Table:
     bytes: np.ndarray
 
 
-def make_table(component: Component, cost: Cost, on: DeviceClass, stages: int) -> Table:
+def make_table(
+    component: Component, cost: Cost, on: DeviceClass, stages: int, groups: int = 1, held_items: int = 0
+) -> Table:
     """The table, which more devices make neither slower nor fuller: a component takes the fastest number of workers
-    that fits. One that asks in a cycle takes as many as it can, since what the others do depends on their number."""
+    that fits. One that asks in a cycle takes as many as it can, since what the others do depends on their number.
+    `groups`: parts of its items that a worker takes one by one; `held_items` are held by all workers together."""
     count = np.arange(on.count + 1)
     workers = np.minimum(np.maximum(count, 1), component.items)
-    size = -(-component.items // workers)
+    size = -(-component.items // (workers if groups == 1 else groups))
     seconds = cost.seconds.at(size / stages)
+    if groups > 1:
+        seconds = -(-groups // workers) * seconds
     if not component.splits:
         seconds = component.calls * (seconds + cost.exchange_s.at(workers)) + cost.fixed_s
-    used = cost.bytes.at(size) - cost.split_bytes * (1 - 1 / workers)
+    used = cost.bytes.at(size) - cost.split_bytes * (1 - 1 / workers) + cost.item_bytes * held_items / workers
     allowed = (count > 0) & (used <= on.memory_bytes)
     if component.even or component.splits:
         allowed &= component.items % (workers * stages) == 0

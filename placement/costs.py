@@ -6,7 +6,8 @@ same for one layout. The schedule simulator replays plans step by step and must 
 A cycle (sim and policy) with s stages: the station with the most work per decision is busy all the time, or a stage
 waits for its own answer: period = max(busiest station, round trip). All decisions take (n - 1) periods and one round.
 A layer: nodes begin when their input and their zone are there; with chunks, when the first chunk is. What a component
-can compute ahead of its work (frozen parts) it computes chunk by chunk.
+can compute ahead of its work (frozen parts) it computes chunk by chunk. Where learners work while the others collect,
+each side takes its own turns (`schedules.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import cache
 
 import numpy as np
 
+from embodied.placement import schedules
 from embodied.placement.cost_tables import Array, Table, make_table, max_of
 from embodied.placement.dataflow import Dataflow, Edge, asker_of
 from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
@@ -62,6 +64,7 @@ class Pricer:
         self.asker = {node: asker_of(dataflow, node) for node in dataflow.order}
         self.table = cache(self._table)
         self.turns = cache(self._turns_of)
+        self.waves: np.ndarray | None = None
 
     def cost(self, component: str, device_class: str) -> Cost | None:
         return self.profile.cost(component, self.classes[device_class])
@@ -77,7 +80,8 @@ class Pricer:
     def slowed_by_more(self, components: Sequence[str]) -> bool:
         """Whether more devices can cost time: another receiver of weights is another copy, another worker slows
         others."""
-        costs = [cost for name in components for cost in self.profile.costs[name].values()]
+        slowed = self.profile.costs if schedules.overlaps(self.dataflow) else components
+        costs = [cost for name in slowed for cost in self.profile.costs[name].values()]
         receives = any(e.next_iteration and e.target in components for e in self.dataflow.edges)
         return receives or any(cost.alone < 1 for cost in costs)
 
@@ -122,18 +126,34 @@ class Pricer:
         self, layer: Layer, devices: Sequence[Array], stages: int, chunks: int, swapped: frozenset[str] = frozenset()
     ) -> Array:
         at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
+        if schedules.overlaps(self.dataflow):
+            return schedules.overlapped(self, layer, at, stages, swapped) + self.sync_seconds(at, stages)
         order = self.dataflow.order
         work = {turn.node: self.node_seconds(order[turn.node], at, stages) for turn in self.turns(layer)}
         return self.take_turns(layer, work, chunks, at, swapped) + self.sync_seconds(at, stages)
 
+    def shares_of_waves(self, at: Mapping, stages: int) -> np.ndarray:
+        """The share of the groups that is finished at the end of each wave of episodes."""
+        asker = next(c for c in self.dataflow.components if c.splits)
+        if self.waves is None:
+            self.waves = schedules.shares_of_waves(self.dataflow, asker.items)
+        return self.waves[self.count(asker.name, at, stages)]
+
     def take_turns(
-        self, layer: Layer, work: Mapping[int, Array], chunks: int, at: Mapping | None = None, swapped=frozenset()
+        self,
+        layer: Layer,
+        work: Mapping[int, Array],
+        chunks: int,
+        at: Mapping | None = None,
+        swapped=frozenset(),
+        turns: Sequence[Turn] | None = None,
     ) -> Array:
-        """Nodes in order, on zones that come free, chunk by chunk; `work` is what a pass of each takes."""
+        """Nodes in order, on zones that come free, chunk by chunk; `work` is what a pass of each takes. `turns`: of one
+        side, which does not wait for the other."""
         free: list[Array] = [0.0] * len(layer)
         ready: dict[int, list[Array]] = {}
         passes = self.dataflow.passes / chunks
-        for turn in self.turns(layer):
+        for turn in self.turns(layer) if turns is None else turns:
             node = self.dataflow.order[turn.node]
             each = work[turn.node] * passes
             time = max_of(*(free[z] for z, _ in turn.parts))
@@ -143,10 +163,10 @@ class Pricer:
                 time = self._after_looking(turn, self.ahead_seconds(node[0], at), time, ready, chunks)
             ready[turn.node] = []
             if not turn.streams:
-                time = max_of(time, *(ready[source][-1] for source in turn.waits))
+                time = max_of(time, *(ready[source][-1] for source in turn.waits if source in ready))
             for chunk in range(chunks):
                 if turn.streams:
-                    time = max_of(time, *(ready[source][chunk] for source in turn.waits))
+                    time = max_of(time, *(ready[source][chunk] for source in turn.waits if source in ready))
                 time = time + each
                 ready[turn.node].append(time)
             if swapped:
@@ -158,7 +178,8 @@ class Pricer:
     def _after_looking(self, turn: Turn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
         """When frozen parts have computed all of their input: chunk by chunk, where that is made on other devices."""
         for chunk in range(chunks):
-            time = max_of(time, *(ready[source][chunk] for source in turn.waits)) + seconds / chunks
+            there = (ready[source][chunk] for source in turn.waits if source in ready)
+            time = max_of(time, *there) + seconds / chunks
         return time
 
     def ahead_seconds(self, name: str, at: Mapping) -> Array:
@@ -187,40 +208,56 @@ class Pricer:
                 spent[zone] = spent.get(zone, 0.0) + (getattr(self.cost(name, zone.device_class), which) or 0.0)
         return max(spent.values(), default=0.0)
 
-    def node_seconds(self, node: tuple[str, ...], at: Mapping, stages: int) -> Array:
-        """One pass of a cycle, or of one component."""
+    def least_turns(self, layer: Layer, work: Mapping[int, Array], chunks: int) -> Array:
+        """No layer in which a pass of each node takes at least `work` takes less."""
+        if not schedules.overlaps(self.dataflow):
+            return self.take_turns(layer, work, chunks)
+        return max_of(*(self.take_turns(layer, work, 1, turns=side) for side in schedules.sides(self, layer)))
+
+    def node_seconds(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool = False) -> Array:
+        """One pass of a cycle, or of one component; `beside`: while the other side works."""
         if len(node) > 1:
-            return self._cycle(node, at, stages)
+            return self._cycle(node, at, stages, beside)
         zone, devices = at[node[0]]
-        slowed = self.slowed(node, at, stages)[node[0]]
+        slowed = self.slowed(node, at, stages, beside)[node[0]]
         return self.table(node[0], zone.device_class, stages).seconds[devices] * slowed
 
-    def slowed(self, node: tuple[str, ...], at: Mapping, stages: int) -> dict[str, Array]:
+    def slowed(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool = False) -> dict[str, Array]:
         """How much of its seconds each component of a node takes while no more devices work than the node keeps busy:
-        with one stage, those of one zone after the other."""
+        with one stage, those of one zone after the other; `beside`: and the other side."""
         costs = {name: self.cost(name, at[name][0].device_class) for name in node}
         if all(cost.alone == 1 for cost in costs.values()):
             return dict.fromkeys(node, 1.0)
+        busy = self.at_work(node, at, stages)
+        if beside:
+            mine = any(map(self.dataflow.teaches, node))
+            for i, other in enumerate(self.dataflow.order):
+                if other[0] in at and schedules.learns(self.dataflow, i) != mine:
+                    for name, more in self.at_work(other, at, stages).items():
+                        busy[name] = busy.get(name, 0) + more
+        found = {}
+        for name, cost in costs.items():
+            on = self.classes[at[name][0].device_class]
+            others = (busy[on.name] - 1) / max(on.count - 1, 1)
+            found[name] = cost.alone + (1 - cost.alone) * np.clip(others, 0, 1)
+        return found
+
+    def at_work(self, node: tuple[str, ...], at: Mapping, stages: int) -> dict[str, Array]:
+        """Per class, the devices that a node keeps busy at a time."""
         busy: dict[str, dict[Zone, Array]] = {}
         for name in node:
             zone = at[name][0]
             zones = busy.setdefault(zone.device_class, {})
             zones[zone] = max_of(zones.get(zone, 0), self.count(name, at, stages))
-        found = {}
-        for name, cost in costs.items():
-            on = self.classes[at[name][0].device_class]
-            zones = busy[on.name].values()
-            others = (sum(zones) if stages > 1 else max_of(*zones)) - 1
-            found[name] = cost.alone + (1 - cost.alone) * np.clip(others / max(on.count - 1, 1), 0, 1)
-        return found
+        return {name: sum(zones.values()) if stages > 1 else max_of(*zones.values()) for name, zones in busy.items()}
 
-    def _cycle(self, node: tuple[str, ...], at: Mapping, stages: int) -> Array:
+    def _cycle(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool) -> Array:
         asker = self.asker[node]
         home = at[asker][0]
         stations: dict[Zone, list[Array]] = {}  # zone -> one request, until its first answer, all of a round
         last: Array = 0.0
         fixed: dict[Zone, float] = {}
-        slowed = self.slowed(node, at, stages)
+        slowed = self.slowed(node, at, stages, beside)
         for name in node:
             zone = at[name][0]
             one, first, whole, final = self.station(name, asker, at, stages, slowed[name])
@@ -318,8 +355,10 @@ class Pricer:
 
     def _table(self, name: str, device_class: str, stages: int) -> Table:
         component, cost = self.dataflow[name], self.cost(name, device_class)
-        on = self.classes[device_class]
-        return make_table(component, cost, on, stages if component.splits else 1)
+        on, learns = self.classes[device_class], self.dataflow.teaches(name)
+        groups = self.dataflow.groups if learns and self.dataflow.schedule == "periodic" else 1
+        held = schedules.held_items(self.dataflow) if learns else 0
+        return make_table(component, cost, on, stages if component.splits else 1, groups, held)
 
 
 # Memory

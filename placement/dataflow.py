@@ -8,9 +8,11 @@ directions (sim and policy) form a cycle and are one node of the order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
+
+SCHEDULES = ("sync", "periodic", "async")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class Dataflow:
     passes: int = 1  # times that the whole graph runs in an iteration; the border at which data can be handed on
     env_steps: int = 1  # per iteration, for throughput
     fixed_s: float = 0.0  # of an iteration, wherever everything runs
+    groups: int = 0  # parts of the batch, of whole episodes, that one learner can learn from one by one; 0: none
+    group_size: int = 1  # episodes
+    schedule: str = "sync"  # or periodic, async: when an update begins
+    level: int = 1  # batches that async collects ahead
 
     def __post_init__(self) -> None:
         names = [c.name for c in self.components]
@@ -59,6 +65,12 @@ class Dataflow:
             raise ValueError(f"components need names of their own: {', '.join(names)}")
         if unknown := {end for e in self.edges for end in (e.source, e.target)} - set(names):
             raise ValueError(f"edges name {', '.join(sorted(unknown))}; components: {', '.join(names)}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule} should be one of {', '.join(SCHEDULES)}")
+        if self.groups and (self.passes > 1 or any(c.ahead or c.streams for c in self.components)):
+            raise ValueError("groups come in one pass, and nobody looks at them ahead")
+        if self.schedule == "periodic" and not self.groups:
+            raise ValueError("schedule=periodic needs groups that are learned from one by one")
         for node in self.order:
             askers = [name for name in node if self[name].splits]
             if len(askers) != (len(node) > 1):
@@ -96,6 +108,10 @@ class Dataflow:
     def teaches(self, name: str) -> bool:
         """Whether a component makes weights that others use in the next iteration: a learner."""
         return any(edge.next_iteration and edge.source == name for edge in self.edges)
+
+    def under(self, schedule: str) -> Dataflow:
+        """The same work under this schedule."""
+        return replace(self, schedule=schedule)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

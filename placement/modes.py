@@ -13,16 +13,20 @@ beside GPUs        policy's would play all rows of a GPU on one core
                    disaggregated  policies on half of the GPUs, learners on the others
                    hybrid         {policy + learner} on every GPU
                    auto           hybrid: policy and learner of a GPU share one copy of the weights
+learners meanwhile learners that work while the others do (pipeline.schedule) have devices of their own: collocated and
+                   hybrid give them none
+                   auto           {sim + policy} on three quarters of the cores, learners on the rest; on GPUs on one
+                                  half, learners on the other; beside GPUs policies on one half, learners on the other
 other roles        of a program go with the policy in collocated and hybrid plans, with the learner if they work in
                    the update, or with the role that their declaration names; disaggregated, or if it names none, each
-                   has one device of its own
+                   has one device of its own; those that would go with learners meanwhile go beside the policies
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from embodied.placement.grammar import EMBODIED, PlacementError, Role, others, text_of
 from embodied.placement.topology import Topology
@@ -32,6 +36,11 @@ Groups = list[tuple[str, list[Device]]]
 
 ENVS_PER_SIM = 4  # fewer rows in a batched simulator cost almost as much as these
 MOST_LEARNERS = 8  # more ranks of a small network exchange gradients longer than they compute them
+
+
+class Asked(NamedTuple):
+    told: str  # the key that asks for devices
+    instead: str = ""  # what works where there are too few; "": another mode
 
 
 def choose(
@@ -45,30 +54,36 @@ def choose(
     most_sims: int | None = None,
     draws: bool = False,
     roles: Sequence[Role] = EMBODIED,
+    meanwhile: str = "",
 ) -> tuple[dict[str, Any], str]:
     """The map, and the reason where there was a choice. `networks` compute on "cpu" or "gpu"; `rows` is the least
     that a sim worker beside GPUs plays, `most_sims` how many of these the machines' memory holds; where it `draws`, on
-    the GPUs of its machine."""
+    the GPUs of its machine. `meanwhile`: the key by which learners work while the others do."""
     cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu")
+    asked = Asked(f"placement={mode}")
+    if meanwhile:
+        several = len(gpus if networks == "gpu" else cores) > 1 and mode != "auto"
+        told = meanwhile if mode == "auto" else f"placement={mode}"
+        asked = Asked(told, "placement=auto" if several else "pipeline.schedule=sync")
+    mode, reason = resolved(mode, networks, gpu_sims, meanwhile)
     more = others(roles)
     own = [role for role in more if mode == "disaggregated" or not role.home]
-    cores, kept_cores = keep(mode, cores, [role.name for role in own if networks == "cpu" or not role.network])
-    gpus, kept_gpus = keep(mode, gpus, [role.name for role in own if networks == "gpu" and role.network], "GPUs")
-    reason = ""
+    names = [role.name for role in own if networks == "cpu" or not role.network]
+    cores, kept_cores = keep(cores, names, "cores", asked)
+    names = [role.name for role in own if networks == "gpu" and role.network]
+    gpus, kept_gpus = keep(gpus, names, "GPUs", asked)
     if networks == "gpu" and not gpu_sims:
-        if mode == "auto":
-            mode, reason = "hybrid", "hybrid: sims on all cores; policy and learner of a GPU share its weights"
         sims = num_sims(num_envs, stages, min(len(cores), most_sims or len(cores)), rows)
-        groups = beside_gpus(mode, cores[:sims], gpus, num_envs, stages)
-    elif networks == "gpu":
-        if mode == "auto":
-            mode, reason = "collocated", "collocated: all take turns on all GPUs"
-        groups = on_gpus(mode, gpus, num_envs, stages)
+        groups = beside_gpus(mode, cores[:sims], gpus, num_envs, stages, asked)
     else:
-        if mode == "auto":
-            mode, reason = "collocated", "collocated: sims and learners take turns on all cores"
-        groups = on_cores(mode, cores, num_envs, stages)
-    groups = [*(joined(group, [role for role in more if role not in own]) for group in groups), *kept_cores, *kept_gpus]
+        on = on_gpus if networks == "gpu" else on_cores
+        groups = on(mode, gpus if networks == "gpu" else cores, num_envs, stages, asked)
+    apart = [
+        role for role in more if meanwhile and role not in own and (role.phase, role.home) == ("rollout", "learner")
+    ]
+    acting = next((held for names, held in groups if "policy" in names.split(",")), [])
+    groups = [joined(group, [role for role in more if role not in [*own, *apart]]) for group in groups]
+    groups += [*((role.name, acting) for role in apart), *kept_cores, *kept_gpus]
     if len(machines.nodes) > 1:
         groups = learner_at_home(groups, machines.nodes[0].name)
     order = {node.name: place for place, node in enumerate(machines.nodes)}
@@ -77,10 +92,25 @@ def choose(
     return with_drawing(found, machines) if draws and not gpu_sims else found, reason
 
 
-def keep(mode: str, devices: list[Device], names: list[str], kind: str = "cores") -> tuple[list[Device], Groups]:
+def resolved(mode: str, networks: str, gpu_sims: bool, meanwhile: str) -> tuple[str, str]:
+    """The mode that auto means, with the reason. Where learners work meanwhile and the mode has no name, `meanwhile`
+    stands for it."""
+    if mode != "auto":
+        return mode, ""
+    kind = "GPUs" if networks == "gpu" else "cores"
+    if meanwhile:
+        return meanwhile, f"with {meanwhile} learners work while the others do, on {kind} of their own"
+    if networks == "gpu" and not gpu_sims:
+        return "hybrid", "hybrid: sims on all cores; policy and learner of a GPU share its weights"
+    who = "all" if networks == "gpu" else "sims and learners"
+    return "collocated", f"collocated: {who} take turns on all {kind}"
+
+
+def keep(devices: list[Device], names: list[str], kind: str, asked: Asked) -> tuple[list[Device], Groups]:
     """The devices but for the last ones, and those for roles that have one each."""
     if names:
-        need(mode, f"{' and '.join(names)} and the others", len(names) + 1, len(devices), "collocated", kind)
+        what = f"{' and '.join(names)} and the others"
+        need(asked, what, len(names) + 1, len(devices), "collocated", kind)
     first = len(devices) - len(names)
     return devices[:first], [(name, [device]) for name, device in zip(names, devices[first:])]
 
@@ -122,12 +152,12 @@ def devices_of(machines: Topology, kind: str) -> list[Device]:
     return [device for turn in zip_longest(*numbers) for device in turn if device is not None]
 
 
-def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int) -> Groups:
+def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: Asked) -> Groups:
     if mode == "collocated":
         sims, learners = num_sims(num_envs, stages, len(cores)), min(len(cores), num_envs, MOST_LEARNERS)
         return [("sim,policy", cores[:sims]), ("learner", cores[:learners])]
     if mode == "disaggregated":  # a quarter of the cores learns, an eighth acts, the rest simulates
-        need(mode, "sims, policies and learners", 3, len(cores), "collocated" if len(cores) < 2 else "hybrid")
+        need(asked, "sims, policies and learners", 3, len(cores), "collocated" if len(cores) < 2 else "hybrid")
         learners, policies = max(1, len(cores) // 4), max(1, len(cores) // 8)
         rest = len(cores) - learners - policies
         sims = num_sims(num_envs, stages, rest)
@@ -137,47 +167,56 @@ def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int) -> Grou
             ("policy", acting[: sims * stages]),
             ("learner", learning[: min(num_envs, MOST_LEARNERS)]),
         ]
-    need(mode, "sims and {policy + learner}", 2, len(cores), "collocated")
+    hybrid = mode == "hybrid"
+    what = "sims and {policy + learner}" if hybrid else "learners and the others"
+    need(asked, what, 2, len(cores), "collocated")
     rest = len(cores) - max(1, len(cores) // 4)
-    sims = num_sims(num_envs, stages, rest)
-    return [("sim", cores[:sims]), ("policy,learner", cores[rest:][: min(num_envs, MOST_LEARNERS, sims * stages)])]
+    sims, learning = num_sims(num_envs, stages, rest), cores[rest:][: min(num_envs, MOST_LEARNERS)]
+    if hybrid:
+        return [("sim", cores[:sims]), ("policy,learner", learning[: sims * stages])]
+    return [("sim,policy", cores[:sims]), ("learner", learning)]
 
 
-def beside_gpus(mode: str, sims: list[Device], gpus: list[Device], num_envs: int, stages: int) -> Groups:
+def beside_gpus(mode: str, sims: list[Device], gpus: list[Device], num_envs: int, stages: int, asked: Asked) -> Groups:
     parts = len(sims) * stages
     if mode == "hybrid":
         return [("sim", sims), ("policy,learner", gpus[: min(num_envs, parts)])]
     if mode == "collocated":
         return [("sim", sims), ("policy", gpus[:parts]), ("learner", gpus[:num_envs])]
-    need(mode, "policies and learners", 2, len(gpus), "hybrid", "GPUs")
+    need(asked, "policies and learners", 2, len(gpus), "hybrid", "GPUs")
     policies = min(len(gpus) // 2, parts)
     return [("sim", sims), ("policy", gpus[:policies]), ("learner", gpus[policies:][:num_envs])]
 
 
-def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int) -> Groups:
+def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: Asked) -> Groups:
     """Simulators that are simulated there, too. One keeps `stages` policies busy."""
     if mode == "collocated":
         return [("sim,policy", gpus[: even_workers(num_envs, stages, len(gpus))]), ("learner", gpus[:num_envs])]
     if mode == "hybrid":
-        need(mode, "sims and {policy + learner}", 2, len(gpus), "collocated", "GPUs")
+        need(asked, "sims and {policy + learner}", 2, len(gpus), "collocated", "GPUs")
         sims = even_workers(num_envs, stages, -(-len(gpus) // (1 + stages)))
         return [("sim", gpus[:sims]), ("policy,learner", gpus[sims:][: min(num_envs, sims * stages)])]
-    instead = "hybrid" if len(gpus) > 1 else "collocated"
-    need(mode, "sims, policies and learners", 3, len(gpus), instead, "GPUs")
-    sims = even_workers(num_envs, stages, max(1, len(gpus) // 4))
-    policies = min((len(gpus) - sims) // 2, sims * stages)
-    return [
-        ("sim", gpus[:sims]),
-        ("policy", gpus[sims : sims + policies]),
-        ("learner", gpus[sims + policies :][:num_envs]),
-    ]
+    if mode == "disaggregated":
+        instead = "hybrid" if len(gpus) > 1 else "collocated"
+        need(asked, "sims, policies and learners", 3, len(gpus), instead, "GPUs")
+        sims = even_workers(num_envs, stages, max(1, len(gpus) // 4))
+        policies = min((len(gpus) - sims) // 2, sims * stages)
+        return [
+            ("sim", gpus[:sims]),
+            ("policy", gpus[sims : sims + policies]),
+            ("learner", gpus[sims + policies :][:num_envs]),
+        ]
+    need(asked, "learners and the others", 2, len(gpus), "collocated", "GPUs")
+    sims = even_workers(num_envs, stages, len(gpus) // 2)
+    return [("sim,policy", gpus[:sims]), ("learner", gpus[sims:][:num_envs])]
 
 
-def need(mode: str, what: str, least: int, have: int, instead: str, kind: str = "cores") -> None:
+def need(asked: Asked, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
+    """Raise PlacementError where there are fewer devices, with what works: `mode`, unless learners work meanwhile."""
     if have < least:
         raise PlacementError(
-            f"placement={mode} gives {what} {kind} of their own: that needs {least} {kind}, "
-            f"this run may use {have}; try placement={instead}"
+            f"{asked.told} gives {what} {kind} of their own: that needs {least} {kind}, this run may use {have}; "
+            f"try {asked.instead or f'placement={mode}'}"
         )
 
 

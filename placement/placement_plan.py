@@ -50,10 +50,10 @@ class PlacementPlan:
         """How many workers a role has."""
         return sum(role in host.roles for host in self.hosts)
 
-    def apart(self, role: str) -> bool:
-        """Whether the workers of a role share no device with others."""
-        mine = {name for host in self.hosts if role in host.roles for name in host.held}
-        return not any(mine & set(host.held) for host in self.hosts if set(host.roles) - {role})
+    def apart(self, *roles: str) -> bool:
+        """Whether the workers of these roles share no device with others."""
+        mine = {name for host in self.hosts if {*roles} & {*host.roles} for name in host.held}
+        return not any(mine & {*host.held} for host in self.hosts if {*host.roles} - {*roles})
 
     def only(self, *roles: str) -> PlacementPlan:
         """The plan of a command that needs no other roles."""
@@ -112,6 +112,7 @@ def make_plan(
     draws: bool = False,
     roles: Sequence[Role] = EMBODIED,
     more: bool = False,
+    meanwhile: str = "",
 ) -> PlacementPlan:
     """The plan of a placement. `machines` are those that the run may use; cores alone stand for one machine with
     nothing else. The rest is what a mode depends on: see `modes.choose`; `more`: a map may place other roles as well.
@@ -122,7 +123,7 @@ def make_plan(
     if isinstance(placement, str):
         mode = placement
         placement, reason = modes.choose(
-            placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles
+            placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles, meanwhile
         )
         plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles), num_envs, reason)
         check_shares(plan, stages)
@@ -133,7 +134,8 @@ def make_plan(
         except PlacementError as err:
             if not {role.name for role in EMBODIED}.issubset(role.name for role in roles):
                 raise  # a program of other roles
-            works = working_map(machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles)
+            how = (gpu_sims, rows, most_sims, draws, roles, meanwhile)
+            works = working_map(machines, num_envs, stages, networks, *how)
             raise PlacementError(f"{err}; try placement='{works}'") from None
     if any(host.node or host.device for host in plan.hosts):
         return plan

@@ -2,8 +2,9 @@
 
 The candidates: cut the order of nodes into layers that take turns (cycles stay whole), put each layer's components
 into zones of their own, each zone on one class of devices and of any size, idle devices allowed; any number of stages
-and chunks of the grids; any set of components that leave the device memory between turns. The result equals trying
-them all (a test does), and is found without:
+and chunks of the grids; any set of components that leave the device memory between turns. Where learners work while the
+others collect (`schedules.py`), all candidates have one layer, in which they have devices of their own. The result
+equals trying them all (a test does), and is found without:
 
 - an iteration is the sum of its layers, so each layer is searched once, whatever the others do;
 - only sizes at which a worker is won matter, and one zone of every class takes what the others leave;
@@ -25,6 +26,7 @@ from embodied.placement.costs import Price, Pricer
 from embodied.placement.dataflow import Dataflow
 from embodied.placement.layout import DeviceClass, Layout, Zone, layer_sets
 from embodied.placement.profile import Profile
+from embodied.placement.schedules import overlaps
 from embodied.placement.search import MARGIN, Bounds, LayerSearch, Points, unbeaten_indices
 
 MODES = ("collocated", "hybrid", "disaggregated", "custom")
@@ -88,7 +90,8 @@ class Planner:
 
     def _all_cuts(self) -> list[Cut]:
         found = []
-        for stages, chunks, layers in product(self.stages, self.chunks, layer_sets(self.dataflow)):
+        cuts = [cut for cut in layer_sets(self.dataflow) if len(cut) == 1 or not overlaps(self.dataflow)]
+        for stages, chunks, layers in product(self.stages, self.chunks, cuts):
             least = sum(self.bounds.least_of(sorted(nodes), stages, chunks) for nodes in layers)
             found.append(Cut(least + self.dataflow.fixed_s, stages, chunks, layers))
         return [cut for cut in found if np.isfinite(cut.least)]
@@ -196,7 +199,10 @@ class Planner:
 
 def chunk_grid(dataflow: Dataflow, profile: Profile) -> tuple[int, ...]:
     """Numbers of parts in which data can be handed on: whole passes, where a component begins before its input is
-    whole; decisions of a cycle, where frozen parts compute ahead."""
+    whole; decisions of a cycle, where frozen parts compute ahead. Where learners work meanwhile, on an earlier batch or
+    on groups, there is nothing to cut."""
+    if overlaps(dataflow):
+        return (1,)
     if not any(c.streams for c in dataflow.components):
         looks = any(
             c.ahead and any(cost.ahead_s for cost in profile.costs[c.name].values()) for c in dataflow.components

@@ -39,6 +39,7 @@ class Cost:
     weight_bytes: float = 0.0  # of `bytes`, weights that it need not have in the process of a learner
     split_bytes: float = 0.0  # of `bytes`, what its workers divide among them (shards); in `bytes` as if there were one
     kept_bytes: float = 0.0  # stays on the device when the rest was given back
+    item_bytes: float = 0.0  # of an item of a batch that waits for its update
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def cost_to_json(cost: Cost) -> dict[str, Any]:
     for key in CURVES:
         if getattr(cost, key) != NOTHING:
             content[key] = getattr(cost, key).to_json()
-    for key in ("fixed_s", "alone", "ahead_s", "onload_s", "offload_s", "weight_bytes", "split_bytes", "kept_bytes"):
-        if getattr(cost, key) != Cost.__dataclass_fields__[key].default:
+    for key, field_of_cost in Cost.__dataclass_fields__.items():
+        if key not in content and key not in CURVES and getattr(cost, key) != field_of_cost.default:
             content[key] = getattr(cost, key)
     return content

@@ -18,6 +18,7 @@ import numpy as np
 from embodied.placement.cost_tables import Array, max_of
 from embodied.placement.costs import Pricer
 from embodied.placement.layout import NAMED, DeviceClass, Layer, Zone, arrangements, components_of
+from embodied.placement.schedules import allowed
 
 HALVINGS = 20
 COARSE = 6  # sizes of a zone to price first, where splits are more than
@@ -112,14 +113,14 @@ class Bounds:
             if len(found) > 1:
                 busiest = max_of(busiest, sum(one[count] for (_, one), count in zip(found, counts)))
             work[turn.node] = busiest
-        return self.pricer.take_turns(layer, work, chunks)
+        return self.pricer.least_turns(layer, work, chunks)
 
     def least_of(self, nodes: Sequence[int], stages: int, chunks: int) -> float:
         """No layer of these nodes takes less, whatever its zones: each node on all devices, or all devices always at
         work."""
         layer = tuple(Zone(self.pricer.dataflow.order[i], "") for i in nodes)
         least = {i: self.node_least(i, stages) for i in nodes}
-        path = self.pricer.take_turns(layer, {i: seconds for i, (seconds, _) in least.items()}, chunks)
+        path = self.pricer.least_turns(layer, {i: seconds for i, (seconds, _) in least.items()}, chunks)
         spent = self.pricer.dataflow.passes * sum(device_s for _, device_s in least.values())
         return float(max(path, spent / sum(c.count for c in self.pricer.classes.values())))
 
@@ -147,7 +148,8 @@ class LayerSearch:
         self.components = components_of(self.pricer.dataflow, nodes)
         self.groups: dict[tuple, list[Layer]] = {}  # by what decides the mode
         for layer in arrangements(self.components, classes, self.pricer.runs_on()):
-            self.groups.setdefault(label_of(layer), []).append(layer)
+            if allowed(self.pricer.dataflow, layer):
+                self.groups.setdefault(label_of(layer), []).append(layer)
         self._fastest: dict[tuple, Points] = {}
         self._slower: dict[tuple, float] = {}  # labels none of whose splits takes less than this
         self.bound = bounds.least_of(sorted(nodes), stages, chunks)

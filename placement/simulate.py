@@ -12,12 +12,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from embodied.placement.costs import Pricer
 from embodied.placement.layout import Layer, Layout, Zone
+from embodied.placement.schedules import (
+    learner_of,
+    learns,
+    num_waves,
+    overlaps,
+    sides,
+    tail_seconds,
+    waves_of,
+    while_both,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class LayoutReplay:
         self.pricer, self.layout = pricer, layout
         self.dataflow = pricer.dataflow
         self.schedule = Schedule()
+        self.beside = (inf, inf)  # from when to when the other side works, where learners work while the others collect
+        self.played: dict[tuple[int, int], float] = {}  # (asker, decisions) -> when all of its stages had made so many
         self.names: dict[Zone, list[str]] = {}
         for layer in layout.layers:
             taken: dict[str, int] = defaultdict(int)
@@ -74,7 +87,8 @@ class LayoutReplay:
         now, syncs = 0.0, []
         for layer in self.layout.layers:
             at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
-            now = self._layer(layer, at, now)
+            replay = self._overlapped if overlaps(self.dataflow) else self._layer
+            now = replay(layer, at, now)
             targets = {e.target for e in self.dataflow.edges if e.next_iteration and e.target in at}
             devices = [device for name in sorted(targets) for device in self.names[at[name][0]]]
             syncs.append((devices, float(self.pricer.sync_seconds(at, self.layout.stages))))
@@ -84,14 +98,71 @@ class LayoutReplay:
         self.schedule.seconds = now + self.dataflow.fixed_s
         return self.schedule
 
-    def _layer(self, layer: Layer, at: dict, start: float) -> float:
-        """Nodes in order, on zones that come free, chunk by chunk."""
+    def _overlapped(self, layer: Layer, at: dict, start: float) -> float:
+        """Learners on devices of their own, while the others collect."""
+        collecting, learning = ([turn.node for turn in side] for side in sides(self.pricer, layer))
+        if self.dataflow.schedule == "async":
+            self.beside = (start, start + self._tried(learning, layer, at, start)[0])
+            end = self._layer(layer, at, start, collecting)
+            self.beside = (start, end)
+            return max(end, self._layer(layer, at, start, learning))
+        _, arrivals = self._tried(collecting, layer, at, start)
+        self.beside = (min(arrivals), inf)
+        end = self._layer(layer, at, start, collecting)
+        self.beside = (start, end)
+        return self._learn_groups(learner_of(self.dataflow), at, start, self._arrivals(at, end))
+
+    def _tried(self, nodes: list[int], layer: Layer, at: dict, start: float) -> tuple[float, list[float]]:
+        """Seconds of one side, and when groups come, without a trace of it: learners as if the others worked all the
+        time, the others as if learners never did."""
+        kept, self.schedule = self.schedule, Schedule()
+        self.beside = (start, inf) if learns(self.dataflow, nodes[0]) else (inf, inf)
+        end = self._layer(layer, at, start, nodes)
+        self.schedule = kept
+        return end - start, self._arrivals(at, end) if self.dataflow.schedule == "periodic" else []
+
+    def _arrivals(self, at: dict, end: float) -> list[float]:
+        """When each group is finished, of a rollout that ends then."""
+        asker = next(c for c in self.dataflow.components if c.splits)
+        waves = num_waves(self.dataflow, asker.items)
+        if waves == 1:
+            return [end] * self.dataflow.groups
+        groups = waves_of(self.dataflow, asker.items, int(self.pricer.count(asker.name, at, self.layout.stages)))
+        played = [
+            max(self.played[sim, max(1, round(asker.calls * wave / waves))] for sim, wave in group.items())
+            for group in groups
+        ]
+        late = end - max(played)  # what comes once in a rollout is spread over its waves
+        return sorted(there + late * max(group.values()) / waves for there, group in zip(played, groups))
+
+    def _learn_groups(self, name: str, at: dict, start: float, arrivals: list[float]) -> float:
+        """One after the other, as they come; then what comes once."""
+        both, alone = (
+            float(self.pricer.node_seconds((name,), at, self.layout.stages, beside)) for beside in (True, False)
+        )
+        tails = [float(tail_seconds(self.pricer, at, self.layout.stages, beside)) for beside in (True, False)]
+        each = [(whole - tail) / len(arrivals) for whole, tail in zip((both, alone), tails)]
+        now = start + self._swap((name,), at, "onload_s")
+        self._show_swap([at[name][0]], start, now)
+        for there in arrivals:
+            now = self._show_work(name, at, max(now, there), *each)
+        now = self._show_work(name, at, now, *tails)
+        gone = now + self._swap((name,), at, "offload_s")
+        self._show_swap([at[name][0]], now, gone)
+        return gone
+
+    def lasts(self, begin: float, both: float, alone: float) -> float:
+        """How long it takes what begins then: `both` while the other side works, else `alone`."""
+        since, until = self.beside
+        return alone if begin < since else float(while_both(both, alone, until - begin))
+
+    def _layer(self, layer: Layer, at: dict, start: float, nodes: list[int] | None = None) -> float:
+        """Nodes in order, on zones that come free, chunk by chunk; or those of one side."""
         free = dict.fromkeys(layer, start)
         ready: dict[int, list[float]] = {}
         chunks = self.layout.chunks
         passes, cut = divmod(self.dataflow.passes, chunks)  # chunks of whole passes, or parts of all of them
-        nodes = [i for i, node in enumerate(self.dataflow.order) if node[0] in at]
-        for i in nodes:
+        for i in [i for i, node in enumerate(self.dataflow.order) if node[0] in at] if nodes is None else nodes:
             node = self.dataflow.order[i]
             zones = {at[name][0] for name in node}
             begin = max(free[zone] for zone in zones)
@@ -139,13 +210,18 @@ class LayoutReplay:
     def _pass(self, node: tuple[str, ...], at: dict, start: float) -> float:
         if len(node) > 1:
             return self._cycle(node, at, start)
-        (name,) = node
-        zone, _ = at[name]
-        seconds = float(self.pricer.node_seconds(node, at, 1))
+        both, alone = (
+            float(self.pricer.node_seconds(node, at, self.layout.stages, beside)) for beside in (True, False)
+        )
+        return self._show_work(node[0], at, start, both, alone)
+
+    def _show_work(self, name: str, at: dict, start: float, both: float, alone: float) -> float:
+        """A component works on all of its devices; returns when it is done."""
+        end = start + self.lasts(start, both, alone)
         workers = int(self.pricer.count(name, at, self.layout.stages))
-        for device in self.names[zone][:workers]:
-            self.schedule.add(device, name, start, start + seconds)
-        return start + seconds
+        for device in self.names[at[name][0]][:workers]:
+            self.schedule.add(device, name, start, end)
+        return end
 
     def _cycle(self, node: tuple[str, ...], at: dict, start: float) -> float:
         return Cycle(self, node, at, start).run()
@@ -169,9 +245,11 @@ class Cycle:
         self.num = int(pricer.count(self.asker, at, self.stages))
         self.calls = pricer.dataflow[self.asker].calls
         self.others = [name for name in node if name != self.asker]
-        slowed = pricer.slowed(node, at, self.stages)
-        asked = {name: pricer.station(name, self.asker, at, self.stages, slowed[name]) for name in node}
-        self.station = {name: [float(seconds) for seconds in found] for name, found in asked.items()}
+        self.station: dict[str, list[tuple[float, float]]] = {}  # (while the other side works, alone)
+        slowed = [pricer.slowed(node, at, self.stages, beside) for beside in (True, False)]
+        for name in node:
+            found = (pricer.station(name, self.asker, at, self.stages, each[name]) for each in slowed)
+            self.station[name] = [(float(both), float(alone)) for both, alone in zip(*found)]
         self.workers = {name: int(pricer.count(name, at, self.stages)) for name in self.others}
         merging = {name: pricer.merging(name, self.asker, at, self.stages) for name in self.others}
         self.together = {name: int(together) for name, (_, _, together) in merging.items()}
@@ -202,9 +280,11 @@ class Cycle:
     def at_time(self, when: float, happen: Callable[[float], None]) -> None:
         heapq.heappush(self.events, (when, next(self.ticket), happen))
 
-    def work(self, device: str, component: str, ready: float, seconds: float) -> float:
-        """Work on a device, which does one thing after the other; returns when it is done."""
+    def work(self, device: str, component: str, ready: float, which: int) -> float:
+        """Work on a device, which does one thing after the other; returns when it is done. `which`: of the station's
+        seconds."""
         begin = max(ready, self.free[device])
+        seconds = self.replay.lasts(begin, *self.station[component][which])
         self.free[device] = begin + seconds
         self.replay.schedule.add(device, component, begin, begin + seconds)
         return begin + seconds
@@ -216,9 +296,9 @@ class Cycle:
             return
         name = self.others[hop]
         zone = self.at[name][0]
-        seconds = self.station[name][3 if request.number == self.calls else 0]
+        which = 3 if request.number == self.calls else 0
         if zone == self.zone:
-            self.pass_on([request], hop, self.work(self.device(zone, request.asker), name, now, seconds))
+            self.pass_on([request], hop, self.work(self.device(zone, request.asker), name, now, which))
             return
         worker = self.worker_of(name, request.asker, request.stage)
         mine = [asker for asker in range(self.num) if self.worker_of(name, asker, request.stage) == worker]
@@ -226,7 +306,7 @@ class Cycle:
         group = self.waiting[name, worker, request.stage, request.number, call]
         group.append(request)
         if len(group) == min(most, len(mine) - call * most):
-            self.pass_on(group, hop, self.work(self.device(zone, worker), name, now, seconds))
+            self.pass_on(group, hop, self.work(self.device(zone, worker), name, now, which))
 
     def worker_of(self, name: str, asker: int, stage: int) -> int:
         return (asker * self.stages + stage) * self.workers[name] // (self.num * self.stages)
@@ -247,7 +327,8 @@ class Cycle:
             return
         self.answered[asker].remove(stage)
         self.turn[asker] += 1
-        end = self.work(self.device(self.zone, asker), self.asker, now, self.station[self.asker][0])
+        end = self.work(self.device(self.zone, asker), self.asker, now, 0)
+        self.replay.played[asker, number + 1] = end
         self.at_time(end, partial(self.ask, Request(asker, stage, number + 1), 0))
         self.at_time(end, partial(self.simulate, asker))
 

@@ -41,11 +41,40 @@ class PolicyGradientConfig(Strict):
         "chunk",
         description="What gets a probability ratio of its own: each action dimension (or token), env step or decision.",
     )
+    clip: Literal["two_sided", "aipo", "tis"] = Field(
+        "two_sided",
+        description="two_sided: the ratio stays within clip_low and clip_high, as in PPO; aipo: min(ratio, ratio_cap) "
+        "times the advantage, without gradient above the cap; tis: the same, but the capped ratio is a constant weight "
+        "of the log-prob's gradient.",
+    )
+    ratio_cap: float = Field(
+        8.0, gt=1, description="With clip=aipo or tis, ratios above this count as this, whatever the advantage's sign."
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low earn nothing more.")
     clip_high: float = Field(0.2, gt=0, description="Ratios above 1 + clip_high earn nothing more.")
     dual_clip: float | None = Field(
         None, gt=1, description="Negative advantages stop pushing where the ratio is above this; null: never."
     )
+    decoupled: bool = Field(
+        False,
+        description="true: log-probs are computed again with the weights that an update starts from; ratios are taken "
+        "and clipped against these, and how much likelier they made an action than the weights that acted multiplies "
+        "its policy loss.",
+    )
+    importance_cap: float | None = Field(
+        None,
+        ge=1,
+        description="With decoupled=true, what multiplies the policy loss is at most this (truncated importance "
+        "sampling; 2 is usual); null: no bound.",
+    )
+    episode_mask: Literal["none", "mean", "product"] = Field(
+        "none",
+        description="Leave whole episodes (with ppo, what a rollout holds of them) out of the policy's loss where the "
+        "weights that an update starts from made them too much likelier or rarer than those that acted: by the "
+        "geometric mean of the ratios at logprob_level, or by their product.",
+    )
+    episode_mask_low: float | None = Field(None, gt=0, lt=1, description="Episodes below this are left out.")
+    episode_mask_high: float | None = Field(None, gt=1, description="Episodes above this are left out.")
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus, at logprob_level.")
     target_kl: float | None = Field(
         None,
@@ -81,6 +110,48 @@ class PolicyGradientConfig(Strict):
                 "try algo.target_kl=null"
             )
         return self
+
+    @model_validator(mode="after")
+    def _staleness_is_corrected_once(self) -> PolicyGradientConfig:
+        if self.clip == "two_sided" and self.ratio_cap != 8.0:
+            raise ValueError(
+                f"algo.ratio_cap={self.ratio_cap:g} does nothing with algo.clip=two_sided; try algo.clip=aipo"
+            )
+        if self.clip != "two_sided":
+            usual = {"clip_low": 0.2, "clip_high": PRESETS.get(self.name, {}).get("clip_high", 0.2), "dual_clip": None}
+            if idle := [f"algo.{name}={getattr(self, name):g}" for name in usual if getattr(self, name) != usual[name]]:
+                raise ValueError(
+                    f"{' and '.join(idle)} does nothing with algo.clip={self.clip}, whose only bound is "
+                    "algo.ratio_cap; leave it out"
+                )
+            if self.decoupled:
+                raise ValueError(
+                    f"algo.clip={self.clip} bounds the ratio to the weights that acted, which algo.decoupled=true "
+                    "splits in two; try algo.clip=two_sided with algo.importance_cap=2, or algo.decoupled=false"
+                )
+        if self.importance_cap is not None and not self.decoupled:
+            raise ValueError(
+                f"algo.importance_cap={self.importance_cap:g} bounds what algo.decoupled=true multiplies the loss by; "
+                "without it the ratio is to the weights that acted already, and a weight would count that twice; "
+                "try algo.decoupled=true, or algo.clip=tis with algo.ratio_cap"
+            )
+        bounds = self.episode_mask_low, self.episode_mask_high
+        if self.episode_mask == "none" and bounds != (None, None):
+            raise ValueError(
+                "algo.episode_mask_low and algo.episode_mask_high do nothing with algo.episode_mask=none; "
+                "try algo.episode_mask=mean"
+            )
+        if self.episode_mask != "none" and bounds == (None, None):
+            raise ValueError(
+                f"algo.episode_mask={self.episode_mask} bounds the ratio of an episode, but no bound is given; "
+                "try algo.episode_mask_low=0.5 algo.episode_mask_high=2"
+            )
+        return self
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether an update begins with the log-probs of all items under the weights that it starts from."""
+        return self.decoupled or self.episode_mask != "none"
 
     def step_items(self, items: int) -> int:
         """Items per gradient step, of so many in an iteration."""
@@ -253,6 +324,11 @@ class GRPOConfig(PolicyGradientConfig):
 
     def why_not_periodic(self) -> str:
         """Why gradients cannot be summed up while groups come; empty where they can."""
+        if self.scores_first:
+            return (
+                "a batch is learned from with the weights that acted, so algo.decoupled=true and algo.episode_mask "
+                "have nothing to correct; leave them out"
+            )
         if self.epochs > 1:
             return f"a group is learned from as it comes and then forgotten, but algo.epochs={self.epochs}; try 1"
         if self.minibatch_size is not None:

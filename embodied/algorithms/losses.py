@@ -5,10 +5,14 @@ its own, a *unit*: "action_dim" each of C * A numbers, "action" each env step (l
 decision (summed over C and A). An item counts as the mean over its units, so its weight does not depend on C * A or on
 the level. Steps that were not played (mask False) are in no sum, mean or ratio. An item of weight 0 is padding: it adds
 nothing, but must hold finite numbers.
+
+Items may be stale: taken with older weights than those that an update starts from. The options against that are in
+`policy_loss_sum` and `out_of_bounds`; they concern the policy's loss alone, since values are regressed on returns.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +32,7 @@ class PPOItems:
     mask: Tensor  # bool [B, C]
     weights: Tensor  # [B], 0 for padding
     reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, where it counts in the loss
+    proximal: Tensor | None = None  # [B, C, A], log-probs under the weights that the update starts from, where asked
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class GRPOItems:
     mask: Tensor  # bool [B, C]
     weights: Tensor  # [B], 0 for padding
     reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, where it is asked
+    proximal: Tensor | None = None  # [B, C, A], log-probs under the weights that the update starts from, where asked
 
 
 Stats = dict[str, Tensor]  # scalars without gradient: sums over items, except names that end in "_max"
@@ -97,6 +103,10 @@ def _surrogate(
         clip_high=config.clip_high,
         dual_clip=config.dual_clip,
         level=level,
+        clip=config.clip,
+        ratio_cap=config.ratio_cap,
+        proximal=items.proximal,
+        importance_cap=config.importance_cap,
     )
     return policy_loss, entropy_sum(entropy, items.mask, items.weights, level), stats
 
@@ -141,24 +151,45 @@ def policy_loss_sum(
     clip_high: float,
     dual_clip: float | None,
     level: str,
+    clip: str = "two_sided",
+    ratio_cap: float = 8.0,
+    proximal: Tensor | None = None,  # [B, C, A]
+    importance_cap: float | None = None,
 ) -> tuple[Tensor, Stats]:
-    """-min(ratio * A, clip(ratio) * A), and for A < 0 no more than dual_clip * |A|.
+    """Minus what units gain, of which each has a ratio to the policy that acted.
 
-    One unit with clip 0.2 and dual clip 3: ratio 1.5, A=1 costs -1.2 and ratio 0.5, A=-1 costs 0.8 (clipped: no
-    gradient); ratio 1.5, A=-1 costs 1.5 (not clipped); ratio 5, A=-1 costs 3 (dual-clipped).
+    two_sided: min(ratio * A, clip(ratio) * A), and for A < 0 no less than dual_clip * A. One unit with clip 0.2 and
+    dual clip 3: ratio 1.5, A=1 costs -1.2 and ratio 0.5, A=-1 costs 0.8 (clipped: no gradient); ratio 1.5, A=-1 costs
+    1.5 (not clipped); ratio 5, A=-1 costs 3 (dual-clipped).
+    aipo: min(ratio, ratio_cap) * A, also for A < 0. The cap is on the ratio, so there is no gradient above it: this is
+    the formula as PRIME-RL published it, and what its code computed (a clamp that gradients go through).
+    tis: of the same value, but the capped ratio is a constant weight: the gradient is min(ratio, ratio_cap) * A times
+    that of the log-prob, also above the cap, as LlamaRL writes AIPO.
+
+    With `proximal`, the log-probs of the weights that the update starts from, the ratio is to these and the gain is
+    multiplied by what that leaves out, min(proximal / old, importance_cap), a constant (decoupled PPO). Proximal
+    twice as likely as old, ratio 1.5, A=1, clip 0.2: costs -2 * 1.2.
     """
-    log_ratio = torch.where(mask[:, :, None], logprobs - old_logprobs, 0.0)
+    anchor = old_logprobs if proximal is None else proximal
+    log_ratio = torch.where(mask[:, :, None], logprobs - anchor, 0.0)
     units, valid = _units(log_ratio, mask, level)
     ratio, advantage = units.exp(), advantages[:, None]
-    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
     cut = torch.zeros_like(valid)
-    if dual_clip is not None:
-        cut = (advantage < 0) & (ratio > dual_clip)
-        gain = torch.where(cut, dual_clip * advantage, gain)
-    loss = -(weights * _mean(gain, valid)).sum()
+    if clip == "two_sided":
+        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+        if dual_clip is not None:
+            cut = (advantage < 0) & (ratio > dual_clip)
+            gain = torch.where(cut, dual_clip * advantage, gain)
+    else:
+        capped = units.clamp(max=math.log(ratio_cap)).exp()  # before exp: infinity times no gradient is NaN
+        gain = (capped if clip == "aipo" else capped.detach() * (units - units.detach()).exp()) * advantage
+    importance = None if proximal is None else _importance(proximal, old_logprobs, mask, level, importance_cap)
+    loss = -(weights * _mean(gain if importance is None else gain * importance, valid)).sum()
 
     with torch.no_grad():
-        outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+        outside = ratio > ratio_cap
+        if clip == "two_sided":
+            outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
         present = valid & (weights > 0)[:, None]
         stats = {
             "approx_kl": (weights * (log_ratio.expm1() - log_ratio).sum(dim=(1, 2))).sum(),
@@ -166,7 +197,39 @@ def policy_loss_sum(
             "dual_clip_fraction": (weights * _mean(cut.to(ratio.dtype), valid)).sum(),
             "ratio_max": torch.where(present, ratio, 0.0).max(),
         }
+        if importance is not None:
+            stats["importance_weight"] = (weights * _mean(importance, valid)).sum()
     return loss, stats
+
+
+def _importance(proximal: Tensor, old_logprobs: Tensor, mask: Tensor, level: str, cap: float | None) -> Tensor:
+    """[B, units], how much likelier a unit is under the weights that the update starts from than when it was taken."""
+    units, _ = _units(torch.where(mask[:, :, None], proximal - old_logprobs, 0.0), mask, level)
+    return (units if cap is None else units.clamp(max=math.log(cap))).exp()
+
+
+def out_of_bounds(
+    proximal: Tensor,  # [B, C, A]
+    old_logprobs: Tensor,  # [B, C, A]
+    mask: Tensor,  # bool [B, C]
+    episodes: Tensor,  # int [B], which items belong together: 0, 1, ...
+    config: PPOConfig | GRPOConfig,
+) -> Tensor:
+    """bool [B], items of episodes whose ratio, proximal / old, `episode_mask_low` and `episode_mask_high` exclude.
+
+    Two items of one unit each with ratios 2 and 8: their product is 16, their geometric mean 4.
+    """
+    units, valid = _units(torch.where(mask[:, :, None], proximal - old_logprobs, 0.0), mask, config.logprob_level)
+    none = units.new_zeros(len(units))
+    totals = none.index_add(0, episodes, units.sum(dim=1))
+    if config.episode_mask == "mean":
+        totals = totals / none.index_add(0, episodes, valid.sum(dim=1).to(units.dtype)).clamp(min=1)
+    outside = torch.zeros_like(totals, dtype=torch.bool)
+    if config.episode_mask_low is not None:
+        outside |= totals < math.log(config.episode_mask_low)
+    if config.episode_mask_high is not None:
+        outside |= totals > math.log(config.episode_mask_high)
+    return outside[episodes]
 
 
 def value_loss_sum(

@@ -39,10 +39,11 @@ from embodied.runtime.config import ClusterConfig, FaultsConfig
 
 
 class PipelineSection(Strict):
-    schedule: Literal["sync", "periodic", "async"] = Field(
+    schedule: Literal["auto", "sync", "periodic", "async"] = Field(
         "sync",
         description="When an update begins: sync, when all of its batch is collected; periodic, with the first "
-        "finished group, the result being the same; async, while the next batches are collected with older weights.",
+        "finished group, the result being the same; async, while the next batches are collected with older weights. "
+        "auto: periodic where a profile measured here says that it is faster, else sync.",
     )
     async_level: int = Field(
         1, gt=0, description="Versions that the weights which collect are behind those that learn, with schedule=async."
@@ -139,7 +140,7 @@ class RunConfig(Strict):
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
             checks += [self._reference_fits, self._schedule_fits]
-        elif self.pipeline.schedule != "sync" and "sft" not in unused:
+        elif self.pipeline.schedule not in ("sync", "auto") and "sft" not in unused:
             checks.append(self._nothing_is_collected)
         if problems := [str(err) for err in map(failure, checks) if err]:
             raise ValueError("\n".join(problems))
@@ -149,6 +150,10 @@ class RunConfig(Strict):
     def merged_rows(self) -> int:
         """Env rows that a policy worker answers at once, at most; 1: one question after the other."""
         return self.pipeline.merge_rows or self.policy.merged_rows
+
+    def with_pipeline(self, **changes: Any) -> RunConfig:
+        """The same with other values in that section, which fit."""
+        return self.model_copy(update={"pipeline": self.pipeline.model_copy(update=changes)})
 
     def _stages_share_envs(self) -> None:
         envs, stages = self.env.num_envs, self.pipeline.stages
@@ -195,6 +200,11 @@ class RunConfig(Strict):
             )
         if schedule == "periodic" and (reason := algo.why_not_periodic()):
             raise ValueError(f"pipeline.schedule=periodic: {reason}")
+        if schedule == "periodic" and self.learner.shard:
+            raise ValueError(
+                "pipeline.schedule=periodic: every learner works on groups of its own as they come, but with "
+                "learner.shard=true all must run the network together; try learner.shard=false"
+            )
 
     def _nothing_is_collected(self) -> None:
         raise ValueError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from embodied.algorithms.advantages import Moments, gae, merge_moments, moments, normalize
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.algorithms.groups import episode_weights, returns_to_go
-from embodied.algorithms.losses import GRPOItems, PPOItems, Stats, grpo_loss_sum, ppo_loss_sum
+from embodied.algorithms.losses import GRPOItems, PPOItems, Stats, grpo_loss_sum, out_of_bounds, ppo_loss_sum
 from embodied.core.arrays import host, is_tensor
 from embodied.core.observations import Observation, map_obs
 from embodied.core.types import Array, BatchPart, Trajectory
@@ -36,11 +36,51 @@ class Share:
     num_items: int  # over all ranks
     advantages: Tensor  # [items]
     reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
+    proximal: Tensor | None = None  # [items, C, A], those of the weights that the update starts from, for ratios
+    episodes: Tensor | None = None  # int [items], 0, 1, ...: which belong together, where episodes may be masked
+    masked: Tensor | None = None  # bool [items], left out of the policy's loss
     about: dict[str, float] = field(default_factory=dict)  # what there is to say of the data
+
+    SUMS: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The parts of the loss that the log shows."""
+        return self.SUMS if self.proximal is None else (*self.SUMS, "importance_weight")
 
     def with_replay(self, known: dict[str, Tensor]) -> Share:
         """With more inputs of its items."""
         return replace(self, batch=replace(self.batch, replay=self.batch.replay | known))
+
+    def corrected(self, model: Model, config: PPOConfig | GRPOConfig, passes: int) -> Share:
+        """With what the weights that the update starts from say of stale items, in at least so many passes."""
+        batch = self.batch
+        proximal = logprobs_of(model, batch, config.step_items(len(batch)), passes)
+        masked = None
+        if self.episodes is not None:
+            masked = out_of_bounds(proximal, batch.logprobs, batch.mask, self.episodes, config)
+        return replace(self, proximal=proximal if config.decoupled else None, masked=masked)
+
+    @property
+    def num_masked(self) -> int:
+        """This rank's items that are left out of the policy's loss."""
+        return 0 if self.masked is None or self.batch.first == self.num_items else int(self.masked.sum())
+
+    def weights_of(self, part: Tensor) -> Tensor:
+        """How much each of some items counts."""
+        return self.advantages.new_ones(len(part))
+
+    def known(self, part: Tensor, weight: float) -> dict[str, Tensor | None]:
+        """What all losses take of some items (`weight` 0: padding)."""
+        mask = take(self.batch.mask, part)
+        return {
+            "logprobs": take(self.batch.logprobs, part),
+            "advantages": take(self.advantages, part),
+            "mask": mask if self.masked is None else mask & ~take(self.masked, part)[:, None],
+            "weights": weight * self.weights_of(part),
+            "reference": None if self.reference is None else take(self.reference, part),
+            "proximal": None if self.proximal is None else take(self.proximal, part),
+        }
 
     def summary(self) -> dict[str, float]:
         """What there is to say of the data."""
@@ -65,19 +105,12 @@ class PPOShare(Share):
     @property
     def sums(self) -> tuple[str, ...]:
         """The parts of the loss that the log shows."""
-        return self.SUMS if self.reference is None else (*self.SUMS, "reference_kl")
+        return super().sums if self.reference is None else (*super().sums, "reference_kl")
 
     def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: PPOConfig) -> tuple[Tensor, Stats]:
         """The loss of some items that all weigh the same (0: padding), and the parts of it that `sums` names."""
-        items = PPOItems(
-            logprobs=take(self.batch.logprobs, part),
-            values=take(self.values, part),
-            advantages=take(self.advantages, part),
-            returns=take(self.returns, part),
-            mask=take(self.batch.mask, part),
-            weights=self.advantages.new_full((len(part),), weight),
-            reference=None if self.reference is None else take(self.reference, part),
-        )
+        known = self.known(part, weight)
+        items = PPOItems(values=take(self.values, part), returns=take(self.returns, part), **known)
         return ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
 
     def summary(self) -> dict[str, float]:
@@ -88,18 +121,15 @@ class PPOShare(Share):
 class GRPOShare(Share):
     weights: Tensor  # [items]
 
-    sums: ClassVar = ("policy_loss", "entropy", "reference_kl", "approx_kl", "clip_fraction", "dual_clip_fraction")
+    SUMS: ClassVar = ("policy_loss", "entropy", "reference_kl", "approx_kl", "clip_fraction", "dual_clip_fraction")
+
+    def weights_of(self, part: Tensor) -> Tensor:
+        """How much each of some items counts."""
+        return take(self.weights, part)
 
     def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: GRPOConfig) -> tuple[Tensor, Stats]:
         """The loss of some items (`weight` 0: padding), and the parts of it that `sums` names."""
-        items = GRPOItems(
-            logprobs=take(self.batch.logprobs, part),
-            advantages=take(self.advantages, part),
-            mask=take(self.batch.mask, part),
-            weights=weight * take(self.weights, part),
-            reference=None if self.reference is None else take(self.reference, part),
-        )
-        return grpo_loss_sum(scores.logprobs, scores.entropy, items, config)
+        return grpo_loss_sum(scores.logprobs, scores.entropy, GRPOItems(**self.known(part, weight)), config)
 
 
 def prepare(
@@ -118,8 +148,10 @@ def prepare(
     batch = flatten(trajectory, first, part.version, device)
     compared = None if reference is None else logprobs_of(reference, batch, config.step_items(len(batch)))
     away = None if compared is None or config.kl_in != "reward" else divergences(batch, compared)
-    about = {"train/staleness": float((part.version - trajectory.versions).mean())}
+    about = staleness(part.version - trajectory.versions[: trajectory.lengths[:mine].sum()], collective)
     common = {"batch": batch, "num_items": int(lengths.sum()), "reference": compared if away is None else None}
+    if config.episode_mask != "none":
+        common["episodes"] = torch.from_numpy(episodes_within(trajectory)).to(device)
     if part.advantages is None:
         found, more = ppo_advantages(trajectory, away, config, collective)
         kind, common["values"] = PPOShare, own(trajectory.values).to(device)
@@ -128,6 +160,27 @@ def prepare(
         kind = GRPOShare
     tensors = {name: torch.from_numpy(numbers).to(device, dtype) for name, numbers in found.items()}
     return kind(**common, **tensors, about=about | more)
+
+
+def staleness(ages: np.ndarray, collective: Collective) -> dict[str, float]:
+    """How many versions old the decisions of all ranks are, of which these [K] are this one's: the mean, the largest,
+    and the share of each age that there is."""
+    rows = np.stack(np.unique(ages, return_counts=True), axis=1)
+    found, counts = np.concatenate(collective.gather(rows)).T
+    shares = {f"train/staleness_{age}": counts[found == age].sum() / counts.sum() for age in np.unique(found)}
+    about = {"train/staleness": (found * counts).sum() / counts.sum(), "train/staleness_max": found.max()}
+    return {name: float(number) for name, number in (about | shares).items()}
+
+
+def episodes_within(trajectory: Trajectory) -> np.ndarray:
+    """Int [K], counted from 0: decisions of one sequence that belong to the same episode have the same number.
+
+    Two sequences of episodes 7, 7, 9 and 9, 9: 0, 0, 1 and 2, 2.
+    """
+    begins = np.zeros(len(trajectory.episodes), bool)
+    begins[1:] = np.diff(trajectory.episodes) != 0
+    begins[np.cumsum(trajectory.lengths)[:-1]] = True
+    return np.cumsum(begins)
 
 
 def ppo_advantages(
@@ -213,12 +266,13 @@ def divergences(batch: Batch, reference: Tensor) -> np.ndarray:
     return differences.sum((1, 2)).double().cpu().numpy()
 
 
-def logprobs_of(model: Model, batch: Batch, size: int) -> Tensor:
-    """Log-probs of all items under another policy, without gradient."""
-    size = model.config.micro_batch_size or size
+def logprobs_of(model: Model, batch: Batch, size: int, passes: int = 0) -> Tensor:
+    """Log-probs of all items under a policy, without gradient, in at least so many passes."""
+    parts = torch.arange(len(batch)).split(model.config.micro_batch_size or size)
+    padding = [torch.zeros(1, dtype=torch.int64)] * (passes - len(parts))
     with torch.no_grad():
-        parts = [model.score(batch.inputs(part)).logprobs for part in torch.arange(len(batch)).split(size)]
-    return torch.cat(parts)
+        found = [model.score(batch.inputs(part)).logprobs for part in (*parts, *padding)]
+    return torch.cat(found[: len(parts)])
 
 
 def explained_variance(share: PPOShare) -> float:

@@ -26,16 +26,20 @@ def update_policy(
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     factor = lr_factor(config.lr_schedule, iteration / total)
     blocks = item_blocks(optimizer, share)
-    names = (*share.sums, *model.policy.own_losses)
+    if config.scores_first:
+        sizes = [model.config.micro_batch_size or config.step_items(count) for _, count in blocks]
+        passes = max((-(-count // size) for (_, count), size in zip(blocks, sizes, strict=True)), default=0)
+        share = share.corrected(model, config, passes)
+    names = (*share.sums, *model.policy.own_losses, "mismatch_k3")
     history: list[dict[str, float]] = []
-    gap = None
+    largest, mismatch = None, 0.0  # of the first gradient step, before which no weight has changed
     for epoch in range(config.epochs):
         order = permutation(seed, iteration, epoch, share.num_items)
         kl_sum = 0.0
         for minibatch in minibatches(order, config.step_items(share.num_items)):
             mine = torch.from_numpy(owned(minibatch, share.batch.first, len(share.batch)))
             passes = max((model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
-            stats, worst_gap = gradient(model, config, share, mine, len(minibatch), passes)
+            stats, found = gradient(model, config, share, mine, len(minibatch), passes)
             totals, norm = optimizer.exchange(stats)
             each = zip(names, totals.tolist(), strict=True)
             numbers = {name: value / len(minibatch) for name, value in each}
@@ -43,18 +47,18 @@ def update_policy(
             check_finite(numbers, iteration, epoch)
             optimizer.step(norm, factor)
             kl_sum += numbers["approx_kl"] * len(minibatch)
-            gap = worst_gap if gap is None else gap
+            k3 = numbers.pop("mismatch_k3")
+            if largest is None:
+                largest, mismatch = found, k3
             history.append(numbers)
         if skip_remaining_epochs(kl_sum / share.num_items, config.target_kl):
             break
-    check_weights(optimizer, iteration)
+    everywhere = check_weights(optimizer, iteration, *largest.tolist(), share.num_masked)
+    about = mismatch_numbers(mismatch, everywhere[:, :2])
+    if share.masked is not None:
+        about["train/masked_fraction"] = float(everywhere[:, 2].sum()) / share.num_items
     means = {f"train/{name}": float(np.mean([row[name] for row in history])) for name in history[0]}
-    return means | {
-        "train/logprob_gap": gap,
-        "train/epochs": epoch + 1.0,
-        "train/lr": config.lr * factor,
-        **share.summary(),
-    }
+    return means | about | {"train/epochs": epoch + 1.0, "train/lr": config.lr * factor, **share.summary()}
 
 
 def frozen_features(model: Model, batch: Batch, size: int) -> dict[str, Tensor]:
@@ -77,10 +81,12 @@ def item_blocks(optimizer: Optimizer, share: Share) -> list[tuple[int, int]]:
 
 def gradient(
     model: Model, config: AlgoConfig, share: Share, mine: Tensor, count: int, passes: int
-) -> tuple[Tensor, float]:
-    """Leave the gradient of this rank's part of a minibatch in the parameters; return the sums of its statistics."""
+) -> tuple[Tensor, Tensor]:
+    """Leave the gradient of this rank's part of a minibatch in the parameters; return the sums of its statistics and
+    the largest of its mismatches."""
     batch = share.batch
-    sums, gap = share.advantages.new_zeros(len(share.sums) + len(model.policy.own_losses)), 0.0
+    sums = share.advantages.new_zeros(len(share.sums) + len(model.policy.own_losses) + 1)
+    largest = sums.new_full((2,), -math.inf)
     micro_batches = model.micro_batches(mine, passes)
     for number, (part, counts) in enumerate(micro_batches, 1):
         scores = model.score(batch.inputs(part))
@@ -92,12 +98,32 @@ def gradient(
             loss = loss + own
             parts.append(own.detach())
         model.backward(loss / count, last=number == len(micro_batches))
-        sums += torch.stack(parts)
+        k3, gap = mismatch_of(batch, part, scores.logprobs.detach())
+        sums += torch.stack([*parts, (float(counts) * share.weights_of(part) * k3).sum()])
         if counts:
-            played = (take(batch.mask, part) & take(batch.current, part)[:, None])[:, :, None]
-            gaps = torch.where(played, scores.logprobs.detach() - take(batch.logprobs, part), 0.0).abs()
-            gap = max(gap, float(gaps.max()))
-    return sums, gap
+            largest = torch.maximum(largest, torch.stack([gap.max(), k3.max()]))
+    return sums, largest
+
+
+def mismatch_of(batch: Batch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """How far the log-probs [b, C, A] of some items are from those at act time.
+
+    k3 [b], per decision: the sum of r - 1 - log r over its numbers, whose mean is KL(acted || now). The gap [b] in nats
+    is the largest difference of a number, -inf for decisions of other weights than those that the update starts from.
+    A decision of two numbers with ratios 2 and 1/2: k3 2 - 1 - 0.693 + 1/2 - 1 + 0.693 = 0.5, gap 0.693.
+    """
+    played = take(batch.mask, part)[:, :, None]
+    apart = torch.where(played, logprobs - take(batch.logprobs, part), 0.0)
+    gaps = torch.where(take(batch.current, part), apart.abs().amax((1, 2)), -math.inf)
+    return (apart.expm1() - apart).sum((1, 2)), gaps
+
+
+def mismatch_numbers(k3: float, largest: np.ndarray) -> dict[str, float]:
+    """What the log shows of a mean k3 and the largest gaps and k3s [ranks, 2]; no gap where no decision was taken with
+    the weights that the update started from."""
+    gap, k3_max = largest.max(axis=0).tolist()
+    about = {"train/mismatch_k3": k3, "train/mismatch_k3_max": k3_max}
+    return about | ({"train/logprob_gap": gap} if gap >= 0 else {})
 
 
 def check_scores(scores: Scores, acted: Tensor) -> None:
@@ -119,9 +145,11 @@ def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
         )
 
 
-def check_weights(optimizer: Optimizer, iteration: int) -> None:
-    """A step may be finite and still too large: what is published or saved must be usable."""
-    where = optimizer.masters[0].device
-    broken = torch.tensor([0.0 if optimizer.finite() else 1.0], dtype=torch.float64, device=where)
-    if float(optimizer.collective.sum(broken)):
+def check_weights(optimizer: Optimizer, iteration: int, *numbers: float) -> np.ndarray:
+    """A step may be finite and still too large: what is published or saved must be usable. Returns these numbers of
+    all ranks, a row each."""
+    rows = np.array([[0.0 if optimizer.finite() else 1.0, *numbers]])
+    rows = np.concatenate(optimizer.collective.gather(rows))
+    if rows[:, 0].any():
         raise Diverged(f"weights are NaN or infinite after iteration {iteration + 1}; try a lower algo.lr")
+    return rows[:, 1:]

@@ -219,9 +219,9 @@ def plan_from_profile(
     placement = as_placement(planner.pricer, best.layout, machines, draws_on_gpus(config.env))
     plan = make_plan(placement, machines, config.env.num_envs, best.layout.stages, roles=roles)
     pieces = config.pipeline.granularity or granularity(best.layout, profile.dataflow)
-    pipeline = config.pipeline.model_copy(update={"stages": best.layout.stages, "granularity": pieces})
     reason = why(best, profile.dataflow.env_steps, path, profile.made.get("date"))
-    return config.model_copy(update={"pipeline": pipeline}), replace(plan, mode="auto", reason=reason)
+    config = config.with_pipeline(stages=best.layout.stages, granularity=pieces)
+    return config, replace(plan, mode="auto", reason=reason)
 
 
 def why(best: Choice, env_steps: int, path: Path, date: str | None) -> str:

@@ -144,7 +144,7 @@ def planned(
         whole = config.learner.model_copy(update={"shard": False})
         check_memory(config.model_copy(update={"learner": whole}), plan, there, learn, replan)
     if learn:
-        check_learners(config, plan)
+        check_learners(config, plan, there, roles)
     if not is_large(config):
         memory = sum(node.memory_bytes for node in there.nodes)
         check_simulators(config, plan.count("sim"), memory)
@@ -160,24 +160,38 @@ def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[R
     config, plan = placed(config, machines, learn, roles)
     check_devices(config, plan)
     if learn:
-        check_learners(config, plan)
+        check_learners(config, plan, machines, roles)
     return plan
 
 
-def check_learners(config: RunConfig, plan: PlacementPlan) -> None:
+def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, roles: tuple[Role, ...]) -> None:
     """Raise ConfigError where they cannot learn as the recipe says."""
-    if config.pipeline.granularity and not plan.apart("learner"):
+    updating = [role.name for role in roles if role.phase == "update"]
+    if not plan.apart(*updating):
         placement = "this map" if plan.mode == "explicit" else f"placement={plan.mode}"
-        raise ConfigError(
-            f"pipeline.granularity={config.pipeline.granularity}: learners put a rollout together while it goes on, "
-            f"but with {placement} they take turns with others on their devices; leave it out, or give them devices of "
-            "their own: "
-            """placement='{"sim,policy": "cpu:0", learner: "cpu:1"}'"""
-        )
+        turns = f"but with {placement} they take turns with others on their devices"
+        if schedule := meanwhile(config):
+            works = "placement=auto, or pipeline.schedule=sync"
+            try:
+                placed(config.model_copy(update={"placement": "auto"}), machines, True, roles)
+            except PlacementError:
+                works = "pipeline.schedule=sync"
+            raise ConfigError(f"{schedule}: learners learn while sims and policies collect, {turns}; try {works}")
+        if pieces := config.pipeline.granularity:
+            raise ConfigError(
+                f"pipeline.granularity={pieces}: learners put a rollout together while it goes on, {turns}; leave it "
+                """out, or give them devices of their own: placement='{"sim,policy": "cpu:0", learner: "cpu:1"}'"""
+            )
     try:
         config.learner.check_ranks(plan.count("learner"), config.cluster.backend)
     except ValueError as err:
         raise ConfigError(str(err)) from None
+
+
+def meanwhile(config: RunConfig) -> str:
+    """The key by which learners learn while sims and policies collect; empty where they take turns."""
+    schedule = config.pipeline.schedule
+    return f"pipeline.schedule={schedule}" if schedule in ("periodic", "async") else ""
 
 
 def proofs(config: RunConfig) -> Path:
@@ -195,7 +209,8 @@ def rehearse(config: RunConfig) -> None:
 def placed(
     config: RunConfig, machines: Topology, learn: bool, roles: tuple[Role, ...] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
-    """The plan; placement=auto of a training run asks the profile of such machines, if there is one."""
+    """The plan; placement=auto of a training run asks the profile of such machines, if there is one, and so does
+    pipeline.schedule=auto, which is sync otherwise."""
     uncounted = ""
     if config.placement == "auto" and learn:
         from embodied.profiling.store import plan_from_profile, profile_for
@@ -203,6 +218,8 @@ def placed(
         path, uncounted = profile_for(config, machines, roles)
         if path:
             return plan_from_profile(config, machines, path, roles)
+    if config.pipeline.schedule == "auto":
+        config = config.with_pipeline(schedule="sync")
     kind, env = env_class(config.env), config.env
     plan = make_plan(
         config.placement,
@@ -216,6 +233,7 @@ def placed(
         draws=draws_on_gpus(env),
         roles=roles,
         more=not learn,  # a map may place roles that only learning needs
+        meanwhile=meanwhile(config) if learn else "",
     )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 
@@ -246,10 +264,20 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
         f"placement   {first}",
         *[f"            {line}" for line in rest],
+        *([f"schedule    {describe_schedule(config)}"] if meanwhile(config) else []),
         *[f"{'' if i else 'memory':<12}{line}" for i, line in enumerate(plan.memory)],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
     return "\n".join(lines)
+
+
+def describe_schedule(config: RunConfig) -> str:
+    """When an update begins, where that is not at the end of its batch."""
+    if config.pipeline.schedule == "periodic":
+        return "periodic: learners take finished groups while others are played, and make one step after the last"
+    level = config.pipeline.async_level
+    older = f"{level} version{'s' if level > 1 else ''} older"
+    return f"async: batches are collected while learners update, with weights {older} than theirs"
 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:

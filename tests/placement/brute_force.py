@@ -55,8 +55,15 @@ def all_layouts(dataflow, profile, classes, stages):
     able = [c.name for c in dataflow.components if pricer.can_swap(c.name)]
     for cut in cuts(dataflow):
         for chosen in product(*(list(layers(dataflow, nodes, classes, pricer)) for nodes in cut)):
+            if dataflow.schedule != "sync" and not learns_alone(chosen):
+                continue
             for s, c, swapped in product(stages, chunk_grid(dataflow, profile), subsets(able)):
                 yield Layout(tuple(chosen), s, c, frozenset(swapped))
+
+
+def learns_alone(layers):
+    """Whether the learner shares no device, at any time."""
+    return len(layers) == 1 and any(zone.components == ("learner",) for zone in layers[0])
 
 
 def brute_force(dataflow, profile, classes, stages):
@@ -121,6 +128,18 @@ def random_case(rng, num_classes, num_devices, more=0):
         dataflow = replace(dataflow, components=tuple(looking_ahead(c) for c in dataflow.components))
     costs = {name: {kind: with_more(cost, rng) for kind, cost in on.items()} for name, on in costs.items()}
     return dataflow, Profile(dataflow, costs, sync, link), classes
+
+
+def scheduled(rng, case, schedule):
+    """The case under this schedule; groups of episodes for periodic, batches that wait for async."""
+    dataflow, profile, classes = case
+    if schedule == "periodic":
+        whole = tuple(replace(c, streams=False, ahead=0, calls=4 * c.calls) for c in dataflow.components[:2])
+        whole += tuple(replace(c, streams=False, ahead=0) for c in dataflow.components[2:])
+        dataflow = replace(dataflow, components=whole, passes=1, groups=rng.choice([1, 2, 4]), group_size=4)
+    dataflow = replace(dataflow, schedule=schedule, level=rng.choice([1, 2]))
+    learner = {kind: replace(cost, item_bytes=rng.choice([0, 0.01])) for kind, cost in profile.costs["learner"].items()}
+    return dataflow, replace(profile, dataflow=dataflow, costs={**profile.costs, "learner": learner}), classes
 
 
 def looking_ahead(component):

@@ -12,7 +12,7 @@ from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Profile, Sync
 
-from .brute_force import brute_force, random_case
+from .brute_force import brute_force, random_case, scheduled
 
 STAGES = (1, 2)
 
@@ -39,6 +39,25 @@ def test_the_fastest_layout_of_every_mode_is_that_of_brute_force(block):
         check_against_brute_force(*case(seed))
 
 
+def overlapping_case(seed, schedule, more=0):
+    rng = random.Random(seed)
+    return scheduled(rng, random_case(rng, rng.choice([1, 1, 2]), 3, more), schedule)
+
+
+@pytest.mark.parametrize("schedule", ["periodic", "async"])
+def test_where_learners_learn_meanwhile_the_fastest_layout_is_that_of_brute_force(schedule):
+    for seed in range(60):
+        check_against_brute_force(*overlapping_case(seed, schedule))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["periodic", "async"])
+@pytest.mark.parametrize("block", range(10))
+def test_it_is_that_of_brute_force_in_a_thousand_cases_and_with_four_components(schedule, block):
+    for seed in range(1_000 + block * 100, 1_100 + block * 100):
+        check_against_brute_force(*overlapping_case(seed, schedule, more=seed % 20 == 0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(30))
 def test_the_fastest_layout_is_that_of_brute_force_in_thousands_of_cases(block):
@@ -54,9 +73,10 @@ def test_four_components_equal_brute_force(block):
         check_against_brute_force(*random_case(rng, rng.choice([1, 1, 2]), 3, more=1))
 
 
-def test_more_devices_or_more_memory_are_never_slower():
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+def test_more_devices_or_more_memory_are_never_slower(schedule):
     for seed in range(25):
-        dataflow, profile, classes = case(seed)
+        dataflow, profile, classes = case(seed) if schedule == "sync" else overlapping_case(seed, schedule)
         before = best_seconds(dataflow, profile, classes)
         for i, c in enumerate(classes):
             for grown in (replace(c, count=c.count + 1), replace(c, memory_bytes=c.memory_bytes * 2)):
@@ -64,9 +84,10 @@ def test_more_devices_or_more_memory_are_never_slower():
                 assert best_seconds(dataflow, profile, more) <= before * (1 + 1e-9), (seed, grown)
 
 
-def test_a_component_that_gets_slower_never_makes_the_plan_faster():
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+def test_a_component_that_gets_slower_never_makes_the_plan_faster(schedule):
     for seed in range(25):
-        dataflow, profile, classes = case(seed)
+        dataflow, profile, classes = case(seed) if schedule == "sync" else overlapping_case(seed, schedule)
         before = best_seconds(dataflow, profile, classes)
         for name, kinds in profile.costs.items():
             slower = {kind: replace(cost, seconds=cost.seconds.scaled(1.5)) for kind, cost in kinds.items()}
@@ -182,3 +203,16 @@ def test_what_does_not_fit_beside_each_other_swaps_and_pays_for_it():
 def test_nothing_fits_says_none():
     profile = simple_profile(constant(1), constant(1), constant(1), bytes=constant(60))
     assert Planner(SIMPLE, profile, [DeviceClass("gpu", "gpu", 4, 50)], (1,)).best() is None
+
+
+def test_batches_that_wait_are_held_by_learners():
+    profile = simple_profile(constant(0.1), constant(0.1), constant(1), bytes=constant(12), item_bytes=0.5)
+    alone = ((Zone(("sim", "policy"), "gpu", 1), Zone(("learner",), "gpu", 1)),)
+    # Ten decisions of eight envs: 40 bytes a batch, of which the one that is learned from and those ahead are held.
+    for schedule, level, held in [("sync", 1, 0), ("async", 1, 2 * 40), ("async", 3, 4 * 40)]:
+        dataflow = replace(SIMPLE, schedule=schedule, level=level)
+        pricer = Pricer(dataflow, profile, [DeviceClass("gpu", "gpu", 2, 1e12)])
+        assert pricer.price(Layout(alone)).used_bytes["gpu"] == 12 + held
+    small = Planner(replace(SIMPLE, schedule="async"), profile, [DeviceClass("gpu", "gpu", 2, 80)], (1,))
+    assert small.best() is None
+    assert Planner(SIMPLE, profile, [DeviceClass("gpu", "gpu", 2, 80)], (1,)).best()

@@ -13,7 +13,7 @@ from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Profile, Sync
 from embodied.placement.simulate import simulate
 
-from .brute_force import random_case
+from .brute_force import random_case, scheduled
 
 EDGES = (Edge("sim", "policy"), Edge("policy", "sim"), Edge("sim", "learner"))
 
@@ -89,10 +89,77 @@ def test_a_learner_that_streams_begins_before_the_rollout_ends():
     assert early.spans[-1].component == "learner"
 
 
-def test_no_device_does_two_things_at_once():
+APART = ((Zone(("sim", "policy"), "gpu", 1), Zone(("learner",), "gpu", 1)),)
+TAUGHT = (*EDGES, Edge("learner", "policy", next_iteration=True))
+
+
+def overlapped(schedule, sim, learner, layers=APART, alone=1.0, envs=4, **more):
+    """Twenty decisions of so many seconds; groups of two, episodes of ten decisions."""
+    dataflow = Dataflow(
+        (
+            Component("sim", 20, envs, even=True, splits=True),
+            Component("policy", 20, envs),
+            Component("learner", 1, 80),
+        ),
+        TAUGHT,
+        groups=4,
+        group_size=2,
+        schedule=schedule,
+    )
+    costs = {"sim": Cost(sim, alone=alone), "policy": Cost(constant(0)), "learner": Cost(learner, alone=alone, **more)}
+    profile = Profile(dataflow, {name: {"gpu": cost} for name, cost in costs.items()}, Sync(0, constant(1)))
+    pricer = Pricer(dataflow, profile, [DeviceClass("gpu", "gpu", 2, 1e12)])
+    return simulate(pricer, Layout(layers)), pricer.price(Layout(layers))
+
+
+LINE = Curve((0, 80), (0.0, 80.0))  # a learner that takes a second for each of 80 items
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step_s", "seconds"),
+    [
+        ("sync", 2, 40 + 80 + 1),
+        ("async", 2, 80 + 1),  # the longer side, then the weights
+        ("async", 5, 100 + 1),
+        # Four rows play the first two groups of two in ten decisions. They take 40 s, and the others come meanwhile.
+        ("periodic", 2, 20 + 80 + 1),
+        ("periodic", 5, 100 + 40 + 1),  # or before them
+    ],
+)
+def test_rollout_and_update_overlap_as_the_schedule_says(schedule, step_s, seconds):
+    schedule, price = overlapped(schedule, constant(step_s), LINE)
+    assert schedule.seconds == pytest.approx(seconds)
+    assert price.seconds == pytest.approx(seconds)
+    assert schedule.busy_s == pytest.approx({"gpu:0": 20 * step_s, "gpu:1": 80})
+
+
+def test_what_comes_once_in_an_update_comes_after_the_last_group():
+    schedule, price = overlapped("periodic", constant(5), LINE, fixed_s=3.0, exchange_s=constant(4.0))
+    assert schedule.seconds == price.seconds == pytest.approx(100 + 40 + 3 + 4 + 1)
+
+
+def test_groups_of_which_no_sim_has_all_rows_are_finished_later():
+    two = ((Zone(("sim", "policy"), "gpu", 1), Zone(("learner",), "gpu", 1)),)
+    schedule, price = overlapped("periodic", constant(5), LINE, layers=two, envs=2)  # four waves, a group in each
+    assert schedule.seconds == price.seconds == pytest.approx(100 + 20 + 1)
+    schedule, price = overlapped("periodic", constant(5), LINE, layers=two, envs=8)  # one wave with all groups
+    assert schedule.seconds == price.seconds == pytest.approx(100 + 80 + 1)
+
+
+@pytest.mark.parametrize(("step_s", "seconds"), [(2, 40 + 40 * 0.5 + 1), (8, 80 + 80 * 0.5 + 1)])
+def test_sides_slow_each_other_down_only_while_both_work(step_s, seconds):
+    # Both take twice as long together: 80 s of update beside 40 s of rollout, then half of it alone; or 80 s of update
+    # beside 160 s of rollout, then half of that.
+    schedule, price = overlapped("async", constant(step_s), LINE, alone=0.5)
+    assert price.seconds == pytest.approx(seconds)
+    assert schedule.seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+def test_no_device_does_two_things_at_once(schedule):
     for seed in range(20):
         rng = random.Random(seed)
-        dataflow, profile, classes = random_case(rng, rng.choice([1, 2]), 4)
+        dataflow, profile, classes = scheduled(rng, random_case(rng, rng.choice([1, 2]), 4), schedule)
         planner = Planner(dataflow, profile, classes, (1, 2))
         for choice in filter(None, planner.modes().values()):
             spans: dict[str, list] = {}
@@ -103,11 +170,12 @@ def test_no_device_does_two_things_at_once():
                 assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(busy))
 
 
-def test_the_closed_form_is_near_the_replay_wherever_the_planner_ends():
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+def test_the_closed_form_is_near_the_replay_wherever_the_planner_ends(schedule):
     ratios = []
-    for seed in range(60):
+    for seed in range(60 if schedule == "sync" else 120):
         rng = random.Random(seed)
-        dataflow, profile, classes = random_case(rng, rng.choice([1, 2]), 4)
+        dataflow, profile, classes = scheduled(rng, random_case(rng, rng.choice([1, 2]), 4), schedule)
         planner = Planner(dataflow, profile, classes, (1, 2))
         for choice in filter(None, planner.modes().values()):
             ratios.append(simulate(planner.pricer, choice.layout).seconds / choice.price.seconds)

@@ -329,3 +329,29 @@ def test_wrong_plans_are_refused():
             cluster.launch(Counter, "count")
     with pytest.raises(WorkerFailed, match="after the cluster was closed"):
         counters.add(1)
+
+
+class Noter(Worker):
+    def note_and_wait(self, notes, go_on):
+        notes.put("half of it")
+        return go_on.get()
+
+    @served_while_busy
+    def answer(self):
+        return 42
+
+
+def test_the_driver_notices_notes_and_other_calls_while_a_long_one_goes_on(backend, tmp_path):
+    with Cluster(backend, [HostPlan("right", ("b",))], log_dir=tmp_path, timeout_s=60) as cluster:
+        worker = cluster.launch(Noter, "b")
+        notes, go_on = cluster.channel("notes", capacity=None), cluster.channel("go on", home=worker)
+        cluster.watch(notes)
+        long = worker.note_and_wait(notes, go_on)
+        assert cluster.settle(long, until=lambda: notes.qsize() > 0) == {}
+        assert notes.get() == "half of it" and not long.done()
+        short = worker.answer()
+        assert cluster.settle(long, until=short.done) == {}
+        assert short.wait() == [42] and not long.done()
+        go_on.put("the rest")
+        assert cluster.settle(long, until=lambda: notes.qsize() > 0) == {}
+        assert long.wait() == ["the rest"]

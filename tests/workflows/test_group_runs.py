@@ -202,7 +202,7 @@ def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_hal
         collection = run.loop.source
         begin, killed = run.loop.rollouts.play, []
 
-        def play(sims, begin_one, *more):
+        def play(sims, begin_one, *more, **named):
             def kill_first(sim, route):
                 call = begin_one(sim, route)
                 if sim == 1 and not killed:
@@ -211,7 +211,7 @@ def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_hal
                     os.kill(killed[0], signal.SIGKILL)
                 return call
 
-            return begin(sims, kill_first, *more)
+            return begin(sims, kill_first, *more, **named)
 
         run.loop.rollouts.play = play
         (episodes, numbers), (_, after) = run.train(0, 2)

@@ -1,0 +1,165 @@
+"""What a schedule does to an iteration: when an update begins, and what overlaps.
+
+    sync      rollout, then update, then new weights
+    periodic  learners take groups of episodes as they are finished; one step after the last; then new weights
+    async     learners update on an earlier batch while this one is collected; then new weights
+
+Where learners work while the others collect, they have devices of their own, in the only layer of a layout. An
+iteration is then as long as the longer side, or, in groups, as the last group lets it be: with a rollout of R seconds,
+an update of U, and as many groups at the end of each of W waves of episodes, max(R + U / W, R / W + U). What both sides
+slow each other down (`Cost.alone`) they do while both are at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embodied.placement.cost_tables import Array, max_of
+from embodied.placement.dataflow import Dataflow
+from embodied.placement.layout import Layer
+
+if TYPE_CHECKING:
+    from embodied.placement.costs import Pricer, Turn
+
+TINY = 1e-300  # seconds; instead of 0 in a quotient
+
+
+def overlaps(dataflow: Dataflow) -> bool:
+    """Whether learners work while the others collect."""
+    return dataflow.schedule != "sync"
+
+
+def allowed(dataflow: Dataflow, layer: Layer) -> bool:
+    """Whether learners have devices of their own in a layer, where the schedule needs that."""
+    return not overlaps(dataflow) or all(len({*map(dataflow.teaches, zone.components)}) == 1 for zone in layer)
+
+
+def learns(dataflow: Dataflow, node: int) -> bool:
+    """Whether a node of the order is on the learners' side."""
+    return any(map(dataflow.teaches, dataflow.order[node]))
+
+
+def batch_items(dataflow: Dataflow) -> int:
+    """Decisions of an iteration."""
+    return max((c.calls * c.items for c in dataflow.components if c.splits), default=1) * dataflow.passes
+
+
+def held_items(dataflow: Dataflow) -> int:
+    """Decisions in the batches that learners hold besides what an update computes with: those collected ahead, and the
+    one they learn from; 0 where there is one batch at a time."""
+    return (dataflow.level + 1) * batch_items(dataflow) if dataflow.schedule == "async" else 0
+
+
+def num_waves(dataflow: Dataflow, num_envs: int) -> int:
+    """How often env rows play an episode, one after the other, until all groups are played; 1 where components between
+    sims and learners work on all of them at once."""
+    learner = next(i for i in range(len(dataflow.order)) if learns(dataflow, i))
+    if any(len(dataflow.order[i]) == 1 for i in dataflow.sources[learner]):
+        return 1
+    return -(-dataflow.groups * dataflow.group_size // num_envs)
+
+
+def waves_of(dataflow: Dataflow, num_envs: int, sims: int) -> list[dict[int, int]]:
+    """Per group: sim -> the wave in which it has played its last episode of the group, from 1 on. Sims play contiguous
+    equal shares of the episodes, in order; a row that is free takes the next one.
+
+    Two groups of four on two sims of two rows: each sim plays a group in two waves, [{0: 2}, {1: 2}].
+    """
+    episodes, rows = dataflow.groups * dataflow.group_size, max(num_envs // sims, 1)
+    borders = [episodes * sim // sims for sim in range(sims + 1)]
+    found: list[dict[int, int]] = [{} for _ in range(dataflow.groups)]
+    for sim in range(sims):
+        for place, episode in enumerate(range(borders[sim], borders[sim + 1])):
+            found[episode // dataflow.group_size][sim] = place // rows + 1
+    return found
+
+
+def shares_of_waves(dataflow: Dataflow, num_envs: int) -> np.ndarray:
+    """[num_envs + 1, waves] The share of the groups that is finished at the end of each wave, for 0, 1, 2, ... sims."""
+    most = num_waves(dataflow, num_envs)
+    shares = np.zeros((num_envs + 1, most))
+    for sims in range(1, num_envs + 1):
+        if num_envs % sims == 0:
+            for waves in waves_of(dataflow, num_envs, sims):
+                shares[sims, min(max(waves.values()), most) - 1] += 1 / dataflow.groups
+    return shares
+
+
+def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+    """The turns of those that collect, and of the learners."""
+    found: tuple[list[Turn], list[Turn]] = ([], [])
+    for turn in pricer.turns(layer):
+        found[learns(pricer.dataflow, turn.node)].append(turn)
+    return tuple(found[0]), tuple(found[1])
+
+
+def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: frozenset[str]) -> Array:
+    """Seconds until rollout and update have ended, each on devices of its own."""
+    collecting, learning = sides(pricer, layer)
+
+    def spent(side: Sequence[Turn], beside: bool) -> Array:
+        work = {turn.node: pricer.node_seconds(pricer.dataflow.order[turn.node], at, stages, beside) for turn in side}
+        return pricer.take_turns(layer, work, 1, at, swapped, side)
+
+    rollout, update = ([spent(side, beside) for beside in (True, False)] for side in (collecting, learning))
+    possible = np.isfinite(rollout[0]) & np.isfinite(update[0])  # else a zone is too small for a worker
+    rollout, update = ([np.where(possible, seconds, 0.0) for seconds in side] for side in (rollout, update))
+    if pricer.dataflow.schedule == "async":
+        return np.where(possible, side_by_side(rollout, update), np.inf)
+    tails = [tail_seconds(pricer, at, stages, beside) for beside in (True, False)]
+    update = [np.maximum(whole - tail, 0.0) for whole, tail in zip(update, tails)]
+    return np.where(possible, in_waves(rollout, update, pricer.shares_of_waves(at, stages), tails[1]), np.inf)
+
+
+def tail_seconds(pricer: Pricer, at: Mapping, stages: int, beside: bool = False) -> Array:
+    """Of an update in groups, what comes once, after the last of them."""
+    name = learner_of(pricer.dataflow)
+    cost = pricer.cost(name, at[name][0].device_class)
+    once = cost.exchange_s.at(pricer.count(name, at, stages)) + cost.fixed_s
+    return once * pricer.slowed((name,), at, stages, beside)[name]
+
+
+def learner_of(dataflow: Dataflow) -> str:
+    """The one component that learns from groups."""
+    return next(c.name for c in dataflow.components if dataflow.teaches(c.name))
+
+
+def side_by_side(first: Sequence[Array], second: Sequence[Array]) -> Array:
+    """Seconds until two sides have ended that begin together; each is what it takes while the other one works, and
+    alone.
+
+    Two that slow each other down: 6 and 3 s while both work, 4 and 2 s alone. After 3 s half of the longer one is left,
+    which takes 2 s.
+    """
+    short = np.minimum(first[0], second[0])
+    return max_of(*(while_both(*side, short) for side in (first, second)))
+
+
+def in_waves(rollout: Sequence[Array], update: Sequence[Array], shares: Array, tail: Array) -> Array:
+    """Seconds until an update has ended that takes the groups of each wave when it is over. `rollout` and `update` are
+    (while both work, alone); of the update `tail` comes once, after the last group.
+
+    Four waves of 1 s with a quarter of the groups each, 2 s of update: the last quarter begins at 4 s and takes 0.5 s.
+    Had the update 8 s, it would begin at 1 s and end at 9 s.
+    """
+    both, alone = rollout
+    most = shares.shape[-1]
+    first = (np.argmax(shares > 0, axis=-1) + 1) / most
+    end = first * alone + (1 - first) * both
+    now = 0.0
+    for wave in range(most):
+        share = shares[..., wave]
+        there = first * alone + np.maximum((wave + 1) / most - first, 0.0) * both
+        begin = np.where(share > 0, np.maximum(now, there), now)
+        now = begin + while_both(share * update[0], share * update[1], end - begin)
+    return np.maximum(now, end) + tail
+
+
+def while_both(both: Array, alone: Array, left: Array) -> Array:
+    """Seconds of work that takes `both` while the other side works, for `left` seconds more, and `alone` after that."""
+    beside = np.clip(left, 0.0, both)
+    rest = 1 - beside / np.maximum(both, TINY)
+    return beside + rest * alone

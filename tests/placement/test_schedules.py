@@ -1,0 +1,101 @@
+"""Learners that learn while sims and policies collect have devices of their own, by default, or the run is refused."""
+
+import json
+import re
+
+import pytest
+
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.placement import PlacementError, Role, make_plan
+from embodied.placement.grammar import EMBODIED
+from embodied.placement.topology import read_topology
+from embodied.run import launch
+
+PPO = ("recipe=pointmass_ppo", "pipeline.schedule=async")
+GRPO = ("recipe=pointmass_grpo", "pipeline.schedule=periodic", "algo.epochs=1", "algo.minibatch_size=null")
+ASYNC = "pipeline.schedule=async"
+
+
+def planned(tmp_path, *recipe):
+    return launch.planned(load([*recipe, f"run.dir={tmp_path}"]).config, dry=True)
+
+
+def places(plan):
+    return {(host.roles, host.device or host.cores) for host in plan.hosts}
+
+
+@pytest.mark.parametrize("recipe", [PPO, GRPO])
+def test_on_two_cores_learners_have_the_second_one(tmp_path, recipe):
+    config, plan = planned(tmp_path, *recipe, "cluster.machines=2xCPU")
+    assert places(plan) == {(("sim", "policy"), (0,)), (("learner",), (1,))}
+    assert f"with pipeline.schedule={config.pipeline.schedule} learners work while the others do" in plan.reason
+    told = launch.describe(config, plan)
+    assert re.search(r"^schedule    (async|periodic): ", told, re.M)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "learners", "others"),
+    [
+        ("pointmass_ppo", "8xCPU", 2, 6),
+        ("maniskill_ppo_rgb", "2xGPU", 1, 1),  # sims on cores
+        ("maniskill_ppo_gpu", "2xGPU", 1, 1),
+        ("maniskill_ppo_gpu", "8xGPU", 4, 4),
+        ("pointmass_ppo", "2x4xCPU", 2, 6),
+    ],
+)
+def test_wherever_auto_places_it_learners_are_alone_on_their_devices(recipe, cluster, learners, others):
+    machines = read_topology(cluster)
+    networks, gpu_sims = ("gpu" if machines.gpus else "cpu"), recipe.endswith("gpu")
+    plan = make_plan("auto", machines, 1920, 1, networks, gpu_sims, meanwhile=ASYNC)
+    assert plan.apart("learner")
+    assert (plan.count("learner"), plan.count("policy")) == (learners, others)
+    assert not make_plan("auto", machines, 1920, 1, networks, gpu_sims).apart("learner")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "placement", "works"),
+    [
+        ("1xCPU", "auto", "pipeline.schedule=sync"),
+        ("1xCPU", "disaggregated", "pipeline.schedule=sync"),
+        ("1xCPU", {"sim,policy": "cpu:0", "learner": "cpu:0"}, "pipeline.schedule=sync"),
+        ("2xCPU", "collocated", "placement=auto"),
+        ("2xCPU", "hybrid", "placement=auto"),
+        ("2xCPU", "disaggregated", "placement=auto"),
+        ("2xCPU", {"sim": "cpu:0", "policy,learner": "cpu:1"}, "placement=auto"),
+        ("2xCPU", {"sim,policy": "cpu:0", "learner": "cpu:0-1"}, "placement=auto"),
+    ],
+)
+def test_where_they_cannot_be_alone_it_is_refused_with_what_works(tmp_path, cluster, placement, works):
+    asked = placement if isinstance(placement, str) else json.dumps(placement)
+    with pytest.raises(ConfigError, match=f"try {works}") as caught:
+        planned(tmp_path, *PPO, f"cluster.machines={cluster}", f"placement={asked}")
+    assert ASYNC in str(caught.value) or "of their own: that needs" in str(caught.value)
+    planned(tmp_path, PPO[0], works, f"cluster.machines={cluster}")
+
+
+@pytest.mark.parametrize(("gpu_sims", "what"), [(True, "learners and the others"), (False, "policies and learners")])
+def test_one_gpu_is_too_few(gpu_sims, what):
+    with pytest.raises(PlacementError, match=f"{ASYNC} gives {what} GPUs of their own: that needs 2 .*schedule=sync"):
+        make_plan("auto", read_topology("1xGPU"), 16, 1, "gpu", gpu_sims, meanwhile=ASYNC)
+
+
+def test_roles_of_the_rollout_are_beside_policies_and_those_of_the_update_beside_learners():
+    roles = (*EMBODIED, Role("reward"), Role("critic", "update"))
+    plan = make_plan("auto", (0, 1), 8, roles=roles, meanwhile=ASYNC)
+    assert places(plan) == {(("sim", "policy"), (0,)), (("reward",), (0,)), (("learner", "critic"), (1,))}
+    assert plan.apart("learner", "critic")
+
+
+def test_a_map_that_keeps_learners_apart_is_taken_as_it_is(tmp_path):
+    apart = 'placement={"sim": "cpu:0", "policy": "cpu:1", "learner": "cpu:2"}'
+    _, plan = planned(tmp_path, *PPO, "cluster.machines=4xCPU", apart)
+    assert places(plan) == {(("sim",), (0,)), (("policy",), (1,)), (("learner",), (2,))}
+
+
+@pytest.mark.parametrize("placement", ["auto", "collocated"])
+def test_the_automatic_schedule_is_sync_where_nothing_was_measured(tmp_path, placement):
+    asked = ("recipe=pointmass_grpo", f"placement={placement}", "cluster.machines=2xCPU")
+    config, plan = planned(tmp_path, *asked, "pipeline.schedule=auto")
+    assert config.pipeline.schedule == "sync"
+    assert plan == planned(tmp_path, *asked)[1]

@@ -1,0 +1,322 @@
+"""schedule=periodic: learners work on finished groups while others are played, and take the very step that they would
+have taken after all of them."""
+
+import os
+import re
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from embodied.algorithms.groups import GroupPool
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError, WorkerFailed
+from embodied.envs.worker import SimWorker
+from embodied.learners.model import Optimizer
+from embodied.learners.rendezvous import rendezvous_point
+from embodied.placement import make_plan
+from embodied.policies.folder import read_weights
+from embodied.run import launch
+from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.group_collector import GroupStream
+
+ITERATIONS = 4
+GROUPS, SIZE = 6, 3
+ARGUMENTS = [
+    "recipe=pointmass_grpo",
+    "env.name=uneven_env:Uneven",
+    "env.num_envs=4",
+    "env.max_episode_steps=12",
+    "policy.dtype=float64",
+    "policy.hidden=[16,16]",
+    "policy.normalize_observations=true",
+    f"algo.groups={GROUPS}",
+    f"algo.group_size={SIZE}",
+    "algo.minibatch_size=null",
+    "algo.epochs=1",
+    "algo.filter=resample",
+    "algo.filter_low=0.0",  # about half of the groups
+    "algo.surplus=discard",
+    "algo.max_rounds=8",
+    "algo.lr=0.01",
+    "algo.adam_eps=0.1",  # with a small one, Adam steps as far whatever the gradient is divided by
+    "algo.max_grad_norm=null",
+    "learner.micro_batch_size=16",
+    "seed=1",
+    "faults.timeout_s=60",
+    "faults.hang_s=20",
+    f"run.iterations={ITERATIONS}",
+]
+AS_MANY = ["algo.surplus=null", "algo.filter_low=null"]  # groups are played as are learned from
+PERIODIC = "pipeline.schedule=periodic"
+FOUR_SIMS = {"sim": "fake:0-3", "policy": "fake:4", "learner": "fake:5-6"}
+TWO_SIMS = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:3-4"}
+
+
+class Run:
+    def __init__(self, folder, *arguments, order=0, least_s=0.0, most_s=0.001, placement=FOUR_SIMS, backend="inline"):
+        changed = {argument.partition("=")[0] for argument in arguments}
+        own = [argument for argument in ARGUMENTS if argument.partition("=")[0] not in changed]
+        kwargs = f"env.kwargs={{order: {order}, least_s: {least_s}, most_s: {most_s}, dtype: float64}}"
+        self.config = load([*own, kwargs, f"cluster.backend={backend}", *arguments]).config
+        plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, 1)
+        self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
+        self.folder, self.told = folder, []
+
+    def __enter__(self):
+        self.cluster = launch.cluster(self.config, self.plan, self.folder)
+        rendezvous = rendezvous_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
+        self.loop = EmbodiedLoop(self.config, self.cluster, rendezvous=rendezvous, tell=self.told.append)
+        self.loop.start()
+        return self
+
+    def __exit__(self, *args):
+        self.cluster.__exit__(*args)
+
+    def train(self, first=0, last=ITERATIONS):
+        if not first:
+            self.loop.publish(0)
+        return [self.loop.iterate(number, ITERATIONS) for number in range(first, last)]
+
+    def weights(self):
+        self.loop.learners.save(self.folder / "saved").wait()
+        return read_weights(self.folder / "saved" / "policy")
+
+
+def far(ours, theirs):
+    """The largest difference of a weight, relative to the largest weight of its tensor."""
+    sizes = {name: np.abs(array).max() or 1.0 for name, array in theirs.items()}
+    return max(float(np.abs(ours[name] - theirs[name]).max() / sizes[name]) for name in theirs)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uneven_env():
+    """`uneven_env:Uneven` can be named in the hosts too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(os.path.dirname(os.path.dirname(__file__)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def sync(tmp_path_factory):
+    with Run(tmp_path_factory.mktemp("sync")) as run:
+        return run.train(), run.weights()
+
+
+@pytest.fixture
+def arrivals(monkeypatch):
+    """The groups that learners were given, by their first episodes, in that order."""
+    given, learn = [], GroupStream._learn
+
+    def watched(stream, sent):
+        given.append(sent.group.episodes[0])
+        learn(stream, sent)
+
+    monkeypatch.setattr(GroupStream, "_learn", watched)
+    return given
+
+
+def test_the_sync_run_learns_from_rewards_that_differ_and_plays_more_than_it_needs(sync):
+    for episodes, row in sync[0]:
+        assert np.var([episode.total_reward for episode in episodes]) > 0.01
+        assert row["train/grad_norm"] > 1e-3 and row["groups/used"] == GROUPS
+    numbers = [row for _, row in sync[0]]
+    assert any(row["groups/rounds"] > 1 for row in numbers)
+    assert any(row["groups/dropped_out_of_bounds"] for row in numbers)
+    assert any(row["groups/discarded_episodes"] >= SIZE for row in numbers)
+    assert not any(row["groups/carried_episodes"] or row["train/staleness"] for row in numbers)
+
+
+@pytest.mark.parametrize("order", range(5))
+def test_periodic_equals_sync_whatever_the_order_in_which_groups_come(sync, tmp_path, arrivals, order):
+    with Run(tmp_path, PERIODIC, order=order, most_s=0.004) as run:
+        rows = run.train()
+        assert far(run.weights(), sync[1]) < 1e-10
+    assert_alike(rows, sync[0])
+    assert arrivals != sorted(arrivals), "some groups overtake others"
+    assert all(row["train/staleness"] == 0 for _, row in rows)
+    first = [row["time/first_backward_s"] for _, row in rows]
+    assert all(begin < row["time/rollout_s"] for begin, (_, row) in zip(first, rows, strict=True))
+
+
+def assert_alike(rows, others):
+    for (episodes, row), (wanted, other) in zip(rows, others, strict=True):
+        assert [(e.index, e.length) for e in episodes] == [(e.index, e.length) for e in wanted]
+        assert [e.total_reward for e in episodes] == pytest.approx([e.total_reward for e in wanted], abs=1e-9)
+        names = [name for name in other if name.startswith(("groups/", "faults/", "env_steps"))]
+        assert [row[name] for name in names] == [other[name] for name in names]
+        means = [name for name in other if name.startswith("train/")]
+        assert [row[name] for name in means] == pytest.approx([other[name] for name in means], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["algo.weighting=episode", "algo.kl_coef=0.1", "algo.deviation=sample"],
+        ["algo.baseline=leave_one_out", "algo.scale=none", "algo.filter=drop", *AS_MANY, "algo.max_grad_norm=0.01"],
+        ["algo.group_size=2", "algo.groups=2", "algo.entropy_coef=0.01", "algo.lr_schedule=linear", "algo.scale=none"],
+    ],
+    ids=["episodes_weigh_alike", "clipped", "small"],
+)
+def test_periodic_equals_sync_with_other_options(tmp_path, options):
+    found = []
+    for name, schedule in (("sync", "pipeline.schedule=sync"), ("periodic", PERIODIC)):
+        with Run(tmp_path / name, schedule, *options, placement=TWO_SIMS) as run:
+            found.append((run.train(), run.weights()))
+    assert any(row["train/grad_norm"] > 1e-3 for _, row in found[0][0])
+    assert_alike(found[1][0], found[0][0])
+    assert far(found[1][1], found[0][1]) < 1e-10
+
+
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_processes_give_the_same_weights(sync, tmp_path, backend):
+    with Run(tmp_path, PERIODIC, placement=TWO_SIMS, backend=backend) as run:
+        rows = run.train()
+        assert far(run.weights(), sync[1]) < 1e-10
+    assert_alike(rows, sync[0])
+
+
+# What the comparison must notice
+
+
+def test_a_wrong_divisor_is_noticed(sync, tmp_path, monkeypatch):
+    exchange = Optimizer.exchange
+    monkeypatch.setattr(
+        Optimizer, "exchange", lambda self, stats, count=None: exchange(self, stats, count and count + 1)
+    )
+    with Run(tmp_path, PERIODIC) as run:
+        run.train()
+        assert far(run.weights(), sync[1]) > 1e-6
+
+
+def test_a_group_that_sync_would_not_take_is_noticed(sync, tmp_path, monkeypatch):
+    late = lambda pool: list(pool.ready.values())[: GROUPS - len(pool.handed)]  # noqa: E731 - whichever are ready
+    monkeypatch.setattr(GroupPool, "certain", late)
+    for order in range(5):
+        with Run(tmp_path / str(order), PERIODIC, order=order, most_s=0.004) as run:
+            run.train()
+            if far(run.weights(), sync[1]) > 1e-6:
+                return
+    pytest.fail("no late group was learned from")
+
+
+def test_a_group_of_another_version_is_an_error(tmp_path, monkeypatch):
+    hand_on = SimWorker.hand_on
+
+    def older(sim, episodes, *to):
+        sim.ended |= {one: replace(sim.ended[one], versions=sim.ended[one].versions - 1) for one in episodes}
+        return hand_on(sim, episodes, *to)
+
+    older.served_while_busy = True
+    monkeypatch.setattr(SimWorker, "hand_on", older)
+    with Run(tmp_path, PERIODIC) as run:
+        with pytest.raises(WorkerFailed, match="were played with version -1 of the weights, but version 0 learns"):
+            run.train()
+
+
+# Faults
+
+
+def kill(run, worker):
+    host = run.cluster._host_of(worker)
+    os.kill(int(run.cluster._backend.where(host).split(",")[0].removeprefix("pid ")), signal.SIGKILL)
+
+
+def kill_when(monkeypatch, run, worker, now):
+    """Kill a worker once; `now` says when, from the groups that learners were given so far."""
+    given, killed, learn = [], [], GroupStream._learn
+
+    def watched(stream, sent):
+        learn(stream, sent)
+        given.append(sent.group.episodes)
+        if now(given) and not killed:
+            killed.append(kill(run, worker))
+
+    monkeypatch.setattr(GroupStream, "_learn", watched)
+
+
+def test_a_sim_that_dies_takes_along_only_what_was_not_handed_on(tmp_path, monkeypatch):
+    """Every sim plays two of eight groups, one episode after the other; the second is killed after its first group."""
+    options = ["algo.filter=none", *AS_MANY, "algo.groups=8"]
+    with Run(tmp_path, PERIODIC, *options, backend="local", least_s=0.01, most_s=0.02) as run:
+        kill_when(monkeypatch, run, "sim-1", lambda given: 6 in given[-1])
+        (episodes, numbers), (_, after) = run.train(0, 2)
+    assert numbers["faults/restarts"] == 1 and len(run.told) == 1 and "sim-1" in run.told[0]
+    assert [episode.index for episode in episodes] == [one for one in range(8 * SIZE) if one not in (9, 10, 11)]
+    assert numbers["faults/lost_episodes"] == SIZE and numbers["groups/dropped_incomplete"] == 1
+    assert numbers["groups/used"] == numbers["groups/kept"] == 7
+    assert numbers["env_steps"] == sum(episode.length for episode in episodes)
+    assert numbers["train/grad_norm"] > 1e-3 and numbers["train/staleness"] == 0
+    assert after["groups/used"] == 8 and after["faults/lost_episodes"] == 0
+
+
+@pytest.mark.chaos
+def test_a_policy_that_dies_costs_nothing(sync, tmp_path, monkeypatch):
+    with Run(tmp_path, PERIODIC, backend="local", placement=TWO_SIMS, most_s=0.004) as run:
+        kill_when(monkeypatch, run, "policy-0", lambda given: len(given) == 2)
+        rows = run.train()
+        assert far(run.weights(), sync[1]) < 1e-10
+    assert sum(row["faults/restarts"] for _, row in rows) == 1
+    for (_, row), (_, other) in zip(rows, sync[0], strict=True):
+        assert row["groups/used"] == other["groups/used"] and row["faults/lost_episodes"] == 0
+
+
+@pytest.mark.chaos
+def test_a_learner_that_dies_ends_the_run_with_the_cause(tmp_path, monkeypatch):
+    with Run(tmp_path, PERIODIC, backend="local", placement=TWO_SIMS, most_s=0.004) as run:
+        kill_when(monkeypatch, run, "learner-1", lambda given: len(given) == 2)
+        with pytest.raises(WorkerFailed, match="learner-1"):
+            run.train()
+
+
+def test_a_long_first_episode_is_no_delay(tmp_path):
+    """The learners wait for longer than faults.timeout_s, while the sims show that they are alive."""
+    few = ["algo.groups=2", "algo.group_size=2", "algo.filter=none", *AS_MANY]
+    short = ["faults.timeout_s=2", "faults.hang_s=2"]
+    with Run(tmp_path, PERIODIC, *few, *short, least_s=0.25, most_s=0.25, placement=TWO_SIMS) as run:
+        ((_, row),) = run.train(0, 1)
+    assert row["time/first_backward_s"] > 2 and row["groups/used"] == 2
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(sync, tmp_path):
+    with Run(tmp_path / "first", PERIODIC) as run:
+        run.train(0, 2)
+        run.loop.learners.save(tmp_path / "saved").wait()
+        state = run.loop.source.save()
+    assert not any(name.startswith("kept.") for name in state)
+    with Run(tmp_path / "second", PERIODIC) as run:
+        assert run.loop.restore(tmp_path / "saved", dict(state), 2) == 0
+        run.train(2)
+        assert far(run.weights(), sync[1]) < 1e-10
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["algo.surplus=carry"], "algo.surplus=carry keeps some of older ones; try algo.surplus=discard"),
+        (["learner.shard=true"], "all must run the network together; try learner.shard=false"),
+    ],
+)
+def test_what_cannot_be_periodic_is_refused(asked, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(
+            [
+                "recipe=pointmass_grpo",
+                PERIODIC,
+                "algo.minibatch_size=null",
+                "algo.epochs=1",
+                "algo.filter=resample",
+                *asked,
+            ]
+        )
+
+
+def test_sources_that_send_episodes_through_other_workers_are_refused(tmp_path):
+    with Run(tmp_path, PERIODIC) as run:
+        run.loop.source.outlets = list(run.loop.source.outlets)
+        with pytest.raises(ConfigError, match="GroupCollector lets them pass through other workers"):
+            run.train()
