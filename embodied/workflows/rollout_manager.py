@@ -180,7 +180,9 @@ class RolloutManager:
             if stream != "eval":  # there an episode that fails costs itself alone
                 self._refuse_repeated(losses.values())
             answers.begin_again(self._replace(losses))
-        self.settle(*answers.end())
+        ending = answers.end()
+        while losses := self._losses(ending, [answers]):
+            self._replace(losses)
         self.turns.leave(())
         failed = {self.sims.workers[sim] for sim, call in calls.items() if not call.succeeded()}
         self.errors = Counter({error: count for error, count in self.errors.items() if error[0] in failed})
@@ -329,8 +331,12 @@ class Round:
         self.changes = self.turns.changes
         for policy in [policy for policy in self.leaving if self.serving[policy].done()]:
             del self.leaving[policy], self.serving[policy]
-        if not self.moving:
-            return
+        if self.moving:
+            self._rearrange()
+        self._end_late()
+        self.turns.leave({self.policies.workers[policy] for policy in self.serving})
+
+    def _rearrange(self) -> None:
         here = [rank for rank, worker in enumerate(self.policies.workers) if self.turns.takes_part(worker)]
         joining = [policy for policy in here if policy not in self.serving]
         going = [policy for policy in self.serving if policy not in here and policy not in self.leaving]
@@ -340,8 +346,6 @@ class Round:
         for policy in going:
             self.manager.requests[policy].put(ActRequest("the driver", done=True))
             self.leaving[policy] = monotonic() + self.manager.budget.hang_s
-        self._end_late()
-        self.turns.leave({self.policies.workers[policy] for policy in self.serving})
 
     def begin_again(self, replaced: Iterable[int]) -> None:
         """Successors of policy workers that died answer whom these answered."""
@@ -352,6 +356,7 @@ class Round:
 
     def end(self) -> list[Handle]:
         """Nobody asks any more; returns the calls of the policy workers, which end now."""
+        self.moving = False
         for policy in self.serving.keys() - self.leaving.keys():
             self.manager.requests[policy].put(ActRequest("the driver", done=True))
         return list(self.serving.values())
