@@ -348,10 +348,6 @@ class GRPOConfig(PolicyGradientConfig):
             )
         return ""
 
-    def discards_surplus(self, schedule: str) -> bool:
-        """Whether groups that an iteration did not need are dropped, under this schedule."""
-        return schedule != "sync" if self.surplus is None else self.surplus == "discard"
-
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ValueError when some of `num_envs` envs would never play."""
         episodes = self.groups * self.group_size

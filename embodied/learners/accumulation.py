@@ -6,6 +6,8 @@ that `update_policy` takes from the same groups, whatever the order in which the
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -17,7 +19,7 @@ from embodied.learners.collective import Collective
 from embodied.learners.model import Model, Optimizer
 from embodied.learners.rollout_buffer import flatten
 from embodied.learners.share import GRPOShare, logprobs_of, moments_of
-from embodied.learners.update import check_finite, check_weights, gradient
+from embodied.learners.update import check_finite, check_weights, gradient, mismatch_numbers
 from embodied.runtime import Channel
 
 NO_DEADLINE = float("inf")  # episodes take their time; a channel closes where the run fails
@@ -64,10 +66,10 @@ class Accumulation:
                 f"pipeline.schedule=periodic divides all losses by one count, with algo.weighting=episode that of the "
                 f"episodes, but {', '.join(own)} counts decisions; try algo.weighting=decision"
             )
-        self.names = (*GRPOShare.sums, *own)
+        self.names = (*GRPOShare.SUMS, *own, "mismatch_k3")
         self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=device)
         self.counts = torch.zeros(2, dtype=torch.float64, device=device)  # decisions and episodes
-        self.gap = 0.0
+        self.largest = torch.full((2,), -math.inf, dtype=model.dtype, device=device)  # gap and k3 of a decision
         self.ids, self.moments = np.zeros(0, np.int64), np.zeros(0)  # [R], and of each episode's observations
 
     def add(self, group: Trajectory, advantages: np.ndarray) -> None:
@@ -84,10 +86,10 @@ class Accumulation:
         }
         share = GRPOShare(batch=batch, num_items=len(batch), reference=compared, **tensors)
         every = torch.arange(len(batch))
-        sums, gap = gradient(self.model, self.config, share, every, 1, self.model.passes(len(batch)))
+        sums, largest = gradient(self.model, self.config, share, every, 1, self.model.passes(len(batch)))
         self.sums += sums
         self.counts += torch.tensor([len(batch), len(group.ids)], device=self.device)
-        self.gap = max(self.gap, gap)
+        self.largest = torch.maximum(self.largest, largest)
 
     def observe(self, group: Trajectory) -> None:
         """Keep the moments of a group's observations, if the policy tracks them."""
@@ -107,15 +109,13 @@ class Accumulation:
         numbers = {name: total / count for name, total in zip(self.names, totals.tolist(), strict=True)}
         numbers["grad_norm"] = norm
         check_finite(numbers, end.iteration, 0)
+        mismatch = numbers.pop("mismatch_k3")
         factor = lr_factor(self.config.lr_schedule, end.iteration / end.total)
         optimizer.step(norm, factor)
-        check_weights(optimizer, end.iteration)
-        return {f"train/{name}": value for name, value in numbers.items()} | {
-            "train/logprob_gap": self.gap,
-            "train/epochs": 1.0,
-            "train/lr": self.config.lr * factor,
-            "train/staleness": 0.0,
-        }
+        about = mismatch_numbers(mismatch, check_weights(optimizer, end.iteration, *self.largest.tolist()))
+        about |= {"train/epochs": 1.0, "train/lr": self.config.lr * factor}
+        ages = {"train/staleness": 0.0, "train/staleness_max": 0.0, "train/staleness_0": 1.0}  # `check_version`
+        return {f"train/{name}": value for name, value in numbers.items()} | about | ages
 
     def merge_moments(self, collective: Collective) -> None:
         """Let the policy's statistics follow the observations of all ranks, in the order of episodes."""

@@ -62,10 +62,10 @@ class Memory:
         return f"{counts}; {' + '.join(parts)} = {self.total / 1e9:.3g} GB"
 
 
-def estimate(config: RunConfig) -> Memory | None:
-    """Of a recipe's learner, without its simulator and without the folder of its model; None for small policies."""
+def estimate(config: RunConfig, items: int = 1) -> Memory | None:
+    """Of a recipe's learner, without its simulator and without the folder of its model; None for small policies. An
+    iteration has so many items, where nothing says how many are looked at together."""
     from embodied.policies import policy_class
-    from embodied.run.memory_check import decisions_of
 
     seen = config.env.observed_images or {"camera": (224, 224)}
     images = {camera: (*size, 3) for camera, size in seen.items()}
@@ -73,7 +73,7 @@ def estimate(config: RunConfig) -> Memory | None:
     policy = policy_class(config.policy.name).counted(config.policy, spec)
     if policy is None:
         return None
-    rows = config.learner.micro_batch_size or config.algo.minibatch_size or max(1, decisions_of(config))
+    rows = config.learner.micro_batch_size or config.algo.minibatch_size or items
     copied = size_of(p for p in policy.parameters() if p.requires_grad)
     found = count(policy, config.learner, made_up(policy, rows))
     return replace(found, reference=copied) if config.algo.kl_coef else found

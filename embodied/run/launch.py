@@ -45,6 +45,7 @@ from embodied.run.memory_check import (
     check_memory,
     check_pictures,
     check_simulators,
+    decisions_of,
     describe_memory,
     is_large,
     most_sims,
@@ -307,7 +308,7 @@ def describe_learner(config: RunConfig) -> str:
     from embodied.learners.memory_estimate import estimate
 
     shared = ", shared out among the learners" if config.learner.shard else " in each learner"
-    return f"learner     {estimate(config)}{shared}\n"
+    return f"learner     {estimate(config, decisions_of(config) or 1)}{shared}\n"
 
 
 def cluster(

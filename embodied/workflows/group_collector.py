@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embodied.algorithms.config import GRPOConfig
 from embodied.algorithms.groups import Group, GroupPool, group_advantages
 from embodied.core.episodes import EpisodeList, env_blocks
 from embodied.core.errors import ConfigError
@@ -59,7 +60,7 @@ class GroupCollector:
         self.config, self.algo = config, config.algo
         self.stages = config.pipeline.stages
         self.episodes = EpisodeList(config.seed, "train", tasks, group_size=config.algo.group_size)
-        self.pool = GroupPool(config.algo, config.algo.discards_surplus(config.pipeline.schedule))
+        self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline.schedule))
         self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
         self.handed = 0  # times that episodes were handed over
@@ -344,3 +345,8 @@ class GroupStream:
         self.batch.groups = sorted([*self.batch.groups, sent.group])
         (advantages,) = self.collector.advantages(np.array([sent.group.scores]))
         self.channels[sent.rank].put(GroupPart(tuple(sent.calls), np.array(sent.group.episodes), advantages))
+
+
+def discards_surplus(algo: GRPOConfig, schedule: str) -> bool:
+    """Whether groups that an iteration did not need are dropped: in the next one they would be older than its own."""
+    return schedule != "sync" if algo.surplus is None else algo.surplus == "discard"
