@@ -62,7 +62,8 @@ class PolicyClient:
             if reply.source != self.source:
                 continue
             if isinstance(reply, AskAgain):
-                self.requests = reply.requests or self.requests
+                if reply.requests is not None:
+                    self.requests = reply.requests
                 self.requests.put(self.question)
             elif reply.number == self.question.number:
                 return reply
