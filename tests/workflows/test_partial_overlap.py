@@ -18,6 +18,7 @@ APART = {"sim": "fake:0-1", "policy": "fake:2-3", "learner": "fake:4"}
 OVERLAP = {"sim": "fake:0-1", "policy": "fake:2-3", "learner": "fake:3"}
 ALL_OVERLAP = {"sim": "fake:0-1", "policy": "fake:3", "learner": "fake:3"}
 ASYNC = ["pipeline.schedule=async", "pipeline.async_level=1"]
+SLOW = pytest.mark.slow
 STOPS = 2  # of a gated env in a rollout
 
 
@@ -127,7 +128,7 @@ def test_they_take_part_again_in_the_round_in_which_the_update_ends(expected, wa
         assert close(run.weights(), expected)
 
 
-@pytest.mark.parametrize("moment", ["asleep", "joining", "acting"])
+@pytest.mark.parametrize("moment", [pytest.param("asleep", marks=SLOW), pytest.param("joining", marks=SLOW), "acting"])
 def test_one_of_them_that_is_killed_is_replaced_at_any_moment(moment, expected, watched, tmp_path):
     killed = []
     with Gated(tmp_path) as run:
@@ -180,7 +181,7 @@ class Other:
             self.errors.append(error)
 
 
-@pytest.mark.parametrize("victim", [None, "policy-1", "policy-0"])
+@pytest.mark.parametrize("victim", [None, "policy-1", pytest.param("policy-0", marks=SLOW)])
 def test_who_wants_the_device_meanwhile_gets_it_and_no_result_depends_on_that(victim, expected, watched, tmp_path):
     """A thread takes the device again and again while the first rollout is played, some of it stopped."""
     with Gated(tmp_path, backend="local" if victim else "inline") as run:
