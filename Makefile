@@ -1,11 +1,12 @@
 # make train           set up if needed, then train a robot arm to push a cube (about a minute)
 # make test            set up if needed, then run the tests;  make test-all  also learning curves and chaos
-# make lint            formatting and lint
+# make lint            formatting, lint and types
 # make docs-check      every command and snippet of the README and docs/
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = .venv/bin/python
 # One thread a process: there are two workers and what they start, and threads that wait for each other eat cores.
-PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadscope
+# Bytecode is kept even where the machine says not to: hundreds of processes import the same modules.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadscope
 ARGS ?=
 
 .PHONY: train test test-all lint docs-check format setup
@@ -20,7 +21,7 @@ test-all: setup
 	@$(PYTEST) $(ARGS)
 
 lint: setup
-	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy
 
 docs-check: setup
 	@$(PYTEST) tests/test_readme.py tests/test_docs.py tests/test_*_page.py $(ARGS)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, code_commit, machine, markdown, packages, write_json
-from embodied.core.observations import text_arrays
+from embodied.core.arrays import text_arrays
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model

@@ -25,11 +25,9 @@ CODE = ("expert", "scene", "state", "env")  # what a result depends on
 
 def measure_task(task: str, states: int, videos: Path | None) -> list:
     """The outcomes of the stored states 0 to `states` - 1, in order."""
-    from embodied.core.episodes import EpisodeList
-    from embodied.core.types import Recording
-    from embodied.envs.action_source import ExpertActions
+    from embodied.core.types import EpisodeList, Recording
     from embodied.envs.config import LiberoConfig
-    from embodied.envs.episode_player import play_episodes
+    from embodied.envs.evaluation import ExpertActions, play_episodes
     from embodied.envs.libero.env import LiberoEnv
     from embodied.envs.libero.expert import LiberoExpert
     from embodied.runtime import Timers
@@ -37,7 +35,7 @@ def measure_task(task: str, states: int, videos: Path | None) -> list:
     episodes = EpisodeList(0, "eval", (task,), stored_states=states).first(states)
     env = LiberoEnv(LiberoConfig(name="libero", task=task), min(ROWS, states))
     try:
-        recording = Recording(film=frozenset(range(states)), videos=videos) if videos else Recording()
+        recording = Recording(video_episodes=frozenset(range(states)), videos=videos) if videos else Recording()
         action_source = ExpertActions(LiberoExpert(env), "expert")
         played = play_episodes(env, episodes, action_source, recording, SimpleQueue(), frozenset(), Timers())
     finally:

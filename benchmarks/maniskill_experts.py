@@ -22,7 +22,7 @@ ROWS = 10
 
 
 def measure_task(task: str, count: int) -> list[dict]:
-    from embodied.core.episodes import EpisodeList
+    from embodied.core.types import EpisodeList
     from embodied.envs.maniskill.expert import ManiSkillExpert
     from embodied.envs.maniskill.motion_planner import CONTROLS, PlannerExpert
 
@@ -60,8 +60,7 @@ def make(task: str, mode: str, count: int):
 
 def play(env, expert, who: str, episodes: list) -> dict:
     from embodied.core.types import Recording
-    from embodied.envs.action_source import ExpertActions
-    from embodied.envs.episode_player import play_episodes
+    from embodied.envs.evaluation import ExpertActions, play_episodes
     from embodied.runtime import Timers
 
     started = time.process_time()

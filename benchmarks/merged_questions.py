@@ -22,8 +22,7 @@ from time import perf_counter
 
 from benchmarks.common import RESULTS, code_commit, hosts, machine, markdown, packages, process_cpu_s, write_json
 from embodied.config.recipe import load
-from embodied.core.types import Recording
-from embodied.policies.request_batching import Merging
+from embodied.core.types import Merging, Recording
 from embodied.policies.worker import PolicyWorker
 from embodied.run import launch
 from embodied.workflows.embodied import POLICY, SIM

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.common import RESULTS, code_commit, machine
 from embodied.config.recipe import load
@@ -27,41 +28,58 @@ PLACEMENT = '{"sim,policy": "cpu:0", learner: "cpu:1"}'
 WARM_UP = 1
 
 
-def trial(recipe: str, granularity: int | None, more: list[str], logs: Path) -> Trial:
-    pieces = f"pipeline.granularity={'null' if granularity is None else granularity}"
-    config = load([f"recipe={recipe}", f"placement={PLACEMENT}", pieces, *more]).config
-    return Trial(*launch.planned(config), logs)
+def in_turns(recipe: str, arms: dict[str, str], more: list[str], turns: int) -> dict[str, list[Round]]:
+    """So many iterations of the recipe with each arm's key=value, one after the other and over again."""
+    rounds: dict[str, list[Round]] = {name: [] for name in arms}
+    with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
+        trials = {}
+        for name, option in arms.items():
+            config = load([f"recipe={recipe}", f"placement={PLACEMENT}", option, *more]).config
+            trials[name] = stack.enter_context(Trial(*launch.planned(config), Path(logs) / name))
+        for turn in range(WARM_UP + turns):
+            for name, trial in trials.items():
+                done = trial.iterate()
+                rounds[name] += [done] if turn >= WARM_UP else []
+            print(f"round {turn + 1} of {WARM_UP + turns}", flush=True)
+    return rounds
+
+
+def compare(rounds: dict[str, list[Round]], what: str) -> tuple[float, float, float]:
+    """Print how many times as fast the last arm is as the first, `what` saying what it is; returns that with its 95%
+    interval."""
+    first, *_, last = rounds.values()
+    ratio = paired_ratio(last, first)
+    print(f"{what} {ratio[1]:.2f} times as fast (95% interval {ratio[0]:.2f} to {ratio[2]:.2f})")
+    return ratio
+
+
+def parser_of(text: str) -> argparse.ArgumentParser:
+    """Of a benchmark of iterations of a recipe in turns."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("more", nargs="*", help="key=value of the recipe")
+    parser.add_argument("--rounds", type=int, default=7)
+    return parser
+
+
+def write(name: str, asked: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Write what was found, and how, into benchmarks/results/NAME-RECIPE.json."""
+    about = {**vars(asked), "placement": PLACEMENT, "machine": machine(), "commit": code_commit()}
+    path = RESULTS / f"{name}-{Path(asked.recipe).stem}.json"
+    path.write_text(json.dumps(about | found, indent=1) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe")
-    parser.add_argument("more", nargs="*", help="key=value of the recipe")
+    parser = parser_of(__doc__)
     parser.add_argument("--granularity", type=int, required=True)
-    parser.add_argument("--rounds", type=int, default=7)
     asked = parser.parse_args()
-    sizes: dict[str, int | None] = {"whole": None, "pieces": asked.granularity}
-    rounds: dict[str, list[Round]] = {name: [] for name in sizes}
-    about = {"recipe": asked.recipe, "more": asked.more, "granularity": asked.granularity, "placement": PLACEMENT}
-    about |= {"machine": machine(), "commit": code_commit()}
-    with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
-        trials = {
-            name: stack.enter_context(trial(asked.recipe, size, asked.more, Path(logs) / name))
-            for name, size in sizes.items()
-        }
-        for turn in range(WARM_UP + asked.rounds):
-            for name, one in trials.items():
-                done = one.iterate()
-                rounds[name] += [done] if turn >= WARM_UP else []
-            print(f"round {turn + 1} of {WARM_UP + asked.rounds}", flush=True)
+    arms = {"whole": "pipeline.granularity=null", "pieces": f"pipeline.granularity={asked.granularity}"}
+    rounds = in_turns(asked.recipe, arms, asked.more, asked.rounds)
     for name, found in rounds.items():
         whole, first = (median(getattr(r, key) for r in found) for key in ("seconds", "first_backward_s"))
         print(f"{name}: {whole:.3f} s an iteration, {first:.3f} s until the first backward pass")
-    ratio = paired_ratio(rounds["pieces"], rounds["whole"])
-    print(f"pieces are {ratio[1]:.2f} times as fast (95% interval {ratio[0]:.2f} to {ratio[2]:.2f})")
-    found = {name: [asdict(one) for one in each] for name, each in rounds.items()}
-    path = RESULTS / f"pieces-{Path(asked.recipe).stem}.json"
-    path.write_text(json.dumps({**about, "ratio": ratio, "rounds": found}, indent=1) + "\n")
+    ratio = compare(rounds, "pieces are")
+    write("pieces", asked, {"ratio": ratio, "rounds": {name: list(map(asdict, each)) for name, each in rounds.items()}})
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def step_randomly(recipe: str, iterations: int, seed: int, rank: int, shares: li
     """One process: the decisions of one iteration to warm up, then those of `iterations`."""
     os.sched_setaffinity(0, shares[rank])
     from embodied.config.recipe import load
-    from embodied.core.episodes import EpisodeList, head_start
+    from embodied.core.types import EpisodeList, head_start
     from embodied.envs import make_env
 
     config = load([f"recipe={recipe}"]).config

@@ -1,7 +1,7 @@
 """Which placement is fastest here, for this recipe? python -m embodied.benchmark recipe=maniskill_ppo modes=all
 
-Measures the parts (a profile), plans every mode from it and writes down what to expect; only then runs all modes, in
-turns, and puts predicted next to measured. What does not fit is listed with the arithmetic.
+Measures the parts (a profile), plans every mode and every schedule from it and writes down what to expect; only then
+runs all of them, in turns, and puts predicted next to measured. What does not fit is listed with the arithmetic.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -17,38 +17,43 @@ from typing import Any
 
 from embodied import let_call
 from embodied.config.cli import from_python
-from embodied.config.merge import recipe_names
+from embodied.config.merge import recipe_words
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of
+from embodied.placement.costs import Pricer
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.planner import Choice
 from embodied.placement.profile import Profile, read_profile, write_profile
 from embodied.placement.reasons import describe_layout, idle_shares, why_not
 from embodied.plan import Planned, plan
 from embodied.profiling.measure import measure as measure_profile
-from embodied.profiling.store import describe_devices, fitted_to, profile_for, profile_path, repeated
+from embodied.profiling.store import describe_devices, fitted_to, in_turns, profile_for, profile_path, repeated
 from embodied.profiling.timed_run import Round, Trial
 from embodied.reporting.benchmark_page import describe, write_report
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.folder import provenance
 from embodied.run.program import program_of
+from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
 
 MODES = ("collocated", "disaggregated", "hybrid")
 OTHER = "custom"  # the fastest of all ways that have no name
 ROUNDS = 7
 WARM_UP = 2
-OWN = ("modes", "tasks", "num_envs", "rounds", "profile", "seconds", "out")
+OVERLAPPING = ("periodic", "async")  # schedules that are shown beside the modes, under which rollout and update overlap
+OWN = ("modes", "schedules", "tasks", "num_envs", "rounds", "profile", "seconds", "out")
 USAGE = f"""Measure every placement of a recipe on this machine, next to what was predicted.
 
 usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
 
-  recipe    {", ".join(recipe_names())}, or path/to/my.yaml
+  recipe    {recipe_words()}
   program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   modes     all, one of {", ".join(MODES)}, {OTHER} (the fastest way without a name), or a list of
             them (default all)
+  schedules all, {" or ".join(OVERLAPPING)}, a list of them, or none: also the fastest placement under these (default
+            all that the recipe allows); modes are those of pipeline.schedule=sync
   tasks     a list of tasks, each measured: tasks=[PushCube-v1,PickCube-v1] (default: the recipe's)
   num_envs  a list of numbers of envs, each measured: num_envs=[32,64] (default: the recipe's)
   rounds    iterations of every mode that are timed, in turns (default {ROUNDS}, after {WARM_UP} to warm up)
@@ -60,6 +65,7 @@ usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--h
 @dataclass(frozen=True)
 class Options:
     modes: tuple[str, ...] = (*MODES, OTHER)
+    schedules: tuple[str, ...] = OVERLAPPING
     tasks: tuple[Any, ...] = ()
     num_envs: tuple[int, ...] = ()
     rounds: int = ROUNDS
@@ -88,23 +94,23 @@ class Result:
         return describe_devices(self.devices, self.nodes)
 
 
-def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
+def main(argv: list[str] | None = None, program: type[Workflow] = EmbodiedLoop) -> int:
     """The command; `program`: the workflow that is run."""
     return launch.answer(argv, USAGE, partial(start, program=program))
 
 
-def start(argv: list[str], program: type = EmbodiedLoop) -> int:
+def start(argv: list[str], program: type[Workflow] = EmbodiedLoop) -> int:
     compare_placements(argv, program)
     return 0
 
 
-def call(*words: str | Mapping[str, Any], program: type = EmbodiedLoop) -> dict[str, Any]:
+def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> dict[str, Any]:
     """Benchmark from Python, as the command does; returns what bench.json says:
     embodied.benchmark("pointmass_ppo", "seconds=30")."""
     return json.loads((compare_placements(from_python(words), program) / "bench.json").read_text())
 
 
-def compare_placements(argv: list[str], program: type) -> Path:
+def compare_placements(argv: list[str], program: type[Workflow]) -> Path:
     """Measure, plan, time; returns the folder of the results."""
     program, argv = program_of(argv, program)
     options, rest = read_options(argv)
@@ -119,17 +125,23 @@ def compare_placements(argv: list[str], program: type) -> Path:
     return folder
 
 
-def benchmark(config: RunConfig, options: Options, folder: Path, program: type = EmbodiedLoop) -> Result:
-    config, _ = launch.planned(repeated(config), roles=program.roles)
+def benchmark(config: RunConfig, options: Options, folder: Path, program: type[Workflow] = EmbodiedLoop) -> Result:
+    level = config.pipeline.async_level
+    config, _ = launch.planned(in_turns(repeated(config)), roles=program.roles)
     there = machines(config)
     profile = measured(config, options, there, program)
-    planned = plan(profile, there, config.cluster.memory_gb, draws_on_gpus(config.env))
-    chosen = {mode: planned.modes[mode] for mode in options.modes if planned.modes.get(mode)}
+    profile = replace(profile, dataflow=replace(profile.dataflow, level=level))
+    about = config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()
+    planned = plan(profile, there, *about)
+    chosen = {mode: choice for mode in options.modes if (choice := planned.modes.get(mode))}
     missing = [mode for mode in options.modes if mode not in chosen and mode != OTHER]  # which need not exist
     refused = {mode: why_not(planned.planner, mode) for mode in missing}
+    for schedule in options.schedules:
+        found = planned.schedules[schedule]
+        (refused if isinstance(found, str) else chosen)[schedule] = found
     if not chosen:
         raise ConfigError("\n".join(f"{mode}: {reason}" for mode, reason in refused.items()))
-    expected = {mode: predicted(planned, choice) for mode, choice in in_order(chosen).items()}
+    expected = {name: predicted(planned, name, choice) for name, choice in in_order(chosen).items()}
     used = {str(c): c.count for c in planned.planner.classes}
     result = Result(str(config.env.task), config.env.num_envs, used, len(there.nodes), expected, refused)
     name = f"expected-{len(list(folder.glob('expected-*.json')))}.json"
@@ -138,8 +150,8 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type =
         f"\n{result.task}, {result.num_envs} envs on {result.where}: expected, written to {folder / name} before "
         "anything is measured"
     )
-    for mode, told in expected.items():
-        print(f"  {mode:<14}{told['env_steps_per_s']:>9.0f} env steps/s   {told['layout']}")
+    for mode, forecast in expected.items():
+        print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['layout']}")
     run_all(config, planned, chosen, options.rounds, result, folder, program)
     return result
 
@@ -148,16 +160,21 @@ def in_order(chosen: dict[str, Choice]) -> dict[str, Choice]:
     return dict(sorted(chosen.items(), key=lambda item: item[1].price.seconds))
 
 
-def predicted(planned: Planned, choice: Choice) -> dict[str, Any]:
-    classes, idle = planned.planner.classes, idle_shares(planned.planner.pricer, choice.layout)
+def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
+    """What to expect of the fastest layout of a mode, or under a schedule."""
+    schedule, dataflow, planner = name if name in OVERLAPPING else "sync", planned.profile.dataflow, planned.planner
+    pricer = Pricer(dataflow.under(schedule), planner.pricer.profile, planner.classes)
+    classes, idle = planner.classes, idle_shares(pricer, choice.layout)
     return {
+        "schedule": schedule,
+        "async_level": dataflow.level if schedule == "async" else 1,
         "seconds": choice.price.seconds,
         "env_steps_per_s": planned.steps_per_s(choice),
         "idle": sum(idle[c.name] * c.count for c in classes) / sum(c.count for c in classes),
         "layout": describe_layout(choice.layout),
-        "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology, planned.draws),
+        "placement": as_placement(pricer, choice.layout, planned.topology, planned.draws),
         "stages": choice.layout.stages,
-        "granularity": granularity(choice.layout, planned.profile.dataflow),
+        "granularity": granularity(choice.layout, dataflow),
     }
 
 
@@ -168,7 +185,7 @@ def run_all(
     rounds: int,
     result: Result,
     folder: Path,
-    program: type,
+    program: type[Workflow],
 ) -> None:
     """All modes are started, then take turns, so that a slow minute of the machine meets them all."""
     with ExitStack() as stack:
@@ -198,13 +215,14 @@ def new_trace(folder: Path, mode: str) -> Path:
 def runnable(
     config: RunConfig, expected: dict[str, Any], there: Topology, roles: Sequence[Role]
 ) -> tuple[RunConfig, PlacementPlan]:
-    """The recipe under this placement."""
-    pipeline = config.pipeline.model_copy(update={key: expected[key] for key in ("stages", "granularity")})
-    changed = config.model_copy(update={"placement": expected["placement"], "pipeline": pipeline})
+    """The recipe under this placement and schedule."""
+    keys = ("stages", "granularity", "schedule", "async_level")
+    changed = config.with_pipeline(**{key: expected[key] for key in keys})
+    changed = changed.model_copy(update={"placement": expected["placement"]})
     return changed, make_plan(expected["placement"], there, config.env.num_envs, expected["stages"], roles=roles)
 
 
-def measured(config: RunConfig, options: Options, there: Topology, program: type) -> Profile:
+def measured(config: RunConfig, options: Options, there: Topology, program: type[Workflow]) -> Profile:
     """The stored profile of these machines, or a new one."""
     roles = roles_of(program.roles)
     path, why_none = profile_for(config, there, roles) if options.profile != "new" else (None, "")
@@ -224,11 +242,15 @@ def measured(config: RunConfig, options: Options, there: Topology, program: type
 
 def read_options(argv: list[str]) -> tuple[Options, list[str]]:
     values, problems, rest = launch.split(argv, OWN)
-    for key in ("modes", "tasks", "num_envs"):
+    for key in ("modes", "schedules", "tasks", "num_envs"):
         if key in values:
             values[key] = tuple(values[key]) if isinstance(values[key], list) else (values[key],)
     if values.get("modes") == ("all",):
         values["modes"] = (*MODES, OTHER)
+    if values.get("schedules") in (("all",), ("none",)):
+        values["schedules"] = OVERLAPPING if values["schedules"] == ("all",) else ()
+    unknown = [name for name in values.get("schedules", ()) if name not in OVERLAPPING]
+    problems += [f"schedules: {name!r} is none; all, none, {', '.join(OVERLAPPING)}" for name in unknown]
     unknown = [mode for mode in values.get("modes", ()) if mode not in (*MODES, OTHER)]
     problems += [f"modes: {mode!r} is no mode; all, {', '.join(MODES)}, {OTHER}" for mode in unknown]
     for key, kind in (("rounds", int), ("seconds", (int, float))):
@@ -238,14 +260,18 @@ def read_options(argv: list[str]) -> tuple[Options, list[str]]:
         problems.append(f"profile={values['profile']}: should be new or stored")
     if problems:
         raise ConfigError("\n".join(problems))
-    return Options(**{k: str(v) if k == "out" else v for k, v in values.items()}), rest
+    given: dict[str, Any] = {key: str(value) if key == "out" else value for key, value in values.items()}
+    return Options(**given), rest
 
 
 def variants(options: Options, rest: list[str]) -> list[RunConfig]:
     """The recipe for every task and number of envs."""
     tasks = [f"env.task={task}" for task in options.tasks] or [""]
     sizes = [f"env.num_envs={n}" for n in options.num_envs] or [""]
-    return [load([*rest, *filter(None, pair)]).config for pair in product(tasks, sizes)]
+    found = [load([*rest, *filter(None, pair)]) for pair in product(tasks, sizes)]
+    if not all(found):
+        raise ConfigError("a benchmark measures; python -m embodied.train --cfg shows the recipe")
+    return [loaded.config for loaded in found if loaded]
 
 
 def new_folder(out: str, config: RunConfig) -> Path:

@@ -44,8 +44,8 @@ def check(config: RunConfig) -> None:
         try:
             for name, text in {**env.facts(), **seen(env)}.items():
                 show(name, text)
-            if problem := env.film_problem():
-                show("film", f"cannot be filmed here: {problem}")
+            if problem := env.video_problem():
+                show("video", f"none can be made here: {problem}")
             judge(env)
         finally:
             env.close()

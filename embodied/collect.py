@@ -13,12 +13,11 @@ import tempfile
 from pathlib import Path
 
 from embodied.config.recipe import Loaded, RunConfig, load
-from embodied.core.episodes import EpisodeList
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.types import EnvSpec, EpisodeResult, Recording
+from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class
 from embodied.envs.protocols import AS_TRAINED
-from embodied.reporting.console import describe_results, describe_tasks
+from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize
 from embodied.run import launch
 from embodied.run.folder import provenance
@@ -49,16 +48,16 @@ def start(argv: list[str]) -> int:
         launch.rehearse(config)
         return 0
     out.parent.mkdir(parents=True, exist_ok=True)
-    drafts = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    spec, episodes = play(config, plan, target, drafts, expert)
+    buffers = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    spec, episodes = play(config, plan, target, buffers, expert)
     results = summarize(episodes)
     if expert == "planner":
         warn_of_time(episodes, spec.max_episode_steps)
-    kept = write(out, spec, config, episodes, drafts)
+    kept = write(out, spec, config, episodes, buffers)
     source = {"by": name, "policy": target.described() if checkpoint else None, "played": results["overall"]}
     about = {**source, "env": config.env.model_dump(mode="json"), "provenance": provenance()}
     (out / SOURCE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(drafts)  # after a failure it stays, with the workers' logs
+    shutil.rmtree(buffers)  # after a failure it stays, with the workers' logs
     print(f"{name}: {describe_results(results)}{describe_tasks(results)}")
     print(f"  kept        {kept} of {len(episodes)} episodes")
     print(f"  dataset     {out}")
@@ -103,15 +102,15 @@ def as_played(config: RunConfig, target: Target) -> RunConfig:
 
 
 def play(
-    config: RunConfig, plan, target: Target, drafts: Path, expert: str | None
+    config: RunConfig, plan, target: Target, buffers: Path, expert: str | None
 ) -> tuple[EnvSpec, list[EpisodeResult]]:
-    """Play episodes that neither training nor evaluation plays, dead workers replaced, a draft per episode into this
+    """Play episodes that neither training nor evaluation plays, dead workers replaced, a buffer per episode into this
     folder; returns what the env offers, and the outcomes in episode order. An expert asks no policy worker."""
     from embodied.workflows.embodied import PLAYERS
     from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.workers import Workers
 
-    with launch.cluster(config, plan, drafts / "logs") as cluster:
+    with launch.cluster(config, plan, buffers / "logs") as cluster:
         workers = Workers(PLAYERS, config, cluster, tell=launch.say)
         spec = workers.start()
         check_fits(target, config.env, spec)
@@ -122,10 +121,10 @@ def play(
             raise ConfigError(f"collect.noise={noise:g} needs continuous actions; leave it out")
         tasks = env_class(config.env).tasks(config.env)
         episodes = EpisodeList(config.seed, "demonstrations", tasks).first(config.collect.episodes)
-        return spec, evaluator.play(episodes, Recording(drafts=drafts, noise=noise, seed=config.seed), expert)
+        return spec, evaluator.play(episodes, Recording(buffers=buffers, noise=noise, seed=config.seed), expert)
 
 
-def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeResult], drafts: Path) -> int:
+def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeResult], buffers: Path) -> int:
     """The dataset of those episodes that are worth keeping; returns how many."""
     from embodied.datasets import DatasetWriter, buffer_name, features_of, fps_of
 
@@ -135,7 +134,7 @@ def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeRes
         raise EmbodiedError(f"none of {len(episodes)} episodes was a success; collect.keep=all keeps them all the same")
     with DatasetWriter(out, fps_of(spec), features_of(spec)) as writer:
         for episode in kept:
-            writer.add_draft(drafts / buffer_name(episode.index))
+            writer.add_buffer(buffers / buffer_name(episode.index))
     return len(kept)
 
 

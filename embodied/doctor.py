@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -40,13 +39,10 @@ disk. States: ok; warning (works, but not well); absent (optional, not here); fa
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.answer(argv, USAGE, start)
 
 
 def start(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(USAGE)
-        return 0
     if unknown := [word for word in argv if word != "--json"]:
         raise ConfigError(f"{unknown[0]}: there is only --json; see python -m embodied.doctor --help")
     return examine(Machine(), "--json" in argv)
@@ -240,7 +236,10 @@ def check_ray(machine: Machine) -> list[Finding]:
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     done = machine.probe("ray", env=quiet)
     if done.problem:
-        fix = "python -W ignore -m embodied.probes ray shows all it says; one machine needs none: cluster.backend=local"
+        fix = (
+            "python -W ignore -m embodied.system.probes ray shows all it says; "
+            "one machine needs none: cluster.backend=local"
+        )
         return [Finding("Ray", WARNING, done.problem, fix)]
     return [Finding("Ray", OK, done.answer["version"])]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -25,15 +25,19 @@ from embodied.envs import env_class
 from embodied.envs.own_modules import file_name
 from embodied.envs.protocols import choose_protocol
 from embodied.placement import PlacementPlan
-from embodied.reporting.console import (
+from embodied.reporting.partial_evaluation import PartialEvaluation, is_part_of, mark, unmark
+from embodied.reporting.results import (
+    COMPARISON,
+    RESULTS,
     describe_causes,
     describe_comparison,
     describe_results,
     describe_tasks,
+    read_results,
     warn_of_errors,
+    write_comparison,
+    write_results,
 )
-from embodied.reporting.partial_evaluation import PartialEvaluation, is_part_of, mark, unmark
-from embodied.reporting.results import COMPARISON, RESULTS, read_results, write_comparison, write_results
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import causes, summarize
@@ -48,7 +52,7 @@ from embodied.run.policy_source import Target, check_fits, describe_published, f
 if TYPE_CHECKING:
     from embodied.workflows.evaluator import Evaluator
 
-Part = tuple[RunConfig, PlacementPlan | None]  # tasks that one env can play, and the plan for them
+Part = tuple[RunConfig, PlacementPlan]  # tasks that one env can play, and the plan for them
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,6 +75,7 @@ def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str,
     if loaded is None or loaded.dry_run:
         raise ConfigError("--help, --cfg and --dry-run are for the command line")
     out = play(loaded)
+    assert out is not None, "it was not a dry run"
     return read_json(out / (RESULTS if (out / RESULTS).is_file() else COMPARISON))
 
 
@@ -208,7 +213,7 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
     evaluators = []
     for config, plan in parts:
         config = config.model_copy(update={"policy": target.config})
-        part = file_name(config.env.task) if len(parts) > 1 else ""
+        part = file_name(str(config.env.task)) if len(parts) > 1 else ""
         logs = out / "logs" / part
         with launch.cluster(config, plan, logs) as cluster:
             workers = Workers(PLAYERS, config, cluster, tell=launch.say, eval_tasks=tasks)
@@ -224,6 +229,7 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
             with going_on_later(kept):
                 episodes += evaluator.evaluate(out, dataset, kept)
             evaluators.append(evaluator)
+    assert kept is not None, "there is at least one part"
     results = write_evaluation(kept, evaluators, episodes)
     print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
     print(f"  results     {out / 'results.json'}")
@@ -289,7 +295,7 @@ def write_evaluation(
     return results
 
 
-def asked_for(parts: list[Part], played: Any, policy: dict[str, Any]) -> dict[str, Any]:
+def asked_for(parts: Sequence[tuple[RunConfig, Any]], played: Any, policy: dict[str, Any]) -> dict[str, Any]:
     """All that the outcome of an episode follows from, and what is kept of it. How many rows play is no matter."""
     config, _ = parts[0]
     protocol = choose_protocol(env_class(config.env), config.env, config.eval.protocol)

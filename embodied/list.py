@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import itertools
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from embodied.config.merge import RECIPES, recipe_names
+from embodied.config.merge import recipe_file, recipe_names
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.envs import PLUGINS, env_class
@@ -47,13 +46,10 @@ class Item:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.answer(argv, USAGE, start)
 
 
 def start(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(USAGE)
-        return 0
     if unknown := [word for word in argv if word not in LISTS]:
         raise ConfigError(f"{unknown[0]}: there are {', '.join(LISTS)}; see python -m embodied.list --help")
     machine = Machine()
@@ -173,7 +169,7 @@ def problem_of_env(env: EnvConfig, machine: Machine) -> str:
 
 def comment(recipe: str) -> str:
     """The first sentence of the comment above a recipe."""
-    lines = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines()
+    lines = recipe_file(recipe).read_text(encoding="utf-8").splitlines()
     above = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return first_sentence(" ".join(line.removeprefix("#").strip() for line in above))
 

@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from embodied import assets
-from embodied.config.merge import recipe_names
+from embodied.config.merge import recipe_words
 from embodied.config.recipe import RunConfig, RunSection, load
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.placement import PlacementError, Role, roles_of
+from embodied.placement.dataflow import SCHEDULES
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.planner import STAGES, Choice, Planner
 from embodied.placement.profile import Profile, read_profile
-from embodied.placement.reasons import describe_layout, idle_shares, why_it_wins, why_not
+from embodied.placement.reasons import describe_layout, idle_shares, why_it_wins, why_not, why_not_apart
+from embodied.placement.schedules import overlaps
 from embodied.placement.simulate import Schedule, simulate
 from embodied.placement.topology import Topology, read_topology
 from embodied.profiling.store import counted, fitted_to, limited, newest_profile, profile_for
@@ -39,12 +41,13 @@ from embodied.workflows.embodied import EmbodiedLoop
 
 OWN = ("cluster", "profile", "out")
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
+NOT_PERIODIC = "its groups are not known, or not learned from in one gradient step"
 MOST_REPLAYED = 300  # devices; larger clusters are priced in closed form, not replayed and drawn
 USAGE = f"""Predict how fast every placement of a recipe is, on machines one has or not, and say which wins and why.
 
 usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out=FOLDER] [key=value ...] [--help]
 
-  recipe    {", ".join(recipe_names())}, or path/to/my.yaml; its profile is the one measured here last
+  recipe    {recipe_words()}; its profile is the one measured here last
   program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
             published_maniskill_openvla, published_libero_openvla_oft
@@ -58,7 +61,8 @@ class Planned:
     profile: Profile
     topology: Topology
     planner: Planner
-    modes: dict[str, Choice | None]
+    modes: dict[str, Choice | None]  # under the schedule of the profile's dataflow
+    schedules: dict[str, Choice | str]  # the fastest layout under each, or why there is none
     search_s: float
     draws: bool = False  # simulators on cores do, on GPUs
 
@@ -88,7 +92,8 @@ def start(argv: list[str], roles: Sequence[Role] = EMBODIED) -> int:
         config = recipe_of(own.get("profile"), rest)
         topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
         profile, name = find_profile(own.get("profile"), config, topology, roles)
-        planned = plan(profile, topology, *((config.cluster.memory_gb, draws_on_gpus(config.env)) if config else ()))
+        about = (config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()) if config else ()
+        planned = plan(profile, topology, *about)
     except PlacementError as err:
         raise ConfigError(str(err)) from None
     print("\n".join(describe(planned, name)))
@@ -126,8 +131,15 @@ def packaged(name: str) -> Path:
     return inside if inside.is_file() else Path(name)
 
 
-def plan(profile: Profile, topology: Topology, memory_gb: float | None = None, draws: bool = False) -> Planned:
-    """The fastest layout of every mode on the devices that the profile knows, with so much memory on each."""
+def plan(
+    profile: Profile,
+    topology: Topology,
+    memory_gb: float | None = None,
+    draws: bool = False,
+    not_periodic: str = NOT_PERIODIC,
+) -> Planned:
+    """The fastest layout of every mode on the devices that the profile knows, with so much memory on each; and of every
+    schedule. `not_periodic`: why learners cannot take groups as they come, where they cannot."""
     profile = counted(profile, memory_gb)
     classes = limited((c for c in topology.classes() if c.count and profile.knows(c)), memory_gb)
     if homeless := [name for name in profile.costs if not any(profile.cost(name, c) for c in classes)]:
@@ -138,11 +150,28 @@ def plan(profile: Profile, topology: Topology, memory_gb: float | None = None, d
     started = time.perf_counter()
     planner = Planner(profile.dataflow, profile, classes, stages)
     modes = planner.modes()
+    schedules = {schedule: under(planner, schedule, modes) or not_periodic for schedule in SCHEDULES}
     search_s = time.perf_counter() - started
     if not any(modes.values()):
         reasons = [f"{mode}: {why_not(planner, mode)}" for mode in MODES[:3]]
+        if overlaps(planner.dataflow):
+            reasons = [f"{why_not_apart(planner)}; try pipeline.schedule=sync"]
         raise PlacementError("nothing fits on this cluster\n" + "\n".join(reasons))
-    return Planned(profile, topology, planner, modes, search_s, draws)
+    return Planned(profile, topology, planner, modes, schedules, search_s, draws)
+
+
+def under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> Choice | str:
+    """The fastest layout under this schedule, or why there is none ("": it cannot be); of the planner's own it is among
+    its modes."""
+    dataflow = planner.dataflow
+    if schedule == "periodic" and not dataflow.groups:
+        return ""
+    if schedule == dataflow.schedule:
+        found = min(filter(None, modes.values()), key=lambda choice: choice.price.seconds, default=None)
+    else:
+        planner = Planner(dataflow.under(schedule), planner.pricer.profile, planner.classes, planner.stages)
+        found = planner.best()
+    return found or why_not_apart(planner)
 
 
 def describe(planned: Planned, name: str) -> list[str]:
@@ -157,14 +186,21 @@ def describe(planned: Planned, name: str) -> list[str]:
     for one in ranked(planned):
         choice = planned.modes[one]
         idle = mean_idle(planned, choice)
-        told = f"{idle:>6.0%}" if idle is not None else f"{'':>6}"
+        waiting = f"{idle:>6.0%}" if idle is not None else f"{'':>6}"
         lines.append(
-            f"{one:<14}{choice.price.seconds:>12.4g}{planned.steps_per_s(choice):>13.4g}{told}  "
+            f"{one:<14}{choice.price.seconds:>12.4g}{planned.steps_per_s(choice):>13.4g}{waiting}  "
             f"{describe_layout(choice.layout)}"
         )
     for one in MODES:
         if planned.modes.get(one) is None and one != "custom":
             lines.append(f"{one:<14}{'does not fit':>12}: {why_not(planned.planner, one)}")
+    lines += ["", f"{'schedule':<14}{'s/iteration':>12}{'env steps/s':>13}{'':>6}  layout"]
+    for schedule, found in planned.schedules.items():
+        if isinstance(found, str):
+            lines.append(f"{schedule:<14}{'no plan':>12}: {found}")
+        else:
+            row = f"{schedule:<14}{found.price.seconds:>12.4g}{planned.steps_per_s(found):>13.4g}{'':>6}"
+            lines.append(f"{row}  {describe_layout(found.layout)}")
     others = {one: choice for one, choice in planned.modes.items() if choice and one != mode}
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
     lines += [f"the profile has no costs on {name}, so none is used" for name in left if name != "cpu"]
@@ -172,6 +208,8 @@ def describe(planned: Planned, name: str) -> list[str]:
     placement = as_placement(planned.planner.pricer, winner.layout, planned.topology, planned.draws)
     pieces = granularity(winner.layout, planned.profile.dataflow)
     cut = f" pipeline.granularity={pieces}" if pieces else ""
+    if overlaps(planned.profile.dataflow):
+        cut = f" pipeline.schedule={planned.profile.dataflow.schedule}"
     return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}{cut}"]
 
 
@@ -193,7 +231,7 @@ def mean_idle(planned: Planned, choice: Choice) -> float | None:
     return sum(shares[c.name] * c.count for c in used) / sum(c.count for c in used)
 
 
-def schedules(planned: Planned) -> dict[str, Schedule]:
+def replays(planned: Planned) -> dict[str, Schedule]:
     """Replayed, fastest first, where the cluster is small enough to be drawn."""
     shown = [(mode, planned.modes[mode]) for mode in ranked(planned)]
     return {
@@ -207,7 +245,7 @@ def write(planned: Planned, name: str, out: Path) -> None:
     """plan.json, and the picture as PNG and in a page."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "plan.json").write_text(json.dumps(as_json(planned, name), indent=1) + "\n")
-    drawn = schedules(planned)
+    drawn = replays(planned)
     png = gantt.draw(drawn) if drawn else None
     if png:
         (out / "plan.png").write_bytes(png)
@@ -215,35 +253,46 @@ def write(planned: Planned, name: str, out: Path) -> None:
 
 
 def as_json(planned: Planned, name: str) -> dict:
-    found = {}
-    for mode in ranked(planned):
-        choice = planned.modes[mode]
-        found[mode] = {
-            "seconds": choice.price.seconds,
-            "env_steps_per_s": planned.steps_per_s(choice),
-            "used_bytes": dict(choice.price.used_bytes),
-            "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology, planned.draws),
-            "layout": {**asdict(choice.layout), "swapped": sorted(choice.layout.swapped)},
-        }
+    found = {mode: choice_as_json(planned, planned.modes[mode]) for mode in ranked(planned)}
+    schedules = {
+        name: {"refused": choice} if isinstance(choice, str) else choice_as_json(planned, choice)
+        for name, choice in planned.schedules.items()
+    }
     refused = {m: why_not(planned.planner, m) for m in MODES[:3] if planned.modes.get(m) is None}
-    return {"profile": name, "cluster": planned.topology.name, "winner": planned.winner[0], "modes": found} | (
-        {"refused": refused} if refused else {}
-    )
+    about = {"profile": name, "cluster": planned.topology.name, "winner": planned.winner[0]}
+    return {**about, "modes": found, "schedules": schedules} | ({"refused": refused} if refused else {})
+
+
+def choice_as_json(planned: Planned, choice: Choice) -> dict:
+    return {
+        "seconds": choice.price.seconds,
+        "env_steps_per_s": planned.steps_per_s(choice),
+        "used_bytes": dict(choice.price.used_bytes),
+        "placement": as_placement(planned.planner.pricer, choice.layout, planned.topology, planned.draws),
+        "layout": {**asdict(choice.layout), "swapped": sorted(choice.layout.swapped)},
+    }
 
 
 def html(planned: Planned, name: str, png: bytes | None) -> str:
     mode, winner = planned.winner
-    rows = [
-        [one, f"{c.price.seconds:.4g}", f"{planned.steps_per_s(c):.4g}", describe_layout(c.layout)]
-        for one, c in ((one, planned.modes[one]) for one in ranked(planned))
-    ]
+
+    def rows(choices: dict[str, Choice | str]) -> list[list[str]]:
+        return [
+            [one, f"{c.price.seconds:.4g}", f"{planned.steps_per_s(c):.4g}", describe_layout(c.layout)]
+            for one, c in choices.items()
+            if not isinstance(c, str)
+        ]
+
+    head = ["s per iteration", "env steps/s", "layout"]
+    modes = {one: planned.modes[one] for one in ranked(planned)}
     others = {one: choice for one, choice in planned.modes.items() if choice and one != mode}
     reasons = [tag("li", line) for line in why_it_wins(planned.planner.pricer, winner, others)]
     return page(
         f"Plan of {name} on {planned.topology.name}",
         tag("h1", f"{mode} wins"),
         tag("p", f"{planned.profile.made.get('name', name)}, on {planned.topology.name}"),
-        section("Predicted", table(["mode", "s per iteration", "env steps/s", "layout"], rows)),
+        section("Predicted", table(["mode", *head], rows(modes))),
+        section("Under each schedule", table(["schedule", *head], rows(planned.schedules))),
         section("Why", tag("ul", *reasons)),
         section("An iteration", gantt.image(png, "what every device does")) if png else None,
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
+from embodied.core.files import replace_text
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.run_page import REPORT, report
 from embodied.reporting.runs import read_run
 from embodied.run import launch
-from embodied.run.checkpoints import replace_text
 
 USAGE = """Write report.html of a run or an evaluation: curves, tables, videos, where the time went, provenance.
 Of several: one page that compares them.
@@ -28,13 +27,10 @@ COMPARISON = "comparison.html"
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.answer(argv, USAGE, start)
 
 
 def start(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(USAGE)
-        return 0
     options = [word.removeprefix("out=") for word in argv if word.startswith("out=")]
     runs = [Path(word).expanduser() for word in argv if not word.startswith("out=")]
     if not runs or len(options) > 1 or any(word.startswith("-") for word in argv):

@@ -81,7 +81,7 @@ def follow(
         folder, checkpoint = open_folder(loaded, command)
         opened(folder.path)
         with closing(folder, interruption):
-            console = Console(folder.path, folder.note, command=command)
+            console = Console(folder.path, folder.log.note, command=command)
             folder.record(placement=asdict(plan))
             console.say(launch.describe(config, plan, weights=checkpoint))
             console.say(launch.describe_saving(config))
@@ -116,7 +116,7 @@ def train(
     with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         rendezvous = rendezvous_point(ranks, config.cluster.backend, folder.logs, timeout_s)
-        tell, start = partial(restarted, folder, console), origin and origin.folder
+        tell, start = partial(restarted, folder, console), origin.folder if origin else None
         loop = program(config, cluster, rendezvous=rendezvous, tell=tell, start_folder=start)
         spec = loop.start()
         if origin:
@@ -151,7 +151,7 @@ def train(
 
 
 def fresh(loop: Workflow, folder: RunFolder) -> dict:
-    folder.keep_metrics(0)  # of a run that was begun before, and not saved
+    folder.log.keep_rows(0)  # of a run that was begun before, and not saved
     loop.publish(0)
     counters = ("iteration", "version", "env_steps", "abandoned_episodes", "dropped_batches")
     return {**dict.fromkeys(counters, 0), "train_s": 0.0}
@@ -160,7 +160,7 @@ def fresh(loop: Workflow, folder: RunFolder) -> dict:
 def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
     """Continue from a checkpoint: weights, optimizer, env rows, counters; later metrics are dropped and made again."""
     state = read_counters(checkpoint)
-    folder.keep_metrics(state["iteration"])
+    folder.log.keep_rows(state["iteration"])
     sims = read_sims(checkpoint)
     try:
         with reading(checkpoint / SIMS, CheckpointError):
@@ -188,7 +188,7 @@ def iterate(loop: Workflow, state: dict, total: int, folder: RunFolder, console:
     state["env_steps"] += int(numbers["env_steps"])
     state["abandoned_episodes"] += loop.take_abandoned()
     state["train_s"] += elapsed
-    folder.log(console.iteration(state, finished, numbers, elapsed, total))
+    folder.log.row(console.iteration(state, finished, numbers, elapsed, total))
 
 
 def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:
@@ -224,7 +224,7 @@ def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: in
 
 
 def due(iteration: int, every: int | None) -> bool:
-    return bool(every) and iteration % every == 0
+    return bool(every and iteration % every == 0)
 
 
 let_call(__name__)

@@ -20,11 +20,8 @@ from pathlib import Path
 from embodied.core.errors import EmbodiedError
 from embodied.system import vulkan_driver
 
-LIBRARIES = {
-    "libGL.so.1": "libgl1",
-    "libEGL.so.1": "libegl1",
-    "libgthread-2.0.so.0": "libglib2.0-0",
-}  # of SAPIEN, OpenCV
+# Libraries of SAPIEN and OpenCV, and their packages
+LIBRARIES = {"libGL.so.1": "libgl1", "libEGL.so.1": "libegl1", "libgthread-2.0.so.0": "libglib2.0-0"}
 PACKAGE = "mesa-vulkan-drivers"
 NOT_NEEDED = ("libc6", "libdrm-amdgpu1")  # there already; only for AMD cards, and newer than Debian 12's
 TIMEOUT_S = 600

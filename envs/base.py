@@ -17,16 +17,14 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 from gymnasium.vector.utils import batch_space
 
-from embodied.core.arrays import finite_rows, host, is_tensor
-from embodied.core.errors import NotFinite, WrongShape
-from embodied.core.observations import Observation, map_obs, text_arrays, text_lists
+from embodied.core.arrays import Observation, finite_rows, host, is_tensor, map_obs, text_arrays, text_lists
+from embodied.core.errors import ConfigError, NotFinite, WrongShape
 from embodied.core.types import ChunkResult, EnvSpec, EpisodeSpec
 from embodied.envs import import_class
-from embodied.envs.image_cache import Images, Pictures
 from embodied.envs.preflight import BeforeARun
 from embodied.envs.protocols import AS_TRAINED, Protocol
-from embodied.envs.rewards import Reward
 
+Images = dict[str, np.ndarray]  # camera -> uint8 [rows, H, W, 3]
 TEXT = "".join(chr(code) for code in range(32, 127))
 
 
@@ -63,11 +61,11 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
         self.single_action_space = action_space(env_spec)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        self._pictures = Pictures(num_envs, env_spec.images, lambda rows: self._paint(rows))
+        self._image_cache = ImageCache(num_envs, env_spec.images, lambda rows: self._paint(rows))
         self._live = np.zeros(num_envs, bool)
         self._elapsed = np.zeros(num_envs, np.int64)
         self._success = np.zeros(num_envs, bool)
-        self._reward = Reward(config.reward, num_envs, env_spec.has_success, import_class)
+        self._reward = Reward(config.reward, num_envs, env_spec.has_success)
         self._rewards = np.zeros(num_envs, self.dtype)
 
     # What a plug-in implements. Arrays it returns are its own no longer: it never writes to them again.
@@ -100,7 +98,7 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
         """uint8 [len(rows), H, W, 3]: a frame of each of these rows for a video."""
         raise NotImplementedError
 
-    def film_problem(self) -> str:
+    def video_problem(self) -> str:
         """Why `render_rows` cannot work on this machine; empty if it can."""
         return ""
 
@@ -137,7 +135,7 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
         if len(rows):
             success = self._reset_rows(rows, episodes)
             self._success[rows] = False if success is None else success
-            self._live[rows] = self._pictures.stale[rows] = True
+            self._live[rows] = self._image_cache.stale[rows] = True
             self._elapsed[rows] = 0 if elapsed is None else np.asarray(elapsed)[rows]
             self._reward.begin(rows)
         obs = self._observation()
@@ -154,7 +152,7 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
         return result.obs, result.rewards[:, 0], result.terminated[:, 0], result.truncated[:, 0], info
 
     def step_chunk(self, actions: np.ndarray, on_frame: Callable[[np.ndarray], None] | None = None) -> ChunkResult:
-        """Play one decision: actions [N, C, A], C env steps of every live row. `ChunkResult` tells what comes back.
+        """Play one decision: actions [N, C, A], C env steps of every live row. Returns a `ChunkResult`.
 
         `on_frame(moved)` is called after each env step with the rows that took it (bool [N]). Rows done before
         the chunk are frozen; their observation is whatever the simulator shows.
@@ -172,7 +170,7 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
                 break
             done = self._advance(actions[:, c], moved, rewards[:, c], terminated[:, c], truncated[:, c])
             mask[:, c] = moved
-            self._pictures.stale |= moved
+            self._image_cache.stale |= moved
             if success is not None:
                 success[:, c] = self._success
             self._rewards = rewards[:, c]
@@ -217,7 +215,7 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
             getattr(self, f"_{name}")[:] = state.pop(name)
         self._reward.memory[:] = state.pop("reward")
         self._set_state(state)
-        self._pictures.stale[:] = True
+        self._image_cache.stale[:] = True
         return self._observation()
 
     # How it is done.
@@ -226,7 +224,7 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
         """What all rows see now; images are up to date for these rows (None: for all)."""
         obs = self._observe()
         if self.env_spec.images and "images" not in obs:
-            obs["images"] = self._pictures.look(rows)
+            obs["images"] = self._image_cache.images(rows)
         return obs
 
     def _advance(self, actions, moved, rewards, terminated, truncated) -> np.ndarray:
@@ -366,3 +364,75 @@ def action_space(spec: EnvSpec) -> spaces.Space:
     if spec.action.discrete:
         return spaces.Discrete(spec.action.num_choices)
     return spaces.Box(-1.0, 1.0, (spec.action.dim,), np.float32)
+
+
+class Reward:
+    """What an env step is rewarded with, as `env.reward` says, the same way for every simulator.
+
+    own: what the simulator says. success: 1 in the env step that solves the task for the first time, else 0.
+    difference: what the simulator says minus what it said one step before (nothing, before the first step), so that an
+    episode's return is its last reward however long it takes. Any other name is that of a function, which takes the
+    env, its actions [N, A] and the `StepResult` and returns [N].
+
+    Rewards 0.2, 0.5, 0.5, 1 with success in the last step: success gives 0, 0, 0, 1, difference 0.2, 0.3, 0, 0.5.
+    """
+
+    def __init__(self, name: str, num_envs: int, has_success: bool) -> None:
+        self.name = name
+        self.memory = np.zeros(num_envs)  # per row: the last reward, or whether success was paid for
+        self.function = import_class(name, "env.reward") if ":" in name else None
+        if name == "success" and not has_success:
+            raise ConfigError(
+                "env.reward=success, but this env does not tell of success; "
+                "try env.reward=own, or a function of yours: env.reward=my_pkg.my_module:my_reward"
+            )
+
+    def begin(self, rows: np.ndarray) -> None:
+        """New episodes on these rows."""
+        self.memory[rows] = 0.0
+
+    def of(self, env: VectorEnv, actions: np.ndarray, step: StepResult, moved: np.ndarray) -> np.ndarray:
+        """[N]; only rows that moved count."""
+        if self.name == "own":
+            return step.rewards
+        if self.function is not None:
+            return np.asarray(self.function(env, actions, step))
+        if self.name == "success":
+            given = step.success & (self.memory == 0)
+            self.memory[moved & given] = 1.0
+            return given.astype(env.dtype)
+        given = step.rewards - self.memory
+        np.copyto(self.memory, step.rewards, where=moved)
+        return given.astype(env.dtype)
+
+
+class ImageCache:
+    """What the cameras of each row last saw. Drawing is expensive, so a row is drawn again only if it has moved since
+    and its images are needed: at the decision border, and where an episode ends inside a chunk."""
+
+    def __init__(
+        self, num_envs: int, sizes: dict[str, tuple[int, int, int]], paint: Callable[[np.ndarray], Images]
+    ) -> None:
+        """`paint(rows)` gives the images of these rows, in their order."""
+        self.paint = paint
+        self.last = {camera: np.zeros((num_envs, *size), np.uint8) for camera, size in sizes.items()}
+        self.stale = np.zeros(num_envs, bool)
+
+    def images(self, rows: np.ndarray | None = None) -> Images:
+        """The images of all rows; those of the given rows (or of all that ever began) show them as they are now."""
+        stale = self.stale if rows is None else self.stale & np.isin(np.arange(len(self.stale)), rows)
+        rows = np.flatnonzero(stale)
+        if len(rows):
+            for camera, frames in self._painted(rows).items():
+                self.last[camera][rows] = frames
+            self.stale[rows] = False
+        return {camera: frames.copy() for camera, frames in self.last.items()}
+
+    def _painted(self, rows: np.ndarray) -> Images:
+        found = self.paint(rows)
+        for camera, whole in self.last.items():
+            wanted, frames = (len(rows), *whole.shape[1:]), found.get(camera)
+            if frames is None or frames.dtype != np.uint8 or frames.shape != wanted:
+                what = "missing" if frames is None else f"{frames.dtype} {list(frames.shape)}"
+                raise WrongShape(f"image {camera!r} is {what}, it must be uint8 {list(wanted)}")
+        return found

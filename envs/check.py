@@ -5,19 +5,21 @@ For authors of plug-ins: run it in a test on an env of 3 rows or more. It takes 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from embodied.core.arrays import Observation, is_text, leaves, map_obs, take_rows, text_arrays
 from embodied.core.errors import EmbodiedError, NotFinite, WrongShape
-from embodied.core.types import EpisodeSpec, Observation
+from embodied.core.types import EpisodeSpec
 from embodied.envs.base import VectorEnv, action_space, observation_space
-from embodied.envs.check_images import images_are_painted_where_promised
-from embodied.envs.check_played import Played, copied, cut, cut_steps, far, flat, rows_of
 
 SEED = 20_001
+CHUNK = 3
 FEW = 8  # steps where a short look is enough
 
 
@@ -67,8 +69,8 @@ class Checker:
         played = self.finished_rows_end_once_and_freeze()
         self.a_chunk_is_its_steps(played)
         if self.spec.images:
-            images_are_painted_where_promised(self, fail)
-        self.filming_changes_nothing()
+            images_are_painted_where_promised(self)
+        self.frames_change_nothing()
         self.a_saved_state_continues()
 
     def spaces_match_the_spec(self) -> None:
@@ -87,12 +89,8 @@ class Checker:
         obs, rewards, terminated, truncated, info = self.step(self.actions(1)[:, 0])
         self.looks_right(obs)
         self.success_of(info)
-        shapes = {
-            "rewards": (rewards, self.env.dtype),
-            "terminated": (terminated, bool),
-            "truncated": (truncated, bool),
-        }
-        for name, (array, dtype) in shapes.items():
+        ends = {"terminated": (terminated, bool), "truncated": (truncated, bool)}
+        for name, (array, dtype) in {"rewards": (rewards, self.env.dtype), **ends}.items():
             if array.shape != (self.num,) or array.dtype != dtype:
                 fail("step-arrays", f"{name} is {array.dtype} {list(array.shape)}, not {np.dtype(dtype)} [{self.num}]")
 
@@ -121,9 +119,8 @@ class Checker:
         mask = np.arange(self.num) == self.num - 1
         alone, _ = self.env.reset(options={"reset_mask": mask, "episodes": [self.first[0]] * self.num})
         last = np.array([self.num - 1])
-        self.same(
-            rule, rows_of(start, zeros[:1]), rows_of(alone, last), "an EpisodeSpec starts elsewhere in other company"
-        )
+        elsewhere = "an EpisodeSpec starts elsewhere in other company"
+        self.same(rule, rows_of(start, zeros[:1]), rows_of(alone, last), elsewhere)
 
     def an_episode_goes_the_same_anywhere(self) -> None:
         rule = "same-trajectory"
@@ -132,9 +129,7 @@ class Checker:
         once = self.play(actions)
         self.reset(self.first)
         self.equal(rule, once, self.play(actions), "the same batch played twice differs", exact=True)
-        moved = np.roll(
-            np.arange(self.num), 1
-        )  # row r now plays what row r-1 played; the last row gets company of its own
+        moved = np.roll(np.arange(self.num), 1)  # row r plays what row r-1 played; the last one gets other company
         specs = [self.first[row] for row in moved]
         specs[0], elsewhere = self.others[0], actions[moved].copy()
         elsewhere[0] = self.actions(actions.shape[1])[0]
@@ -245,12 +240,11 @@ class Checker:
             last = int(result.mask[row].sum()) - 1
             if not np.array_equal(flat(result.obs, row), flat(steps.obs[last], row)):
                 rule = "final-observation" if last + 1 < len(steps.obs) else "step-chunk"
-                fail(
-                    rule, f"row {row} does not show the state after step {first + last}, the last it took in the chunk"
-                )
+                wanted = f"the state after step {first + last}, the last it took in the chunk"
+                fail(rule, f"row {row} does not show {wanted}")
 
-    def filming_changes_nothing(self) -> None:
-        if self.env.film_problem():
+    def frames_change_nothing(self) -> None:
+        if self.env.video_problem():
             return
         actions = self.actions(min(4, self.spec.max_episode_steps))
         self.reset(self.first)
@@ -258,18 +252,14 @@ class Checker:
         self.reset(self.first)
         rows = np.array([0, self.num - 1])
         frames: list[np.ndarray] = []
-        filmed = self.env.step_chunk(actions, on_frame=lambda moved: frames.append(self.env.render_rows(rows)))
+        drawn = self.env.step_chunk(actions, on_frame=lambda moved: frames.append(self.env.render_rows(rows)))
         shape = frames[0].shape
-        if (
-            len(shape) != 4
-            or shape[0] != 2
-            or shape[3] != 3
-            or any(f.dtype != np.uint8 or f.shape != shape for f in frames)
-        ):
+        fits = len(shape) == 4 and shape[0] == 2 and shape[3] == 3
+        if not fits or any(frame.dtype != np.uint8 or frame.shape != shape for frame in frames):
             fail("frames", f"render_rows of 2 rows gives {frames[0].dtype} {list(shape)}, not uint8 [2, H, W, 3]")
-        self.same("frames", plain.obs, filmed.obs, "filming changes what is observed", exact=True)
-        if not np.array_equal(plain.rewards, filmed.rewards):
-            fail("frames", "filming changes the rewards")
+        self.same("frames", plain.obs, drawn.obs, "drawing frames changes what is observed", exact=True)
+        if not np.array_equal(plain.rewards, drawn.rewards):
+            fail("frames", "drawing frames changes the rewards")
 
     def a_saved_state_continues(self) -> None:
         self.reset(self.first)
@@ -330,29 +320,22 @@ class Checker:
         for name, space in self.env.single_observation_space.spaces.items():
             if name not in obs:
                 fail("observation", f"{name} is missing; the observation has {sorted(obs)}")
-            parts = (
-                {f"images.{camera}": image for camera, image in obs[name].items()}
-                if name == "images"
-                else {name: obs[name]}
-            )
-            spaces = (
-                {f"images.{camera}": s for camera, s in space.spaces.items()} if name == "images" else {name: space}
-            )
-            for part, wanted in spaces.items():
-                if name != "instruction":
-                    array_is(part, parts.get(part), wanted, self.num)
-                elif len(obs[name]) != self.num or not all(isinstance(text, str) for text in obs[name]):
+            if name == "instruction":
+                if len(obs[name]) != self.num or not all(isinstance(text, str) for text in obs[name]):
                     fail("observation", f"instruction must be a list of {self.num} texts")
+            elif name == "images":
+                for camera, wanted in space.spaces.items():
+                    array_is(f"images.{camera}", obs[name].get(camera), wanted, self.num)
+            else:
+                array_is(name, obs[name], space, self.num)
         if extra := obs.keys() - self.env.single_observation_space.spaces.keys():
             fail("observation", f"{sorted(extra)} are observed but not announced in env_spec")
 
     def success_of(self, info: dict[str, Any]) -> None:
         success = info.get("success")
         if self.spec.has_success != (success is not None):
-            fail(
-                "success",
-                f"has_success is {self.spec.has_success}, but info has{'' if success is not None else ' no'} success",
-            )
+            has = "has no" if success is None else "has"
+            fail("success", f"has_success is {self.spec.has_success}, but info {has} success")
         if success is not None and (success.dtype != bool or success.shape != (self.num,)):
             fail("success", f"success is {success.dtype} {list(success.shape)}, not bool [{self.num}]")
 
@@ -380,3 +363,106 @@ def array_is(name: str, array: Any, space: Any, num: int) -> None:
     if not isinstance(array, np.ndarray) or array.dtype != space.dtype or array.shape != (num, *space.shape):
         have = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         fail("observation", f"{name} is {have}, not {space.dtype} {[num, *space.shape]}")
+
+
+@dataclass
+class Played:
+    """What T env steps gave: arrays [N, T], and the observation after each step."""
+
+    rewards: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray | None
+    obs: list[Observation]
+
+    @property
+    def done(self) -> np.ndarray:
+        return self.terminated | self.truncated
+
+    def last_step(self, row: int) -> int | None:
+        """The step at which this row's episode ended."""
+        return int(self.done[row].argmax()) if self.done[row].any() else None
+
+
+def copied(obs: Observation) -> Observation:
+    return map_obs(lambda part: np.array(part, object if is_text(part) else None), obs)
+
+
+def rows_of(obs: Observation, rows: np.ndarray) -> Observation:
+    return take_rows(text_arrays(obs), rows)
+
+
+def flat(obs: Observation, row: int) -> np.ndarray:
+    """Everything one row sees as one vector of numbers (texts do not change inside an episode)."""
+    return np.concatenate([np.asarray(part[row], float).ravel() for part in leaves(obs) if not is_text(part)])
+
+
+def far(one: Observation, other: Observation) -> float:
+    """The largest difference of two observations; infinite where texts differ."""
+
+    def distance(part: Any, others: Any) -> float:
+        if is_text(part):
+            return 0.0 if list(part) == list(others) else np.inf
+        return float(np.abs(part.astype(float) - others.astype(float)).max(initial=0.0))
+
+    return max(leaves(map_obs(distance, one, other)), default=0.0)
+
+
+def cut(played: Played, rows: np.ndarray) -> Played:
+    success = None if played.success is None else played.success[rows]
+    obs = [rows_of(obs, rows) for obs in played.obs]
+    return Played(played.rewards[rows], played.terminated[rows], played.truncated[rows], success, obs)
+
+
+def cut_steps(played: Played, steps: slice) -> Played:
+    arrays = (played.rewards, played.terminated, played.truncated, played.success)
+    return Played(*(None if array is None else array[:, steps] for array in arrays), played.obs[steps])
+
+
+def images_are_painted_where_promised(check: Checker) -> None:
+    """For envs that leave their images to `_paint`: a row is painted when it begins, at the border of a chunk if it
+    moved, and where its episode ends inside a chunk: once for everything new that is seen."""
+    env, everybody = check.env, np.arange(check.num)
+    with painted_rows(env) as counts:
+        check.reset(check.first)
+        if not counts.any():
+            return  # its images come with its observations
+        expect(counts, np.ones(check.num, int), "a reset of all rows")
+        moved = env.step_chunk(check.actions(CHUNK)).mask.any(axis=1)
+        expect(counts, moved.astype(int), f"a chunk of {CHUNK} steps")
+        env.reset(options={"reset_mask": everybody == 1, "episodes": check.only(check.others, [1])})
+        expect(counts, (everybody == 1).astype(int), "a reset of row 1")
+        check.stagger()
+        counts[:] = 0
+        size = check.spec.max_episode_steps - check.lead + 1  # the others end inside, row 1 goes on
+        moved = env.step_chunk(check.actions(size)).mask.any(axis=1)
+        expect(counts, moved.astype(int), "a chunk in which episodes end")
+        env.step_chunk(check.actions(1))
+        expect(counts, np.where(everybody == 1, counts, 0), "a step of rows that are done")
+    again = env._paint(everybody)
+    for camera, frames in env._paint(everybody[:1]).items():
+        if not np.array_equal(frames[0], again[camera][0]):
+            fail("images", f"row 0 painted alone by {camera!r} looks different from row 0 painted with the others")
+
+
+def expect(counts: np.ndarray, wanted: np.ndarray, when: str) -> None:
+    if not np.array_equal(counts, wanted):
+        fail("images", f"{when} paints rows {counts.tolist()} times, it must be {wanted.tolist()}")
+    counts[:] = 0
+
+
+@contextmanager
+def painted_rows(env: VectorEnv) -> Iterator[np.ndarray]:
+    """How often each row is painted from now on."""
+    counts = np.zeros(env.num_envs, int)
+    paint = env._paint
+
+    def counted(rows: np.ndarray):
+        counts[rows] += 1
+        return paint(rows)
+
+    env._paint = counted
+    try:
+        yield counts
+    finally:
+        del env._paint

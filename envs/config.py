@@ -373,7 +373,7 @@ SIMULATORS = ("maniskill", "libero", "robosuite")  # whose tasks can be the user
 
 
 def kind_of(value: Any) -> str:
-    """Which model an env section belongs to."""
+    """The tag of the model that an env section belongs to."""
     name = value.get("name", "maniskill") if isinstance(value, dict) else getattr(value, "name", "maniskill")
     if name in ENV_CONFIGS:
         return str(name)

@@ -77,8 +77,8 @@ def import_module(name: str, said: str) -> ModuleType:
     except SyntaxError as err:
         raise ConfigError(f"{said}: importing {name} failed: {err.msg} ({err.filename}, line {err.lineno})") from err
     except (Exception, SystemExit) as err:
-        told = " ".join(f"{type(err).__name__}: {err}".split())
-        raise ConfigError(f"{said}: importing {name} failed: {told}{place(err)}") from err
+        text = " ".join(f"{type(err).__name__}: {err}".split())
+        raise ConfigError(f"{said}: importing {name} failed: {text}{place(err)}") from err
 
 
 def import_all(config: Any) -> None:
@@ -169,8 +169,8 @@ def explained(task: Any) -> Iterator[None]:
     except EmbodiedError:
         raise
     except Exception as err:
-        told = " ".join(f"{type(err).__name__}: {err}".split())
-        raise ConfigError(f"env.task={task} cannot be built or stepped: {told}{where(err)}") from err
+        text = " ".join(f"{type(err).__name__}: {err}".split())
+        raise ConfigError(f"env.task={task} cannot be built or stepped: {text}{where(err)}") from err
 
 
 def try_out(env: VectorEnv) -> None:

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from embodied.core.errors import ConfigError
 
-if TYPE_CHECKING:
-    from embodied.envs.action_source import Expert
+
+class Expert(Protocol):
+    """A script that solves a task, for all rows of one env."""
+
+    def begin(self, rows: np.ndarray) -> None:
+        """These rows were just reset."""
+
+    def act(self) -> np.ndarray:
+        """[N, A]: the next action of every row; those of rows without an open episode are ignored."""
 
 
 class BeforeARun:

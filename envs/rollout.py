@@ -1,8 +1,10 @@
-"""One stage of a sim worker: a vector env that plays for training, its policy worker, and what is recorded.
+"""A vector env and the episodes that its rows play, and one stage of a sim worker that plays them for training.
 
-The cycle of a decision is ask -> take -> ask: `ask` sends the current observation to the policy, `take` receives its
-actions, plays and records them, and begins new episodes on the rows that are done. Two stages let the policy answer one
-while the other is simulated.
+Rows without an episode stay frozen and are shown to no policy. Which episodes are played, and what happens in each,
+does not depend on how many rows there are. The cycle of a decision is ask -> take -> ask: `ask` sends the current
+observation to the policy, `take` receives its actions, plays and records them, and begins new episodes on the rows that
+are done. Two stages let the policy answer one while the other is simulated. Evaluations play with the same player
+(`evaluation.py`).
 """
 
 from __future__ import annotations
@@ -14,24 +16,148 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.arrays import host, is_tensor
-from embodied.core.episodes import EpisodeList, head_start
-from embodied.core.observations import Observation, map_obs, take_rows
+from embodied.core.arrays import Observation, host, is_tensor, map_obs, room_for, take_rows, text_arrays
 from embodied.core.types import (
     ActReply,
     ActRequest,
     Array,
     AskAgain,
     ChunkResult,
+    EpisodeList,
     EpisodeResult,
     EpisodeSpec,
     Note,
     Trajectory,
+    head_start,
     in_sequences,
 )
 from embodied.envs.base import VectorEnv
-from embodied.envs.episode_player import EpisodePlayer, spread
 from embodied.runtime import Channel, Timers
+
+
+class EpisodeTracker:
+    """The open episodes of N env rows. An episode is a success at the end if its last live step was a success."""
+
+    def __init__(self, num_envs: int, has_success: bool) -> None:
+        self.has_success = has_success
+        self.specs: list[EpisodeSpec | None] = [None] * num_envs
+        self.episode = np.full(num_envs, -1, np.int64)
+        self.started = np.zeros(num_envs, np.int64)  # episodes begun by each row
+        self.decision = np.zeros(num_envs, np.int64)
+        self.length = np.zeros(num_envs, np.int64)
+        self.total_reward = np.zeros(num_envs)
+        self.success_once = np.zeros(num_envs, bool)
+        self.success_now = np.zeros(num_envs, bool)
+        self.success_at_reset = np.zeros(num_envs, bool)
+
+    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], success: np.ndarray | None) -> None:
+        """These rows were just reset to these episodes."""
+        for row, spec in zip(rows, specs, strict=True):
+            self.specs[row] = spec
+            self.episode[row] = spec.index
+        self.started[rows] += 1
+        for counter in (self.decision, self.length, self.total_reward):
+            counter[rows] = 0
+        at_reset = np.zeros(len(self.episode), bool) if success is None else success
+        self.success_at_reset[rows] = at_reset[rows]
+        self.success_once[rows] = at_reset[rows]
+        self.success_now[rows] = at_reset[rows]
+
+    def record(self, result: ChunkResult) -> None:
+        """Count one decision's env steps."""
+        mask = result.mask
+        live = mask.any(axis=1)
+        self.decision[live] += 1
+        self.length += mask.sum(axis=1)
+        self.total_reward += (result.rewards * mask).sum(axis=1)
+        if result.success is not None:
+            self.success_once |= (result.success & mask).any(axis=1)
+            last = np.maximum(mask.sum(axis=1) - 1, 0)
+            now = result.success[np.arange(len(mask)), last]
+            self.success_now = np.where(live, now, self.success_now)
+
+    def results(self, rows: np.ndarray) -> list[EpisodeResult]:
+        """The outcome of rows whose episode just ended."""
+        return [self._result(row) for row in rows]
+
+    def _result(self, row: int) -> EpisodeResult:
+        spec = self.specs[row]
+        flags = (self.success_once, self.success_now, self.success_at_reset)
+        once, at_end, at_reset = (bool(flag[row]) if self.has_success else None for flag in flags)
+        return EpisodeResult(
+            index=spec.index,
+            task=spec.task,
+            init_state_id=spec.init_state_id,
+            seed=spec.seed,
+            length=int(self.length[row]),
+            total_reward=float(self.total_reward[row]),
+            success_once=once,
+            success_at_end=at_end,
+            success_at_reset=at_reset,
+        )
+
+    # What a checkpoint keeps; the specs follow from the episode numbers.
+    ARRAYS = "episode started decision length total_reward success_once success_now success_at_reset".split()
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name).copy() for name in self.ARRAYS}
+
+    def set_state(self, state: dict[str, np.ndarray], specs: list[EpisodeSpec]) -> None:
+        for name in self.ARRAYS:
+            getattr(self, name)[:] = state[name]
+        self.specs = list(specs)
+
+
+class EpisodePlayer:
+    """A vector env, which of its rows play, and what they see."""
+
+    def __init__(self, env: VectorEnv, timers: Timers) -> None:
+        self.env = env
+        self.timers = timers
+        self.rows = EpisodeTracker(env.num_envs, env.env_spec.has_success)
+        self.playing = np.zeros(env.num_envs, bool)
+        self.obs: Observation | None = None
+
+    def begin(self, rows: np.ndarray, specs: Sequence[EpisodeSpec], elapsed: np.ndarray | None = None) -> None:
+        """Begin these episodes on these rows, in one batch; `elapsed` env steps [N] of their limit count as used."""
+        by_row: list[EpisodeSpec | None] = [None] * self.env.num_envs
+        for row, spec in zip(rows, specs, strict=True):
+            by_row[row] = spec
+        mask = np.zeros(self.env.num_envs, bool)
+        mask[rows] = True
+        with self.timers.measure("reset"):
+            obs, info = self.env.reset(options={"reset_mask": mask, "episodes": by_row, "elapsed": elapsed})
+        self.obs = text_arrays(obs)
+        self.rows.begin(rows, specs, info.get("success"))
+        self.playing[rows] = True
+
+    def seen(self) -> tuple[np.ndarray, Observation]:
+        """The rows that play, and what they see."""
+        at = np.flatnonzero(self.playing)
+        return at, self.obs if self.playing.all() else take_rows(self.obs, at)
+
+    def play(self, actions: Array, on_frame: Callable[[np.ndarray], None] | None = None) -> ChunkResult:
+        """Play one decision of every row, actions [N, C, A]."""
+        with self.timers.measure("step"):
+            result = self.env.step_chunk(actions, on_frame=on_frame)
+        self.rows.record(result)
+        self.obs = text_arrays(result.obs)
+        return result
+
+    def end(self, result: ChunkResult) -> tuple[np.ndarray, list[EpisodeResult]]:
+        """The rows whose episodes ended in this decision, and how; they play no more."""
+        done = np.flatnonzero(result.done & self.playing)
+        self.playing[done] = False
+        return done, self.rows.results(done)
+
+
+def spread(actions: Array, at: np.ndarray, num_rows: int) -> Array:
+    """These rows' actions among those of all rows; the others stand still."""
+    if len(at) == num_rows:
+        return actions
+    everywhere = room_for(actions, num_rows)
+    everywhere[at] = actions
+    return everywhere
 
 
 class PolicyClient:
@@ -49,8 +175,8 @@ class PolicyClient:
         self.question = ActRequest(source)
 
     def ask(self, same_as: tuple[str, int] | None = None, **what: Any) -> tuple[str, int]:
-        """-> what this question can be referred to by. Where its `obs` is the `same_as` that of an earlier one, it goes
-        without, unless it has to be asked again."""
+        """Send a request; returns its id. If `obs` repeats that of an earlier request (`same_as`), only that id is
+        sent."""
         self.question = ActRequest(self.source, self.question.number + 1, **what)
         short = replace(self.question, obs=None, same_as=same_as)
         self.requests.put(self.question if same_as is None else short)
@@ -124,7 +250,8 @@ class Stage(EpisodePlayer):
     # Both
 
     def ask(self, value_only: bool = False) -> None:
-        """Show the policy the rows that play. What ends a rollout begins the next one, and is sent once."""
+        """Send the policy what the playing rows see. The observation that ends a rollout begins the next one, and is
+        sent once."""
         (valued, question), self.valued = self.valued, (None, None)
         self.at, self.shown = self.seen()
         asked = self.client.ask(
@@ -181,7 +308,7 @@ class Record:
     """What one stage plays, decision by decision, until it is handed on as a trajectory."""
 
     def __init__(self, source: str, horizon: int = 0) -> None:
-        """Of so many decisions of every env row, with values; or of whole episodes without."""
+        """With a `horizon`: that many decisions of every env row, with values. Without: whole episodes, no values."""
         self.source, self.horizon = source, horizon
         self.handed = 0  # decisions that have been handed on
         self.env_steps = 0
@@ -218,7 +345,7 @@ class Record:
         self.finished += outcomes
 
     def value(self, stage: Stage, reply: ActReply) -> None:
-        """What was seen after the last decision is worth this."""
+        """Note the values of what was seen after the last decision."""
         if self.decisions:
             _, arrays = self.decisions[-1]
             arrays["next_values"][:] = reply.values
@@ -257,5 +384,5 @@ class EpisodeStream(Record):
 
 
 def owned(array: Array) -> Array:
-    """A copy of what lies in a message's memory, which is used again when nobody holds it."""
+    """A copy, since the memory of a message is used again."""
     return array if is_tensor(array) else np.array(array)

@@ -12,10 +12,10 @@ from functools import partial
 
 import numpy as np
 
-from embodied.core.episodes import EpisodeList, env_blocks
-from embodied.core.observations import text_arrays
+from embodied.core.arrays import text_arrays
 from embodied.core.types import (
     EnvSpec,
+    EpisodeList,
     EpisodeResult,
     EpisodeSpec,
     Recording,
@@ -24,12 +24,12 @@ from embodied.core.types import (
     Trajectory,
     arrays_of,
     choose,
+    env_blocks,
     join,
     trajectory_from,
 )
 from embodied.envs import make_env
-from embodied.envs.action_source import ExpertActions, PolicyActions
-from embodied.envs.episode_player import play_episodes
+from embodied.envs.evaluation import ExpertActions, PolicyActions, play_episodes
 from embodied.envs.rollout import EpisodeStream, PolicyClient, Record, Refill, Stage, take_turns
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.device_memory import Taken
@@ -194,9 +194,9 @@ class SimWorker(Worker):
         """Play these episodes to the end in separate envs, some of them with no other beside them, with the policy or
         with an expert of the task. `notes` hears of every beginning and end."""
         self.eval_spec()
-        line = PolicyClient(route.sources[0], route.requests[0], route.replies[0])
+        client = PolicyClient(route.sources[0], route.requests[0], route.replies[0])
         action_source = (
-            ExpertActions(self.eval_env.expert(expert, self.tick), line.source) if expert else PolicyActions(line)
+            ExpertActions(self.eval_env.expert(expert, self.tick), client.source) if expert else PolicyActions(client)
         )
         stop = lambda: self.stopped  # noqa: E731
         return play_episodes(self.eval_env, episodes, action_source, recording, notes, alone, self.timers, stop)

@@ -64,7 +64,6 @@ class Pricer:
         self.asker = {node: asker_of(dataflow, node) for node in dataflow.order}
         self.table = cache(self._table)
         self.turns = cache(self._turns_of)
-        self.waves: np.ndarray | None = None
 
     def cost(self, component: str, device_class: str) -> Cost | None:
         return self.profile.cost(component, self.classes[device_class])
@@ -79,7 +78,9 @@ class Pricer:
 
     def slowed_by_more(self, components: Sequence[str]) -> bool:
         """Whether more devices can cost time: another receiver of weights is another copy, another worker slows
-        others."""
+        others, and what learners exchange after the last group is not hidden behind a rollout."""
+        if self.dataflow.schedule == "periodic" and any(map(self.dataflow.teaches, components)):
+            return True
         slowed = self.profile.costs if schedules.overlaps(self.dataflow) else components
         costs = [cost for name in slowed for cost in self.profile.costs[name].values()]
         receives = any(e.next_iteration and e.target in components for e in self.dataflow.edges)
@@ -131,13 +132,6 @@ class Pricer:
         order = self.dataflow.order
         work = {turn.node: self.node_seconds(order[turn.node], at, stages) for turn in self.turns(layer)}
         return self.take_turns(layer, work, chunks, at, swapped) + self.sync_seconds(at, stages)
-
-    def shares_of_waves(self, at: Mapping, stages: int) -> np.ndarray:
-        """The share of the groups that is finished at the end of each wave of episodes."""
-        asker = next(c for c in self.dataflow.components if c.splits)
-        if self.waves is None:
-            self.waves = schedules.shares_of_waves(self.dataflow, asker.items)
-        return self.waves[self.count(asker.name, at, stages)]
 
     def take_turns(
         self,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from embodied.placement.costs import Pricer
 from embodied.placement.layout import NAMED, Layout
 from embodied.placement.planner import Choice, Planner
+from embodied.placement.schedules import overlaps
 from embodied.placement.simulate import simulate
 
 GB = 1e9
@@ -67,8 +68,22 @@ def why_it_wins(pricer: Pricer, winner: Choice, others: Mapping[str, Choice]) ->
     return lines
 
 
+def why_not_apart(planner: Planner) -> str:
+    """Why learners cannot have devices of their own, with the arithmetic."""
+    schedule = f"with pipeline.schedule={planner.dataflow.schedule} learners and the others need devices of their own"
+    if (devices := sum(c.count for c in planner.classes)) < 2:
+        return f"{schedule}, 2 at least, and there is {devices}"
+    runs_on = planner.pricer.runs_on()
+    for c in planner.classes:
+        if c.count < 2 and runs_on["learner"] == runs_on.get("policy") == {c.name}:
+            return f"{schedule}, and there is {c.count} of {c}"
+    return f"{schedule}, with memory for {planner.dataflow.level + 1} batches where it is async"
+
+
 def why_not(planner: Planner, mode: str) -> str:
     """Why no layout of this mode fits, with the arithmetic."""
+    if overlaps(planner.dataflow) and mode in ("collocated", "hybrid"):
+        return f"with pipeline.schedule={planner.dataflow.schedule} learners take no turns with others on a device"
     devices = sum(c.count for c in planner.classes)
     apart = APART.get(mode, ())
     if devices < len(apart):

@@ -13,6 +13,7 @@ slow each other down (`Cost.alone`) they do while both are at work.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,6 +78,7 @@ def waves_of(dataflow: Dataflow, num_envs: int, sims: int) -> list[dict[int, int
     return found
 
 
+@cache
 def shares_of_waves(dataflow: Dataflow, num_envs: int) -> np.ndarray:
     """[num_envs + 1, waves] The share of the groups that is finished at the end of each wave, for 0, 1, 2, ... sims."""
     most = num_waves(dataflow, num_envs)
@@ -111,7 +113,9 @@ def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: 
         return np.where(possible, side_by_side(rollout, update), np.inf)
     tails = [tail_seconds(pricer, at, stages, beside) for beside in (True, False)]
     update = [np.maximum(whole - tail, 0.0) for whole, tail in zip(update, tails)]
-    return np.where(possible, in_waves(rollout, update, pricer.shares_of_waves(at, stages), tails[1]), np.inf)
+    asker = next(c for c in pricer.dataflow.components if c.splits)
+    shares = shares_of_waves(pricer.dataflow, asker.items)[pricer.count(asker.name, at, stages)]
+    return np.where(possible, in_waves(rollout, update, shares, tails[1]), np.inf)
 
 
 def tail_seconds(pricer: Pricer, at: Mapping, stages: int, beside: bool = False) -> Array:

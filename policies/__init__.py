@@ -78,8 +78,8 @@ def check_methods(kind: type[Policy], *needed: str) -> None:
     from embodied.policies.base import Policy
 
     if missing := [name for name in needed if getattr(kind, name) is getattr(Policy, name)]:
-        told = "; ".join(f"{name}: {' '.join((getattr(Policy, name).__doc__ or '').split())}" for name in missing)
-        raise ConfigError(f"{kind.__module__}:{kind.__name__} has no method {' and no '.join(missing)} ({told})")
+        meaning = "; ".join(f"{name}: {' '.join((getattr(Policy, name).__doc__ or '').split())}" for name in missing)
+        raise ConfigError(f"{kind.__module__}:{kind.__name__} has no method {' and no '.join(missing)} ({meaning})")
 
 
 def check_package(name: str, key: str = "policy.name") -> None:

@@ -52,7 +52,7 @@ class Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         first = next(self.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
@@ -163,7 +163,7 @@ class Policy(nn.Module):
             raise CheckpointError(f"the weights do not belong to this policy: {', '.join(odd[:4])} differ")
 
     def use_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Adopt weights that somebody else keeps up to date: the very tensors where dtype and device are this policy's,
+        """Adopt weights that are kept up to date elsewhere: the very tensors where dtype and device are this policy's,
         copies elsewhere."""
         own = self.state_dict(keep_vars=True)
         with torch.no_grad():

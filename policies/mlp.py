@@ -135,7 +135,7 @@ class ActorCritic(Policy):
         return self.decide(obs, self.features(obs), noise, temperature)
 
     def decide(self, obs: Observation, features: Tensor, noise: np.ndarray, temperature: float) -> PolicyOutput:
-        """Act on these features. Where nobody knows the privileged numbers, outside of training, the values are 0."""
+        """Act on these features. Outside of training privileged numbers are unknown, and the values are 0."""
         head = self._head(features)
         noise_t = tensor_of(noise, self.device).to(self.exact).view_as(head)
         if self.spec.action.discrete:
@@ -209,7 +209,7 @@ class ActorCritic(Policy):
 
 
 class EmptyLinear(nn.Linear):
-    """Without weights of its own: they are drawn by the run's seed, or loaded. (`torch.nn.utils.skip_init` would import
+    """A layer whose weights are drawn by the run's seed, or loaded. (`torch.nn.utils.skip_init` would import
     half a second of symbolic mathematics into every process.)"""
 
     def reset_parameters(self) -> None: ...

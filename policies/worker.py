@@ -1,12 +1,15 @@
 """The policy worker: answers sim workers' requests with the current weights.
 
 It knows nothing of envs but what each stage saw at the end of a rollout, with which the next one begins. A worker that
-has no weights yet (or lost them) is stale and refuses to act.
+has no weights yet (or lost them) is stale and refuses to act. Questions of several sims are answered in one call of the
+policy where that pays. Noise is keyed by episode and decision, so an answer does not depend on the other questions
+beside it, but for the last digits of floating-point numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -14,12 +17,10 @@ import numpy as np
 import torch
 
 from embodied.core import rng
-from embodied.core.arrays import finite_rows
-from embodied.core.errors import Unusable, WrongShape
-from embodied.core.observations import Observation, join_rows, num_rows, text_lists
-from embodied.core.types import ActReply, ActRequest, Array, AskAgain, EnvSpec, PolicyOutput
+from embodied.core.arrays import Observation, finite_rows, join_rows, num_rows, text_lists
+from embodied.core.errors import DeadlineExceeded, Unusable, WrongShape
+from embodied.core.types import ActReply, ActRequest, Array, AskAgain, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
-from embodied.policies.request_batching import Merging, Questions, cut, cut_output
 from embodied.runtime import Channel, Needs, Worker
 from embodied.runtime.device_memory import Belongings, Computing, give_back_unused, num_bytes
 from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
@@ -52,7 +53,7 @@ class PolicyWorker(Worker):
         self.action_dim = spec.action.dim
 
     def initial_weights(self, spec: EnvSpec) -> dict[str, Blob]:
-        """Those that a run with this seed begins with."""
+        """The weights that a run with this seed begins with."""
         weights = make_policy(self.config, spec, self.seed).state_dict()
         return {name: blob_of(tensor) for name, tensor in weights.items()}
 
@@ -76,12 +77,12 @@ class PolicyWorker(Worker):
         return [*self.policy.parameters(), *self.policy.buffers()]
 
     def route(self, publication: Publication) -> str:
-        """How this process gets at published weights."""
+        """How this process gets published weights."""
         return self.weights.route(publication)
 
     def load_weights(self, publication: Publication, route: str, channel: Channel, whole: bool) -> int | None:
-        """Take a published version; buckets of it come through the channel. -> the version it has now: None where the
-        next one has come meanwhile, which it will be told of."""
+        """Load a published version, whose buckets come through the channel. Returns the version it has now: None if the
+        next one was published meanwhile, which it will load later."""
         self.policy.check_names(publication.specs)
         found = self.weights.load(publication, route, channel, whole)
         self.policy.use_weights({n: tensor_of(w) if isinstance(w, Blob) else w for n, w in found.items()})
@@ -95,7 +96,7 @@ class PolicyWorker(Worker):
         temperature: float = 1.0,
         stream: str = "train",
     ) -> int:
-        """Answer these sources with this version until one says that nobody asks any more; others are of an earlier
+        """Answer these sources with this version until the round is over; requests of other sources are of an earlier
         round. Returns the number of decisions. What waits is answered together, as far as `merging` says."""
         decisions, questions = 0, Questions(requests, replies, self.merging)
         while taken := self._take(questions):
@@ -136,11 +137,11 @@ class PolicyWorker(Worker):
             raise failure
 
     def _patience(self) -> AbstractContextManager[None]:
-        """Networks that are compiled when they are first asked take their time."""
+        """Allow for the time that compiling takes when a network is first used."""
         return self.alive(COMPILING_S) if self.config.compile else nullcontext()
 
     def completed(self, request: ActRequest) -> ActRequest | None:
-        """With the observation that it refers to; None if that is not known here."""
+        """The request with the observation that it refers to; None if that is not known here."""
         stage = request.source.partition("#")[0]
         if request.value_only:
             self.valued[stage] = (request.source, request.number), request.obs
@@ -212,3 +213,76 @@ def check_output(output: PolicyOutput, num: int, dim: int) -> None:
             f"the policy's act returned actions {actions}, logprobs {logprobs}, values {values}; they must be "
             f"[{num}, chunk, {dim} action dimensions], the same and [{num}]"
         )
+
+
+class Questions:
+    """The requests of these sources that come through a channel in one round."""
+
+    def __init__(self, channel: Channel, sources: Collection[str], merging: Merging) -> None:
+        self.channel = channel
+        self.sources = sources
+        self.merging = merging
+        self.sims = len({sim_of(source) for source in sources})
+        self.next: ActRequest | None = None  # taken already, and too large for what was answered before it
+        self.over = False
+
+    def take(self) -> list[ActRequest]:
+        """The requests to be answered now; none once the round is over."""
+        first, self.next = self.next or self._get(), None
+        if first is None or first.done:
+            return []
+        taken, until = [first], time.monotonic() + self.merging.wait_s
+        room = self.merging.rows - len(first.episodes)
+        while room > 0 and not self.over and (more := self._another(taken, until)) is not None:
+            room -= 0 if more.done else len(more.episodes)
+            if room < 0 or more.done:
+                self.next, self.over = more, more.done
+                break
+            taken.append(more)
+        return taken
+
+    def _another(self, taken: Sequence[ActRequest], until: float) -> ActRequest | None:
+        """The next request. Waits only while there is a sim that has not asked: a sim whose question is here asks no
+        second one, or simulates the other half of its envs meanwhile."""
+        asked = len({sim_of(request.source) for request in taken})
+        return self._get(until if asked < self.sims else 0.0)
+
+    def _get(self, until: float | None = None) -> ActRequest | None:
+        """The next request of this round; None if none came `until` then."""
+        while True:
+            left_s = None if until is None else until - time.monotonic()
+            if left_s is not None and left_s <= 0 and not self.channel.qsize():
+                return None
+            try:
+                request = self.channel.get(timeout_s=None if left_s is None else max(left_s, 0.0))
+            except DeadlineExceeded:
+                if until is None:
+                    raise
+                return None
+            if request.num_sims is not None:
+                self.sims = request.num_sims
+            elif request.done or request.source in self.sources:
+                return request
+
+
+def sim_of(source: str) -> str:
+    """ "sim-0/1#7" -> "sim-0"."""
+    return source.partition("/")[0]
+
+
+def cut(array: Array, counts: Sequence[int]) -> list[Array]:
+    """The rows of each question."""
+    if len(counts) == 1:
+        return [array]
+    ends = np.cumsum(counts).tolist()
+    return [array[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def cut_output(output: PolicyOutput, counts: Sequence[int]) -> list[PolicyOutput]:
+    """The output for each question."""
+    actions, logprobs, values = (cut(part, counts) for part in (output.actions, output.logprobs, output.values))
+    replay = {name: cut(part, counts) for name, part in output.replay.items()}
+    return [
+        PolicyOutput(actions[i], logprobs[i], values[i], {name: parts[i] for name, parts in replay.items()})
+        for i in range(len(counts))
+    ]

@@ -125,6 +125,66 @@ def test_on_a_cluster_the_plan_of_the_profile_uses_the_cores_of_all_nodes(tmp_pa
     assert plan.count("sim") == 4
 
 
+GROUPS = ("recipe=pointmass_grpo", "env.num_envs=8", "algo.group_size=4", "algo.epochs=1", "algo.minibatch_size=null")
+
+
+def grouped(tmp_path, *more):
+    return load([*GROUPS, "algo.groups=8", f"run.dir={tmp_path}", *more]).config
+
+
+def store_costs(config, sim, learner):
+    """A profile in which two cores are no faster than one, of either part."""
+    costs = {"sim": Cost(constant(sim)), "policy": Cost(constant(0.0)), "learner": Cost(learner)}
+    made = {"key": cost_key(config), "stages": [1], "episode_decisions": 25, "devices": {"cpu": 2}, "nodes": 1}
+    profile = Profile(dataflow_of(config, 25), {name: {"cpu": cost} for name, cost in costs.items()}, made=made)
+    write_profile(profile, profile_path(config, made))
+
+
+# Four waves of 25 decisions take 100 s; 800 items two ranks 50 s each, or one rank, by groups, 100 s.
+EVEN = Curve((0, 800), (0.0, 100.0))
+
+
+@pytest.mark.parametrize(
+    ("learner", "schedule"),
+    [
+        (EVEN, "periodic"),  # 100 + 25 s instead of 100 + 50
+        (Curve((0, 800), (0.0, 1.0)), "sync"),  # hardly anything to overlap: a gain that may be an error of the prices
+    ],
+)
+def test_the_automatic_schedule_is_periodic_where_that_pays_by_the_profile(tmp_path, learner, schedule):
+    config = grouped(tmp_path, "pipeline.schedule=auto")
+    store_costs(config, 1.0, learner)
+    config, plan = auto(config)
+    assert config.pipeline.schedule == schedule
+    assert plan.apart("learner") == (schedule == "periodic")
+    assert plan.reason.startswith("periodic, custom: the fastest" if schedule == "periodic" else "collocated: ")
+
+
+@pytest.mark.parametrize("asked", ["sync", "periodic", "async"])
+def test_a_schedule_that_is_named_is_taken_whatever_was_measured(tmp_path, asked):
+    config = grouped(tmp_path, f"pipeline.schedule={asked}")
+    store_costs(config, 1.0, EVEN if asked == "sync" else Curve((0, 800), (0.0, 1.0)))
+    config, plan = auto(config)
+    assert config.pipeline.schedule == asked
+    assert plan.apart("learner") == (asked != "sync")
+
+
+def test_the_automatic_schedule_is_never_async(tmp_path):
+    config = load([*GROUPS[:3], "algo.groups=8", f"run.dir={tmp_path}", "pipeline.schedule=auto"]).config
+    assert config.algo.why_not_periodic()
+    store_costs(config, 1.0, EVEN)
+    config, _ = auto(config)
+    assert config.pipeline.schedule == "sync"
+
+
+def test_on_one_core_a_profile_does_not_help_either(tmp_path):
+    config = grouped(tmp_path, "pipeline.schedule=async")
+    store_costs(config, 1.0, EVEN)
+    path, _ = profile_for(config, TWO)
+    with pytest.raises(PlacementError, match=r"2 at least, and there is 1; try pipeline\.schedule=sync"):
+        plan_from_profile(config, one_machine((0,)), path)
+
+
 def heavy(config):
     """Policies need 0.03 MB, learners 0.1 MB, and moving a learner takes a second."""
     policy = Cost(constant(0.001), bytes=constant(3e4), onload_s=0.0, offload_s=0.0)

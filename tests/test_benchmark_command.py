@@ -14,12 +14,13 @@ from embodied.placement import make_plan
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import traced_edges
+from embodied.placement.grammar import EMBODIED
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile
+from embodied.placement.topology import read_topology
 from embodied.profiling import measure, timed_run
-from embodied.profiling.channel_probe import copied
-from embodied.profiling.role_probe import ProbeWorker, real
-from embodied.profiling.store import cost_key, dataflow_of, newest_profile, repeated
+from embodied.profiling.role_probe import ProbeWorker, copied, real
+from embodied.profiling.store import cost_key, dataflow_of, in_turns, newest_profile, repeated
 from embodied.profiling.timed_run import Round, Trial
 from embodied.reporting.benchmark_page import describe, paired_ratio, timeline
 from embodied.reporting.timeline import TraceWriter
@@ -65,6 +66,28 @@ def test_an_auto_that_is_not_the_fastest_is_told_with_an_interval():
     assert lines[-1].startswith("placement=auto takes collocated: 0.50 times as fast as hybrid (95% interval 0.50")
 
 
+def test_schedules_are_compared_with_the_fastest_mode_and_not_with_what_auto_takes():
+    found = result(collocated=[2.0] * 7, hybrid=[4.0] * 7, **{"async": [1.0] * 7})
+    found.expected = {name: found.expected[name] for name in ("async", "collocated", "hybrid")}  # the fastest first
+    found.expected["async"]["schedule"] = "async"
+    *_, auto, overlapped = describe(found)
+    assert auto.startswith("the order of modes is the predicted one; placement=auto takes collocated, the fastest")
+    assert overlapped.startswith("pipeline.schedule=async: 2.00 times as fast as collocated (95% interval 2.00")
+
+
+def test_a_row_of_a_schedule_is_run_under_it(tmp_path):
+    config = load([*SMALL, "pipeline.schedule=async", "pipeline.async_level=2"]).config
+    costs = {name: {"cpu": Cost(constant(1))} for name in ("sim", "policy", "learner")}
+    planned = benchmark.plan(Profile(dataflow_of(in_turns(config)), costs), read_topology("2xCPU"))
+    for name, asked in {"collocated": "sync", "async": "async"}.items():
+        choice = planned.modes.get(name) or planned.schedules[name]
+        expected = benchmark.predicted(planned, name, choice)
+        changed, plan = benchmark.runnable(config, expected, planned.topology, EMBODIED)
+        assert changed.pipeline.schedule == asked
+        assert plan.apart("learner") == (asked == "async")
+        assert expected["seconds"] == choice.price.seconds
+
+
 def test_paired_rounds_cancel_a_slow_minute():
     low, middle, high = paired_ratio(rounds(1, 10, 2), rounds(2, 20, 4))
     assert low == middle == high == 2
@@ -74,6 +97,7 @@ def test_paired_rounds_cancel_a_slow_minute():
     ("arguments", "answer"),
     [
         (["modes=colocated"], "'colocated' is no mode; all, collocated"),
+        (["schedules=sync"], "schedules: 'sync' is none; all, none, periodic, async"),
         (["rounds=0"], "rounds=0: should be a number above 0"),
         (["profile=old"], "should be new or stored"),
     ],
@@ -274,7 +298,7 @@ def test_a_benchmark_profiles_plans_measures_and_reports(tmp_path, capsys):
     expected = json.loads((out / "expected-0.json").read_text())
     assert expected["rounds"] == {}
     (found,) = content["results"]
-    assert {*found["table"], *found["refused"]} == {*benchmark.MODES, benchmark.OTHER}
+    assert {*found["table"], *found["refused"]} == {*benchmark.MODES, benchmark.OTHER, *benchmark.OVERLAPPING}
     assert all(row["measured_s"] > 0 for row in found["table"].values())
     assert (out / "bench.png").stat().st_size > 1000
     assert "predicted" in (out / "bench.html").read_text()

@@ -34,6 +34,7 @@ def test_a_named_evaluation_plays_tasks_that_are_there():
     assert ManiSkillConfig(task=tuple(names)).task == tuple(names)
 
 
+@pytest.mark.slow
 @needs("PutOnPlateInScene25Main-v3")
 @pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 def test_the_recipe_of_pi0_takes_the_task_that_its_page_names(capsys):

@@ -11,11 +11,13 @@ from contextlib import suppress
 
 import pytest
 
+from embodied import evaluate
 from embodied.train import main
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TWICE = ["run.iterations=2", "eval.videos=0", "eval.num_envs=2"]
-MANY = [*TWICE, "eval.episodes=240"]
+ONE_SIM = 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}'
+MANY = [*TWICE, "eval.episodes=80"]  # two or three seconds
 
 
 def start(folder, *args, module="train"):
@@ -54,7 +56,7 @@ def but_provenance(found):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    finish(start(folder, "recipe=pointmass_ppo", *MANY))
+    assert main(["recipe=pointmass_ppo", *MANY, f"run.dir={folder}"]) == 0
     return next(folder.iterdir())
 
 
@@ -67,17 +69,18 @@ def whole(tmp_path_factory):
     ],
     ids=["SIGTERM", "SIGINT", "SIGKILL"],
 )
-def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_run(whole, tmp_path, sent, code):
+def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_run(whole, tmp_path, sent, code, capsys):
     process = start(tmp_path, "recipe=pointmass_ppo", *MANY)
     run = wait_until_some_are_over(tmp_path)
     process.send_signal(sent)
     finish(process, code)
     left = json.loads((run / "eval/v000002/partial.json").read_text())
-    assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == 240
+    assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == 80
     lines = (run / "eval/v000002/episodes.csv").read_text().splitlines()
     assert len(lines) - 1 >= left["over"] and not (run / "eval/v000002/results.json").exists()
-    output = finish(start(tmp_path, f"resume={run}"))
-    assert f"evaluating v000002 on 240 episodes, of which {len(lines) - 1} were played before" in output
+    assert main([f"resume={run}"]) == 0
+    output = capsys.readouterr().out
+    assert f"evaluating v000002 on 80 episodes, of which {len(lines) - 1} were played before" in output
     assert but_provenance(results(run)) == but_provenance(results(whole))
     assert (run / "eval/v000002/episodes.csv").read_bytes() == (whole / "eval/v000002/episodes.csv").read_bytes()
     assert len(results(run)["provenance"]["earlier"]) == 1
@@ -90,15 +93,16 @@ def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_ru
     [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
     ids=["SIGTERM", "SIGKILL"],
 )
-def test_the_same_command_goes_on_with_an_evaluation_that_was_asked_for_by_hand(whole, tmp_path, sent, code):
+def test_the_same_command_goes_on_with_an_evaluation_that_was_asked_for_by_hand(whole, tmp_path, sent, code, capsys):
     run = shutil.copytree(whole, tmp_path / whole.name)
-    command = [tmp_path, f"checkpoint={run}", "eval.videos=0", "eval.num_envs=2"]
-    process = start(*command, module="evaluate")
+    command = [f"checkpoint={run}", "eval.videos=0", "eval.num_envs=2"]
+    process = start(tmp_path, *command, module="evaluate")
     wait_until_some_are_over(tmp_path, name="v000002-evaluate")
     process.send_signal(sent)
     output = finish(process, code)
     assert ("the same command plays the rest" in output) == (sent == signal.SIGTERM)
-    assert "episodes were over already" in finish(start(*command, module="evaluate"))
+    assert evaluate.main([*command, f"run.dir={tmp_path}"]) == 0
+    assert "episodes were over already" in capsys.readouterr().out
     assert [path.name for path in (run / "eval").iterdir() if path.name != "v000002"] == ["v000002-evaluate"]
     ours, theirs = (run / "eval" / name / "episodes.csv" for name in ("v000002-evaluate", "v000002"))
     assert ours.read_bytes() == theirs.read_bytes()
@@ -142,7 +146,9 @@ def test_an_evaluation_that_had_not_begun_when_the_run_was_stopped_is_made_up(tm
 
 
 def test_an_evaluation_ends_soon_after_a_signal_on_every_backend(tmp_path, backend):
-    process = start(tmp_path, "recipe=pointmass_ppo", *TWICE, "eval.episodes=100000", f"cluster.backend={backend}")
+    process = start(
+        tmp_path, "recipe=pointmass_ppo", *TWICE, "eval.episodes=100000", ONE_SIM, f"cluster.backend={backend}"
+    )
     run = wait_until_some_are_over(tmp_path)
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)

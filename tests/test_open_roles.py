@@ -92,7 +92,7 @@ def test_a_misspelt_role_is_refused_while_the_recipe_is_read():
 
 def test_profile_plan_auto_and_benchmark_know_a_fourth_role(tmp_path, capsys):
     arguments = [*SMALL, f"run.dir={tmp_path}"]
-    assert measure.main([*arguments, "seconds=8"], ScoredLoop) == 0
+    assert measure.main([*arguments, "seconds=3"], ScoredLoop) == 0
     (path,) = (tmp_path / "profiles").glob("*.json")
     profile = read_profile(path)
     assert profile.costs["reward"]["cpu"].seconds.at(profile.dataflow["reward"].items) > 0

@@ -13,6 +13,7 @@ from embodied.reporting.results import read_results
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 INLINE = ["cluster.backend=inline"]  # where it is no matter that hosts find the class
+ONE_HOST = "placement={'sim,policy': cpu:0, learner: cpu:0}"
 SHORT = ["run.iterations=2", "eval.episodes=4", "eval.videos=0"]
 NORMALISED = '''
 """README's policy with an observation normaliser, a count that is no float, and a mask."""
@@ -31,7 +32,7 @@ class Normalised(my_nets.Linear):
         self.register_buffer("seen", torch.zeros(spec.state_dim, dtype=torch.bool))
 
     def normal(self, obs):
-        return {**obs, "state": self.normalizer(torch.as_tensor(np.array(obs["state"])))}
+        return {**obs, "state": self.normalizer(torch.as_tensor(np.array(obs["state"]))).numpy()}
 
     def act(self, obs, noise, temperature=1.0):
         return super().act(self.normal(obs), noise, temperature)
@@ -78,9 +79,9 @@ def test_an_own_policy_is_evaluated_like_in_its_run_and_begins_others(policy, ca
     run(evaluate, f"checkpoint={first}", "eval.episodes=4", "eval.videos=0")
     during = (first / "eval/v000002/episodes.csv").read_bytes()
     assert (first / "eval/v000002-evaluate/episodes.csv").read_bytes() == during
-    begun = trained(f"policy.name={policy}", "policy.kwargs={std: 0.3}", f"run.start_from={first}")
+    begun = trained(f"policy.name={policy}", "policy.kwargs={std: 0.3}", f"run.start_from={first}", *INLINE)
     assert json.loads((begun / "run.json").read_text())["started_from"]["family"] == policy
-    run(train, f"resume={first}", "run.iterations=3")
+    run(train, f"resume={first}", "run.iterations=3", *INLINE)
     run(report, str(first))
     assert "v000003" in capsys.readouterr().out
 
@@ -133,7 +134,7 @@ class NaN(my_nets.Linear):
 
 def test_an_evaluation_of_nothing_but_errors_fails_with_their_cause_and_keeps_what_it_found(tmp_path, capsys):
     (tmp_path / "broken.py").write_text(BROKEN)
-    asked = ["checkpoint=broken:NaN", "env.name=my_sims:Lift", "eval.episodes=1", "eval.videos=0"]
+    asked = ["checkpoint=broken:NaN", "env.name=my_sims:Lift", ONE_HOST, "eval.episodes=1", "eval.videos=0"]
     run(evaluate, *asked, "policy.kwargs={std: 0.3, above: 0}", code=1)
     told = capsys.readouterr()
     assert "NaN was not evaluated, every episode ended in an error" in told.err
@@ -144,7 +145,7 @@ def test_an_evaluation_of_nothing_but_errors_fails_with_their_cause_and_keeps_wh
 
 def test_some_errors_are_said_loudly(tmp_path, capsys):
     (tmp_path / "broken.py").write_text(BROKEN)
-    asked = ["checkpoint=broken:NaN", "env.name=my_sims:Lift", "eval.episodes=2", "eval.videos=0"]
+    asked = ["checkpoint=broken:NaN", "env.name=my_sims:Lift", ONE_HOST, "eval.episodes=2", "eval.videos=0"]
     run(evaluate, *asked, "policy.kwargs={std: 0.3, above: 0.6}")
     assert "1 of 2 episodes ended in an error, which is neither success nor failure" in capsys.readouterr().out
 

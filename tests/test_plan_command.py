@@ -117,6 +117,36 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(capsys, arguments, answ
     assert answer in err
 
 
+def plan_of(capsys, tmp_path, recipe, *more):
+    """What the plan of a recipe says of each schedule, on two cores where all parts take long."""
+    arguments = [f"recipe={recipe}", f"run.dir={tmp_path}", *more]
+    config = load(arguments).config
+    costs = {name: {"cpu": Cost(Curve((0, 100), (0.0, 1.0)))} for name in ("sim", "policy", "learner")}
+    made = {"key": cost_key(config), "episode_decisions": 10}
+    write_profile(Profile(dataflow_of(config, 10), costs, made=made), profile_path(config))
+    code, out, err = run(capsys, *arguments, "cluster=2xCPU", f"out={tmp_path / 'plan'}")
+    assert code == 0, err
+    return out, json.loads((tmp_path / "plan" / "plan.json").read_text())["schedules"]
+
+
+def test_every_schedule_has_a_row_with_its_fastest_placement(capsys, tmp_path):
+    groups = ("algo.epochs=1", "algo.minibatch_size=null")
+    out, found = plan_of(capsys, tmp_path, "pointmass_grpo", *groups)
+    assert {"sync", "periodic", "async"} == {*found}
+    assert all(f"\n{name:<14}{each['seconds']:>12.4g}" in out for name, each in found.items())
+    assert found["periodic"]["placement"] == found["async"]["placement"] == {"sim,policy": "cpu:0", "learner": "cpu:1"}
+    assert "pipeline.schedule" not in out.splitlines()[-3]  # of the placement to paste: the recipe's is sync
+
+
+def test_a_recipes_own_schedule_is_the_one_whose_modes_are_compared(capsys, tmp_path):
+    out, found = plan_of(capsys, tmp_path, "pointmass_ppo", "pipeline.schedule=async")
+    assert "all env rows of PPO reach the end of a rollout together" in found["periodic"]["refused"]
+    assert "custom wins" in out and "pipeline.stages=1 pipeline.schedule=async" in out
+    assert "collocated    does not fit: with pipeline.schedule=async learners take no turns with others" in out
+    again, same = plan_of(capsys, tmp_path, "pointmass_ppo")
+    assert same == found and "collocated wins" in again
+
+
 def test_planning_imports_neither_torch_nor_a_simulator():
     code = (
         "import sys; from embodied import plan; plan.main(['--help'])\n"

@@ -100,7 +100,8 @@ def test_a_command_does_what_it_says(folder, here, command):
     words = [word for word in whole.split() if not (short(command) and word.startswith("run.iterations"))]
     own = "my_" in command  # learns in processes of its own below
     apart = (trains(command) and not own) or "-m" not in words
-    more = [*short(command), *(["cluster.backend=inline"] if trains(command) and own else [])]
+    plays = re.search("embodied.(train|evaluate) ", command) and not re.search("--(cfg|dry-run|help)", command)
+    more = [*short(command), *(["cluster.backend=inline"] if plays and not apart else [])]
     output = (run if apart else here)(" ".join(words), folder, *more)
     if trains(command):
         assert "finished after" in output and ("processes   local" in output or own)

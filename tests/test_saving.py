@@ -124,8 +124,9 @@ def test_a_learner_that_dies_before_the_first_save_is_told_how_to_begin_again_an
         process.kill()
     assert process.returncode == 1 and "SIGKILL" in output
     assert f"nothing was saved yet; begin it again: python -m embodied.train resume={run}" in output
-    assert main([f"resume={run}", "run.iterations=3"]) == 0
-    assert main([*ours[:1], f"run.dir={tmp_path / 'theirs'}", *ours[2:], "run.iterations=3"]) == 0
+    here = ["cluster.backend=inline", "run.iterations=3"]
+    assert main([f"resume={run}", *here]) == 0
+    assert main([*ours[:1], f"run.dir={tmp_path / 'theirs'}", *ours[2:], *here]) == 0
     (other,) = (tmp_path / "theirs").iterdir()
     assert same(weights(run, 3), weights(other, 3))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

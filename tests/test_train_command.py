@@ -36,6 +36,8 @@ TINY = {
     "eval.videos": 1,
 }
 
+ONE_SIM = 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}'
+
 
 def tiny(*changes):
     """The arguments of a run of a second or two, with some of them replaced."""
@@ -222,7 +224,7 @@ def ctrl_c(process):
 
 
 def test_ctrl_c_saves_and_exits_130(tmp_path):
-    process = start("train", *tiny("run.iterations=100000"), cwd=tmp_path, start_new_session=True)
+    process = start("train", *tiny("run.iterations=100000"), ONE_SIM, cwd=tmp_path, start_new_session=True)
     read_until(process, "iteration 2/")
     ctrl_c(process)
     output, _ = process.communicate(timeout=60)

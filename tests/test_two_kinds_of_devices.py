@@ -33,7 +33,7 @@ def one_gpu(monkeypatch):
 
 def test_profile_plan_auto_and_benchmark_follow_each_other_on_cores_and_a_gpu(tmp_path, capsys, one_gpu):
     arguments, (num_cores, asked) = [*RECIPE, f"run.dir={tmp_path}"], one_gpu
-    assert measure.main([*arguments, "seconds=8"]) == 0
+    assert measure.main([*arguments, "seconds=3"]) == 0
     assert asked[:2] == ["cpu", "gpu"], "of the simulators' probe, and of the networks'"
     (path,) = (tmp_path / "profiles").glob("*.json")
     profile = read_profile(path)

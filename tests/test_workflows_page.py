@@ -79,6 +79,12 @@ def here(folder, monkeypatch):
     return folder
 
 
+def options_of(command, replaced):
+    """The options of a command of the page that none of `replaced` sets anew."""
+    keys = {word.partition("=")[0] for word in replaced}
+    return [word for word in shlex.split(command)[3:] if word.partition("=")[0] not in keys]
+
+
 def run(command, folder, *more, code=0):
     """The output of a command in a process of its own."""
     replaced = {word.partition("=")[0] for word in more}
@@ -199,21 +205,23 @@ def test_several_reward_workers_learn_what_one_learns(here):
         np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-4)
 
 
-def test_a_killed_reward_worker_ends_the_run_with_its_cause_and_the_resume_command(folder):
+def test_a_killed_reward_worker_ends_the_run_with_its_cause_and_the_resume_command(here, capsys):
     more = ["program=planted:FragileLoop", "run.name=killed", "run.save_every=1", "run.iterations=5"]
     more += ["placement={'sim,policy': cpu:0, reward: cpu:0, learner: cpu:0}"]
-    told = run(TRAIN, folder, *SHORT, *more, code=1)
+    assert train.main([*options_of(TRAIN, more), *SHORT, *more]) == 1
+    told = " ".join(capsys.readouterr().err.split())
     assert "reward-0" in told and "SIGKILL" in told
     assert "python -m embodied.train program=planted:FragileLoop resume=" in told
-    assert json.loads((newest(folder, "killed") / "run.json").read_text())["state"] == "failed"
-    assert len(metrics(folder, "killed")) == 2
+    assert json.loads((newest(here, "killed") / "run.json").read_text())["state"] == "failed"
+    assert len(metrics(here, "killed")) == 2
 
 
-def test_a_killed_simulator_is_replaced_where_a_mode_has_placed_the_reward_workers(folder):
+def test_a_killed_simulator_is_replaced_where_a_mode_has_placed_the_reward_workers(here, capsys):
     more = ["program=planted:KilledSimLoop", "run.name=survives", "run.iterations=3", "placement=collocated"]
-    told = run(TRAIN, folder, *SHORT, *more)
+    assert train.main([*options_of(TRAIN, more), *SHORT, *more]) == 0
+    told = capsys.readouterr().out
     assert "is started again (restart 1" in told and "learner + reward" in told
-    assert len(metrics(folder, "survives")) == 3
+    assert len(metrics(here, "survives")) == 3
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from embodied.config.cli import write_yaml
-from embodied.config.merge import recipe_names
+from embodied.config.merge import recipe_words
 from embodied.config.schema import Section, leaves
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ WIDTH = 118
 def help_text(command: Command, schema: Section) -> str:
     """The answer to --help."""
     first = next((key for key in command.own if key != "program"), "recipe")
-    recipes = f"  {'recipe':<{INDENT}}{', '.join(recipe_names())}, or path/to/my.yaml"
+    recipes = f"  {'recipe':<{INDENT}}{recipe_words()}"
     lines = [
         f"{command.purpose}",
         "",

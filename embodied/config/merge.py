@@ -20,6 +20,7 @@ from embodied.config.schema import Section, choices, is_path, nearest_key
 from embodied.core.errors import ConfigError
 
 RECIPES = Path(recipes.__file__).resolve().parent
+TINY = RECIPES / "tiny"  # VLAs of a few million parameters, for a laptop
 COMMAND_LINE = "command line"
 Key = tuple[str, ...]
 ENV_NAME, ENV_TASK = ("env", "name"), ("env", "task")
@@ -71,9 +72,20 @@ class Tree:
             del self.sources[known]
 
 
-def recipe_names() -> list[str]:
-    """Names of the recipes that come with the package."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+def recipe_names(*folders: Path) -> list[str]:
+    """Names of the recipes that come with the package, or of those in these folders; tiny ones last."""
+    return [name for folder in folders or (RECIPES, TINY) for name in sorted(p.stem for p in folder.glob("*.yaml"))]
+
+
+def recipe_file(name: str) -> Path:
+    """The file of one of our recipes."""
+    path = RECIPES / f"{name}.yaml"
+    return path if path.is_file() else TINY / path.name
+
+
+def recipe_words() -> str:
+    """What `recipe=` may be, for --help."""
+    return f"{', '.join(recipe_names(RECIPES))}, one of recipes/tiny (python -m embodied.list), or path/to/my.yaml"
 
 
 def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Source]:
@@ -114,18 +126,16 @@ def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -
         return None
     names = recipe_names()
     if recipe in names:
-        return RECIPES / f"{recipe}.yaml"
+        return recipe_file(recipe)
     hint = nearest_key(recipe, names) or "."
-    problems.append(
-        f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} Recipes: {', '.join(names)}; or path/to/my.yaml"
-    )
+    problems.append(f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} Recipes: {recipe_words()}")
     return None
 
 
 def display(path: Path) -> str:
     """A recipe file's name in messages: short for ours, a path for others."""
-    if path.parent == RECIPES:
-        return f"recipes/{path.name}"
+    if path.is_relative_to(RECIPES):
+        return f"recipes/{path.relative_to(RECIPES)}"
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
@@ -225,7 +235,7 @@ def lay(tree: Tree, root: Section, source: Source) -> None:
 
 
 def switch(tree: Tree, section: Section | None, prefix: Key, name: Any) -> None:
-    """Where a source names another variant, drop what was set for the old one, except keys that both share."""
+    """Drop what was set for the old variant if a source names another one, except keys that both share."""
     values = tree.section(prefix)
     if section is None or not values or values.get("name") == name:
         return
@@ -259,7 +269,7 @@ def replace_alternatives(tree: Tree, root: Section, key: Key, value: Any) -> Non
 
 
 def drop_what_belongs_to_a_task(tree: Tree, root: Section, key: Key, value: Any) -> None:
-    """Where a source names another task, drop what earlier sources set for theirs alone (`of_task`)."""
+    """Drop what earlier sources set for their task alone (`of_task`) if a source names another one."""
     section, before = root.at(key[:-1]), tree.section(key[:-1]) or {}
     model = section.variants.get(section.tag(before) or "") if section else None
     if model and before.get("task") not in (None, value):

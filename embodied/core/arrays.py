@@ -1,11 +1,14 @@
-"""Arrays are numpy between processes and torch tensors where data stays on a device; these work with either.
+"""Arrays, and the observations made of them: the few operations that everything between envs and policies needs.
 
-Torch is imported only where a tensor is asked for.
+Arrays are numpy between processes and torch tensors where data stays on a device; these functions work with either,
+and import torch only where a tensor is asked for. An observation is a dict of arrays, or of dicts of arrays (images by
+camera), whose first axis counts env rows. Envs give and policies take "instruction" as a list of texts; in between it
+is an array, so every leaf is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,25 +22,26 @@ def is_tensor(array: Any) -> bool:
 
 
 def tensor_of(array: Any, device: torch.device | str) -> torch.Tensor:
-    """On this device; the same memory where it is there already. It may be read-only: never write to it."""
+    """The array as a tensor on this device, in the same memory if it is there already; maybe read-only, so never write
+    to it."""
     import torch
 
     return torch.as_tensor(array).to(device)
 
 
 def host(array: Any) -> np.ndarray:
-    """As numpy, fetched from its device where it has one."""
+    """The array as numpy, copied from its device if it has one."""
     return array.detach().cpu().numpy() if is_tensor(array) else np.asarray(array)
 
 
 def as_asked(answer: torch.Tensor, obs: dict[str, Any]) -> Any:
-    """A tensor for an observation of tensors, numpy for one of numpy."""
+    """The answer as a tensor if the observation holds tensors, else as numpy."""
     first = next((part for part in (obs.get("state"), *obs.get("images", {}).values()) if part is not None), None)
     return answer if is_tensor(first) else host(answer)
 
 
 def room_for(array: Any, count: int) -> Any:
-    """Zeros for so many rows like those of this array, where it is."""
+    """Zeros for `count` rows like those of this array, on its device."""
     shape = (count, *array.shape[1:])
     return array.new_zeros(shape) if is_tensor(array) else np.zeros(shape, array.dtype)
 
@@ -51,7 +55,7 @@ def concatenate(arrays: Sequence[Any], axis: int = 0) -> Any:
 
 
 def finite_rows(array: Any) -> np.ndarray:
-    """bool [N]: rows without NaN and infinities. Of a tensor on a device, one number is fetched where all is well."""
+    """bool [N]: rows without NaN and infinities. If all of a tensor is finite, only one number leaves its device."""
     if not is_tensor(array):
         return np.isfinite(array).reshape(len(array), -1).all(axis=1)
     finite = array.isfinite()
@@ -78,3 +82,61 @@ def load_training_state(net: torch.nn.Module, optimizer: torch.optim.Optimizer, 
             _, number, what = name.split(".", 2)
             kept.setdefault(int(number), {})[what] = tensor
     optimizer.load_state_dict(optimizer.state_dict() | {"state": kept})
+
+
+# "state": [N,D]; "images": {camera: uint8 [N,H,W,3]}; "instruction": N texts; "privileged": [N,P], numbers that help to
+# learn and that no action may depend on
+Observation = dict[str, Any]
+
+
+def map_obs(function: Callable, *observations: Observation) -> Observation:
+    """The function's result for every leaf; with several observations it is called with the leaves of the same name."""
+    mapped: Observation = {}
+    for name, part in observations[0].items():
+        parts = [obs[name] for obs in observations]
+        mapped[name] = map_obs(function, *parts) if isinstance(part, dict) else function(*parts)
+    return mapped
+
+
+def leaves(obs: Observation) -> Iterator[Any]:
+    """All arrays (and lists of texts) of an observation."""
+    for part in obs.values():
+        yield from leaves(part) if isinstance(part, dict) else (part,)
+
+
+def is_text(part: Any) -> bool:
+    """Whether a leaf holds texts, as a list or as an array."""
+    return isinstance(part, list) or (isinstance(part, np.ndarray) and part.dtype.kind == "O")
+
+
+def text_arrays(obs: Observation) -> Observation:
+    """The observation with its texts as an array, as it travels."""
+    return map_obs(lambda part: np.array(part, object) if is_text(part) else part, obs)
+
+
+def text_lists(obs: Observation) -> Observation:
+    """The observation with its texts as a list, as envs give and policies take it."""
+    return map_obs(lambda part: list(part) if is_text(part) else part, obs)
+
+
+def num_rows(obs: Observation) -> int:
+    return len(next(leaves(obs)))
+
+
+def take_rows(obs: Observation, index: Any) -> Observation:
+    """These rows, or whatever else an index selects of every array."""
+    return map_obs(lambda array: array[index], obs)
+
+
+def join_rows(parts: Sequence[Observation], axis: int = 0) -> Observation:
+    """Observations one after the other along an axis; a single one is returned as it is."""
+    return parts[0] if len(parts) == 1 else map_obs(lambda *arrays: concatenate(arrays, axis), *parts)
+
+
+def write(room: Observation, index: Any, obs: Observation) -> None:
+    """Put an observation at this place of the room."""
+
+    def put(array: Any, part: Any) -> None:
+        array[index] = part
+
+    map_obs(put, room, obs)

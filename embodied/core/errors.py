@@ -45,7 +45,7 @@ class EvaluationStopped(EmbodiedError):
 
 
 class Unusable(EmbodiedError):
-    """A worker made something nobody can use: numbers that are not finite, a wrong shape. A fresh one may do better."""
+    """A worker made something unusable: numbers that are not finite, or a wrong shape. A fresh worker may do better."""
 
 
 class NotFinite(Unusable):
@@ -70,7 +70,7 @@ class WorkerFailed(EmbodiedError):
 
 
 class ChannelClosed(EmbodiedError):
-    """The other side of a channel is gone: nothing more will come, or nobody will take what is put."""
+    """The other side of a channel is gone: nothing more will come, or what is put will not be taken."""
 
     def __init__(self, channel: str, peer: str, cause: str) -> None:
         super().__init__(f"channel {channel!r} was closed by {peer}: {cause}")

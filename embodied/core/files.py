@@ -1,8 +1,12 @@
-"""Reading files that somebody else may have written: whatever is wrong with one is said in a line that names it."""
+"""Reads files that other programs may have written, and writes small ones in one step.
+
+What is wrong with a file that is read becomes an error that names it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,3 +66,24 @@ def read_arrays(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: s
                 return {name: content[name] for name in content.files}
         except (BadZipFile, BadBytes, NotImplementedError) as err:
             raise ValueError(f"it is no archive of arrays ({err})") from err
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file in one step, so that a reader sees the old or the new text."""
+    draft = path.with_name(f".{path.name}.writing")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        flush(draft)
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def flush(path: Path) -> None:
+    """Have a file's or folder's content reach the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

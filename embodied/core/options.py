@@ -23,7 +23,7 @@ class Strict(BaseModel):
     @classmethod
     def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool):
-            wanted = cls.model_fields[info.field_name].annotation
+            wanted = cls.model_fields[str(info.field_name)].annotation
             kinds = {wanted, *get_args(wanted)}
             if kinds & {int, float} and bool not in kinds:
                 raise ValueError("should be a number")

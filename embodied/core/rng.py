@@ -1,4 +1,4 @@
-"""Random streams addressed by name, not by order of use: the same key gives the same numbers whoever asks, and when.
+"""Random streams addressed by name, not by order of use: the same key always gives the same numbers.
 
 Noise for acting is Philox4x32-10 evaluated for many (episode, decision) counters at once, so a sample depends on the
 run's seed, the episode and the decision only, never on batching or placement. One-off randomness uses `generator`.

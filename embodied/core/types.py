@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from embodied.core.arrays import concatenate, host, room_for
-from embodied.core.observations import Observation, is_text, map_obs, write
+from embodied.core.arrays import Observation, concatenate, host, is_text, map_obs, room_for, write
+from embodied.core.rng import generator
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 Array = Any  # numpy array, or a torch tensor where data stays on a GPU
 
 
@@ -28,6 +30,39 @@ class EpisodeSpec:
     init_state_id: int  # which stored initial state, for simulators that have them; otherwise -1
     seed: int  # drives the random initial state
     index: int
+
+
+@dataclass(frozen=True)
+class EpisodeList:
+    """An endless list of episodes, whose tasks take turns; `stream` separates training from evaluation.
+
+    The k-th episode of a task has the same seed, and the same stored initial state, whatever the other tasks are.
+    Training in slices: env e plays episodes e, e + E, e + 2E, ... for E envs in total, so neither the number of sim
+    workers nor the order in which envs finish changes any episode. In groups: every initial state is played by as many
+    episodes in a row as a group has, by whatever env is free. Evaluation: a fixed list, from a stream of its own.
+    """
+
+    seed: int
+    stream: str  # "train" or "eval"
+    tasks: tuple[str, ...]
+    stored_states: int = 0  # stored initial states of every task, taken in order; 0: none are used
+    group_size: int = 1  # episodes in a row that begin alike
+
+    def __getitem__(self, index: int) -> EpisodeSpec:
+        turn, task = divmod(index // self.group_size, len(self.tasks))
+        seed = int(generator(self.seed, "episode", self.stream, turn).integers(2**31 - 1))
+        return EpisodeSpec(self.tasks[task], turn % self.stored_states if self.stored_states else -1, seed, index)
+
+    def first(self, count: int) -> list[EpisodeSpec]:
+        return [self[index] for index in range(count)]
+
+
+def head_start(env_ids: np.ndarray, max_episode_steps: int) -> np.ndarray:
+    """How much of its step limit an env has used up when a staggered run begins: int [N].
+
+    Multiples of the golden ratio spread evenly over the envs of each sim worker, however many there are.
+    """
+    return (env_ids * GOLDEN_RATIO % 1 * max_episode_steps).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -204,12 +239,12 @@ class BatchEnd:
 
 @dataclass(frozen=True)
 class ActRequest:
-    """A sim worker's question to a policy worker: what should these rows do next?
+    """A sim worker's request to a policy worker: what should these rows do next?
 
     `final_obs` holds the final observations of rows whose episode was truncated in the decision before; only their
     value is wanted. With `value_only` the same holds for `obs` (the end of a rollout). The next rollout begins with
     what was seen then: it names that question (its source and number) as `same_as` instead of sending `obs` again.
-    `done` says that nobody asks any more, `num_sims` how many do from now on; both come from the driver.
+    `done`: no request will follow in this round. `num_sims`: so many sims ask from now on. Both come from the driver.
     """
 
     source: str  # where the answer goes, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
@@ -236,16 +271,24 @@ class ActReply:
 
 @dataclass(frozen=True)
 class AskAgain:
-    """In the place of a reply: the policy worker does not know the question, or what it refers to, or it is another one
-    that answers from now on."""
+    """Sent instead of a reply: the policy worker does not know the request, or the one that it refers to, or it is
+    another one that answers from now on."""
 
     source: str
     requests: Any = None  # the Channel to ask through from now on; None: the same as before
 
 
 @dataclass(frozen=True)
+class Merging:
+    """Which questions of several sim workers a policy worker answers together."""
+
+    rows: int = 1  # env rows that are answered together at most; a question of more is answered by itself
+    wait_s: float = 0.0  # how long a question waits for those of other sims
+
+
+@dataclass(frozen=True)
 class Note:
-    """What a sim worker tells the driver as it happens, so that it is known should the worker die."""
+    """What a sim worker reports to the driver as it happens, so that it is known should the worker die."""
 
     source: str
     begun: tuple[int, ...] = ()  # indices of the episodes that begin now
@@ -256,12 +299,12 @@ class Note:
 class Recording:
     """What is kept of the episodes of an evaluation besides their outcomes."""
 
-    film: frozenset[int] = frozenset()  # indices of the episodes that are filmed
+    video_episodes: frozenset[int] = frozenset()  # indices of the episodes of which there is a video
     videos: Path | None = None  # the folder of their videos
-    failures_only: bool = False  # whether other films are thrown away
+    failures_only: bool = False  # whether other videos are thrown away
     overlay: bool = False  # instruction, step, reward, value and success in every frame
     cameras: bool = False  # what the policy's cameras see, beside the scene
-    drafts: Path | None = None  # the folder in which every episode is recorded for a dataset
+    buffers: Path | None = None  # the folder in which every episode is recorded for a dataset
     noise: float = 0.0  # deviation of what is added to the actions that are played, not to those that are recorded
     seed: int = 0  # of that noise
 
@@ -324,7 +367,7 @@ def choose(trajectory: Trajectory, ids: Sequence[int] | np.ndarray, source: str 
     ends = np.cumsum(trajectory.lengths)
     starts = ends - trajectory.lengths
     rows = np.concatenate([np.empty(0, np.int64), *(np.arange(starts[i], ends[i]) for i in at)])
-    about = {"ids": trajectory.ids[at], "lengths": trajectory.lengths[at], "source": source}
+    about: dict[str, Any] = {"ids": trajectory.ids[at], "lengths": trajectory.lengths[at], "source": source}
     return replace(trajectory, **about, **map_decisions(lambda array: array[rows], trajectory))
 
 
@@ -379,3 +422,9 @@ def with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     unknown = np.zeros_like(arrays["mask"])
     of = np.repeat(arrays["episodes"], arrays["lengths"])
     return {**arrays, "ids": arrays["episodes"], "episodes": of, "terminated": unknown, "truncated": unknown}
+
+
+def env_blocks(num_envs: int, ranks: int) -> list[range]:
+    """Which global env ids each learner rank owns: contiguous, as equal as possible."""
+    borders = [num_envs * rank // ranks for rank in range(ranks + 1)]
+    return [range(a, b) for a, b in pairwise(borders)]

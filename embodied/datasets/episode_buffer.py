@@ -1,7 +1,7 @@
 """One episode while it is recorded: a folder with its numbers and a bare video per camera, whole or absent.
 
 Images go to the encoders frame by frame, so memory holds none. Episodes are recorded side by side, in other processes
-than the one that writes the dataset, and in any order: `DatasetWriter.add_draft` appends them.
+than the one that writes the dataset, and in any order: `DatasetWriter.add_buffer` appends them.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ actions and states are computed; those of other features stay.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from embodied.core.errors import EmbodiedError
+from embodied.core.files import replace_text
 from embodied.datasets.episode_buffer import as_lists
 from embodied.datasets.feature_stats import QUANTILES, of_values
 from embodied.datasets.lerobot_layout import ACTION, STATE, STATS
@@ -33,9 +33,7 @@ def write_figures(folder: Path, names: dict[str, str]) -> Path:
     found = dataset.stats | {ACTION: of_values(np.concatenate(actions))}
     if states[0] is not None:
         found[STATE] = of_values(np.concatenate(states))
-    draft = folder / f"{STATS}.{os.getpid()}"
-    draft.write_text(json.dumps(as_lists(found), indent=4) + "\n", encoding="utf-8")
-    os.replace(draft, folder / STATS)
+    replace_text(folder / STATS, json.dumps(as_lists(found), indent=4) + "\n")
     return folder / STATS
 
 

@@ -29,13 +29,14 @@ FILES_PER_CHUNK = 1000
 
 STATE, ACTION, CAMERA = "observation.state", "action", "observation.images."
 REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
+# The index columns, which the writer fills in
 INDICES: Features = {
     "timestamp": {"dtype": "float32", "shape": (1,), "names": None},
     "frame_index": {"dtype": "int64", "shape": (1,), "names": None},
     "episode_index": {"dtype": "int64", "shape": (1,), "names": None},
     "index": {"dtype": "int64", "shape": (1,), "names": None},
     "task_index": {"dtype": "int64", "shape": (1,), "names": None},
-}  # the index columns, which the writer fills in
+}
 
 
 def features_of(spec: EnvSpec) -> Features:

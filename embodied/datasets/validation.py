@@ -17,26 +17,11 @@ from embodied.datasets.lerobot_layout import ACTION, INFO, STATE, VERSION, camer
 
 AGAIN = "download it, or collect it, again"
 PLACEHOLDER = re.compile(r"\{(\w+)(?::0(\d)d)?\}")  # {chunk_index:03d}
-PLACES = {
-    "v3.": ("chunk_index", "file_index"),
-    "v2.": ("episode_chunk", "episode_index"),
-}  # names of a chunk and of a file in it
+# By version, what a chunk and a file in it are called
+PLACES = {"v3.": ("chunk_index", "file_index"), "v2.": ("episode_chunk", "episode_index")}
 OLDER = ("v2.0", "v2.1")
-NUMBERS = (
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-)
-LARGEST = 2**40  # of counts and indices; nobody has a trillion frames
+NUMBERS = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
+LARGEST = 2**40  # of counts and indices; no dataset has a trillion frames
 
 
 def check_info(path: Path, info: dict[str, Any], theirs: dict[str, str]) -> None:

@@ -58,12 +58,12 @@ class DatasetWriter:
 
     def add_episode(self, frames: Iterable[Frame], task: str, success: bool | None = None) -> None:
         """Append an episode, given as a frame per env step (`frame_of`)."""
-        with EpisodeBuffer(self._root / "draft", self.fps, self.features) as draft:
+        with EpisodeBuffer(self._root / "draft", self.fps, self.features) as buffer:
             for frame in frames:
-                draft.add(frame)
-            self.add_draft(draft.finish(task, success))
+                buffer.add(frame)
+            self.add_buffer(buffer.finish(task, success))
 
-    def add_draft(self, folder: Path) -> None:
+    def add_buffer(self, folder: Path) -> None:
         """Append an episode that an `EpisodeBuffer` of the same features recorded; its folder is removed."""
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         length, episode = about["length"], self.num_episodes

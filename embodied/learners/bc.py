@@ -14,10 +14,9 @@ from torch import Tensor
 
 from embodied.algorithms.minibatches import minibatches, owned, permutation, sft_factor
 from embodied.core import rng
-from embodied.core.episodes import env_blocks
+from embodied.core.arrays import map_obs
 from embodied.core.errors import ConfigError
-from embodied.core.observations import map_obs
-from embodied.core.types import EnvSpec
+from embodied.core.types import EnvSpec, env_blocks
 from embodied.datasets import read_dataset
 from embodied.learners.demonstrations import Demonstrations
 from embodied.learners.update import check_finite, check_weights

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core.arrays import is_tensor, room_for
-from embodied.core.observations import Observation, is_text, map_obs, take_rows, text_lists
+from embodied.core.arrays import Observation, is_tensor, is_text, map_obs, room_for, take_rows, text_lists
 from embodied.core.types import Array, Trajectory, join, map_decisions
 from embodied.learners.model import FrozenFeatures, Model
 from embodied.runtime import Channel

@@ -33,6 +33,7 @@ from embodied.profiling.store import (
     describe_devices,
     device_counts,
     homes,
+    in_turns,
     processor,
     profile_path,
     repeated,
@@ -78,7 +79,7 @@ def start(argv: list[str], program: type = EmbodiedLoop) -> int:
     loaded = load(rest)
     if loaded is None:
         return 0
-    config, _ = launch.planned(loaded.config, roles=program.roles)
+    config, _ = launch.planned(in_turns(loaded.config), roles=program.roles)
     profile = measure(config, seconds, print, program)
     path = profile_path(config, profile.made, roles_of(program.roles))
     write_profile(profile, path)
@@ -90,7 +91,7 @@ def start(argv: list[str], program: type = EmbodiedLoop) -> int:
 def measure(config: RunConfig, seconds: float, say: Callable[[str], None], program: type = EmbodiedLoop) -> Profile:
     """Probe the parts, then calibrate with short real runs of the program, which also show what other roles cost."""
     roles = roles_of(program.roles)
-    config = without_limit(repeated(config))
+    config = in_turns(without_limit(repeated(config)))
     clock = Clock(seconds)
     there = devices.machines(config)
     counts, nodes = device_counts(there), len(there.nodes)
@@ -109,9 +110,8 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0],
         }
         if config.algo.name != "ppo":
-            made["episode_decisions"] = (
-                probed.horizon
-            )  # while a policy knows nothing, episodes last as long as they may
+            # While a policy knows nothing, episodes last as long as they may.
+            made["episode_decisions"] = probed.horizon
         costs = probed.costs | {
             role.name: {str(c): Cost(NOTHING) for c in homes(config, there, roles)[role.name]} for role in others(roles)
         }
@@ -212,6 +212,7 @@ def probe_site(
     used_bytes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     fixed: list[float] = []
     ahead: list[float] = []
+    item_bytes: list[float] = []
     resets: list[float] = []
     learns = "learner" in site.parts
     logs.mkdir(parents=True)
@@ -239,6 +240,7 @@ def probe_site(
                 if place == 0:
                     fixed += learned["fixed"]
                     ahead += learned["ahead"]
+                    item_bytes += learned["item_bytes"]
             if place == 0 and len(hosts) > 1:
                 alone |= beside_nobody(probes[0], found, num_envs, decisions, minibatch)
         moves = probes.moves(sizes[0]).wait() if learns else []
@@ -253,6 +255,7 @@ def probe_site(
     if learns:
         fixed_s, ahead_s = median(fixed), median(ahead)
         learner = Cost(fit(found["step"]), needed["learner"], fixed_s, alone=alone["whole"], ahead_s=ahead_s)
+        learner = replace(learner, item_bytes=median(item_bytes))
         costs["learner"] = movable(learner, [each["learner"] for each in moves], site.on)
     return Probed({name: {str(site.on): cost} for name, cost in costs.items()}, horizon, median(resets or [0.0]))
 
@@ -313,9 +316,9 @@ def describe(profile: Profile) -> list[str]:
         curve = cost.seconds
         points = curve.measured or tuple(zip(curve.sizes, curve.values, strict=True))
         for i, (size, seconds) in enumerate(points):
-            told = f"   {curve.error:.0%}, {curve.spread:.0%}" if i == 0 else ""
+            quality = f"   {curve.error:.0%}, {curve.spread:.0%}" if i == 0 else ""
             first = f"{name:<10}{kind:<10}" if i == 0 else f"{'':<20}"
-            lines.append(f"{first}{size:>8.0f}{seconds * 1000:>10.3f}{told}")
+            lines.append(f"{first}{size:>8.0f}{seconds * 1000:>10.3f}{quality}")
     counts = profile.made["devices"]
     learner = next(iter(profile.costs["learner"].items()))
     rest = {

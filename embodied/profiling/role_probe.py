@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,16 +22,24 @@ import numpy as np
 import torch
 
 from embodied.config.recipe import RunConfig
-from embodied.core.episodes import EpisodeList
-from embodied.core.observations import take_rows, text_lists
-from embodied.core.types import BatchPart, Route
+from embodied.core.arrays import num_rows, take_rows, text_lists
+from embodied.core.types import (
+    ActReply,
+    ActRequest,
+    BatchPart,
+    EpisodeList,
+    PolicyOutput,
+    Route,
+    Trajectory,
+    arrays_of,
+    join,
+)
 from embodied.envs.base import VectorEnv
 from embodied.envs.worker import SimWorker
 from embodied.learners.memory_estimate import Memory, size_of
 from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy
 from embodied.policies.worker import PolicyWorker
-from embodied.profiling.channel_probe import Directly, Kept, Noise
 from embodied.runtime import Timers, Worker
 from embodied.runtime.device_memory import Computing
 from embodied.runtime.weights import new_name
@@ -137,7 +146,8 @@ class ProbeWorker(Worker):
 
     def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
         """Learn from the last rollout in so many envs: seconds of a gradient step, what an update takes besides, of
-        looking at an item with frozen parts ahead of all steps, and of the updates that were measured for that."""
+        looking at an item with frozen parts ahead of all steps, and of the updates that were measured for that; bytes
+        that the learner needs, and of an item that waits for it."""
         part = self.parts[self._rows(num_envs)]
         first = 2 if self._has_frozen_parts(part) else 1  # epochs: with one nothing is kept of what frozen parts make
         times, looks = {first: [], first + 1: []}, []
@@ -158,6 +168,7 @@ class ProbeWorker(Worker):
             "ahead": looks if first > 1 else [0.0],
             "whole": [less + more],
             "bytes": [num_bytes],
+            "item_bytes": [sum(array.nbytes for array in arrays_of(part.kept.get()).values()) / items],
         }
 
     def _updates(self, algo: Any, part: ProbedPart, repeats: int, found: list[float]) -> tuple[list[float], float]:
@@ -326,3 +337,72 @@ def used_bytes(simulator: str) -> int:
         free, total = torch.cuda.mem_get_info()
         return total - free
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+# Stand-ins for channels and for what is at their other end, around a worker that is measured by itself
+
+
+class Directly:
+    """A channel to a policy in the same process: a question put here is answered at once, as if `copies` sims asked."""
+
+    def __init__(self, policy: PolicyWorker, copies: int = 1) -> None:
+        self.policy, self.copies = policy, copies
+        self.answers: deque = deque()
+        self.act_s: list[float] = []
+        self.value_s: list[float] = []
+
+    def put(self, request: ActRequest) -> None:
+        asked = self.policy.completed(request)
+        started = perf_counter()
+        with self.policy.computing.counted():
+            reply, *_ = self.policy._answer([asked] * self.copies, 1.0, "train")
+        (self.value_s if request.value_only else self.act_s).append(perf_counter() - started)
+        self.answers.append(reply)
+
+    def get(self) -> ActReply:
+        return self.answers.popleft()
+
+
+class Noise:
+    """The same with noise for actions, at no cost."""
+
+    def __init__(self, shape: tuple[int, int], seed: int) -> None:
+        """`shape`: actions of a decision, numbers of an action."""
+        self.shape = shape
+        self.draw = np.random.default_rng(seed)
+        self.answers: deque = deque()
+        self.act_s: list[float] = []
+        self.value_s: list[float] = []
+
+    def put(self, request: ActRequest) -> None:
+        count = len(request.episodes)
+        values = np.zeros(count, np.float32)
+        finals = None if request.final_obs is None else np.zeros(num_rows(request.final_obs), np.float32)
+        actions = self.draw.uniform(-1, 1, (count, *self.shape)).astype(np.float32)
+        (self.value_s if request.value_only else self.act_s).append(0.0)
+        output = None if request.value_only else PolicyOutput(actions, np.zeros_like(actions), values)
+        self.answers.append(ActReply(request.source, request.number, output, values, finals, 0))
+
+    def get(self) -> ActReply:
+        return self.answers.popleft()
+
+
+class Kept:
+    """A channel that keeps what is put, and gives it again and again, as if `copies` sims had played it."""
+
+    def __init__(self, copies: int = 1) -> None:
+        self.copies = copies
+        self.items: deque = deque(maxlen=1)
+
+    def put(self, item: Any, weight: float = 1) -> None:
+        self.items.append(copied(item, self.copies))
+
+    def get(self) -> Any:
+        return self.items[0]
+
+
+def copied(played: Trajectory, copies: int) -> Trajectory:
+    """The trajectories of so many sims that played the same, each in env rows or episodes of its own."""
+    each = int(played.ids.max()) + 1
+    parts = [replace(played, ids=played.ids + copy * each) for copy in range(copies)]
+    return replace(join(parts), source=played.source)

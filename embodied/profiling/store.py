@@ -24,7 +24,7 @@ from embodied.placement.grammar import EMBODIED, number, others
 from embodied.placement.layout import DeviceClass
 from embodied.placement.planner import Choice, Planner
 from embodied.placement.profile import NOTHING, Profile, read_profile
-from embodied.placement.reasons import why_not
+from embodied.placement.reasons import why_not, why_not_apart
 from embodied.placement.topology import GB
 from embodied.run.devices import draws_on_gpus, networks_on
 
@@ -34,13 +34,20 @@ AMOUNTS = {
         *("rollout_decisions", "epochs", "minibatch_size", "lr", "value_lr", "lr_schedule"),
         *("groups", "group_size", "filter", "filter_low", "filter_high", "max_rounds", "max_empty"),
         *("filter_metric", "adam_betas", "weight_decay"),
+        *("surplus", "clip", "ratio_cap", "importance_cap", "episode_mask_low", "episode_mask_high"),
     ),
 }
+PAYS = 0.05  # of an iteration; a gain below that may be an error of the prices
 
 
 def without_limit(config: RunConfig) -> RunConfig:
     """The recipe without a limit of memory, for measuring what its parts cost."""
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gb": None})})
+
+
+def in_turns(config: RunConfig) -> RunConfig:
+    """The recipe with rollouts and updates one after the other, as its parts are measured."""
+    return config.with_pipeline(schedule="sync", async_level=1)
 
 
 def repeated(config: RunConfig) -> RunConfig:
@@ -66,7 +73,11 @@ def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequen
     ahead = items if looks_once else 0
     calls = algo.epochs * -(-items // minibatch)
     more = [role.name for role in others(roles)]
-    return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more)
+    schedule = config.pipeline.schedule
+    about = {"schedule": "sync" if schedule == "auto" else schedule, "level": config.pipeline.async_level}
+    if algo.name != "ppo" and not algo.why_not_periodic():
+        about |= {"groups": algo.groups, "group_size": algo.group_size}
+    return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more, **about)
 
 
 def counted(profile: Profile, memory_gb: float | None) -> Profile:
@@ -76,6 +87,8 @@ def counted(profile: Profile, memory_gb: float | None) -> Profile:
     for name, on in costs.items():
         if "cpu" in on and (name == "sim") == (memory_gb is not None):
             on["cpu"] = replace(on["cpu"], bytes=NOTHING, offload_s=None, weight_bytes=0.0, split_bytes=0.0)
+        elif "cpu" in on:
+            on["cpu"] = replace(on["cpu"], item_bytes=0.0)
     return replace(profile, costs=costs)
 
 
@@ -93,6 +106,9 @@ def cost_key(config: RunConfig, roles: Sequence[Role] = EMBODIED) -> str:
             said[section].pop(key, None)
     if config.algo.name == "ppo" and not config.algo.kl_coef:  # nor where nobody compares with a reference
         for key in ("kl_coef", "kl_estimator", "kl_in"):
+            del said["algo"][key]
+    for key in ("decoupled", "episode_mask"):  # nor where nothing is computed for stale decisions
+        if said["algo"].get(key) in (False, "none"):
             del said["algo"][key]
     for key in ("modules", "robot"):  # where nobody names any, profiles from before there were these keys hold
         if not said["env"].get(key, True):
@@ -205,7 +221,8 @@ def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[R
 def plan_from_profile(
     config: RunConfig, machines: Topology, path: Path, roles: Sequence[Role] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
-    """The config with the plan's stages and granularity, and the plan, on all devices that the profile knows."""
+    """The config with the plan's stages, granularity and schedule, and the plan, on all devices that the profile
+    knows."""
     memory_gb = config.cluster.memory_gb
     profile = counted(fitted_to(config, read_profile(path), path, roles), memory_gb)
     asked = config.pipeline.stages
@@ -215,19 +232,37 @@ def plan_from_profile(
     best = planner.best()
     if best is None:
         reasons = [f"{mode}: {why_not(planner, mode)}" for mode in ("collocated", "hybrid")]
+        if planner.dataflow.schedule != "sync":
+            reasons = [f"{why_not_apart(planner)}; try pipeline.schedule=sync"]
         raise PlacementError("\n".join([f"no plan fits by {path}; allow more memory, or name a placement", *reasons]))
+    if config.pipeline.schedule == "auto":
+        best, schedule = periodic_if_it_pays(planner, best)
+    else:
+        schedule = planner.dataflow.schedule
     placement = as_placement(planner.pricer, best.layout, machines, draws_on_gpus(config.env))
     plan = make_plan(placement, machines, config.env.num_envs, best.layout.stages, roles=roles)
     pieces = config.pipeline.granularity or granularity(best.layout, profile.dataflow)
-    reason = why(best, profile.dataflow.env_steps, path, profile.made.get("date"))
-    config = config.with_pipeline(stages=best.layout.stages, granularity=pieces)
+    reason = why(best, profile.dataflow.env_steps, path, profile.made.get("date"), schedule)
+    config = config.with_pipeline(stages=best.layout.stages, granularity=pieces, schedule=schedule)
     return config, replace(plan, mode="auto", reason=reason)
 
 
-def why(best: Choice, env_steps: int, path: Path, date: str | None) -> str:
+def periodic_if_it_pays(planner: Planner, best: Choice) -> tuple[Choice, str]:
+    """The fastest layout and its schedule, of those that learn the same."""
+    if planner.dataflow.groups:
+        other = Planner(
+            planner.dataflow.under("periodic"), planner.pricer.profile, planner.classes, planner.stages
+        ).best()
+        if other and other.price.seconds < (1 - PAYS) * best.price.seconds:
+            return other, "periodic"
+    return best, "sync"
+
+
+def why(best: Choice, env_steps: int, path: Path, date: str | None, schedule: str) -> str:
     stages = f" with {best.layout.stages} stages" if best.layout.stages > 1 else ""
+    what = f"{best.layout.mode}{stages}" if schedule == "sync" else f"{schedule}, {best.layout.mode}{stages}"
     when = f"{datetime.fromisoformat(date):%d %b %Y}, " if date else ""
     return (
-        f"{best.layout.mode}{stages}: the fastest by the profile measured here ({when}{path}), "
+        f"{what}: the fastest by the profile measured here ({when}{path}), "
         f"{env_steps / best.price.seconds:.0f} env steps/s expected"
     )

@@ -1,4 +1,4 @@
-"""Predicted next to measured: the table of a benchmark on the console, as JSON, as a page and as a picture."""
+"""Predicted next to measured: the table of a benchmark on the console, as JSON, as a page and as an image."""
 
 from __future__ import annotations
 
@@ -102,17 +102,29 @@ def cells(mode: str, row: dict[str, float]) -> list[str]:
 
 
 def verdict(result: Any) -> list[str]:
-    """Whether the order is the predicted one; what placement=auto would take, against the fastest measured."""
-    expected, measured = [mode for mode in result.expected if mode in result.rounds], list(rows_of(result))
-    auto, fastest = expected[0], measured[0]
-    if len(measured) == 1:
-        return []
-    order = "the order of modes is the predicted one; " if expected == measured else ""
-    beside = measured[1] if auto == fastest else fastest
-    low, middle, high = paired_ratio(result.rounds[auto], result.rounds[beside])
-    first = ", the fastest here" if auto == fastest else ""
+    """Whether the order is the predicted one; what placement=auto would take, against the fastest measured; and what
+    other schedules gain over it."""
+    measured = list(rows_of(result))
+    expected = [mode for mode in result.expected if mode in result.rounds]
+    others = [mode for mode in expected if result.expected[mode].get("schedule", "sync") != "sync"]
+    modes = [mode for mode in measured if mode not in others]
+    lines = []
+    if len(modes) > 1:
+        auto, fastest = next(mode for mode in expected if mode in modes), modes[0]
+        order = "the order of modes is the predicted one; " if modes == [m for m in expected if m in modes] else ""
+        beside = modes[1] if auto == fastest else fastest
+        first = ", the fastest here" if auto == fastest else ""
+        lines.append(f"{order}placement=auto takes {auto}{first}: {against(result, auto, beside)}")
+    if modes:
+        lines += [f"pipeline.schedule={one}: {against(result, one, modes[0])}" for one in others]
+    return lines
+
+
+def against(result: Any, one: str, other: str) -> str:
+    """How many times as fast one is as another, with the interval."""
+    low, middle, high = paired_ratio(result.rounds[one], result.rounds[other])
     interval = f"95% interval {low:.2f} to {high:.2f}, {num_rounds(result)} paired rounds"
-    return [f"{order}placement=auto takes {auto}{first}: {middle:.2f} times as fast as {beside} ({interval})"]
+    return f"{middle:.2f} times as fast as {other} ({interval})"
 
 
 def paired_ratio(ours: Sequence[Any], others: Sequence[Any]) -> tuple[float, float, float]:
@@ -130,7 +142,7 @@ def num_rounds(result: Any) -> int:
 def write_report(results: Sequence[Any], about: dict[str, Any], folder: Path) -> None:
     found = [{**asdict(result), "table": rows_of(result), "verdict": verdict(result)} for result in results]
     (folder / "bench.json").write_text(json.dumps({"about": about, "results": found}, indent=1, default=str) + "\n")
-    png = picture(results)
+    png = chart(results)
     (folder / "bench.png").write_bytes(png)
     (folder / "bench.html").write_text(html(results, about, png), encoding="utf-8")
 
@@ -141,13 +153,13 @@ def html(results: Sequence[Any], about: dict[str, Any], png: bytes) -> str:
         shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
         refused = [tag("li", f"{mode} was not run: {reason}") for mode, reason in result.refused.items()]
         plans = [
-            tag("li", f"{mode}: {told['layout']}; {at_work(result.rounds[mode])}")
-            for mode, told in result.expected.items()
+            tag("li", f"{mode}: {forecast['layout']}; {at_work(result.rounds[mode])}")
+            for mode, forecast in result.expected.items()
         ]
         lines = [tag("p", line) for line in verdict(result)]
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
-        told = [shown, *lines, tag("ul", *plans, *refused), *traced]
-        parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *told))
+        found = [shown, *lines, tag("ul", *plans, *refused), *traced]
+        parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *found))
     title = f"Placements of {about['recipe']}"
     return page(title, tag("h1", title), image(png, "predicted and measured throughput"), *parts)
 
@@ -171,7 +183,7 @@ def timeline(mode: str, path: Path) -> list[Html]:
     return [worker_rows(spans, f"{mode}: one iteration, piece by piece"), moved]
 
 
-def picture(results: Sequence[Any]) -> bytes:
+def chart(results: Sequence[Any]) -> bytes:
     """Bars of env steps per second, predicted beside measured, whiskers over the middle half of the rounds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

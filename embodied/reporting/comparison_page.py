@@ -28,13 +28,8 @@ from embodied.reporting.training_page import (
     success_in_training,
 )
 
-SAME = (
-    "env",
-    "eval",
-    "name",
-    "backend",
-    "max_episode_steps",
-)  # keys of a protocol that decide how an episode is played
+# Keys of a protocol that decide how an episode is played
+SAME = ("env", "eval", "name", "backend", "max_episode_steps")
 SHOWN = (*MEASURES, "return", "episodes")  # figures of each run in the first table
 IRRELEVANT = {("env", "num_envs"), ("eval", "num_envs"), ("eval", "videos")}  # keys that change no episode
 

@@ -1,19 +1,26 @@
-"""What a run prints: the plan first, then one live line (off a terminal a plain line per iteration), then the results.
+"""What a run says as it goes: on the console, in logs/driver.log, in metrics.jsonl and as TensorBoard's curves.
 
-Also keeps the running means that both the line and metrics.jsonl show.
+The console shows the plan first, then one live line (off a terminal a plain line per iteration), then the results. It
+keeps the running means that both the line and metrics.jsonl show.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
+from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
 from shlex import quote
 
+from embodied.core.files import replace_text
 from embodied.core.types import EpisodeResult
+from embodied.reporting.results import describe_results, warn_of_errors
 
 RECENT = 100  # episodes over which the success rate and return of training are taken
 LARGEST_GAP = 1.0  # nats of one action's log-prob; rounding in bfloat16 stays well below
@@ -146,62 +153,85 @@ class Console:
         }
 
 
-def describe_results(results: dict) -> str:
-    """Both success measures with their intervals, or the return where an env has no success."""
-    overall = results["overall"]
-    parts = []
-    for name in ("success_once", "success_at_end"):
-        measure = overall[name]
-        if measure is not None:
-            low, high = measure["interval"]
-            parts.append(
-                f"{name} {measure['rate']:.1%} [{low:.1%}, {high:.1%}] ({measure['count']}/{overall['episodes']})"
-            )
-    if overall["errors"]:
-        parts.append(f"{overall['errors']} error episodes")
-    if overall["return"] is not None:
-        parts.append(f"return {overall['return']:.2f}")
-    return ", ".join(parts) or "no episode was played to its end"
+class RunLog:
+    """Writes the console's lines and the iterations' numbers into a run's folder."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run
+        self.metrics = run / "metrics.jsonl"
+        self._file = None
+        self._curves = None
+
+    def note(self, text: str) -> None:
+        """Write a line of the console into logs/driver.log."""
+        with (self.path / "logs" / "driver.log").open("ab", buffering=0) as file:
+            file.write(f"{now()} {text}\n".encode())
+
+    def row(self, row: dict) -> None:
+        """Write one iteration's numbers."""
+        if self._curves is None:
+            self._file = self.metrics.open("ab", buffering=0)  # nothing is left to flush later
+            self._curves = Curves(self.path / "tensorboard")
+        self._file.write((json.dumps(row) + "\n").encode())
+        self._curves.add(row["env_steps"], row)
+
+    def keep_rows(self, iteration: int) -> None:
+        """Drop the rows of iterations after `iteration`: a resumed run makes them again."""
+        if self.metrics.is_file():
+            rows = map(row_of, self.metrics.read_text(errors="replace").splitlines())
+            kept = [row for row in rows if row and row["iteration"] <= iteration]
+            replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def close(self) -> None:
+        for file in (self._file, self._curves):
+            if file is not None:
+                file.close()
+        self._file = self._curves = None
 
 
-def warn_of_errors(results: dict) -> str:
-    """A warning on a line of its own, where some episodes ended in an error; else empty."""
-    errors, played = results["overall"]["errors"], results["overall"]["episodes"]
-    if not errors:
-        return ""
-    warning = f"warning: {errors} of {errors + played} episodes ended in an error, which is neither success nor failure"
-    return f"\n  {warning}: {describe_causes(results.get('causes', {}))}"
+def row_of(line: str) -> dict | None:
+    """A line of metrics.jsonl; None for what a crash or a full disk has left of one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("iteration"), int) else None
 
 
-def describe_causes(causes: dict[str, int]) -> str:
-    """The most frequent cause, and how many others there are."""
-    first, *others = causes or {"unknown": 0}
-    return first + (f" (and {len(others)} other causes)" if others else "")
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def describe_tasks(results: dict) -> str:
-    """A line per task where there are several; else empty."""
-    tasks = results["per_task"]
-    if len(tasks) < 2:
-        return ""
-    width = max(map(len, tasks))
-    return "".join(f"\n  {task:<{width}}  {describe_results({'overall': found})}" for task, found in tasks.items())
+class Curves:
+    """TensorBoard's curves, written with its own record writer: no thread behind, and no torch in the driver.
 
+    One event file. A resumed run opens another beside it; TensorBoard joins them.
+    """
 
-def describe_comparison(comparison: dict) -> str:
-    """A line per pair of policies."""
-    return "\n".join(describe_pair(pair) for pair in comparison["pairs"])
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("ab", buffering=0)
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
-def describe_pair(pair: dict) -> str:
-    """`b - a on the same 200 episodes: success_once +4.5% [0.2%, 8.9%], p 0.049; return ...`"""
-    parts = []
-    for name in ("success_once", "success_at_end"):
-        if (found := pair[name]) is not None:
-            low, high = found["interval"]
-            parts.append(f"{name} {found['difference']:+.1%} [{low:+.1%}, {high:+.1%}], p {found['p_value']:.2g}")
-    if (found := pair["return"]) is not None:
-        low, high = found["interval"]
-        parts.append(f"return {found['difference']:+.2f} [{low:+.2f}, {high:+.2f}]")
-    differences = "; ".join(parts) or "nothing to compare"
-    return f"{pair['second']} - {pair['first']} on the same {pair['episodes']} episodes: {differences}"
+    def add(self, step: int, numbers: dict) -> None:
+        """One point of every curve; names without a folder get `run/`."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=name if "/" in name else f"run/{name}", simple_value=float(number))
+            for name, number in numbers.items()
+            if isinstance(number, int | float)
+        ]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, event) -> None:
+        self._records.write(event.SerializeToString())

@@ -82,6 +82,6 @@ def colour(component: str, known: list[str]) -> str:
     return COLOURS.get(component) or MORE[others.index(component) % len(MORE)]
 
 
-def image(png: bytes, told: str) -> Html:
-    """The picture inside a page."""
-    return tag("img", src=f"data:image/png;base64,{base64.b64encode(png).decode()}", alt=told, style="max-width:100%")
+def image(png: bytes, alt: str) -> Html:
+    """The PNG inside a page; `alt` describes it in words."""
+    return tag("img", src=f"data:image/png;base64,{base64.b64encode(png).decode()}", alt=alt, style="max-width:100%")

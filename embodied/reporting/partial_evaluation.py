@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from embodied.core.errors import CheckpointError
+from embodied.core.files import replace_text
 from embodied.core.types import EpisodeResult
 from embodied.reporting.results import RESULTS, read_episodes, write_episodes
-from embodied.run.checkpoints import read_json, replace_text
+from embodied.run.checkpoints import read_json
 from embodied.run.folder import provenance
 
 PARTIAL = "partial.json"

@@ -19,10 +19,9 @@ import numpy as np
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic asks for this one below Python 3.12
 
-from embodied.core.files import read_object, reading
+from embodied.core.files import read_object, reading, replace_text
 from embodied.core.types import EpisodeResult
 from embodied.reporting.success_stats import compare
-from embodied.run.checkpoints import replace_text
 
 RESULTS = "results.json"
 EPISODES = "episodes.csv"
@@ -199,3 +198,67 @@ def check_row(row: Any) -> None:
         raise ValueError(f"{odd[0]} is not a number")
     if odd := [key for key, value in row.items() if value and LARGEST < abs(value) < float("inf")]:
         raise ValueError(f"{odd[0]}={row[odd[0]]:g} is more than a chart can show")
+
+
+# In words
+
+
+def describe_results(results: dict) -> str:
+    """Both success measures with their intervals, or the return where an env has no success."""
+    overall = results["overall"]
+    parts = []
+    for name in ("success_once", "success_at_end"):
+        measure = overall[name]
+        if measure is not None:
+            low, high = measure["interval"]
+            parts.append(
+                f"{name} {measure['rate']:.1%} [{low:.1%}, {high:.1%}] ({measure['count']}/{overall['episodes']})"
+            )
+    if overall["errors"]:
+        parts.append(f"{overall['errors']} error episodes")
+    if overall["return"] is not None:
+        parts.append(f"return {overall['return']:.2f}")
+    return ", ".join(parts) or "no episode was played to its end"
+
+
+def warn_of_errors(results: dict) -> str:
+    """A warning on a line of its own, where some episodes ended in an error; else empty."""
+    errors, played = results["overall"]["errors"], results["overall"]["episodes"]
+    if not errors:
+        return ""
+    warning = f"warning: {errors} of {errors + played} episodes ended in an error, which is neither success nor failure"
+    return f"\n  {warning}: {describe_causes(results.get('causes', {}))}"
+
+
+def describe_causes(causes: dict[str, int]) -> str:
+    """The most frequent cause, and how many others there are."""
+    first, *others = causes or {"unknown": 0}
+    return first + (f" (and {len(others)} other causes)" if others else "")
+
+
+def describe_tasks(results: dict) -> str:
+    """A line per task where there are several; else empty."""
+    tasks = results["per_task"]
+    if len(tasks) < 2:
+        return ""
+    width = max(map(len, tasks))
+    return "".join(f"\n  {task:<{width}}  {describe_results({'overall': found})}" for task, found in tasks.items())
+
+
+def describe_comparison(comparison: dict) -> str:
+    """A line per pair of policies."""
+    return "\n".join(describe_pair(pair) for pair in comparison["pairs"])
+
+
+def describe_pair(pair: dict) -> str:
+    """`b - a on the same 200 episodes: success_once +4.5% [0.2%, 8.9%], p 0.049; return ...`"""
+    parts = []
+    for name in ("success_once", "success_at_end"):
+        if (found := pair[name]) is not None:
+            low, high = found["interval"]
+            parts.append(f"{name} {found['difference']:+.1%} [{low:+.1%}, {high:+.1%}], p {found['p_value']:.2g}")
+    if (found := pair["return"]) is not None:
+        low, high = found["interval"]
+        parts.append(f"return {found['difference']:+.2f} [{low:+.2f}, {high:+.2f}]")
+    differences = "; ".join(parts) or "nothing to compare"
+    return f"{pair['second']} - {pair['first']} on the same {pair['episodes']} episodes: {differences}"

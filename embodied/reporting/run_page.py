@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied.config.cli import read_yaml
+from embodied.core.files import replace_text
 from embodied.reporting.evaluation_page import (
     MEASURES,
     describe_measure,
@@ -25,7 +26,6 @@ from embodied.reporting.machine_page import placement_chart, provenance_table, t
 from embodied.reporting.runs import Evaluation, Run, read_run
 from embodied.reporting.svg import short
 from embodied.reporting.training_page import learning_charts, result_charts
-from embodied.run.checkpoints import replace_text
 
 REPORT = "report.html"
 WHEN = "%Y-%m-%d %H:%M UTC"

@@ -68,7 +68,8 @@ class Run:
     def last(self) -> Evaluation | None:
         """The newest evaluation during training; if there is none, the last of the others."""
         own = [one for one in self.evaluations if one.in_training]
-        return (own or self.evaluations or [None])[-1]
+        found = own or self.evaluations
+        return found[-1] if found else None
 
     @property
     def provenance(self) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def font(size: int):
 
 
 def fitting(line: str, width: int, size: int) -> str:
-    """As much of the line as fits into so many pixels."""
+    """The part of the line that fits into so many pixels."""
     if font(size).getlength(line) <= width:
         return line
     while line and font(size).getlength(line + "...") > width:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from embodied.core.errors import CheckpointError
-from embodied.core.files import read_arrays, read_object
+from embodied.core.files import flush, read_arrays, read_object, replace_text
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -179,7 +179,7 @@ def best_version(run: Path) -> int | None:
 
 
 def by_hand(run: Path) -> set[int]:
-    """The versions whose evaluation somebody asked for."""
+    """The versions that were evaluated by hand."""
     names = (NAME.match(path.name) for path in run.glob("eval/v*-*"))
     return {int(found[1]) for found in names if found}
 
@@ -209,18 +209,6 @@ def read_json(path: Path) -> dict:
     return read_object(path, CheckpointError)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace a small file in one step, so that a reader sees the old or the new text."""
-    draft = path.with_name(f".{path.name}.writing")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        flush(draft)
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-
-
 def files_of(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
@@ -228,11 +216,3 @@ def files_of(folder: Path) -> list[str]:
 def digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -76,9 +76,9 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
     except BaseException as err:
         record_end(folder, "failed", f"{type(err).__name__}: {err}")
         if isinstance(err, (WorkerFailed, DeadlineExceeded)):
-            told = EmbodiedError("\n".join([str(err), *what_next(folder, err)]))
-            told.exit_code = err.exit_code
-            raise told from err
+            advised = EmbodiedError("\n".join([str(err), *what_next(folder, err)]))
+            advised.exit_code = err.exit_code
+            raise advised from err
         raise
     else:
         record_end(folder, "stopped" if interruption.requested else "finished", "")
@@ -101,7 +101,7 @@ def record_end(folder: RunFolder, state: str, cause: str) -> None:
         return
     try:
         folder.finish(state, cause)
-        folder.note(f"{state}: {cause}" if cause else state)
+        folder.log.note(f"{state}: {cause}" if cause else state)
     except OSError as err:  # a full disk must not hide the first cause
         print(f"run.json could not be written: {err}", file=sys.stderr)
     report_or_say_why(folder.path)

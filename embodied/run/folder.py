@@ -7,54 +7,19 @@ import itertools
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 
 from embodied.core.errors import CheckpointError
-from embodied.run.checkpoints import name_of, read_json, replace_text
-
-
-class Curves:
-    """TensorBoard's curves, written with its own record writer: no thread behind, and no torch in the driver.
-
-    One event file. A resumed run opens another beside it; TensorBoard joins them.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("ab", buffering=0)
-        self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-
-    def add(self, step: int, numbers: dict) -> None:
-        """One point of every curve; names without a folder get `run/`."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [
-            Summary.Value(tag=name if "/" in name else f"run/{name}", simple_value=float(number))
-            for name, number in numbers.items()
-            if isinstance(number, int | float)
-        ]
-        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, event) -> None:
-        self._records.write(event.SerializeToString())
-
+from embodied.core.files import replace_text
+from embodied.reporting.console import RunLog, now
+from embodied.run.checkpoints import name_of, read_json
 
 DRIVER = "driver"
 PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", "mani_skill", "sapien", "transformers", "ray")
@@ -65,8 +30,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self._metrics = None
-        self._curves = None
+        self.log = RunLog(path)
         self._lock = None
         self._writing = threading.RLock()  # of run.json, which hosts that start are written into from other threads
 
@@ -108,7 +72,7 @@ class RunFolder:
         return run
 
     def evaluation(self, version: int) -> Path:
-        """Where this version's evaluation in the run goes."""
+        """The folder of this version's evaluation in the run."""
         return self.path / "eval" / name_of(version)
 
     def info(self) -> dict:
@@ -121,34 +85,14 @@ class RunFolder:
 
     def record_process(self, host: str, pid: int) -> None:
         """A host has this process id from now on; ps shows it by the same name."""
-        with self._writing, suppress(OSError, CheckpointError):  # whoever has removed the folder is told at its end
+        # That the folder is gone is reported at the end of the run.
+        with self._writing, suppress(OSError, CheckpointError):
             self.record(processes={**self.info().get("processes", {}), host: pid})
 
-    def keep_metrics(self, iteration: int) -> None:
-        """Drop the metrics of iterations after `iteration`: a resumed run makes them again."""
-        path = self.path / "metrics.jsonl"
-        if path.is_file():
-            rows = map(row_of, path.read_text(errors="replace").splitlines())
-            kept = [row for row in rows if row and row["iteration"] <= iteration]
-            replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-
-    def log(self, row: dict) -> None:
-        """One iteration's numbers, into metrics.jsonl and for TensorBoard (by env steps)."""
-        if self._curves is None:
-            self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)  # nothing is left to flush later
-            self._curves = Curves(self.path / "tensorboard")
-        self._metrics.write((json.dumps(row) + "\n").encode())
-        self._curves.add(row["env_steps"], row)
-
     def new_trace(self) -> Path:
-        """Where this start of the run writes its timeline: trace.json, trace-2.json after a resume, and so on."""
+        """The file for the timeline of this start of the run: trace.json, trace-2.json after a resume, and so on."""
         names = (f"trace-{n}.json" if n > 1 else "trace.json" for n in itertools.count(1))
         return next(path for name in names if not (path := self.path / name).exists())
-
-    def note(self, text: str) -> None:
-        """Write a line of the console into logs/driver.log."""
-        with (self.logs / "driver.log").open("ab", buffering=0) as file:
-            file.write(f"{now()} {text}\n".encode())
 
     def count_restart(self) -> None:
         """One more worker was started again."""
@@ -156,10 +100,7 @@ class RunFolder:
             self.record(restarts=self.info().get("restarts", 0) + 1)
 
     def finish(self, state: str, cause: str = "", **more: object) -> None:
-        for file in (self._metrics, self._curves):
-            if file is not None:
-                file.close()
-        self._metrics = self._curves = None
+        self.log.close()
         self.record(state=state, cause=cause, ended=now(), processes={}, **more)  # numbers are used again
         if self._lock is not None:
             os.close(self._lock)
@@ -204,19 +145,6 @@ def lost(run: Path, info: dict) -> bool:
         os.close(lock)
 
 
-def row_of(line: str) -> dict | None:
-    """A line of metrics.jsonl; None for what a crash or a full disk has left of one."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("iteration"), int) else None
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def provenance() -> dict:
     """Origin of a result: command, code, packages, machine."""
     return {
@@ -244,7 +172,7 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
             capture_output=True,
             text=True,
@@ -253,4 +181,4 @@ def commit() -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return told.stdout.strip()
+    return done.stdout.strip()

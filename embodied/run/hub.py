@@ -9,12 +9,8 @@ from typing import Any
 from embodied.core.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-FILES = [
-    "*.json",
-    "*.safetensors",
-    "tokenizer.model",
-    "*--*_checkpoint.pt",
-]  # no code; the last is read as tensors only
+# No code; the last is read as tensors only.
+FILES = ["*.json", "*.safetensors", "tokenizer.model", "*--*_checkpoint.pt"]
 
 
 def is_hub_id(checkpoint: str) -> bool:

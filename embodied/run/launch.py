@@ -156,7 +156,7 @@ def planned(
 
 
 def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[Role, ...]) -> PlacementPlan:
-    """The plan of a recipe that nobody has loaded. Refuses what loading it and `planned` would."""
+    """The plan of a recipe that was not loaded from a file. Refuses what loading it and `planned` would."""
     RunConfig.model_validate(dict(config), context={"unused": () if learn else ("algo",)})
     config, plan = placed(config, machines, learn, roles)
     check_devices(config, plan)

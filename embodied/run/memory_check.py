@@ -100,7 +100,7 @@ def stored_bytes(policy: Any) -> int:
 
 
 def random_weights(config: RunConfig, folder: Path | str | None = None) -> bool:
-    """Whether a large policy begins with weights that nobody has trained."""
+    """Whether a large policy begins with random weights."""
     return is_large(config) and not (folder or config.run.start_from or config.policy.pretrained)
 
 
@@ -190,9 +190,9 @@ def describe_memory(found: list[Need]) -> list[str]:
     for need in found:
         alike.setdefault((bool(need.device), str(need)), []).append(need)
     lines = []
-    for (_, told), same in alike.items():
+    for (_, text), same in alike.items():
         first = same[0].place
-        lines.append(f"{first}{f' and {len(same) - 1} more alike' if len(same) > 1 else ''}: {told}")
+        lines.append(f"{first}{f' and {len(same) - 1} more alike' if len(same) > 1 else ''}: {text}")
     return lines
 
 
@@ -284,14 +284,14 @@ def check_pictures(config: RunConfig, memory_bytes: float) -> None:
     if need > memory_bytes:
         env, algo = config.env, config.algo
         if hasattr(algo, "rollout_decisions"):
-            told = f"env.num_envs={env.num_envs} * algo.rollout_decisions={algo.rollout_decisions}"
+            played = f"env.num_envs={env.num_envs} * algo.rollout_decisions={algo.rollout_decisions}"
             key, value = "algo.rollout_decisions", int(algo.rollout_decisions * memory_bytes / need / 2)
         else:
-            told = f"algo.groups={algo.groups} * algo.group_size={algo.group_size} episodes,"
+            played = f"algo.groups={algo.groups} * algo.group_size={algo.group_size} episodes,"
             key, value = "algo.groups", int(algo.groups * memory_bytes / need / 2)
         works = f"{key}={value}" if value else "a smaller env.image_size"
         raise ConfigError(
-            f"{told} pictures of {len(env.cameras)} "
+            f"{played} pictures of {len(env.cameras)} "
             f"camera(s) are {gigabytes(need / held)} an iteration and are held up to {held} times: "
             f"{gigabytes(need)}, and this machine has {gigabytes(memory_bytes)}; try {works}"
         )

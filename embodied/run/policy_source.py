@@ -54,8 +54,8 @@ class Target:
         path = self.folder and self.folder / "model.safetensors"
         if path and not path.is_file():
             path = path.with_name(f"{path.name}.index.json")
-        told = {"name": self.name, "family": self.config.name, "folder": str(self.folder) if path else None}
-        return {**told, "sha256": digest(path) if path else None}
+        facts = {"name": self.name, "family": self.config.name, "folder": str(self.folder) if path else None}
+        return {**facts, "sha256": digest(path) if path else None}
 
 
 def find_all(loaded: Loaded) -> list[Target]:
@@ -179,7 +179,8 @@ def check_fits(target: Target, env: Any, spec: EnvSpec) -> None:
 
 
 def other_training(target: Target, loaded: Loaded, fixed: dict[str, Any]) -> str:
-    """How the env this policy was trained in differs from the one it is evaluated in, where nobody asked for that."""
+    """How the env this policy was trained in differs from the one it is evaluated in, unless the command line says
+    so."""
     recipe = target.folder and stored_recipe(target.folder)
     if not recipe:
         return ""
@@ -234,9 +235,13 @@ def weights_of(config: Any, spec: EnvSpec) -> Weights:
 
 def describe_published(config: Any, env: Any) -> str:
     """How the model is shown the world and how its answers are taken, for the first screen."""
-    told = [f"policy.{key}={write_yaml(value)}" for key, value in unusual(config) if key not in ("name", "pretrained")]
-    told += [f"env.{key}={write_yaml(value)}" for key, value in unusual(env) if key not in ("name", "task", "num_envs")]
-    return "\n            ".join([f"as {config.name} models are published, from {config.pretrained}:", *told])
+    options = [
+        f"policy.{key}={write_yaml(value)}" for key, value in unusual(config) if key not in ("name", "pretrained")
+    ]
+    options += [
+        f"env.{key}={write_yaml(value)}" for key, value in unusual(env) if key not in ("name", "task", "num_envs")
+    ]
+    return "\n            ".join([f"as {config.name} models are published, from {config.pretrained}:", *options])
 
 
 def unusual(config: Any) -> list[tuple[str, Any]]:

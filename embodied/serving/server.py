@@ -20,25 +20,20 @@ from typing import Any
 import numpy as np
 
 from embodied.core import rng
-from embodied.core.arrays import finite_rows, host
-from embodied.core.observations import join_rows, text_arrays, text_lists
+from embodied.core.arrays import finite_rows, host, join_rows, text_arrays, text_lists
 from embodied.core.types import Observation
 from embodied.policies.base import Policy
 from embodied.serving.config import ServeConfig
 from embodied.serving.protocol import OTHERS, BadMessage, largest_array, longest_request, observation_of, pack, unpack
 
 ANSWER_S, SEND_S = 120.0, 30.0  # limits for making an answer, and for sending it
-AWAY, REFUSED, BROKEN, FULL = (
-    1001,
-    1007,
-    1011,
-    1013,
-)  # codes of closing; 1007: the request is bad, 1011: the policy failed
+# Codes of closing; 1007: the request is bad, 1011: the policy failed
+AWAY, REFUSED, BROKEN, FULL = 1001, 1007, 1011, 1013
 ANY_SIZE_MB = 32
 
 
 @dataclass(frozen=True)
-class Request:
+class ClientRequest:
     """One observation that waits for an action."""
 
     obs: Observation  # of one row
@@ -79,13 +74,13 @@ class Answers:
             return longest_request(self.policy.spec)
         return (self.config.max_request_mb or ANY_SIZE_MB) * 1_000_000
 
-    def read(self, data: bytes, client: int, number: int) -> Request:
+    def read(self, data: bytes, client: int, number: int) -> ClientRequest:
         """The request in a client's message; raises BadMessage where it cannot be answered."""
         any_size, spec = self.policy.any_image_size, self.policy.spec
         request = unpack(data, None if any_size else max(largest_array(spec), OTHERS))
-        return Request(observation_of(request, spec, any_size), client, number)
+        return ClientRequest(observation_of(request, spec, any_size), client, number)
 
-    def answer(self, requests: list[Request]) -> list[bytes | BadMessage]:
+    def answer(self, requests: list[ClientRequest]) -> list[bytes | BadMessage]:
         """Answers in the order of the requests; those with images of one size share a pass."""
         found: dict[int, bytes | BadMessage] = {}
         order = sorted(range(len(requests)), key=lambda at: requests[at].shapes)
@@ -94,7 +89,7 @@ class Answers:
             found |= dict(zip(places, self._answer([requests[at] for at in places]), strict=True))
         return [found[at] for at in range(len(requests))]
 
-    def _answer(self, requests: list[Request]) -> list[bytes | BadMessage]:
+    def _answer(self, requests: list[ClientRequest]) -> list[bytes | BadMessage]:
         began = time.perf_counter()
         draw = rng.normal if self.noise.kind == "normal" else rng.uniform
         clients, numbers = (np.array([getattr(one, key) for one in requests]) for key in ("client", "number"))
@@ -115,22 +110,22 @@ class Answers:
 class Batching:
     """Answers requests that arrive together in one pass of the policy.
 
-    Nobody waits for clients that are not there: a request waits for others only while a connected client has not asked,
+    A request waits for others only while a connected client has not asked,
     and never longer than `wait_s`.
     """
 
     def __init__(
         self,
-        answer: Callable[[list[Request]], list[bytes | Exception]],
+        answer: Callable[[list[ClientRequest]], list[bytes | Exception]],
         most: int,
         wait_s: float,
         clients: Callable[[], int],
     ) -> None:
         """`answer` may block, since it runs in a thread. An answer that is an exception is raised by `ask`."""
         self.answer, self.most, self.wait_s, self.clients = answer, most, wait_s, clients
-        self.asked: asyncio.Queue[tuple[Request, asyncio.Future]] = asyncio.Queue()
+        self.asked: asyncio.Queue[tuple[ClientRequest, asyncio.Future]] = asyncio.Queue()
 
-    async def ask(self, request: Request) -> bytes:
+    async def ask(self, request: ClientRequest) -> bytes:
         """Wait for the answer to this request."""
         answer = asyncio.get_running_loop().create_future()
         self.asked.put_nowait((request, answer))
@@ -146,12 +141,11 @@ class Batching:
                         batch.append(await self.asked.get())
             except TimeoutError:
                 pass  # the requests that are here are answered
-            if batch := [
-                (request, answer) for request, answer in batch if not answer.done()
-            ]:  # the clients of the others have left
-                await self._answer(batch)
+            # The answer to a client that has left is done already.
+            if waiting := [(request, answer) for request, answer in batch if not answer.done()]:
+                await self._answer(waiting)
 
-    async def _answer(self, batch: list[tuple[Request, asyncio.Future]]) -> None:
+    async def _answer(self, batch: list[tuple[ClientRequest, asyncio.Future]]) -> None:
         requests = [request for request, _ in batch]
         try:
             answers = await asyncio.to_thread(self.answer, requests)

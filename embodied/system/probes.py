@@ -34,13 +34,13 @@ def frame(kind: str) -> dict[str, Any]:
     import numpy as np
     from pydantic import TypeAdapter
 
-    from embodied.core.episodes import EpisodeList
+    from embodied.core.types import EpisodeList
     from embodied.envs import make_env
     from embodied.envs.config import EnvConfig
 
     config = TypeAdapter(EnvConfig).validate_python({"name": kind, "num_envs": 1})
     env = make_env(config, 1)
-    if problem := env.film_problem():
+    if problem := env.video_problem():
         raise SystemExit(problem)
     env.reset(options={"reset_mask": np.array([True]), "episodes": EpisodeList(0, "eval", env.tasks(config)).first(1)})
     drawn = env.render_rows(np.array([0]))[0]

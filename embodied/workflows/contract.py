@@ -35,7 +35,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 import numpy as np
 
@@ -44,12 +44,13 @@ from embodied.runtime import Handle
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
-    from embodied.core.episodes import EpisodeList
+    from embodied.core.types import EpisodeList
     from embodied.reporting.timeline import Timeline
     from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.workers import Workers
 
-ROLLOUT, UPDATE = "rollout", "update"  # phases of an iteration, in which workers hold their devices
+ROLLOUT: Final = "rollout"  # phases of an iteration, in which workers hold their devices
+UPDATE: Final = "update"
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from embodied.core.types import EnvSpec, EpisodeResult
+from embodied.core.types import EnvSpec, EpisodeResult, Merging
 from embodied.envs import env_class
-from embodied.policies.request_batching import Merging
 from embodied.reporting.timeline import Timeline
 from embodied.run.checkpoints import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup

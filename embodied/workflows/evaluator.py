@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 2  # at an episode that is open whenever its worker dies
 LOOK_S = 0.2  # how often it is asked whether to stop
-DRAFTS = "drafts"  # in the folder of an evaluation while it is played
+BUFFERS = "drafts"  # in the folder of an evaluation while it is played
 
 Heard = Callable[[Iterable[EpisodeResult]], object]
 
@@ -84,8 +84,12 @@ class Evaluator:
             results = [results[spec.index] for spec in self.episodes]
             again = to_record_again(options, self.episodes, results)
             if again and any((out / "videos").glob("*.mp4")):  # else there can be no videos here
-                film = frozenset(spec.index for spec in again)
-                self.play(again, replace(recording, film=film, failures_only=True, drafts=None), stop=stop)
+                video_episodes = frozenset(spec.index for spec in again)
+                self.play(
+                    again,
+                    replace(recording, video_episodes=video_episodes, failures_only=True, buffers=None),
+                    stop=stop,
+                )
         if options.dataset:
             write_dataset(out, dataset or out / "dataset", self.spec, results)
         return results
@@ -198,13 +202,13 @@ def error(spec: EpisodeSpec, cause: str) -> EpisodeResult:
 
 
 def first_recording(options: EvalSection, out: Path) -> Recording:
-    """Videos of the first episodes, and drafts of the dataset."""
+    """Videos of the first episodes, and the buffers from which the dataset is written."""
     return Recording(
-        film=frozenset(range(options.videos)),
+        video_episodes=frozenset(range(options.videos)),
         videos=out / "videos",
         overlay=options.overlay,
         cameras=options.cameras,
-        drafts=out / DRAFTS if options.dataset else None,
+        buffers=out / BUFFERS if options.dataset else None,
     )
 
 
@@ -219,7 +223,7 @@ def to_record_again(
 
 
 def write_dataset(out: Path, path: Path, spec: EnvSpec, results: list[EpisodeResult]) -> None:
-    """The drafts of these episodes, in their order, as a dataset in LeRobot's layout; errors are left out."""
+    """Write these episodes, in their order, from their buffers as a dataset in LeRobot's layout, without errors."""
     from embodied.datasets import DatasetWriter, buffer_name, features_of, fps_of
 
     shutil.rmtree(path, ignore_errors=True)  # of the same version, evaluated before the run was resumed
@@ -227,5 +231,5 @@ def write_dataset(out: Path, path: Path, spec: EnvSpec, results: list[EpisodeRes
     if played:
         with DatasetWriter(path, fps_of(spec), features_of(spec)) as writer:
             for result in played:
-                writer.add_draft(out / DRAFTS / buffer_name(result.index))
-    shutil.rmtree(out / DRAFTS, ignore_errors=True)
+                writer.add_buffer(out / BUFFERS / buffer_name(result.index))
+    shutil.rmtree(out / BUFFERS, ignore_errors=True)

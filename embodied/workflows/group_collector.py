@@ -18,9 +18,18 @@ import numpy as np
 
 from embodied.algorithms.config import GRPOConfig
 from embodied.algorithms.groups import Group, GroupPool, group_advantages
-from embodied.core.episodes import EpisodeList, env_blocks
 from embodied.core.errors import ConfigError
-from embodied.core.types import BatchEnd, BatchPart, EpisodeResult, EpisodeSpec, GroupPart, RolloutStats, Route
+from embodied.core.types import (
+    BatchEnd,
+    BatchPart,
+    EpisodeList,
+    EpisodeResult,
+    EpisodeSpec,
+    GroupPart,
+    RolloutStats,
+    Route,
+    env_blocks,
+)
 from embodied.runtime import Handle
 
 if TYPE_CHECKING:

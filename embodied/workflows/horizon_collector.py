@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.core.episodes import EpisodeList, env_blocks
-from embodied.core.types import BatchPart, EpisodeResult, RolloutStats, Route
+from embodied.core.types import BatchPart, EpisodeList, EpisodeResult, RolloutStats, Route, env_blocks
 from embodied.runtime import Handle
 
 if TYPE_CHECKING:

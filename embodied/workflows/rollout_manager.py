@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from embodied.core.episodes import EpisodeList
 from embodied.core.errors import StaleWeights
-from embodied.core.types import ActRequest, AskAgain, EpisodeResult, Route
+from embodied.core.types import ActRequest, AskAgain, EpisodeList, EpisodeResult, Route
 from embodied.runtime import Budget, Channel, Cluster, Handle, Turns, WorkerGroup
 from embodied.runtime.failures import Failure
 from embodied.runtime.tensor_bytes import Blob

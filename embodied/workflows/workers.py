@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied.core.episodes import EpisodeList
-from embodied.core.types import EnvSpec, EpisodeSpec
+from embodied.core.types import EnvSpec, EpisodeList, EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.protocols import choose_protocol
 from embodied.run import devices

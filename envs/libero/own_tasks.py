@@ -26,7 +26,7 @@ NO_PICKLE = "LIBERO's own .init and .pruned_init files are pickles, which are no
 
 
 def own_files(task: str) -> TaskFiles:
-    """Of `path/to/task.bddl`, or of `my_tasks:MyTask`, whose `bddl_file` is a path seen from its module."""
+    """The files of `path/to/task.bddl`, or of `my_tasks:MyTask`, whose `bddl_file` is a path seen from its module."""
     bddl = Path(task).expanduser().absolute() if task.endswith(".bddl") else bddl_of(task)
     text = read_bddl(bddl, task)
     words = re.search(r"\(:language([^()]*)", text)[1].split()
@@ -99,8 +99,8 @@ def read_states(path: Path) -> np.ndarray:
     except OSError as err:
         raise ConfigError(f"{said}it cannot be read: {err.strerror or 'it is no file of NumPy'}") from None
     except (ValueError, EOFError, KeyError) as err:
-        told = str(err).splitlines()[0] if str(err) else type(err).__name__
-        raise ConfigError(f"{said}it is no .npy or .npz file of numbers ({told}); {NO_PICKLE}") from None
+        reason = str(err).splitlines()[0] if str(err) else type(err).__name__
+        raise ConfigError(f"{said}it is no .npy or .npz file of numbers ({reason}); {NO_PICKLE}") from None
     if found.ndim != 2 or found.dtype.kind not in "fiu" or not found.size:
         raise ConfigError(
             f"{said}it holds {found.dtype} {list(found.shape)}, it must be numbers [states, 1 + positions + velocities]"
@@ -133,8 +133,8 @@ def check_buildable(files: TaskFiles) -> None:
     try:
         found = robosuite_parse_problem(str(files.bddl))
     except Exception as err:
-        told = " ".join(str(err).split()) or type(err).__name__
-        raise ConfigError(f"{files.name}: LIBERO cannot parse {files.bddl}: {told}") from None
+        reason = " ".join(str(err).split()) or type(err).__name__
+        raise ConfigError(f"{files.name}: LIBERO cannot parse {files.bddl}: {reason}") from None
     kind = class_of(files.name)
     if kind and kind.__name__.lower() != found["problem_name"]:
         raise ConfigError(

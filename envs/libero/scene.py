@@ -177,9 +177,9 @@ def build(files: TaskFiles, new_env: Any) -> Any:
             return new_env(str(files.bddl))
         except Exception as err:
             last = traceback.extract_tb(err.__traceback__)[-1]
-            told = " ".join(f"{type(err).__name__}: {err}".split())
+            text = " ".join(f"{type(err).__name__}: {err}".split())
             where = f"{Path(last.filename).name}, line {last.lineno}"
-            raise ConfigError(f"{files.name}: LIBERO cannot build {files.bddl}: {told} ({where})") from err
+            raise ConfigError(f"{files.name}: LIBERO cannot build {files.bddl}: {text} ({where})") from err
 
 
 class Draws:

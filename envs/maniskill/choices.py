@@ -16,7 +16,7 @@ SHAPED = ("dense", "normalized_dense")
 
 
 def reward_modes(cls: type) -> list[str]:
-    """Those a task's class has: what it supports, without shaped ones that nobody wrote."""
+    """The reward modes of a task's class, without shaped ones that it does not implement."""
     from mani_skill.envs.sapien_env import BaseEnv
 
     own_way = cls.get_reward is not BaseEnv.get_reward
@@ -43,10 +43,10 @@ def check_reward(config: ManiSkillConfig) -> None:
     known = reward_modes(cls)
     if config.reward_mode in known:
         return
-    told = f"env.reward_mode={config.reward_mode}: {config.task} has {', '.join(known)}"
+    text = f"env.reward_mode={config.reward_mode}: {config.task} has {', '.join(known)}"
     if config.reward_mode in cls.SUPPORTED_REWARD_MODES:
-        told += f"; its class does not write compute_{config.reward_mode}_reward"
-    raise ConfigError(told + nearest(config.reward_mode, known))
+        text += f"; its class does not write compute_{config.reward_mode}_reward"
+    raise ConfigError(text + nearest(config.reward_mode, known))
 
 
 def check_robot(config: ManiSkillConfig) -> None:

@@ -18,7 +18,6 @@ import numpy as np
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.action_source import Expert
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.tasks import TWINS, absent, asset_folder, is_bridge, source_of
@@ -36,6 +35,7 @@ from embodied.envs.maniskill.tasks import (
     to_prove,
 )
 from embodied.envs.own_modules import explained, try_out
+from embodied.envs.preflight import Expert
 from embodied.envs.protocols import AS_TRAINED, Protocol
 from embodied.system.vulkan_driver import ensure_vulkan
 
@@ -93,10 +93,10 @@ class ManiSkillEnv(VectorEnv):
         if found and found.equal:
             return config.model_copy(update={"backend": "cpu_batched"})
         if config.backend == "cpu_batched":
-            told = f"does not hold here: {found.problem}" if found else f"is not proven: {to_prove(config)} plays both"
+            state = f"does not hold here: {found.problem}" if found else f"is not proven: {to_prove(config)} plays both"
             other = f" or env.control_mode={BATCHED_CONTROLS[0]}" * (config.task in BATCHED_TASKS)
             raise ConfigError(
-                f"env.backend=cpu_batched for {config.task} with env.control_mode={config.control_mode} {told}; "
+                f"env.backend=cpu_batched for {config.task} with env.control_mode={config.control_mode} {state}; "
                 f"try env.backend=cpu{other}"
             )
         return config
@@ -104,16 +104,16 @@ class ManiSkillEnv(VectorEnv):
     @classmethod
     def remarks(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
         """Step limits that are not the task's, and what playing single envs costs."""
-        told = []
+        lines = []
         own = BATCHED_TASKS.get(config.task) or find_task(config.task).max_episode_steps
         if config.max_episode_steps not in (None, own):
             its = f"the task's own limit is {own}" if own else "the task has no limit of its own"
-            told.append(f"episodes end after {config.max_episode_steps} env steps, by env.max_episode_steps; {its}")
+            lines.append(f"episodes end after {config.max_episode_steps} env steps, by env.max_episode_steps; {its}")
         if config.backend == "cpu":
             from embodied.envs.maniskill.equality_proof import cost_of_single
 
-            told.append(cost_of_single(config, proofs))
-        return told
+            lines.append(cost_of_single(config, proofs))
+        return lines
 
     @classmethod
     def rehearse(cls, config: ManiSkillConfig) -> None:
@@ -142,8 +142,8 @@ class ManiSkillEnv(VectorEnv):
         found, path = prove(cls, config, proofs)
         gain = f"{found.speedup:.1f} times as fast as single envs here" if found.speedup else "not timed"
         if found.equal:
-            told = f"batched equals single envs ({figures(found.worst)}), {gain}; env.backend=auto uses it"
-            return [told, f"proof: {path}"]
+            finding = f"batched equals single envs ({figures(found.worst)}), {gain}; env.backend=auto uses it"
+            return [finding, f"proof: {path}"]
         why = f"Batched physics is not used for this task: {found.problem}; {gain}"
         return [f"single envs only. {why}", f"kept: {path}"]
 
@@ -279,10 +279,10 @@ class ManiSkillEnv(VectorEnv):
                 as_kept = host if self.config.backend != "cuda" else lambda tensor: tensor
                 self._numbers = {name: as_kept(part.float()) for name, part in seen.items()}
             self._info_now = None
-        told = {"instruction": self._instructions()} if self.env_spec.instruction else {}
+        texts = {"instruction": self._instructions()} if self.env_spec.instruction else {}
         if self.config.backend != "cuda":
-            return {**{name: part.copy() for name, part in self._numbers.items()}, **told}
-        return {**self._numbers, **self._all_images(), **told}
+            return {**{name: part.copy() for name, part in self._numbers.items()}, **texts}
+        return {**self._numbers, **self._all_images(), **texts}
 
     def _instructions(self) -> list[str]:
         return [text for env in self.envs for text in env.get_language_instruction()]
@@ -302,7 +302,7 @@ class ManiSkillEnv(VectorEnv):
             thin(env)
 
     def _all_images(self) -> Observation:
-        """Those of all rows at once, as a GPU draws them."""
+        """The images of all rows at once, as a GPU draws them."""
         if not self.config.cameras:
             return {}
         from embodied.envs.maniskill.images import paint_all

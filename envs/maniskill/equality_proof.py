@@ -107,8 +107,8 @@ def prove(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Path) -> 
 
 
 def figures(worst: dict[str, float]) -> str:
-    told = ", ".join(f"{name} {worst[name]:.1e}" for name in ("initial", "state", "reward"))
-    return f"{told}, {worst['success']} other ends or successes"
+    text = ", ".join(f"{name} {worst[name]:.1e}" for name in ("initial", "state", "reward"))
+    return f"{text}, {worst['success']} other ends or successes"
 
 
 def speed(env: VectorEnv) -> float:

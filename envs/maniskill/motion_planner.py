@@ -181,7 +181,7 @@ def by_joints(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.nda
 
 
 def by_joint_targets(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
-    """Where each action is added to what was asked for before, nothing is left uncovered."""
+    """Nothing is left uncovered if each action is added to the target before it."""
     asked = np.concatenate([host(one.agent.controller.controllers["arm"]._target_qpos) for one in env.envs])
     return shortened((aims - asked) / MOST)
 

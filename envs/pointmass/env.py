@@ -12,9 +12,9 @@ import numpy as np
 
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.action_source import Expert
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import PointMassConfig
+from embodied.envs.preflight import Expert
 from embodied.envs.protocols import AS_TRAINED, Protocol
 
 STEPS = 50

@@ -124,7 +124,7 @@ class RobosuiteEnv(VectorEnv):
         chosen = [self._singles[row] for row in rows]
         return np.stack([single.picture(single.video_camera, self.config.video_size) for single in chosen])
 
-    def film_problem(self) -> str:
+    def video_problem(self) -> str:
         return images.opengl_problem()
 
     def close_extras(self, **_: object) -> None:
@@ -187,7 +187,7 @@ class Single:
         return float(reward), bool(done)
 
     def succeeded(self) -> bool | None:
-        """None where the task does not tell."""
+        """None if the task has no success."""
         try:
             return bool(self.env._check_success())
         except NotImplementedError:

@@ -1,6 +1,6 @@
-"""What [-1, 1] stands for in a model that nobody has published: the ranges of some demonstrations, or plain ones.
+"""The units of [-1, 1] in a model that was not published: the ranges of some demonstrations, or plain ones.
 
-They are buffers of the policy and so travel with its weights, from imitation to RL and to whoever acts.
+They are buffers of the policy and so travel with its weights, from imitation to RL and to acting.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def plain(spec: EnvSpec) -> Figures:
 
 
 def demonstrated(folder: Path, spec: EnvSpec) -> Figures:
-    """Those of a dataset's actions and states."""
+    """The figures of a dataset's actions and states."""
     counted = f"python -m embodied.datasets.figures {folder} writes it"
     if not (folder / DATA_SET).is_file():
         if (folder / "meta" / "info.json").is_file():
@@ -79,8 +79,8 @@ def demonstrated(folder: Path, spec: EnvSpec) -> Figures:
         if not count:
             continue
         if lost := [name for name in FIGURES if name not in numbers]:
-            told = f"{folder / DATA_SET} has no {' and no '.join(lost)} of {FEATURES[part]}"
-            raise ConfigError(f"{told}; {counted.replace(' it', ' them')}")
+            lacks = f"{folder / DATA_SET} has no {' and no '.join(lost)} of {FEATURES[part]}"
+            raise ConfigError(f"{lacks}; {counted.replace(' it', ' them')}")
         if odd := [name for name in FIGURES if not are_finite(numbers[name])]:
             raise ConfigError(f"{folder / DATA_SET} is damaged: {odd[0]} of {FEATURES[part]} is {numbers[odd[0]]}")
         if len(numbers["min"]) != count:

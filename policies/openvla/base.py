@@ -18,18 +18,16 @@ from embodied.core.types import Array, EnvSpec, Observation
 from embodied.policies.config import PrismaticConfig
 from embodied.policies.folder import copy_files, read_blobs
 from embodied.policies.openvla.action_stats import OWN, RANGES, Ranges, stated_ranges
-from embodied.policies.openvla.action_tokens import ActionTokens
 from embodied.policies.openvla.components import as_stored
 from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, unwrapped, write_published
 from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.settings import PRESETS, settings_of
-from embodied.policies.openvla.text import STOP, LlamaWords, prompt, template_of, tokenizer_of
+from embodied.policies.openvla.tokens import STOP, ActionTokens, LlamaWords, prompt, template_of, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
-from embodied.policies.vla.adapters import as_adapted, read_adapters
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.images import processor_of
 from embodied.policies.vla.layers import smooth_filters, with_adapter
-from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter
+from embodied.policies.vla.lora import add_lora, as_adapted, initial_adapter, is_adapter, read_adapters
 from embodied.policies.vla.policy import VLAPolicy
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
 from embodied.policies.vla.text import Tokenizer, align

@@ -17,7 +17,7 @@ from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
 from embodied.policies.openvla.action_stats import RANGES
 from embodied.policies.openvla.components import component_weights, find_components
 from embodied.policies.openvla.settings import OpenVLASettings, settings_of
-from embodied.policies.vla.adapters import CONFIG as ADAPTER_CONFIG
+from embodied.policies.vla.lora import ADAPTER_CONFIG
 from embodied.policies.vla.shards import write_shards, write_tensors
 from embodied.policies.vla.text import TOKENIZER
 from embodied.runtime.tensor_bytes import Blob, blob_of
@@ -26,6 +26,7 @@ OFT = "openvla_oft"
 OURS = ("policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
 STATISTICS = "dataset_statistics.json"
 PREPROCESSOR = "preprocessor_config.json"
+# Files beside the weights that travel along unchanged
 COMPANIONS = (
     "generation_config.json",
     PREPROCESSOR,
@@ -35,7 +36,7 @@ COMPANIONS = (
     TOKENIZER,
     "tokenizer.model",
     "tokenizer_config.json",
-)  # files beside the weights that travel along unchanged
+)
 
 
 @dataclass(frozen=True)

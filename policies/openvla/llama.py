@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.policies.openvla.settings import LlamaSettings
-from embodied.policies.vla.layers import GatedMLP, Turn, normed, rotate, turns
+from embodied.policies.vla.layers import GatedMLP, GroupedAttention, Turn, normed, rotate, turns
 
 ALL = slice(None)
 
@@ -65,29 +65,18 @@ class RMSNorm(nn.Module):
         return self.weight * normed(x, self.eps).to(x.dtype)
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(GroupedAttention):
     def __init__(self, settings: LlamaSettings, layer: int) -> None:
-        super().__init__()
+        super().__init__(settings.dim, settings.heads, settings.kv_heads, settings.dim // settings.heads)
         self.layer = layer
-        self.head_dim = settings.dim // settings.heads
-        self.groups = settings.heads // settings.kv_heads
-        self.q_proj = nn.Linear(settings.dim, settings.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(settings.dim, settings.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(settings.dim, settings.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(settings.heads * self.head_dim, settings.dim, bias=False)
 
     def forward(self, x: Tensor, turn: Turn, mask: Tensor | None, causal: bool, cache: Cache | None, read: slice):
         cos, sin = turn
-        q, k, v = self._heads(self.q_proj(x[:, read])), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        q, k, v = self.split(self.q_proj(x[:, read])), self.split(self.k_proj(x)), self.split(self.v_proj(x))
         q, k = rotate(q, cos[:, :, read], sin[:, :, read]), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.add(self.layer, k, v)
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.groups > 1)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """[N, L, heads * head_dim] -> [N, heads, L, head_dim]."""
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+        return self.attend(q, k, v, mask, causal)
 
 
 class LlamaLayer(nn.Module):

@@ -17,11 +17,10 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import OpenVLAOFTConfig
-from embodied.policies.openvla.action_tokens import action_scores, pick
 from embodied.policies.openvla.base import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.llama import LlamaStack
-from embodied.policies.openvla.text import STOP
+from embodied.policies.openvla.tokens import STOP, action_scores, pick
 from embodied.policies.openvla.vision import Block
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.statistics import Statistics, statistics_of
@@ -123,8 +122,8 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
     @classmethod
     def numbers(cls, config: OpenVLAOFTConfig) -> tuple[int, int | None]:
         published = read_published(config.pretrained)
-        told = first(config.proprio, published.oft.get("proprio"), "proprio_projector" in published.components)
-        felt = statistics_of(published.norm_stats, config.statistics, config.pretrained, "proprio") if told else None
+        feels = first(config.proprio, published.oft.get("proprio"), "proprio_projector" in published.components)
+        felt = statistics_of(published.norm_stats, config.statistics, config.pretrained, "proprio") if feels else None
         return super().numbers(config)[0], felt and len(felt.low)
 
     def choose_cameras(self) -> tuple[str, ...]:
@@ -270,12 +269,12 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     def _seen(self, obs: Observation, words: Tensor, present: Tensor) -> Tensor:
         """Vision features of all images, one after the other [N, cameras * P, D]."""
-        images, told = self._pixels(obs), ()
+        images, modulation = self._pixels(obs), ()
         if self.film:
             weights = present[:, :, None].to(words.dtype)
             mean = (words * weights).sum(1) / weights.sum(1)
-            told = (mean.repeat(len(images), 1),)
-        patches = self._see(torch.cat(images), *told)
+            modulation = (mean.repeat(len(images), 1),)
+        patches = self._see(torch.cat(images), *modulation)
         return torch.cat(patches.chunk(len(images)), dim=1)
 
     def _center(self, hidden: Tensor) -> Tensor:

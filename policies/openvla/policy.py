@@ -11,15 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from embodied.core.arrays import tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
-from embodied.policies.openvla.action_tokens import action_scores, pick
 from embodied.policies.openvla.base import PATCHES, PrismaticPolicy
-from embodied.policies.openvla.decoding import LAST, CompiledWriting, way_to_write
-from embodied.policies.openvla.llama import Cache
+from embodied.policies.openvla.llama import Cache, LlamaAttention, LlamaLayer, LlamaStack, RMSNorm, visible
+from embodied.policies.openvla.tokens import action_scores, pick
+from embodied.policies.vla.compiling import compiled
+from embodied.policies.vla.layers import GatedMLP, turns
+
+Memory = list[tuple[Tensor, Tensor]]  # keys and values of every layer [N, kv_heads, width, head_dim]
+LAST = slice(-1, None)
+PLAIN = {LlamaStack, LlamaLayer, LlamaAttention, GatedMLP, RMSNorm, nn.ModuleList, nn.Linear, nn.Embedding}
 
 
 class OpenVLAPolicy(PrismaticPolicy):
@@ -59,7 +65,7 @@ class OpenVLAPolicy(PrismaticPolicy):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Action tokens and their log-probs [N, A], and values [N], from embeddings of image and prompt."""
         stack, numbers = self.language_model.model, uniform.shape[1]
-        way = CompiledWriting if self.config.compile else way_to_write(stack)
+        way = CompiledDecoder if self.config.compile else decoder_for(stack)
         text = way(stack, self.cache, present, padded, numbers - 1)
         hidden = text.read(x)
         values = self._value(hidden)
@@ -111,3 +117,171 @@ class OpenVLAPolicy(PrismaticPolicy):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.language_model.model.embed_tokens(tokens + self.settings.first_action_id)
+
+
+# Decoding action tokens one by one behind a prompt: what a Llama keeps in between, and the fast way to run it. Acting
+# needs no gradients and small batches are bound by the number of operations, so `FastDecoder` computes what
+# `LlamaStack` does in far fewer, in place and on flat rows. It knows plain layers only: with adapters, in autocast and
+# in half precision, whose roundings must be the learner's, `Decoder` runs the stack itself.
+
+
+class Decoder:
+    """One batch of prompts; `present` [N, L] is False for padding, `more` tokens will follow."""
+
+    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
+        self.stack, self.cache, self.padded = stack, cache, padded
+        self.present = F.pad(present, (0, more), value=True)
+        cache.begin(*self.present.shape)
+
+    def read(self, x: Tensor) -> Tensor:
+        """Hidden states [N, D] behind prompts, of embeddings [N, L, D]."""
+        return self._run(x)
+
+    def go_on(self, x: Tensor) -> Tensor:
+        """Hidden states [N, D] behind one more token, of embeddings [N, D]."""
+        return self._run(x[:, None])
+
+    def _run(self, x: Tensor) -> Tensor:
+        so_far = self.present[:, : self.cache.length + x.shape[1]]
+        return self.stack(x, so_far, self.cache, padded=self.padded, read=LAST)[:, -1]
+
+
+class FastDecoder(Decoder):
+    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
+        super().__init__(stack, cache, present, padded, more)
+        settings = stack.settings
+        self.rows = len(self.present)
+        self.heads, self.kv_heads = settings.heads, settings.kv_heads
+        self.head_dim = settings.dim // settings.heads
+        weight = stack.norm.weight
+        self.eps = weight.new_tensor(settings.eps)
+        rows = self.present if padded else self.present[:1]  # else all rows stand at the same places
+        position = (rows.long().cumsum(1) - 1).clamp(min=0)
+        cos, sin = turns(position, self.head_dim, settings.rope_theta, weight.dtype)
+        left, right = sin.chunk(2, dim=-1)
+        self.cos, self.sin = cos.transpose(1, 2), torch.cat([-left, right], dim=-1).transpose(1, 2)  # [N, W, 1, d]
+        self.seen = as_bias(self.present[:, None, None], weight.dtype) if padded else None  # [N, 1, 1, W]
+
+    def _run(self, x: Tensor) -> Tensor:
+        begin, new = self.cache.length, x.shape[1]
+        end = begin + new
+        mask = None
+        if self.padded:
+            first = as_bias(visible(self.present[:, :end], new, False), x.dtype) if new > 1 else None
+            mask = self.seen[..., :end] if first is None else first
+        turn = self.cos[:, begin:end], self.sin[:, begin:end]
+        x = x.reshape(self.rows * new, -1).clone()
+        *layers, last = self.stack.layers
+        for layer in layers:
+            x = self._layer(layer, x, turn, mask, begin, new)
+        x = self._layer(last, x, turn, mask, begin, new, read_last=new > 1)
+        self.cache.length = end
+        return self._norm(self.stack.norm, x)
+
+    def _layer(
+        self,
+        layer: LlamaLayer,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        begin: int,
+        new: int,
+        read_last: bool = False,
+    ) -> Tensor:
+        """Rows of embeddings [N * new, D], which are overwritten; -> those behind this layer, of the last tokens only
+        if so asked."""
+        attention, mlp, (cos, sin) = layer.self_attn, layer.mlp, turn
+        normed = self._norm(layer.input_layernorm, x)
+        k = self._turned(normed @ attention.k_proj.weight.t(), cos, sin)
+        v = normed @ attention.v_proj.weight.t()
+        causal = mask is None and new > 1
+        if read_last:
+            x, normed = x.view(self.rows, new, -1)[:, -1].contiguous(), normed.view(self.rows, new, -1)[:, -1]
+            cos, sin, causal = cos[:, -1:], sin[:, -1:], False
+            mask = None if mask is None else mask[:, :, -1:]
+        q = self._turned(normed @ attention.q_proj.weight.t(), cos, sin).transpose(1, 2)
+        k, v = self.cache.add(attention.layer, k.transpose(1, 2), v.view(k.shape).transpose(1, 2))
+        grouped = self.heads != self.kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+        x.addmm_(out.transpose(1, 2).reshape(len(x), -1), attention.o_proj.weight.t())
+        normed = self._norm(layer.post_attention_layernorm, x)
+        gate = F.silu(normed @ mlp.gate_proj.weight.t(), inplace=True)
+        return x.addmm_(gate.mul_(normed @ mlp.up_proj.weight.t()), mlp.down_proj.weight.t())
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[N * L, heads * d] -> [N, L, heads, d], by the places of its tokens."""
+        x = x.view(self.rows, -1, x.shape[-1] // self.head_dim, self.head_dim)
+        return (x * cos).addcmul_(x.roll(self.head_dim // 2, -1), sin)
+
+    def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()).mul_(norm.weight)
+
+
+def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Added to attention: nothing where a token is seen."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def decoder_for(stack: LlamaStack) -> type[Decoder]:
+    return FastDecoder if is_plain(stack) else Decoder
+
+
+def is_plain(stack: LlamaStack) -> bool:
+    weight = stack.norm.weight
+    exact = weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(weight.device.type)
+    return exact and all(type(part) in PLAIN for part in stack.modules())
+
+
+# With torch.compile: the stack's own layers as one program for prompts and one for a token. A program needs memory of
+# one size, so each token attends to all of it, masked where nothing is yet.
+
+
+class CompiledDecoder(Decoder):
+    def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
+        super().__init__(stack, cache, present, padded, more)
+        self.shown = self.present if padded else self.present[:1]  # else all rows are alike
+        weight = stack.norm.weight
+        half = torch.is_autocast_enabled(weight.device.type)
+        dtype = torch.get_autocast_dtype(weight.device.type) if half else weight.dtype
+        self.memory = [cache.room(layer, self._one_token(dtype)) for layer in range(stack.settings.depth)]
+        for memory in (memory for pair in self.memory for memory in pair):
+            torch._dynamo.mark_static_address(memory)  # a CUDA graph may write to it
+            memory[:, :, present.shape[1] :] = 0  # what is masked must still be numbers
+
+    def _one_token(self, dtype: torch.dtype) -> Tensor:
+        settings = self.stack.settings
+        shape = len(self.present), settings.kv_heads, 1, settings.dim // settings.heads
+        return self.stack.norm.weight.new_empty(shape, dtype=dtype)
+
+    def _run(self, x: Tensor) -> Tensor:
+        begin = self.cache.length
+        self.cache.length += x.shape[1]
+        place = torch.arange(begin, self.cache.length, device=x.device)
+        return compiled(step, x.device.type)(self.stack, x, place, self.shown, self.memory)
+
+
+class Slots:
+    """A cache for layers, whose new tokens come to these places."""
+
+    def __init__(self, memory: Memory, place: Tensor) -> None:
+        self.memory, self.place = memory, place
+
+    def add(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.memory[layer]
+        keys.index_copy_(2, self.place, k)
+        values.index_copy_(2, self.place, v)
+        return keys, values
+
+
+def step(stack: LlamaStack, x: Tensor, place: Tensor, present: Tensor, memory: Memory) -> Tensor:
+    """Hidden states [N, D] behind the last of the tokens x [N, L, D] at places [L]."""
+    head_dim = stack.settings.dim // stack.settings.heads
+    position = (present.long().cumsum(1) - 1).clamp(min=0)[:, place]
+    turn = turns(position, head_dim, stack.settings.rope_theta, x.dtype)
+    here = torch.arange(present.shape[1], device=x.device)
+    mask = (((here <= place[:, None]) & present[:, None]) | (here == place[:, None]))[:, None]
+    slots, (*first, last) = Slots(memory, place), stack.layers
+    for layer in first:
+        x = layer(x, turn, mask, False, slots)
+    return stack.norm(last(x, turn, mask[:, :, LAST], False, slots, LAST))[:, -1]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.policies.openvla.settings import TowerSettings
-from embodied.policies.vla.layers import patch_tokens
+from embodied.policies.vla.layers import MLP, patch_tokens
 
 
 class Attention(nn.Module):
@@ -25,16 +25,6 @@ class Attention(nn.Module):
         rows, tokens, dim = x.shape
         q, k, v = self.qkv(x).view(rows, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(rows, tokens, dim))
-
-
-class MLP(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden)
-        self.fc2 = nn.Linear(hidden, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class LayerScale(nn.Module):

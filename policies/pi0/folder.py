@@ -1,7 +1,7 @@
 """Published folders on disk: openpi's and lerobot's names of weights, read as ours and written back byte by byte.
 
 What surprises: upstream ties the word embeddings to an unused output layer and files hold either name; and they hold an
-output layer of the expert that nobody uses, which we keep in a file beside our weights instead of in memory.
+unused output layer of the expert, which we keep in a file beside our weights instead of in memory.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def read_unused(path: Path, base: str | None, kind: str) -> dict[str, Blob]:
 
 
 def own_name(published: str) -> str | None:
-    """Our name of a published weight; None: nobody uses it."""
+    """Our name of a published weight; None if it is unused."""
     name = published.removeprefix(MODEL)
     if name == EXPERT_HEAD:
         return None

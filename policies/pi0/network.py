@@ -14,15 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodied.policies.pi0.gemma import GemmaStack, KeysValues
-from embodied.policies.pi0.settings import Pi0Settings
-from embodied.policies.pi0.siglip import MultiModalProjector, VisionTower
-from embodied.policies.vla.layers import smooth_filters
+from embodied.policies.pi0.settings import GemmaSettings, Pi0Settings, VisionSettings
+from embodied.policies.vla.layers import (
+    MLP,
+    GatedMLP,
+    GroupedAttention,
+    Turn,
+    normed,
+    patch_tokens,
+    rotate,
+    smooth_filters,
+    turns,
+)
 from embodied.policies.vla.lora import initial_adapter, is_adapter
 
 CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
+EPS, THETA = 1e-6, 10_000.0
 PERIODS = (4e-3, 4.0)  # shortest and longest of the time's sines
 EXACT = ("embeddings.", "input_layernorm.", "post_attention_layernorm.", "model.norm.")  # float32 in half precision
+KeysValues = tuple[Tensor, Tensor]  # [N, kv_heads, tokens, head_dim] each
 WORDS = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 
 
@@ -119,7 +129,7 @@ class Pi0Network(nn.Module):
         return hidden.to(wide.dtype)
 
     def velocity(self, hidden: Tensor) -> Tensor:
-        """Where the noisy actions move, [N, H, D], of the suffix's hidden states."""
+        """The velocity of the noisy actions [N, H, D], of the suffix's hidden states."""
         return self.action_out_proj(hidden[:, -self.settings.horizon :])
 
     def blocks(self) -> list[nn.Module]:
@@ -180,3 +190,171 @@ def critic(settings: Pi0Settings) -> nn.Sequential:
         layers += [nn.Linear(width, size), nn.ReLU()]
         width = size
     return nn.Sequential(*layers, nn.Linear(width, 1))
+
+
+# Gemma with transformers' key names: two stacks of unlike width that share keys and values layer by layer. The prefix
+# is computed once; what comes behind it attends to its keys and values, which stay as they are. Pi0.5's expert has
+# adaptive norms: a condition (the time) scales and shifts what is normed and gates what is added.
+
+
+class Norm(nn.Module):
+    def __init__(self, dim: int, condition_dim: int | None) -> None:
+        super().__init__()
+        if condition_dim:
+            self.dense = nn.Linear(condition_dim, 3 * dim)
+        else:
+            self.weight = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor | float]:
+        """The normed tokens, and the gate of what is made of them."""
+        exact = normed(x, EPS)
+        if condition is None:
+            return (exact * (1 + self.weight.to(exact.dtype))).to(x.dtype), 1.0
+        scale, shift, gate = self.dense(condition.to(self.dense.weight.dtype))[:, None].chunk(3, dim=-1)
+        return (exact * (1 + scale.to(exact.dtype)) + shift.to(exact.dtype)).to(x.dtype), gate.to(x.dtype)
+
+
+class GemmaAttention(GroupedAttention):
+    def __init__(self, settings: GemmaSettings) -> None:
+        super().__init__(settings.dim, settings.heads, settings.kv_heads, settings.head_dim)
+
+    def forward(self, x: Tensor, turn: Turn, mask: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
+        q, k, v = (self.split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, *turn), rotate(k, *turn)
+        if past is not None:
+            k, v = (torch.cat([before, new], dim=2) for before, new in zip(past, (k, v)))
+        return self.attend(q, k, v, mask), (k, v)
+
+
+class GemmaLayer(nn.Module):
+    def __init__(self, settings: GemmaSettings, condition_dim: int | None) -> None:
+        super().__init__()
+        self.self_attn = GemmaAttention(settings)
+        self.mlp = GatedMLP(settings.dim, settings.mlp, nn.GELU("tanh"))
+        self.input_layernorm = Norm(settings.dim, condition_dim)
+        self.post_attention_layernorm = Norm(settings.dim, condition_dim)
+
+    def forward(
+        self, x: Tensor, turn: Turn, mask: Tensor, past: KeysValues | None, condition: Tensor | None
+    ) -> tuple[Tensor, KeysValues]:
+        ready, gate = self.input_layernorm(x, condition)
+        out, seen = self.self_attn(ready, turn, mask, past)
+        x = x + out * gate
+        ready, gate = self.post_attention_layernorm(x, condition)
+        return x + self.mlp(ready) * gate, seen
+
+
+class GemmaStack(nn.Module):
+    """`vocab` None: no words go in, only embeddings."""
+
+    def __init__(self, settings: GemmaSettings, vocab: int | None = None, condition_dim: int | None = None) -> None:
+        super().__init__()
+        self.settings = settings
+        if vocab:
+            self.embed_tokens = nn.Embedding(vocab, settings.dim)
+        self.layers = nn.ModuleList(GemmaLayer(settings, condition_dim) for _ in range(settings.depth))
+        self.norm = Norm(settings.dim, condition_dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        position: Tensor,
+        mask: Tensor,
+        past: list[KeysValues] | None = None,
+        condition: Tensor | None = None,
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """Hidden states [N, L, D] and each layer's keys and values, of embeddings [N, L, D] at `position` [N, L];
+        `mask` [N, 1, L, everything], everything of `past` first, says which token attends to which."""
+        x = x.to(self.layers[0].mlp.up_proj.weight.dtype)
+        turn = turns(position, self.settings.head_dim, THETA, x.dtype)
+        seen = []
+        for number, layer in enumerate(self.layers):
+            x, added = layer(x, turn, mask, past and past[number], condition)
+            seen.append(added)
+        return self.norm(x, condition)[0], seen
+
+
+# PaliGemma's vision tower, SigLIP with transformers' key names: all blocks and the last norm are used, and the
+# activation is the approximate GELU, unlike in OpenVLA's tower.
+
+
+class VisionAttention(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.k_proj = nn.Linear(dim, dim)
+        self.v_proj = nn.Linear(dim, dim)
+        self.q_proj = nn.Linear(dim, dim)
+        self.out_proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, settings: VisionSettings) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(settings.dim, eps=EPS)
+        self.self_attn = VisionAttention(settings.dim, settings.heads)
+        self.layer_norm2 = nn.LayerNorm(settings.dim, eps=EPS)
+        self.mlp = MLP(settings.dim, settings.mlp, "tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.layer_norm1(x))
+        return x + self.mlp(self.layer_norm2(x))
+
+
+class VisionEmbeddings(nn.Module):
+    def __init__(self, settings: VisionSettings) -> None:
+        super().__init__()
+        self.patch_embedding = nn.Conv2d(3, settings.dim, settings.patch, stride=settings.patch)
+        self.position_embedding = nn.Embedding((settings.image_size // settings.patch) ** 2, settings.dim)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        patches = patch_tokens(pixels.to(self.patch_embedding.weight.dtype), self.patch_embedding)
+        return patches + self.position_embedding.weight
+
+
+class VisionEncoder(nn.Module):
+    def __init__(self, settings: VisionSettings) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(VisionBlock(settings) for _ in range(settings.depth))
+
+
+class VisionModel(nn.Module):
+    def __init__(self, settings: VisionSettings) -> None:
+        super().__init__()
+        self.embeddings = VisionEmbeddings(settings)
+        self.encoder = VisionEncoder(settings)
+        self.post_layernorm = nn.LayerNorm(settings.dim, eps=EPS)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[N, 3, S, S] -> [N, patches, dim]."""
+        x = self.embeddings(pixels).to(self.post_layernorm.weight.dtype)
+        for block in self.encoder.layers:
+            x = block(x)
+        return self.post_layernorm(x)
+
+
+class VisionTower(nn.Module):
+    def __init__(self, settings: VisionSettings) -> None:
+        super().__init__()
+        self.vision_model = VisionModel(settings)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.vision_model(pixels)
+
+
+class MultiModalProjector(nn.Module):
+    """Maps patches to the language model's width."""
+
+    def __init__(self, vision_dim: int, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(vision_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)

@@ -84,7 +84,7 @@ def figures_of(found: dict[str, Figures], where: str, name: str | None) -> tuple
 
 
 def choose(found: dict[str, Figures], name: str | None, where: str) -> Figures:
-    """Those of the data set `name`, which may be left out where there is only one."""
+    """The figures of the data set `name`, which may be left out where there is only one."""
     return found[choose_key(found, name, where)]
 
 

@@ -23,11 +23,19 @@ from embodied.policies.base import Scores
 from embodied.policies.config import Pi0Config
 from embodied.policies.pi0 import flow
 from embodied.policies.pi0.folder import MODEL, SCALED, layout_of, read_published, save_beside, write_back
-from embodied.policies.pi0.images import DRAWS, augmented, pixels_of, resize_with_pad
+from embodied.policies.pi0.inputs import (
+    DRAWS,
+    GemmaWords,
+    augmented,
+    padded,
+    pixels_of,
+    prompt,
+    resize_with_pad,
+    tokenizer_of,
+)
 from embodied.policies.pi0.network import Pi0Network, Prefix, critic, in_half, start
 from embodied.policies.pi0.normalize import Scale, choose, figures_of, width_of
 from embodied.policies.pi0.settings import PRESETS, check_sizes, settings_of
-from embodied.policies.pi0.text import GemmaWords, padded, prompt, tokenizer_of
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.lora import add_lora, is_adapter
 from embodied.policies.vla.policy import VLAPolicy
@@ -79,19 +87,19 @@ class Pi0Policy(VLAPolicy):
     def choices(cls, config: Pi0Config, task: str) -> dict[str, Any]:
         """Options for evaluating a published folder on a benchmark's task that the folder decides."""
         published = read_published(config.pretrained, config.name)
-        found, told = published.figures, lerobots_own(published.settings.published)
+        found, options = published.figures, lerobots_own(published.settings.published)
         if config.statistics is not None or len(found) == 1:
-            return told
+            return options
         near = [name for name in found if task.partition("_")[0] in name]
-        return told | {"statistics": near[0] if len(near) == 1 else None}
+        return options | {"statistics": near[0] if len(near) == 1 else None}
 
     @classmethod
     def numbers(cls, config: Pi0Config) -> tuple[int, int | None]:
         """Numbers in an action of a published folder's model, and in the state that it reads (None: it reads none)."""
         published = read_published(config.pretrained, config.name)
         figures = choose(published.figures, config.statistics, config.pretrained)
-        told = not published.settings.adaptive or config.state_in_prompt
-        return width_of(figures["actions"]), width_of(figures["state"]) if told or config.relative_actions else None
+        felt = not published.settings.adaptive or config.state_in_prompt
+        return width_of(figures["actions"]), width_of(figures["state"]) if felt or config.relative_actions else None
 
     @classmethod
     def counted(cls, config: Pi0Config, spec: EnvSpec) -> Pi0Policy:
@@ -272,8 +280,10 @@ class Pi0Policy(VLAPolicy):
     def _prefix(self, obs: Observation, state: Tensor, width: int = 0, draws: Tensor | None = None) -> Prefix:
         """The prefix of images and prompts of at least `width` tokens, padding included."""
         texts = self.instructions(obs, len(state))
-        told = self._told(state) if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)
-        sentences = [self.tokenizer.encode(prompt(text, row)) for text, row in zip(texts, told)]
+        states = (
+            self._in_prompt(state) if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)
+        )
+        sentences = [self.tokenizer.encode(prompt(text, row)) for text, row in zip(texts, states)]
         words = [tensor_of(part, self.device) for part in padded(sentences, self.settings.max_tokens, width)]
         pixels = self._pixels(obs) if draws is None else augmented(self._pixels(obs), draws)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.train == "all"):
@@ -285,7 +295,7 @@ class Pi0Policy(VLAPolicy):
         frames = [resize_with_pad(tensor_of(obs["images"][view], self.device), size) for view in self.views]
         return torch.stack([pixels_of(view) for view in frames], dim=1)
 
-    def _told(self, state: Tensor) -> np.ndarray:
+    def _in_prompt(self, state: Tensor) -> np.ndarray:
         """The state that the prompt contains."""
         return state.cpu().numpy()
 
@@ -373,5 +383,5 @@ class CountedPi0(Pi0Policy):
         chain = torch.empty(rows, points, self.horizon, self.settings.action_dim, device=self.device)
         return super().forward({**inputs, "chain": chain, "first": torch.empty(rows, device=self.device)})
 
-    def _told(self, state: Tensor) -> np.ndarray:
+    def _in_prompt(self, state: Tensor) -> np.ndarray:
         return np.zeros(state.shape)

@@ -141,8 +141,8 @@ def _normalization(config: dict[str, Any], kind: str, where: str) -> str:
     asked = config.get("normalization_mapping")
     if not asked:
         return QUANTILES if kind == "pi05" else MEAN_STD
-    told = asked if isinstance(asked, dict) else {}
-    modes = {str(told.get(part)).lower() for part in ("STATE", "ACTION")}
+    mapping = asked if isinstance(asked, dict) else {}
+    modes = {str(mapping.get(part)).lower() for part in ("STATE", "ACTION")}
     if modes not in ({MEAN_STD}, {QUANTILES}):
         raise CheckpointError(f"{where} normalises by {', '.join(sorted(modes))}; known: {MEAN_STD}, {QUANTILES}")
     return modes.pop()

@@ -1,4 +1,4 @@
-"""From camera frames to what the towers eat, in one batch on the policy's device, as published processors do it."""
+"""Camera frames as the towers take them, in one batch on the policy's device, as published processors do it."""
 
 from __future__ import annotations
 

@@ -12,6 +12,40 @@ ADAPTER = "default"  # what peft calls the adapters that we let it put in
 Turn = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
 
 
+class MLP(nn.Module):
+    """`approximate` is the kind of GELU."""
+
+    def __init__(self, dim: int, hidden: int, approximate: str = "none") -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
+
+
+class GroupedAttention(nn.Module):
+    """The projections of an attention in which `heads` queries share `kv_heads` keys and values."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.groups = heads // kv_heads
+        self.q_proj = nn.Linear(dim, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, dim, bias=False)
+
+    def split(self, x: Tensor) -> Tensor:
+        """[N, L, heads * head_dim] -> [N, heads, L, head_dim]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.groups > 1)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
 class GatedMLP(nn.Module):
     def __init__(self, dim: int, hidden: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

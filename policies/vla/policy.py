@@ -106,7 +106,7 @@ class VLAPolicy(Policy):
         raise NotImplementedError
 
     def left_out(self) -> dict[str, str]:
-        """Those of the weights that a saved policy does not hold."""
+        """The weights that a saved policy does not hold."""
         if not (self.origin and self.config.lora_rank):
             return {}
         files = self.stored_names()

@@ -66,7 +66,7 @@ def statistics_of(
     bounds: str = "quantiles",
     slack: float = 0.0,
 ) -> Statistics:
-    """Those of the actions (or of another `part`) of the data set `key`."""
+    """The ranges of the actions (or of another `part`) of the data set `key`."""
     found = choose_key(norm_stats, key, where)
     what = f"{where}: the statistics of {found}"
     try:

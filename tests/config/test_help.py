@@ -1,12 +1,14 @@
 """`--help` names every key and answers before anything heavy is imported."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from embodied.config.merge import RECIPES, TINY, recipe_names
 from embodied.config.recipe import RunConfig, load
 from embodied.config.schema import leaves, root
 
@@ -44,10 +46,10 @@ def test_help_answers_at_once_without_torch_ray_or_a_simulator(command):
 
 def test_help_and_a_mistakes_answer_cost_little_more_than_the_libraries_they_need():
     """CPU time next to that of the imports nobody can do without, the least of some: the machine may be busy."""
-    without_us = min(probe(WITHOUT_US)["cpu_s"] for _ in range(4))
+    without_us = min(probe(WITHOUT_US)["cpu_s"] for _ in range(3))
     for argv in (["--help"], ["--cfg", "recipe=pointmass_ppo"], ["recipe=pointmass_ppo", "env.num_env=3"]):
         work = f"from embodied.train import main; code = main({argv})"
-        assert min(probe(work)["cpu_s"] for _ in range(4)) < 5 * without_us, argv
+        assert min(probe(work)["cpu_s"] for _ in range(3)) < 5 * without_us, argv
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -61,6 +63,14 @@ def test_ctrl_c_while_a_command_is_imported_is_a_line(command, tmp_path):
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=30)[1]
     assert (process.returncode, said) == (130, "stopped at once\n")
+
+
+def test_help_names_recipes_but_for_the_tiny_ones_which_are_found_all_the_same(capsys):
+    load(["--help"])
+    words = re.findall(r"\w+", capsys.readouterr().out)
+    assert {*recipe_names(RECIPES)} <= {*words}
+    assert recipe_names(TINY) and not {*recipe_names(TINY)} & {*words}
+    assert all(load([f"recipe={name}"]) for name in recipe_names(TINY))
 
 
 def test_help_names_every_key_with_its_meaning(capsys):

@@ -174,5 +174,5 @@ def test_every_option_is_read_outside_its_model():
 
 
 def test_files_stay_readable():
-    too_long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 400}
+    too_long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 500}
     assert not too_long

@@ -125,7 +125,7 @@ def test_drafts_of_several_rows_are_taken_up_in_any_order(tmp_path):
     folders = [draft.finish("go", success=None) for draft in drafts]
     with DatasetWriter(tmp_path / "set", 20, features) as writer:
         for number in (2, 0, 1):
-            writer.add_draft(folders[number])
+            writer.add_buffer(folders[number])
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
     first = read_dataset(tmp_path / "set")[0]
     assert np.array_equal(

@@ -6,12 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from embodied.core.episodes import EpisodeList
 from embodied.core.errors import ConfigError
-from embodied.core.types import Recording
-from embodied.envs.action_source import ExpertActions
+from embodied.core.types import EpisodeList, Recording
 from embodied.envs.config import GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
-from embodied.envs.episode_player import play_episodes
+from embodied.envs.evaluation import ExpertActions, play_episodes
 from embodied.envs.libero.expert import rims
 from embodied.envs.maniskill import panda
 from embodied.envs.pointmass.env import PointMassEnv

@@ -134,20 +134,20 @@ def test_an_env_without_success_reports_none():
     assert env.step_chunk(np.zeros((2, 1, 1), int)).success is None
 
 
-def test_an_env_that_draws_itself_can_be_filmed():
+def test_an_env_that_draws_itself_can_be_recorded():
     env = make(HERE, 3, max_episode_steps=10)
-    assert env.film_problem() == ""
+    assert env.video_problem() == ""
     env.reset(seed=0)
     assert env.render_rows(np.array([0, 2])).shape == (2, 24, 32, 3)
 
 
-def test_an_env_that_cannot_be_filmed_says_why(monkeypatch):
+def test_an_env_that_cannot_be_recorded_says_why(monkeypatch):
     def needs_pygame(self):
         raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
 
     monkeypatch.setattr(Corridor, "render", needs_pygame)
     env = make(HERE, 1, max_episode_steps=10)
-    assert "pygame is not installed" in env.film_problem()
+    assert "pygame is not installed" in env.video_problem()
     env.reset(seed=0)
     with pytest.raises(EmbodiedError, match="cannot be recorded here: pygame"):
         env.render_rows(np.array([0]))

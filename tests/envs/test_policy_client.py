@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 
 from embodied.core.types import ActReply, AskAgain, EpisodeSpec
-from embodied.envs.episode_player import num_startable
+from embodied.envs.evaluation import num_startable
 from embodied.envs.rollout import PolicyClient
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from embodied.config.recipe import load
-from embodied.core.episodes import EpisodeList
 from embodied.core.errors import ConfigError
+from embodied.core.types import EpisodeList
 from embodied.envs import env_class
 from embodied.envs.config import ExternalEnvConfig, GymConfig, ManiSkillConfig, PointMassConfig
 from embodied.envs.protocols import choose_protocol

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from embodied.core.episodes import EpisodeList, head_start
+from embodied.core.types import EpisodeList, head_start
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
 from embodied.envs.rollout import Stage

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from embodied.core.arrays import host
+from embodied.core.arrays import host, map_obs
 from embodied.core.errors import NotFinite
-from embodied.core.observations import map_obs
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.config import ExternalEnvConfig

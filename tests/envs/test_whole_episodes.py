@@ -6,9 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from embodied.core.episodes import EpisodeList
 from embodied.core.rng import uniform
-from embodied.core.types import ActReply, PolicyOutput, arrays_of, choose, join, trajectory_from
+from embodied.core.types import ActReply, EpisodeList, PolicyOutput, arrays_of, choose, join, trajectory_from
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
 from embodied.envs.rollout import Record, Stage, take_turns

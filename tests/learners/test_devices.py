@@ -13,6 +13,7 @@ from embodied.learners.bc import ImitationLearner
 from embodied.learners.collective import Alone
 from embodied.learners.demonstrations import Demonstrations
 from embodied.learners.share import prepare
+from embodied.learners.update import mismatch_of
 
 PLAYED = Trajectory(
     ids=np.array([3, 5]),
@@ -40,6 +41,18 @@ def test_groups_are_learned_from_on_the_learners_device(kl_coef):
     loss, stats = share.loss_sum(scores, torch.arange(3), 1.0, config)
     assert {loss.device.type, *(number.device.type for number in stats.values())} == {"meta"}
     assert share.batch.current.device.type == "meta" and share.batch.obs["state"].device.type == "cpu"
+
+
+def test_stale_groups_are_corrected_on_the_learners_device():
+    numbers = torch.zeros(3, 1, 2, device="meta", requires_grad=True)
+    scores = SimpleNamespace(logprobs=numbers, entropy=numbers)
+    model = SimpleNamespace(config=SimpleNamespace(micro_batch_size=None), score=lambda inputs: scores)
+    part = BatchPart(PLAYED.ids, 0, 2, 0, np.array([1.0, 0.0]), np.array([1.0, -1.0]))
+    config = GRPOConfig(name="grpo", decoupled=True, episode_mask="mean", episode_mask_low=0.5)
+    share = prepare(PLAYED, part, config, Alone(), torch.float32, "meta").corrected(model, config, 1)
+    loss, stats = share.loss_sum(scores, torch.arange(3), 1.0, config)
+    found = (loss, *stats.values(), share.masked, *mismatch_of(share.batch, torch.arange(3), numbers.detach()))
+    assert {number.device.type for number in found} == {"meta"}
 
 
 def test_losses_of_imitation_are_summed_where_the_gradients_are():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied.core.observations import text_arrays
+from embodied.core.arrays import text_arrays
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners import model
 from embodied.learners.config import LearnerConfig

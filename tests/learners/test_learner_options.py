@@ -181,7 +181,7 @@ sys.path.insert(0, str(here))
 import toy
 from embodied.algorithms.config import PPOConfig
 from embodied.core.types import EnvSpec
-from embodied.core.episodes import env_blocks
+from embodied.core.types import env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.rendezvous import RendezvousFile
 from embodied.learners.share import prepare
@@ -276,7 +276,7 @@ import numpy as np
 import torch.distributed
 import toy
 from embodied.algorithms.config import PPOConfig
-from embodied.core.episodes import env_blocks
+from embodied.core.types import env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.rendezvous import RendezvousFile
 from embodied.learners.share import prepare

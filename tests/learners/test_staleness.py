@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.core.episodes import env_blocks
-from embodied.core.types import BatchPart
+from embodied.core.types import BatchPart, env_blocks
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, Optimizer

@@ -11,9 +11,8 @@ import torch
 
 from embodied.algorithms.config import PPOConfig
 from embodied.algorithms.minibatches import permutation
-from embodied.core.episodes import env_blocks
 from embodied.core.errors import Diverged, WrongShape
-from embodied.core.types import join
+from embodied.core.types import env_blocks, join
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, Optimizer

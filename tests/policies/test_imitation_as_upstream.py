@@ -13,7 +13,7 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.bc import mean_of_items
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
-from embodied.policies.pi0.images import DRAWS, augmented
+from embodied.policies.pi0.inputs import DRAWS, augmented
 
 transformers = pytest.importorskip("transformers")
 

@@ -239,7 +239,7 @@ def test_targets_can_be_named_and_must_exist():
     [("3", "should be linear, reference, or names of layers such as"), ("foo", "('foo',) names no layer of what is")],
 )
 def test_what_is_no_layer_is_refused_in_a_line(asked, said, capsys):
-    given = ["recipe=maniskill_ppo_openvla_tiny", "policy.lora_rank=2", f"policy.lora_targets={asked}", "--dry-run"]
+    given = ["recipe=pointmass_ppo_openvla_tiny", "policy.lora_rank=2", f"policy.lora_targets={asked}", "--dry-run"]
     assert train(given) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error and len(error.splitlines()) == 1

@@ -10,7 +10,7 @@ from fake_cuda import WHERE, Card
 
 from embodied.algorithms.config import PPOConfig
 from embodied.core import arrays
-from embodied.core.observations import map_obs, text_arrays
+from embodied.core.arrays import map_obs, text_arrays
 from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
 from embodied.datasets.reader import RecordedEpisode
 from embodied.learners.bc import ImitationLearner

@@ -11,10 +11,9 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import OpenVLAConfig
-from embodied.policies.openvla.action_tokens import ActionTokens, pick
 from embodied.policies.openvla.folder import read_published
 from embodied.policies.openvla.settings import TINY
-from embodied.policies.openvla.text import LlamaTokenizer, prompt, template_of
+from embodied.policies.openvla.tokens import ActionTokens, LlamaTokenizer, pick, prompt, template_of
 from embodied.policies.vla.statistics import Statistics, statistics_of
 from embodied.policies.vla.text import align
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from embodied.policies.openvla.decoding import QuickWriting, is_plain
 from embodied.policies.openvla.llama import Cache, LanguageModel
+from embodied.policies.openvla.policy import FastDecoder, is_plain
 from embodied.policies.openvla.settings import LlamaSettings, TowerSettings
 from embodied.policies.openvla.vision import Tower
 
@@ -84,7 +84,7 @@ def test_quick_writing_equals_the_stack(llamas, padded):
         for rows in (3, 2):  # the second batch finds the memory of the first
             whole = stack(x[:rows], there[:rows], padded=padded)
             before = x.clone()
-            text = QuickWriting(stack, cache, there[:rows, :5], padded, more=3)
+            text = FastDecoder(stack, cache, there[:rows, :5], padded, more=3)
             found = [text.read(x[:rows, :5]), *(text.go_on(x[:rows, i]) for i in (5, 6, 7))]
             torch.testing.assert_close(torch.stack(found, 1), whole[:, 4:], atol=1e-5, rtol=1e-5)
             assert torch.equal(x, before) and all(len(kept) == 3 for kept in cache.tensors())

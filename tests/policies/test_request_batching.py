@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from embodied.config.recipe import load
+from embodied.core.arrays import join_rows, num_rows, take_rows, text_arrays, text_lists
 from embodied.core.errors import StaleWeights, Unusable
-from embodied.core.observations import join_rows, num_rows, take_rows, text_arrays, text_lists
-from embodied.core.types import ActionSpec, ActReply, ActRequest, AskAgain, EnvSpec, PolicyOutput
+from embodied.core.types import ActionSpec, ActReply, ActRequest, AskAgain, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
-from embodied.policies.request_batching import Merging
 from embodied.policies.worker import PolicyWorker
 from embodied.runtime import Cluster, HostPlan, Timers
 

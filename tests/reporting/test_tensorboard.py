@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from embodied.run.folder import Curves
+from embodied.reporting.console import Curves
 
 
 def test_every_number_of_an_iteration_is_a_point_of_a_curve(tmp_path):
@@ -24,7 +24,7 @@ def test_every_number_of_an_iteration_is_a_point_of_a_curve(tmp_path):
 
 def test_writing_them_imports_neither_torch_nor_tensorflow(tmp_path):
     program = (
-        "import sys, embodied.train; from pathlib import Path; from embodied.run.folder import Curves\n"
+        "import sys, embodied.train; from pathlib import Path; from embodied.reporting.console import Curves\n"
         "Curves(Path(sys.argv[1])).add(1, {'a': 1.0}); print({'torch', 'tensorflow'} & set(sys.modules))"
     )
     told = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
+from embodied.core import files
 from embodied.core.errors import CheckpointError
-from embodied.run import checkpoints
 from embodied.run.ending import Interruption, closing
 from embodied.run.folder import RunFolder
 
@@ -24,13 +24,13 @@ def test_two_runs_of_one_second_get_folders_of_their_own(tmp_path):
 def test_a_resumed_run_makes_the_metrics_after_its_checkpoint_again(tmp_path):
     folder = RunFolder.create(tmp_path, "toy", "")
     for iteration in (1, 2, 3):
-        folder.log(row(iteration))
+        folder.log.row(row(iteration))
     folder.finish("stopped")
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "env')  # the line a killed run was writing
     again = RunFolder.reopen(folder.path)
-    again.keep_metrics(2)
-    again.log(row(3))
+    again.log.keep_rows(2)
+    again.log.row(row(3))
     again.finish("finished")
     lines = (folder.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
@@ -47,7 +47,7 @@ def test_a_folder_that_was_removed_is_named_and_hides_no_cause(tmp_path, capsys)
     folder = RunFolder.create(tmp_path, "toy", "")
     shutil.rmtree(folder.path)
     with pytest.raises(FileNotFoundError), closing(folder, Interruption()):
-        folder.note("iteration 1")
+        folder.log.note("iteration 1")
     assert f"{folder.path} was removed" in capsys.readouterr().err
 
 
@@ -56,9 +56,9 @@ def test_a_failed_write_keeps_the_old_text_and_leaves_no_draft(tmp_path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "latest").write_text("v000001\n")
-    monkeypatch.setattr(checkpoints, "flush", no_space)
+    monkeypatch.setattr(files, "flush", no_space)
     with pytest.raises(OSError, match="No space left"):
-        checkpoints.replace_text(tmp_path / "latest", "v000002\n")
+        files.replace_text(tmp_path / "latest", "v000002\n")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
     assert (tmp_path / "latest").read_text() == "v000001\n"
 
@@ -75,10 +75,10 @@ def test_a_run_that_goes_on_is_not_continued_by_another(tmp_path):
 
 def test_lines_that_a_crash_has_broken_are_dropped_from_the_metrics(tmp_path):
     folder = RunFolder.create(tmp_path, "toy", "")
-    folder.log(row(1))
+    folder.log.row(row(1))
     folder.finish("stopped")
     path = folder.path / "metrics.jsonl"
     with path.open("ab") as file:
         file.write(b'{"iteration": 2, "a":\n}\n{}\n[]\n\xff\x00}\n')
-    folder.keep_metrics(5)
+    folder.log.keep_rows(5)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [row(1)]

@@ -53,6 +53,7 @@ def test_a_host_that_is_started_again_is_told_and_shown_again(tmp_path):
 
 def test_run_json_has_the_processes_of_a_run_and_none_when_it_is_over(tmp_path):
     told = ["recipe=pointmass_ppo", f"run.dir={tmp_path}", "run.iterations=10000", "eval.episodes=1", "eval.videos=0"]
+    told += ['placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
     with subprocess.Popen([sys.executable, "-m", "embodied.train", *told], stdout=subprocess.DEVNULL) as driver:
         try:
             until, found = time.monotonic() + 120, {}

@@ -60,7 +60,7 @@ class Run:
         own = [argument for argument in ARGUMENTS if argument.partition("=")[0] not in changed]
         kwargs = f"env.kwargs={{order: {order}, least_s: {least_s}, most_s: {most_s}, dtype: float64}}"
         self.config = load([*own, kwargs, f"cluster.backend={backend}", *arguments]).config
-        plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, 1)
+        plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, self.config.pipeline.stages)
         self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
         self.folder, self.told = folder, []
 
@@ -155,7 +155,13 @@ def assert_alike(rows, others):
     [
         ["algo.weighting=episode", "algo.kl_coef=0.1", "algo.deviation=sample"],
         ["algo.baseline=leave_one_out", "algo.scale=none", "algo.filter=drop", *AS_MANY, "algo.max_grad_norm=0.01"],
-        ["algo.group_size=2", "algo.groups=2", "algo.entropy_coef=0.01", "algo.lr_schedule=linear", "algo.scale=none"],
+        [
+            "algo.group_size=2",
+            "algo.groups=2",
+            "algo.entropy_coef=0.01",
+            "algo.lr_schedule=linear",
+            "pipeline.stages=2",
+        ],
     ],
     ids=["episodes_weigh_alike", "clipped", "small"],
 )

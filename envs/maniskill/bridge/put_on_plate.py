@@ -231,7 +231,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
             return {}
         return {"places": torch.cat([self._poses("object"), self._poses("plate")], dim=1)}
 
-    # Pictures
+    # Images
 
     @cached_property
     def _kept(self) -> torch.Tensor:
@@ -277,7 +277,7 @@ def turned(degrees: float) -> list[float]:
 
 
 def paint_over(picture: np.ndarray, front: np.ndarray, path: str, mix: float, everywhere: bool) -> np.ndarray:
-    """A picture [H, W, 3] into which a texture is mixed: over robot and things (`front` [H, W]) and as large as the box
+    """An image [H, W, 3] into which a texture is mixed: over robot and things (`front` [H, W]) and as large as the box
     around them; or everywhere, a part of a larger texture that moves with that box."""
     if not front.any():
         return picture

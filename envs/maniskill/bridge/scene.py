@@ -40,7 +40,7 @@ class BridgeScene:
         raise NotImplementedError
 
     def laid_out(self) -> tuple[torch.Tensor, ...]:
-        """Of every scene: pose of the thing and of where it goes [N, 7], sides of the thing [N, 3], how high over its
+        """For every scene: pose of the thing and of where it goes [N, 7], sides of the thing [N, 3], how high over its
         middle the place's top is [N], and whether the hand holds the thing now [N]."""
         raise NotImplementedError
 
@@ -89,6 +89,6 @@ def read_photo(path: str, height: int, width: int, square: bool) -> np.ndarray:
 
 
 def scaled(height: int, width: int) -> np.ndarray:
-    """The camera's intrinsics for its whole picture in so many pixels."""
+    """The camera's intrinsics for its whole image in so many pixels."""
     across, down = width / WIDTH, height / HEIGHT
     return np.array([[FOCAL * across, 0, MIDDLE[0] * across], [0, FOCAL * down, MIDDLE[1] * down], [0, 0, 1]])

@@ -42,7 +42,7 @@ def absent(task: str, folder: Path, exists: Callable[[Path], bool] = Path.exists
 
 
 def asset_folder(environ: Mapping[str, str]) -> Path:
-    """Where ManiSkill looks for downloads, as its own `ASSET_DIR` but without the import."""
+    """The folder of ManiSkill's downloads: its own `ASSET_DIR`, without the import."""
     return Path(environ.get("MS_ASSET_DIR", Path.home() / ".maniskill")) / "data"
 
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from embodied.core.episodes import EpisodeList
 from embodied.core.errors import MissingAsset
-from embodied.core.types import EpisodeSpec
+from embodied.core.types import EpisodeList, EpisodeSpec
 from embodied.envs import env_class, make_env
 from embodied.envs.check import check_vector_env
 from embodied.envs.config import LiberoConfig

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from embodied.config.recipe import load
-from embodied.core.arrays import host
+from embodied.core.arrays import host, is_text, map_obs
 from embodied.core.errors import ConfigError
-from embodied.core.observations import is_text, map_obs
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.check import check_vector_env

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from embodied.core.episodes import EpisodeList
 from embodied.core.errors import ConfigError
-from embodied.core.types import EpisodeResult, Recording
-from embodied.envs.action_source import ExpertActions
+from embodied.core.types import EpisodeList, EpisodeResult, Recording
 from embodied.envs.config import ManiSkillConfig, PointMassConfig
-from embodied.envs.episode_player import play_episodes
+from embodied.envs.evaluation import ExpertActions, play_episodes
 from embodied.envs.maniskill import motion_planner, panda
 from embodied.envs.maniskill.env import ManiSkillEnv
 from embodied.envs.maniskill.motion_planner import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay

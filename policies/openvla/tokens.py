@@ -1,8 +1,16 @@
-"""The prompt, and the tokenisers that turn it into ids."""
+"""Tokens that go in and come out: the prompt with its tokenisers, and actions as 256 bins of [-1, 1] on the last ids of
+the vocabulary.
+
+What surprises: 256 ids share 255 bin centres (the two lowest ids mean the same), and ids fall as actions grow.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from embodied.core.errors import CheckpointError
 from embodied.policies.openvla.settings import OpenVLASettings
@@ -10,8 +18,6 @@ from embodied.policies.vla.text import Tokenizer, fast_tokenizer, hashed_words
 
 BOS, STOP = 1, 2
 SPACE = 29871  # Llama's "▁", which every published model has seen in front of the first action token
-
-
 PURE = "In: What action should the robot take to {}?\nOut:"
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
@@ -66,3 +72,34 @@ class LlamaWords:
 def tokenizer_of(folder: Path | None, settings: OpenVLASettings) -> Tokenizer:
     """The tokeniser of a published folder, or that of a small model."""
     return LlamaWords(settings) if settings.tokenizer == "words" else LlamaTokenizer(folder)
+
+
+class ActionTokens:
+    """Tokens count from 0: `OpenVLASettings.first_action_id` is added for the vocabulary."""
+
+    def __init__(self, bins: int) -> None:
+        self.edges = np.linspace(-1, 1, bins)
+        self.centers = (self.edges[:-1] + self.edges[1:]) / 2
+        self.bins = bins
+
+    def decode(self, tokens: np.ndarray) -> np.ndarray:
+        """Numbers in [-1, 1]."""
+        return self.centers[np.minimum(self.bins - 1 - tokens, self.bins - 2)]
+
+    def encode(self, actions: np.ndarray) -> np.ndarray:
+        return self.bins - np.digitize(np.clip(actions, -1, 1), self.edges)
+
+
+def pick(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+    """A token for each of logits [..., bins], by the inverse of the cumulated probabilities; 0: the best."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    steps = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    below = uniform[..., None].double() * steps[..., -1:]
+    return torch.searchsorted(steps, below).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def action_scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of these tokens, and entropies, [...] of logits [..., bins]."""
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(-1, tokens[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
