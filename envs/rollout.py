@@ -163,8 +163,9 @@ def spread(actions: Array, at: np.ndarray, num_rows: int) -> Array:
 class PolicyClient:
     """Asks a stage's policy worker, and takes the answer to the last question from whichever worker gives it.
 
-    A policy worker may die between question and answer. Its successor knows of no question, so the stage is sent
-    `AskAgain`; the answer is the same, since it depends on the question alone, and a second one is ignored.
+    A policy worker may die between question and answer, or another one may take its place. That one knows of no
+    question, so the stage is sent `AskAgain`; the answer is the same, since it depends on the question alone, and a
+    second one is ignored.
     """
 
     def __init__(self, source: str, requests: Channel, replies: Channel) -> None:
@@ -187,6 +188,8 @@ class PolicyClient:
             if reply.source != self.source:
                 continue
             if isinstance(reply, AskAgain):
+                if reply.requests is not None:
+                    self.requests = reply.requests
                 self.requests.put(self.question)
             elif reply.number == self.question.number:
                 return reply

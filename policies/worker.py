@@ -259,7 +259,9 @@ class Questions:
                 if until is None:
                     raise
                 return None
-            if request.done or request.source in self.sources:
+            if request.num_sims is not None:
+                self.sims = request.num_sims
+            elif request.done or request.source in self.sources:
                 return request
 
 

@@ -244,7 +244,7 @@ class ActRequest:
     `final_obs` holds the final observations of rows whose episode was truncated in the decision before; only their
     value is wanted. With `value_only` the same holds for `obs` (the end of a rollout). The next rollout begins with
     what was seen then: it names that question (its source and number) as `same_as` instead of sending `obs` again.
-    `done`: no request will follow in this round.
+    `done`: no request will follow in this round. `num_sims`: so many sims ask from now on. Both come from the driver.
     """
 
     source: str  # where the answer goes, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
@@ -256,6 +256,7 @@ class ActRequest:
     value_only: bool = False
     same_as: tuple[str, int] | None = None
     done: bool = False
+    num_sims: int | None = None
 
 
 @dataclass(frozen=True)
@@ -270,9 +271,11 @@ class ActReply:
 
 @dataclass(frozen=True)
 class AskAgain:
-    """Sent instead of a reply: this policy worker does not know the request, or the one that it refers to."""
+    """Sent instead of a reply: the policy worker does not know the request, or the one that it refers to, or it is
+    another one that answers from now on."""
 
     source: str
+    requests: Any = None  # the Channel to ask through from now on; None: the same as before
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[R
 def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, roles: tuple[Role, ...]) -> None:
     """Raise ConfigError where they cannot learn as the recipe says."""
     updating = [role.name for role in roles if role.phase == "update"]
-    if not plan.apart(*updating):
+    if not plan.apart(*updating) and not gives_way(config, plan, updating):
         placement = "this map" if plan.mode == "explicit" else f"placement={plan.mode}"
         turns = f"but with {placement} they take turns with others on their devices"
         if schedule := meanwhile(config):
@@ -187,6 +187,16 @@ def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, r
         config.learner.check_ranks(plan.count("learner"), config.cluster.backend)
     except ValueError as err:
         raise ConfigError(str(err)) from None
+
+
+def gives_way(config: RunConfig, plan: PlacementPlan, updating: list[str]) -> bool:
+    """Whether only policy workers in processes of their own share the learners' devices, and others are left to act
+    while these do not."""
+    mine = {device for host in plan.hosts if {*updating} & {*host.roles} for device in host.held}
+    acting = [host for host in plan.hosts if "policy" in host.roles]
+    sharing = [host for host in plan.hosts if not {*updating} >= {*host.roles} and mine & {*host.held}]
+    alone = all(host.roles == ("policy",) for host in sharing)
+    return config.pipeline.schedule == "async" and alone and len(sharing) < len(acting)
 
 
 def meanwhile(config: RunConfig) -> str:

@@ -191,12 +191,20 @@ class Cluster:
 
     def watch(self, channel: Channel) -> None:
         """Lets `settle` notice what is put into a channel at home in the driver."""
+        channel.end.heard = self.wake
 
-        def notice() -> None:
-            with self._changed:
-                self._changed.notify_all()
+    def wake(self) -> None:
+        """Has waits ask again whether they are over; any thread may call it."""
+        with self._changed:
+            self._changed.notify_all()
 
-        channel.end.heard = notice
+    def end(self, host: str, cause: str) -> None:
+        """Ends the process of a host, which `settle` reports then; DeadlineExceeded where it cannot be replaced."""
+        worker = self._workers_of(host)[0]
+        with self._changed:
+            if not (self._watchdog and self._watchdog.replaceable(host)):
+                raise DeadlineExceeded(f"{worker} {cause} [{self._backend.where(host)}]")
+            self._watchdog.condemn(host, Failure(worker, f"{cause}, so it was killed [{self._backend.where(host)}]"))
 
     def replace(self, host: str) -> list[Handle]:
         """Starts a dead host again with the same plan, and its workers with the same arguments."""

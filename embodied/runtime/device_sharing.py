@@ -6,24 +6,43 @@
         trainers.update().wait()
 
 The groups of a phase work at the same time and get their devices together. A worker holds the devices of its host.
+A phase waits for devices that another thread's phase holds, or that come back when a call ends (`ends_with`). It does
+not wait for workers that give way: they join it when another phase gives their devices back, and leave it when another
+wants them, as soon as the thread that is in it sees to that.
+
 Memory moves only where a limit is known and what two phases need does not fit beside each other. Who gets which devices
 when is decided in `leases.py`; what a worker has on its device is counted and moved in `device_memory.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
+from embodied.core.errors import DeadlineExceeded
 from embodied.runtime.cluster import Cluster
-from embodied.runtime.group import WorkerGroup
+from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.leases import GB, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.timers import Timers
 
 
+@dataclass
+class _Phase:
+    """One that goes on."""
+
+    thread: int  # that is in it
+    call: Handle | None = None  # that ends its turn, if there is one
+
+    def over(self) -> bool:
+        return self.call is not None and self.call.done()
+
+
 class Turns:
-    """Carries out what the coordinator of the leases asks for, around a phase."""
+    """Carries out what the coordinator of the leases asks for, around a phase. Any thread may be in one."""
 
     def __init__(
         self,
@@ -31,41 +50,151 @@ class Turns:
         groups: Sequence[WorkerGroup],
         timers: Timers,
         growing: Mapping[str, Callable[[], list[Claim]]] | None = None,
+        parts: Mapping[str, Sequence[str]] | None = None,
+        timeout_s: float = 600.0,
+        wake: Callable[[], object] = lambda: None,
     ) -> None:
-        """`growing`: by phase, what its workers need after it, which may be more than they knew of before."""
+        """`growing`: by phase, what its workers need after it, which may be more than they knew of before. `parts`: by
+        phase, the gangs that give way in it. A phase waits `timeout_s` for its devices. `wake` is called when workers
+        can join or should leave."""
         self.coordinator = coordinator
         self.growing = growing or {}
+        self.parts = parts or {}
+        self.part_of = {c.worker: part for parts in self.parts.values() for part in parts for c in self._claims(part)}
         self.workers = {name: group[i] for group in groups for i, name in enumerate(group.workers)}
         self.timers = timers
+        self.timeout_s, self.wake = timeout_s, wake
         self.moves: list[Action] = []  # all that were carried out
+        self.changes = 0  # counts what could make workers join or leave
+        self._phases: dict[str, _Phase] = {}  # that hold their devices
+        self._changed = threading.Condition(threading.RLock())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Inside, its groups hold their devices; others' memory leaves only if there is no room for both."""
-        if actions := self.coordinator.acquire(name):
-            with self.timers.measure("switch"):
-                self._carry_out(actions)
-        if not self.coordinator.granted(name):
-            raise LeaseError(f"{name} needs devices that others hold: phases that share devices cannot be nested")
+        with self._changed:
+            self._carry_out(self.coordinator.acquire(name))
+            self._wait_for(name, lambda: self.coordinator.granted(name))
+            self._phases[name] = _Phase(threading.get_ident())
         try:
+            with self._changed:
+                for part in self.parts.get(name, ()):
+                    self._carry_out(self.coordinator.acquire(part))
             yield
-            if name in self.growing:
-                self.coordinator.revise(self.growing[name]())
+            self._grow(name)
         finally:
-            self._carry_out(self.coordinator.release(name))
+            self._end(name)
 
     def has_memory(self, worker: str) -> bool:
         """Returns whether a worker's memory lies on its device; where not, its successor gives it back at once."""
         return worker in self.coordinator.resident
 
+    # Inside a phase
+
+    def ends_with(self, name: str, call: Handle | None) -> None:
+        """The phase gives its devices back before its end: when this call is done (`go_on`), or now without one."""
+        self._phases[name].call = call
+        if call is None:
+            self._end(name)
+
+    def due(self) -> bool:
+        """Whether a phase is over that has not given its devices back."""
+        return any(phase.over() for phase in list(self._phases.values()))
+
+    def go_on(self) -> None:
+        """Have phases that are over give their devices back."""
+        with self._changed:
+            for name in [name for name, phase in self._phases.items() if phase.over()]:
+                self._grow(name)
+                self._end(name)
+
+    def gives_way(self, worker: str) -> bool:
+        """Whether a worker may join its phase late and leave it early."""
+        return worker in self.part_of
+
+    def takes_part(self, worker: str) -> bool:
+        """Whether a worker of a phase that goes on holds its devices, and need not leave."""
+        part = self.part_of.get(worker)
+        with self._changed:
+            return part is None or (self.coordinator.granted(part) and part not in self.coordinator.leaving())
+
+    def leave(self, busy: Collection[str]) -> None:
+        """Give back the devices of workers that should leave and are not among those still busy. They join again when
+        the others have had their turn."""
+        with self._changed:
+            for part in self.coordinator.leaving():
+                if not any(claim.worker in busy for claim in self._claims(part)):
+                    self._carry_out(self.coordinator.release(part))
+                    self._carry_out(self.coordinator.acquire(part))
+
+    def wait_for_one(self, workers: Sequence[str]) -> None:
+        """Block until one of these workers, of which none is busy, takes part."""
+
+        def found() -> bool:
+            self.leave(())
+            return any(map(self.takes_part, workers))
+
+        with self._changed:
+            self._wait_for(self.part_of.get(workers[0], ""), found)
+
+    # Inside; the lock is held, but in _grow
+
+    def _claims(self, gang: str) -> Sequence[Claim]:
+        return self.coordinator.gangs[gang]
+
+    def _grow(self, name: str) -> None:
+        if name in self._phases and name in self.growing:
+            needs = self.growing[name]()
+            with self._changed:
+                self.coordinator.revise(needs)
+
+    def _wait_for(self, gang: str, granted: Callable[[], bool]) -> None:
+        """Blocks until it is granted; a gang that cannot be waits no longer."""
+        until = time.monotonic() + self.timeout_s
+        try:
+            while not granted():
+                self._wait_for_others(gang, until)
+        except BaseException:
+            if gang in self.coordinator.waiting and gang not in self.part_of.values():
+                self._carry_out(self.coordinator.cancel(gang))
+            raise
+
+    def _wait_for_others(self, gang: str, until: float) -> None:
+        """Until something changes. Of this thread's own phases only those are waited for that end with a call."""
+        holders = self.coordinator.in_the_way(gang)
+        phases = {n: p for n, p in self._phases.items() if holders.intersection((n, *self.parts.get(n, ())))}
+        mine = {name: phase for name, phase in phases.items() if phase.thread == threading.get_ident()}
+        if not all(phase.call for phase in mine.values()):
+            raise LeaseError(f"{gang} needs devices that others hold: phases that share devices cannot be nested")
+        for phase in mine.values():
+            phase.call.wait()
+        if mine:
+            self.go_on()
+        elif not self._changed.wait(max(0.0, until - time.monotonic())):
+            held = " and ".join(phases) or "others"
+            raise DeadlineExceeded(f"{gang} has waited {self.timeout_s:g} s for devices that {held} still held")
+
+    def _end(self, name: str) -> None:
+        """Give back all that a phase holds; its workers that waited for theirs do so no longer."""
+        with self._changed:
+            if self._phases.pop(name, None) is None:
+                return
+            for gang in (*self.parts.get(name, ()), name):
+                give_up = self.coordinator.cancel if gang in self.coordinator.waiting else self.coordinator.release
+                self._carry_out(give_up(gang))
+
     def _carry_out(self, actions: list[Action]) -> None:
         """Carries out all actions of a step at once, then what they make possible."""
-        while actions:
-            calls = [getattr(self.workers[action.worker], action.verb)() for action in actions]
-            for call in calls:
-                call.survivors()  # the memory of a process that died moved in its way
-            self.moves += actions
-            actions = [further for action in actions for further in self.coordinator.done(action)]
+        with self.timers.measure("switch") if actions else nullcontext():
+            while actions:
+                calls = [getattr(self.workers[action.worker], action.verb)() for action in actions]
+                for call in calls:
+                    call.survivors()  # the memory of a process that died moved in its way
+                self.moves += actions
+                actions = [further for action in actions for further in self.coordinator.done(action)]
+        self.changes += 1
+        self._changed.notify_all()
+        self.wake()
 
 
 def take_turns(
@@ -74,11 +203,13 @@ def take_turns(
     timers: Timers,
     memory_gb: float | None = None,
     sharing: Sequence[WorkerGroup] = (),
+    giving_way: Sequence[WorkerGroup] = (),
 ) -> Turns:
     """Turns on the devices of a cluster, from the groups that work in each phase; phases in the order of an iteration.
 
     All groups are built, and so have their memory. `memory_gb` is the limit of every device, if there is one. Groups in
-    `sharing` use the same weights where two of them are in one process.
+    `sharing` use the same weights where two of them are in one process. Workers of groups in `giving_way` take part in
+    their phase while no other one wants their devices.
     """
     devices = {host.name: host.devices or (host.name,) for host in cluster.hosts}
     limits = {
@@ -90,11 +221,38 @@ def take_turns(
     shared = shared_weights(sharing)
     claims = {name: partial(claims_of, members, shared, devices) for name, members in phases.items()}
     leases = {name: first_claims() for name, first_claims in claims.items()}
+    parts = parts_of(leases, {worker for group in giving_way for worker in group.workers})
     everyone = [claim.worker for members in leases.values() for claim in members]
     # How much memory work takes is known when it was done; where nothing is limited nobody asks.
     limited = min(limits.values()) < float("inf")
     growing = {name: partial(claim, survivors=True) for name, claim in claims.items()} if limited else {}
-    return Turns(Coordinator(limits, leases, resident=everyone), list(groups.values()), timers, growing)
+    late = {part: claims for found in parts.values() for part, claims in found.items()}
+    left = {name: [c for c in mine if all(c not in part for part in late.values())] for name, mine in leases.items()}
+    coordinator = Coordinator(limits, left | late, everyone, dict.fromkeys(late, 1), preemptible=late)
+    parts_by_phase = {phase: tuple(found) for phase, found in parts.items()}
+    waking = (parts_by_phase, cluster.timeout_s, cluster.wake)
+    return Turns(coordinator, list(groups.values()), timers, growing, *waking)
+
+
+def parts_of(leases: Mapping[str, Sequence[Claim]], giving_way: Collection[str]) -> dict[str, dict[str, list[Claim]]]:
+    """By phase, the gangs of those workers that can come and go in it by themselves: they share devices with another
+    phase, and with no worker of their own that has to stay. Those that share devices with each other are one gang."""
+    found: dict[str, dict[str, list[Claim]]] = {}
+    for phase, claims in leases.items():
+        elsewhere = {d for name, others in leases.items() if name != phase for c in others for d in c.devices}
+        staying = {d for claim in claims if claim.worker not in giving_way for d in claim.devices}
+        clusters: list[tuple[set[str], list[Claim]]] = []
+        for claim in (claim for claim in claims if claim.worker in giving_way):
+            touching = [cluster for cluster in clusters if cluster[0].intersection(claim.devices)]
+            clusters = [cluster for cluster in clusters if cluster not in touching]
+            devices = set(claim.devices).union(*(devices for devices, _ in touching))
+            clusters.append((devices, [*(c for _, members in touching for c in members), claim]))
+        found[phase] = {
+            f"{phase} of {', '.join(claim.worker for claim in members)}": members
+            for devices, members in clusters
+            if staying and devices & elsewhere and not devices & staying
+        }
+    return found
 
 
 def shared_weights(groups: Sequence[WorkerGroup]) -> set[str]:

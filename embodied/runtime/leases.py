@@ -4,13 +4,14 @@ A gang is granted all its devices at once or none, for a phase. Residency is apa
 after its turn, until another's does not fit beside it; then idle residents are asked to give theirs back, the one
 that has been idle longest first. Gangs that share no device never wait for each other and nothing of theirs moves.
 
-Waiting gangs take over in the order of the workflow, producers before their consumers. Acting on what the coordinator
-asks for is the caller's business (`device_sharing.py`).
+Waiting gangs take over by tier, and within a tier in the order of the workflow, producers before their consumers. A
+preemptible gang that holds what one of a tier before its own waits for should give way: stop, release, and ask again.
+Acting on what the coordinator asks for is the caller's business (`device_sharing.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from embodied.core.errors import EmbodiedError
@@ -46,13 +47,21 @@ class Coordinator:
     """`capacity` in bytes by device; `gangs` in the order of the workflow."""
 
     def __init__(
-        self, capacity: Mapping[str, float], gangs: Mapping[str, Sequence[Claim]], resident: Iterable[str] = ()
+        self,
+        capacity: Mapping[str, float],
+        gangs: Mapping[str, Sequence[Claim]],
+        resident: Iterable[str] = (),
+        tiers: Mapping[str, int] | None = None,
+        preemptible: Iterable[str] = (),
     ) -> None:
-        """`resident` are the workers that have their memory already."""
+        """`resident` are the workers that have their memory already. `tiers` of gangs: 0 comes first, and is the tier
+        of those that are not in there. `preemptible` gangs give way to those of a tier before theirs."""
         self.capacity = dict(capacity)
         self.gangs = {name: tuple(claims) for name, claims in gangs.items()}
         self.claims = {claim.worker: claim for claims in self.gangs.values() for claim in claims}
-        self.order = list(self.gangs)
+        self.tiers = dict(tiers or {})
+        self.order = sorted(self.gangs, key=self._tier)
+        self.preemptible = frozenset(preemptible)
         self.resident = dict.fromkeys(resident, 0)  # worker -> when it was last at work, counted in grants
         self.holders: dict[str, str] = {}  # device -> gang
         self.waiting: list[str] = []
@@ -96,6 +105,29 @@ class Coordinator:
         self.holders = {device: holder for device, holder in self.holders.items() if holder != gang}
         return self._go_on()
 
+    def cancel(self, gang: str) -> list[Action]:
+        """A gang that waits does so no longer."""
+        self.waiting.remove(gang)
+        return self._go_on()
+
+    def leaving(self) -> set[str]:
+        """Returns the gangs that should give way now: no other holds anything that those waiting for them lack."""
+        return {
+            gang
+            for waiting, _, holders in self._next()
+            if all(self._gives_way(holder, waiting) for holder in holders)
+            for gang in holders
+        }
+
+    def in_the_way(self, gang: str) -> set[str]:
+        """Returns the gangs that hold what a waiting one lacks, or what those lack that take over before it."""
+        earlier = [other for other in self.order[: self.order.index(gang)] if other in self.waiting]
+        lacking = self._devices(gang)
+        for other in reversed(earlier):
+            if lacking & self._devices(other):
+                lacking |= self._devices(other)
+        return {holder for device, holder in self.holders.items() if device in lacking}
+
     def granted(self, gang: str) -> bool:
         return gang not in self.waiting and gang not in self.switching and gang in self.holders.values()
 
@@ -123,16 +155,31 @@ class Coordinator:
     def _go_on(self) -> list[Action]:
         """Chooses which of the waiting gangs can have their devices now."""
         actions: list[Action] = []
-        kept: set[str] = set()  # devices that somebody earlier in the workflow waits for
-        for gang in sorted(self.waiting, key=self.order.index):
-            devices = {device for claim in self.gangs[gang] for device in claim.devices}
-            if devices & (set(self.holders) | kept):
-                kept |= devices
-                continue
-            self.waiting.remove(gang)
-            self.holders |= dict.fromkeys(devices, gang)
-            actions += self._switch(gang)
+        for gang, devices, holders in self._next():
+            if not holders:
+                self.waiting.remove(gang)
+                self.holders |= dict.fromkeys(devices, gang)
+                actions += self._switch(gang)
         return actions
+
+    def _next(self) -> Iterator[tuple[str, set[str], set[str]]]:
+        """The waiting gangs that lack nothing which another takes over before them: gang, its devices, who holds
+        some of these."""
+        kept: set[str] = set()  # devices that are some earlier gang's
+        for gang in [gang for gang in self.order if gang in self.waiting]:
+            devices = self._devices(gang)
+            if not devices & kept:
+                yield gang, devices, {self.holders[device] for device in devices & self.holders.keys()}
+            kept |= devices
+
+    def _devices(self, gang: str) -> set[str]:
+        return {device for claim in self.gangs[gang] for device in claim.devices}
+
+    def _tier(self, gang: str) -> int:
+        return self.tiers.get(gang, 0)
+
+    def _gives_way(self, holder: str, waiting: str) -> bool:
+        return holder in self.preemptible and self._tier(holder) > self._tier(waiting)
 
     def _switch(self, gang: str) -> list[Action]:
         """Returns what has to move before this gang is at work: others out first, then its own in."""

@@ -115,6 +115,7 @@ class EmbodiedLoop:
             before_s = perf_counter() - started
             updating = self.source.update(batch, iteration, total)
             if self.level and iteration + self.level < total:  # meanwhile, with the version that the update starts from
+                self.turns.ends_with(UPDATE, updating)
                 self.ahead.append(self.collect())
             losses = self.settled(updating)[0] if updating else {}
         if "time/first_backward_s" in losses:  # as rank 0 saw it: since its update began

@@ -8,6 +8,8 @@ while learners update, is started again at once, and its successors are given wh
     sim worker      its envs, and the next episode of every row; what the dead one has played in this round is lost,
                     and the caller decides whether it is played again
 
+Where learners hold a policy worker's devices in a round, others answer for it until these are free.
+
 Noticing a death and deciding what follows is the runtime's business (`Cluster.settle`, `supervision.py`).
 """
 
@@ -16,15 +18,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
-from time import perf_counter
+from math import inf
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from embodied.core.errors import StaleWeights
 from embodied.core.types import ActRequest, AskAgain, EpisodeList, EpisodeResult, Route
-from embodied.runtime import Budget, Channel, Cluster, Handle, WorkerGroup
+from embodied.runtime import Budget, Channel, Cluster, Handle, Turns, WorkerGroup
 from embodied.runtime.failures import Failure
 from embodied.runtime.tensor_bytes import Blob
 from embodied.runtime.weights import Publication, WeightStore
@@ -51,12 +53,13 @@ class WeightSync:
     so, and a successor on the same host gets at them in the same way.
     """
 
-    def __init__(self, cluster: Cluster, policies: WorkerGroup) -> None:
-        self.policies = policies
+    def __init__(self, cluster: Cluster, policies: WorkerGroup, turns: Turns) -> None:
+        self.policies, self.turns = policies, turns
         ranks = range(len(policies))
         self.channels = [cluster.channel(f"weights-{p}", home=policies[p], capacity=1) for p in ranks]
         self.routes: list[str] = []
         self.loads: dict[int, Handle] = {}  # the last of each policy worker
+        self.brought: dict[int, int] = {}  # the version that this was of
         self.current: Publication | None = None
         self.send: Send | None = None
         self.store: WeightStore | None = None  # of adopted weights
@@ -69,18 +72,23 @@ class WeightSync:
         return self.current.version
 
     def deliver(self, publication: Publication, send: Send, ask: Ask) -> list[Handle]:
-        """Bring a version to all policy workers, which act with nothing else from now on."""
+        """Bring a version to the policy workers, which act with nothing else from now on; to those that do not hold
+        their devices when they do (`catch_up`)."""
         if not self.routes:
             self.routes = ask(lambda: self.policies.route(publication))
         self.current, self.send = publication, send
         self.times = (perf_counter(),) * 2
-        ranks = range(len(self.policies))
+        ranks = [rank for rank, worker in enumerate(self.policies.workers) if self.turns.takes_part(worker)]
         behind = [rank for rank in ranks if not self._holds(rank, publication.follows)]
         return self._load([r for r in ranks if r not in behind], whole=False) + self._load(behind, whole=True)
 
     def reload(self, ranks: Iterable[int]) -> list[Handle]:
         """Bring all of the current version to policy workers that have just been built, without publishing again."""
         return [] if self.current is None else self._load(list(ranks), whole=True)
+
+    def catch_up(self, ranks: Iterable[int]) -> list[Handle]:
+        """Bring the current version to those of these policy workers to which it was not brought."""
+        return self.reload([rank for rank in ranks if self.brought.get(rank) != self.version])
 
     def adopt(self, weights: Weights, ask: Ask) -> list[Handle]:
         """Deliver weights that this process holds."""
@@ -100,6 +108,7 @@ class WeightSync:
             self.send(far, whole)
         new = {r: self.policies[r].load_weights(self.current, route, channel, whole) for r, route, channel in places}
         self.loads |= new
+        self.brought |= dict.fromkeys(new, self.current.version)
         return list(new.values())
 
 
@@ -125,7 +134,7 @@ class RolloutManager:
         self.spec, self.episodes, self.weight_sync = workers.spec, episodes, workers.weight_sync
         self.journal, self.tell = workers.journal, workers.tell
         self.num_stages = max(workers.stages, 1)
-        self.has_memory = workers.turns.has_memory
+        self.turns = workers.turns
         self.episode_counter = EpisodeCounter(workers.config.env.num_envs)
         self.rounds = 0
         self.restarts = 0
@@ -162,31 +171,39 @@ class RolloutManager:
         due `meanwhile` is done while they play."""
         self.settle()
         self.rounds += 1
-        routes = {sim: self._route(sim, stages) for sim in sims}
+        policies = self._acting() if asked else []
+        routes = {sim: self._route(sim, stages, policies) for sim in sims}
         calls = {sim: begin(sim, route) for sim, route in routes.items()}
-        serve = partial(self._serve, routes, temperature=temperature, stream=stream)
-        serving = {policy: serve(policy) for policy in range(len(self.policies) if asked else 0)}
-        while losses := self._losses(calls.values(), meanwhile):
+        answers = Round(self, routes, calls, policies, temperature, stream)
+        while losses := self._losses(calls.values(), [one for one in (answers, meanwhile) if one]):
             if stream != "eval":  # there an episode that fails costs itself alone
                 self._refuse_repeated(losses.values())
-            for policy in serving.keys() & self._replace(losses):
-                serving[policy] = serve(policy)
-                for source, replies in self._served(policy, routes).items():
-                    replies.put(AskAgain(source))
-        for policy in serving:
-            self.requests[policy].put(ActRequest("the driver", done=True))
-        self.settle(*serving.values())
+            answers.begin_again(self._replace(losses))
+        ending = answers.end()
+        while losses := self._losses(ending, [answers]):
+            self._replace(losses)
+        self.turns.leave(())
         failed = {self.sims.workers[sim] for sim, call in calls.items() if not call.succeeded()}
         self.errors = Counter({error: count for error, count in self.errors.items() if error[0] in failed})
         return calls, routes
 
-    def _losses(self, calls: Collection[Handle], meanwhile: Meanwhile | None) -> dict[str, Failure]:
+    def _acting(self) -> list[int]:
+        """The policy workers that take part from the beginning: those that hold their devices, or the first that do."""
+        self.turns.go_on()
+        self.turns.wait_for_one(self.policies.workers)
+        found = [rank for rank, worker in enumerate(self.policies.workers) if self.turns.takes_part(worker)]
+        self.settle(*self.weight_sync.catch_up(found))
+        return found
+
+    def _losses(self, calls: Collection[Handle], meanwhile: list[Meanwhile]) -> dict[str, Failure]:
         """Hosts that died while these calls run; {} when these are done."""
-        if meanwhile is None:
-            return self.cluster.settle(*calls)
-        while not (losses := self.cluster.settle(*calls, until=meanwhile.due)) and meanwhile.due():
-            meanwhile.go_on()
-        return losses
+        while True:
+            losses = self.cluster.settle(*calls, until=lambda: any(one.due() for one in meanwhile))
+            due = [one for one in meanwhile if one.due()]
+            if losses or not due:
+                return losses
+            for one in due:
+                one.go_on()
 
     def settle(self, *handles: Handle) -> None:
         """Wait for calls; workers that die meanwhile are replaced, and their calls have failed then."""
@@ -223,7 +240,7 @@ class RolloutManager:
             built += [self.sims[sim].spec() for sim in sims]
             built += [self.policies[policy].build(self.spec) for policy in policies]
             loads = self.weight_sync.reload(policies)
-            absent = [policy for policy in policies if not self.has_memory(self.policies.workers[policy])]
+            absent = [policy for policy in policies if not self.turns.has_memory(self.policies.workers[policy])]
             loads += [self.policies[policy].offload() for policy in absent]  # after it has loaded into that memory
             self.cluster.rebuilt_by(host, built, loads)
             abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
@@ -258,30 +275,129 @@ class RolloutManager:
             f"{budget.window_s:g} s): {failure.cause}{lost}"
         )
 
-    # Routes
-
-    def _route(self, sim: int, stages: int) -> Route:
-        total = len(self.sims) * self.num_stages
-        asked = [(sim * self.num_stages + stage) * len(self.policies) // total for stage in range(stages)]
+    def _route(self, sim: int, stages: int, policies: list[int]) -> Route:
+        asked = [self.share(sim, stage, policies) for stage in range(stages)]
         return Route(
             tuple(f"sim-{sim}/{stage}#{self.rounds}" for stage in range(stages)),
             tuple(self.requests[policy] for policy in asked),
             tuple(self.replies[sim][:stages]),
         )
 
-    def _served(self, policy: int, routes: dict[int, Route]) -> dict[str, Channel]:
-        """The channel of each source's answers."""
-        return {
-            source: replies
-            for route in routes.values()
-            for source, requests, replies in zip(route.sources, route.requests, route.replies, strict=True)
-            if requests is self.requests[policy]
-        }
+    def share(self, sim: int, stage: int, policies: list[int]) -> int:
+        """Which of these policy workers answers a sim's stage: neighbours ask the same one."""
+        total = len(self.sims) * self.num_stages
+        return policies[(sim * self.num_stages + stage) * len(policies) // total] if policies else 0
 
-    def _serve(self, routes: dict[int, Route], policy: int, temperature: float, stream: str) -> Handle:
-        return self.policies[policy].serve(
-            self.requests[policy], self._served(policy, routes), self.weight_sync.version, temperature, stream
-        )
+
+class Round:
+    """Which policy worker answers whom in a round.
+
+    Every source asks one, and is sent to another one where its own has to leave or more take part. It asks its last
+    question again there. An answer depends on the question alone, and the source ignores a second one, so whatever
+    moves when, every decision is answered once. A worker that has to leave still answers what was asked, and is ended
+    where it does not come to that.
+    """
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        routes: dict[int, Route],
+        calls: dict[int, Handle],
+        policies: list[int],
+        temperature: float,
+        stream: str,
+    ) -> None:
+        """`calls` are those of the sims, `policies` take part from the beginning."""
+        self.manager, self.turns, self.policies = manager, manager.turns, manager.policies
+        self.calls = calls
+        self.how = (manager.weight_sync.version, temperature, stream) if policies else ()
+        self.stages = {s: (sim, stage) for sim, route in routes.items() for stage, s in enumerate(route.sources)}
+        self.replies = {s: c for route in routes.values() for s, c in zip(route.sources, route.replies, strict=True)}
+        self.asked = {source: manager.share(*stage, policies) for source, stage in self.stages.items()}
+        self.moving = bool(policies) and any(map(self.turns.gives_way, self.policies.workers))
+        self.serving = {policy: self._serve(policy) for policy in policies}
+        self.leaving: dict[int, float] = {}  # policy worker -> until when it may answer
+        self.changes = -1  # of turns, that it knows of
+
+    def due(self) -> bool:
+        """Whether workers can join, or should leave, or have left."""
+        left = any(self.serving[policy].done() or monotonic() > until for policy, until in self.leaving.items())
+        return left or self.turns.due() or (self.moving and self.turns.changes != self.changes)
+
+    def go_on(self) -> None:
+        """Let policy workers join or leave."""
+        self.turns.go_on()
+        self.changes = self.turns.changes
+        for policy in [policy for policy in self.leaving if self.serving[policy].done()]:
+            del self.leaving[policy], self.serving[policy]
+        if self.moving:
+            self._rearrange()
+        self._end_late()
+        self.turns.leave({self.policies.workers[policy] for policy in self.serving})
+
+    def _rearrange(self) -> None:
+        here = [rank for rank, worker in enumerate(self.policies.workers) if self.turns.takes_part(worker)]
+        joining = [policy for policy in here if policy not in self.serving]
+        going = [policy for policy in self.serving if policy not in here and policy not in self.leaving]
+        if joining or going:
+            self.manager.weight_sync.catch_up(joining)
+            self._share_out([policy for policy in here if policy not in self.leaving], joining)
+        for policy in going:
+            self.manager.requests[policy].put(ActRequest("the driver", done=True))
+            self.leaving[policy] = monotonic() + self.manager.budget.hang_s
+
+    def begin_again(self, replaced: Iterable[int]) -> None:
+        """Successors of policy workers that died answer whom these answered."""
+        for policy in self.serving.keys() & set(replaced) - self.leaving.keys():
+            self.serving[policy] = self._serve(policy)
+            for source in self._sources(policy):
+                self.replies[source].put(AskAgain(source))
+
+    def end(self) -> list[Handle]:
+        """Nobody asks any more; returns the calls of the policy workers, which end now."""
+        self.moving = False
+        for policy in self.serving.keys() - self.leaving.keys():
+            self.manager.requests[policy].put(ActRequest("the driver", done=True))
+        return list(self.serving.values())
+
+    def _sources(self, policy: int) -> list[str]:
+        return [source for source, asked in self.asked.items() if asked == policy]
+
+    def _serve(self, policy: int) -> Handle:
+        """Where sources move, a worker knows all of the round: a question may come before it could be told of it."""
+        requests, mine = self.manager.requests[policy], self._sources(policy)
+        known = {source: self.replies[source] for source in (self.replies if self.moving else mine)}
+        call = self.policies[policy].serve(requests, known, *self.how)
+        if self.moving:
+            self._announce(policy)
+        return call
+
+    def _announce(self, policy: int) -> None:
+        """How many sims ask a policy worker, which waits for no others when it merges their questions."""
+        num_sims = len({self.stages[source][0] for source in self._sources(policy)})
+        self.manager.requests[policy].put(ActRequest("the driver", num_sims=num_sims))
+
+    def _share_out(self, policies: list[int], joining: list[int]) -> None:
+        """Every source asks its last question again where it has another worker now, or one that has just joined."""
+        playing = [source for source, (sim, _) in self.stages.items() if not self.calls[sim].done()]
+        new = {s: self.manager.share(*self.stages[s], policies) if policies else self.asked[s] for s in playing}
+        moved = [source for source in playing if new[source] != self.asked[source] or new[source] in joining]
+        self.asked |= new
+        for policy in policies:
+            if policy in joining:
+                self.serving[policy] = self._serve(policy)
+            else:
+                self._announce(policy)
+        for source in moved:
+            self.replies[source].put(AskAgain(source, self.manager.requests[new[source]]))
+
+    def _end_late(self) -> None:
+        """A policy worker that should have left and is still at an answer loses its process."""
+        for policy, until in self.leaving.items():
+            if monotonic() > until and not self.serving[policy].done():
+                self.leaving[policy] = inf
+                cause = f"still answered {self.manager.budget.hang_s:g} s after others asked for its devices"
+                self.manager.cluster.end(self.policies.hosts[policy], f"{cause} (faults.hang_s)")
 
 
 class EpisodeCounter:

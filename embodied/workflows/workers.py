@@ -71,8 +71,8 @@ class Workers:
             builds.append(self._build_learners(start_folder))
         for build in builds:
             build.wait()
-        self.weight_sync = WeightSync(self.cluster, self.policies)
         self.turns = self._take_turns()
+        self.weight_sync = WeightSync(self.cluster, self.policies, self.turns)
         self.rollouts = RolloutManager(self, source and source.journaled)
         if source:
             source.start(self)
@@ -84,15 +84,21 @@ class Workers:
             (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
             self.learners.meet_at(address).wait()
         others = {*self.policies.process().wait()} - {*learning}
-        in_turns = self.config.pipeline.schedule != "async"
-        return self.learners.build(self.spec, new_name(), bool(others), start_folder, in_turns)
+        return self.learners.build(self.spec, new_name(), bool(others), start_folder, not self._meanwhile)
+
+    @property
+    def _meanwhile(self) -> bool:
+        """Whether policies act while learners update: with weights of their own, and without those whose devices the
+        learners hold."""
+        return self.config.pipeline.schedule == "async"
 
     def _take_turns(self) -> Turns:
         """The turns that the roles' phases take on devices. All groups are built, and so have their memory."""
         by_phase = {phase: [self.groups[r.name] for r in self.roles if r.phase == phase] for phase in (ROLLOUT, UPDATE)}
         phases = {phase: groups for phase, groups in by_phase.items() if groups}
-        sharing = [self.groups[role.name] for role in self.roles if role.holds_policy]
-        return take_turns(self.cluster, phases, self.timers, self.config.cluster.memory_gb, sharing)
+        sharing = [self.groups[role.name] for role in self.roles if role.holds_policy and not self._meanwhile]
+        giving_way = [self.policies] if self._meanwhile else []
+        return take_turns(self.cluster, phases, self.timers, self.config.cluster.memory_gb, sharing, giving_way)
 
     def trajectory_channels(self) -> list[Channel]:
         """One to each learner, bounded by what a batch is: nothing is taken before it is whole."""

@@ -43,6 +43,19 @@ def test_the_question_is_asked_again_and_a_second_answer_ignored():
     assert line.answer().number == 2
 
 
+def test_another_worker_is_asked_the_last_question_and_all_that_follow():
+    requests, others, replies = Fifo(), Fifo(), Fifo()
+    line = PolicyClient("sim-0/0#2", requests, replies)
+    line.ask()
+    replies.extend([AskAgain("sim-0/0#2", others), reply("sim-0/0#2", 1), reply("sim-0/0#2", 1)])
+    assert line.answer().number == 1  # of whichever worker comes first
+    line.ask()
+    replies.extend([AskAgain("sim-0/0#2"), reply("sim-0/0#2", 2)])
+    assert line.answer().number == 2
+    assert [request.number for request in requests] == [1]
+    assert [request.number for request in others] == [1, 2, 2]
+
+
 def test_what_was_seen_before_goes_along_only_when_asked_again():
     requests, replies = Fifo(), Fifo()
     line, seen = PolicyClient("sim-0/0#3", requests, replies), {"state": np.zeros(1)}

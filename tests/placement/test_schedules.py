@@ -93,6 +93,17 @@ def test_a_map_that_keeps_learners_apart_is_taken_as_it_is(tmp_path):
     assert places(plan) == {(("sim",), (0,)), (("policy",), (1,)), (("learner",), (2,))}
 
 
+def test_policies_may_share_the_learners_devices_where_others_are_left_to_act(tmp_path):
+    shared = 'placement={"sim": "cpu:0", "policy": "cpu:0-1*2", "learner": "cpu:1"}'
+    two = ("cluster.machines=2xCPU", "pipeline.stages=2")
+    planned(tmp_path, *PPO, *two, shared)
+    all_share = 'placement={"sim": "cpu:0", "policy": "cpu:1", "learner": "cpu:1"}'
+    sims_share = 'placement={"sim": "cpu:0-1*2", "policy": "cpu:0-1*2", "learner": "cpu:1"}'
+    for recipe, refused in ((PPO, all_share), (PPO, sims_share), (GRPO, shared)):
+        with pytest.raises(ConfigError, match="take turns with others on their devices"):
+            planned(tmp_path, *recipe, *two, refused)
+
+
 @pytest.mark.parametrize("placement", ["auto", "collocated"])
 def test_the_automatic_schedule_is_sync_where_nothing_was_measured(tmp_path, placement):
     asked = ("recipe=pointmass_grpo", f"placement={placement}", "cluster.machines=2xCPU")

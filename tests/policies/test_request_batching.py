@@ -219,6 +219,16 @@ def test_it_waits_for_other_sims_as_long_as_it_may_and_never_for_the_rest_of_the
     thread.join(20)
 
 
+def test_it_waits_for_no_sim_that_asks_another_worker_by_now(channel):
+    worker, requests = counting(Merging(64, 30.0)), [question(sim, 1) for sim in (0, 1)]
+    inbox, ends = channel("requests"), {request.source: channel(request.source) for request in requests}
+    started = time.monotonic()
+    for request in (ActRequest("the driver", num_sims=1), requests[0], ActRequest("the driver", done=True)):
+        inbox.put(request)
+    worker.serve(inbox, ends, 3)
+    assert worker.policy.rows == [1] and time.monotonic() - started < 25
+
+
 def test_large_networks_merge_by_default_and_small_ones_do_not():
     rows = {
         recipe: load([f"recipe={recipe}"]).config.merged_rows

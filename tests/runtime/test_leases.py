@@ -1,9 +1,13 @@
 """Devices are held by one gang at a time; memory moves only where two do not fit."""
 
 import random
+import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from embodied.core.errors import DeadlineExceeded
 from embodied.runtime import Cluster, HostPlan, Needs, Timers, Worker, take_turns
 from embodied.runtime.device_sharing import Turns
 from embodied.runtime.leases import GB, Action, Claim, Coordinator, LeaseError
@@ -158,6 +162,99 @@ def test_no_order_of_events_breaks_the_rules():
             assert held or pending or not waiting  # somebody can always go on
 
 
+def test_gangs_of_an_earlier_tier_go_first_and_preemptible_ones_give_way_to_them():
+    gangs = {"act": gang("act", "d:0"), "learn": gang("learn", "d:0")}
+    coordinator = Coordinator({"d:0": 0}, gangs, tiers={"act": 1}, preemptible=["act"])
+    finish(coordinator, coordinator.acquire("act"))
+    assert coordinator.leaving() == set()
+    coordinator.acquire("learn")
+    assert coordinator.leaving() == coordinator.in_the_way("learn") == {"act"}
+    finish(coordinator, coordinator.release("act"))
+    coordinator.acquire("act")
+    assert coordinator.granted("learn") and coordinator.leaving() == set()  # a learner gives way to nobody
+    coordinator.cancel("act")
+    finish(coordinator, coordinator.release("learn"))
+    assert not coordinator.granted("act") and not coordinator.holders
+
+
+def test_nobody_gives_way_to_one_that_would_still_wait_for_another():
+    gangs = {"big": gang("big", "d:0", "d:1"), "act": gang("act", "d:0"), "keep": gang("keep", "d:1")}
+    coordinator = Coordinator({"d:0": 0, "d:1": 0}, gangs, tiers={"act": 1}, preemptible=["act"])
+    for name in ("act", "keep", "big"):
+        finish(coordinator, coordinator.acquire(name))
+    assert coordinator.leaving() == set() and coordinator.in_the_way("big") == {"act", "keep"}
+    coordinator.release("keep")
+    assert coordinator.leaving() == {"act"}
+
+
+@st.composite
+def shared_devices(draw):
+    """Gangs on up to three devices, in two tiers, some of them preemptible, and what they do."""
+    devices = st.sets(st.sampled_from(["d:0", "d:1", "d:2"]), min_size=1)
+    names = "abcd"[: draw(st.integers(2, 4))]
+    on = {name: draw(devices) for name in names}
+    tiers = {name: draw(st.integers(0, 1)) for name in names}
+    preemptible = {name for name in names if draw(st.booleans())}
+    return on, tiers, preemptible, draw(st.lists(st.tuples(st.sampled_from(names), st.booleans()), max_size=30))
+
+
+def who_could_hold(waiting, held, on, order):
+    """By trying: gangs that get all they need if those of `held` keep theirs and earlier ones go first."""
+    taken, found = {d for name in held for d in on[name]}, set()
+    for name in order:
+        if name in waiting:
+            found |= set() if taken & on[name] else {name}
+            taken |= on[name]
+    return found
+
+
+@given(shared_devices())
+def test_who_holds_who_waits_and_who_gives_way_is_what_trying_gives(found):
+    on, tiers, preemptible, wishes = found
+    gangs = {name: gang(name, *sorted(devices)) for name, devices in on.items()}
+    coordinator = Coordinator(dict.fromkeys(["d:0", "d:1", "d:2"], 0), gangs, tiers=tiers, preemptible=preemptible)
+    order = sorted(on, key=lambda name: (tiers[name], name))
+    waiting, held = set(), set()
+    for name, gives_up in wishes:
+        if name in held:
+            held.remove(name)
+            finish(coordinator, coordinator.release(name))
+        elif name not in waiting:
+            waiting.add(name)
+            finish(coordinator, coordinator.acquire(name))
+        elif gives_up:
+            waiting.remove(name)
+            finish(coordinator, coordinator.cancel(name))
+        granted = who_could_hold(waiting, held, on, order)
+        waiting, held = waiting - granted, held | granted
+        assert {name for name in on if coordinator.granted(name)} == held
+        # A gang gives way if it may, and if one of an earlier tier could go on when all that do so have left.
+        leaving = coordinator.leaving()
+        assert leaving <= preemptible & held
+        served = who_could_hold(waiting, held - leaving, on, order)
+        assert all(any(on[n] & on[one] and tiers[n] < tiers[one] for n in served) for one in leaving)
+        for name in waiting:
+            mine = {h for h in held if h in preemptible and tiers[h] > tiers[name]}
+            assert name not in who_could_hold(waiting, held - mine, on, order) or name in served
+            assert coordinator.in_the_way(name) <= held and coordinator.in_the_way(name)
+
+
+def test_whoever_waits_gets_its_turn_once_all_others_have_had_theirs():
+    for number in range(300):
+        rng = random.Random(number)
+        on = {name: set(rng.sample(["d:0", "d:1", "d:2"], rng.randint(1, 3))) for name in "abcd"}
+        tiers, preemptible = {name: rng.randint(0, 1) for name in on}, {n for n in on if rng.random() < 0.5}
+        gangs = {name: gang(name, *sorted(devices)) for name, devices in on.items()}
+        coordinator = Coordinator(dict.fromkeys(["d:0", "d:1", "d:2"], 0), gangs, tiers=tiers, preemptible=preemptible)
+        for name in rng.sample("abcd", 4):
+            finish(coordinator, coordinator.acquire(name))
+        had = []
+        while held := sorted({*coordinator.holders.values()}):
+            had.append(name := rng.choice(held))
+            finish(coordinator, coordinator.release(name))
+        assert sorted(had) == list("abcd") and not coordinator.waiting
+
+
 class Accountant(Worker):
     """Counts bytes where a real one would allocate them."""
 
@@ -188,6 +285,69 @@ def test_workers_of_a_cluster_swap_around_phases():
         assert [a.worker for a in turns.moves].count("sim-0") == 1
         with turns.phase("rollout"), pytest.raises(LeaseError, match="cannot be nested"), turns.phase("update"):
             pass
+
+
+def on_one_device(cluster, **options):
+    """Two phases of a worker each, which take turns on one device."""
+    groups = {role: cluster.launch(Accountant, role) for role in ("first", "second")}
+    claims = {f"in {role}": [Claim(f"{role}-0", ("fake:0",), 1)] for role in groups}
+    return groups, Turns(Coordinator({"fake:0": 1}, claims), list(groups.values()), Timers(), **options)
+
+
+ONE_EACH = [HostPlan("a", ("first",), (), 1), HostPlan("b", ("second",), (), 1)]
+
+
+def test_a_phase_waits_for_devices_that_another_thread_gives_back():
+    with Cluster("inline", ONE_EACH) as cluster:
+        groups, turns = on_one_device(cluster)
+        inside, seen = threading.Event(), []
+
+        def other():
+            with turns.phase("in second"):
+                inside.set()
+                seen.extend(groups["second"].at_work().wait())
+                while not turns.coordinator.waiting:
+                    pass
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(10)
+        with turns.phase("in first"):
+            assert seen == groups["first"].at_work().wait() == [True]
+            assert groups["second"].at_work().wait() == [False]
+        thread.join(10)
+
+
+def test_a_phase_that_gets_no_device_says_who_held_it_and_waits_no_longer():
+    with Cluster("inline", ONE_EACH) as cluster:
+        _, turns = on_one_device(cluster, timeout_s=0.05)
+        inside, over = threading.Event(), threading.Event()
+
+        def other():
+            with turns.phase("in second"):
+                inside.set()
+                over.wait(10)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(10)
+        with pytest.raises(DeadlineExceeded, match=r"in first has waited 0.05 s for devices that in second still held"):
+            with turns.phase("in first"):
+                pass
+        over.set()
+        thread.join(10)
+        with turns.phase("in first"):
+            assert not turns.coordinator.waiting
+
+
+def test_a_phase_inside_another_has_its_devices_once_the_call_is_done_that_this_ends_with():
+    with Cluster("inline", ONE_EACH) as cluster:
+        groups, turns = on_one_device(cluster)
+        with turns.phase("in first"):
+            turns.ends_with("in first", groups["first"].at_work())
+            with turns.phase("in second"):
+                assert groups["first"].at_work().wait() + groups["second"].at_work().wait() == [False, True]
+        assert not turns.coordinator.holders
 
 
 class Holder(Worker):

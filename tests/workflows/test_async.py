@@ -4,69 +4,19 @@ import json
 import os
 import re
 import signal
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from stepped import GRPO, ITERATIONS, ONE_STEP, PPO, TWO_LEARNERS, TWO_SIMS, Run
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.core.types import Trajectory
-from embodied.learners.rendezvous import rendezvous_point
 from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.worker import LearnerWorker
-from embodied.placement import make_plan
-from embodied.policies.folder import read_weights
-from embodied.run import launch
 from embodied.run.memory_check import copies
 from embodied.train import follow
 from embodied.workflows.embodied import EmbodiedLoop
-
-ITERATIONS = 6
-SHORT = [
-    "env.num_envs=8",
-    "env.dtype=float64",
-    "env.max_episode_steps=12",
-    "policy.dtype=float64",
-    "policy.hidden=[16,16]",
-    "faults.timeout_s=60",
-    "faults.hang_s=20",
-    f"run.iterations={ITERATIONS}",
-]
-PPO = ["recipe=pointmass_ppo", *SHORT, "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
-GRPO = ["recipe=pointmass_grpo", *SHORT, "algo.groups=5", "algo.group_size=3", "algo.minibatch_size=40"]
-ONE_STEP = ["algo.epochs=1", "algo.minibatch_size=null"]
-TWO_SIMS = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
-TWO_LEARNERS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:2-3*2"}
-
-
-class Run:
-    """A loop that was started, with its first weights published."""
-
-    def __init__(self, folder, *arguments, placement=TWO_SIMS, backend="inline", kind=EmbodiedLoop):
-        self.config = load([*arguments, f"cluster.backend={backend}"]).config
-        plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, 1)
-        self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
-        self.folder, self.kind, self.lines = folder, kind, []
-
-    def __enter__(self):
-        self.cluster = launch.cluster(self.config, self.plan, self.folder)
-        ranks = self.plan.count("learner")
-        rendezvous = rendezvous_point(ranks, self.config.cluster.backend, self.folder, 60)
-        self.loop = self.kind(self.config, self.cluster, rendezvous=rendezvous, tell=self.lines.append)
-        self.loop.start()
-        self.loop.publish(0)
-        return self
-
-    def __exit__(self, *args):
-        self.cluster.__exit__(*args)
-
-    def train(self):
-        return [self.loop.iterate(n, ITERATIONS)[1] for n in range(ITERATIONS)]
-
-    def weights(self):
-        self.loop.learners[0].save(self.folder / "saved").wait()
-        return read_weights(self.folder / "saved" / "policy")
 
 
 class OneAfterTheOther(EmbodiedLoop):

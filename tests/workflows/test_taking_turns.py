@@ -48,7 +48,7 @@ class Trained:
             loop.save_learners(folder / "saved")
             self.moves = [(move.verb, move.worker) for move in loop.turns.moves]
             self.bytes = {name: claim.num_bytes for name, claim in loop.turns.coordinator.claims.items()}
-            self.here = {name for name in self.bytes if loop.rollouts.has_memory(name)}
+            self.here = {name for name in self.bytes if loop.turns.has_memory(name)}
             self.used = {d: loop.turns.coordinator.used_bytes(d) for d in loop.turns.coordinator.capacity}
             timeline.end()
         self.spans = {(span.worker, span.name) for span in read_trace(folder / "trace.json")}
@@ -78,6 +78,29 @@ def test_policies_and_learners_swap_while_sims_keep_their_devices(roomy, tmp_pat
     # who is started again away from its turn gives its memory back at once
     assert tight.here == {"sim-0", "sim-1", "learner-0"} and roomy.here == {*tight.here, "policy-0"}
     assert all(np.array_equal(tight.weights[name], roomy.weights[name]) for name in roomy.weights)
+
+
+def test_learners_take_the_devices_of_idle_sims_and_policies_and_learn_the_same(tmp_path):
+    """Hybrid, with a learner on every device."""
+    one = Trained(tmp_path / "one", {"sim,policy": "fake:0", "learner": "fake:1"})
+    placement = {"sim": "fake:0", "policy": "fake:1", "learner": "fake:0-1"}
+    room = LEARNING * WEIGHTS + 1  # of a device: for a learner, or a policy
+    on_all = Trained(tmp_path / "all", placement, room, "local")
+    assert set(on_all.moves) == {
+        (verb, worker) for verb in ("offload", "onload") for worker in ("policy-0", "learner-1")
+    }
+    assert all(np.allclose(one.weights[name], on_all.weights[name], rtol=1e-9, atol=1e-12) for name in one.weights)
+
+
+def test_policies_on_a_learners_device_leave_for_the_update_alone(tmp_path):
+    options = [*ARGUMENTS, "pipeline.schedule=async"]
+    apart = Trained(
+        tmp_path / "apart", {"sim": "fake:0-1", "policy": "fake:2-3", "learner": "fake:4"}, arguments=options
+    )
+    shared = {"sim": "fake:0-1", "policy": "fake:2-3", "learner": "fake:3"}
+    tight = Trained(tmp_path / "tight", shared, LEARNING * WEIGHTS + 1, arguments=options)
+    assert {worker for _, worker in tight.moves} == {"policy-1", "learner-0"}
+    assert all(np.allclose(apart.weights[name], tight.weights[name], rtol=1e-9, atol=1e-12) for name in apart.weights)
 
 
 @pytest.mark.slow
