@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from embodied.reporting.evaluation_page import MEASURES
@@ -11,6 +12,7 @@ from embodied.reporting.success_stats import wilson
 from embodied.reporting.svg import Series, line_chart, percent, short
 
 LOSSES = "train/"
+AGE = "train/staleness_"  # and how many versions old
 
 
 def result_charts(run: Run) -> list[Html]:
@@ -30,14 +32,30 @@ def result_charts(run: Run) -> list[Html]:
 def learning_charts(run: Run) -> list[Html]:
     """A chart for each number of the learner; those that never changed are listed in words."""
     names = dict.fromkeys(name for row in run.metrics for name in row if name.startswith(LOSSES))
+    ages = sorted((name for name in names if name.startswith(AGE) and name[len(AGE) :].isdigit()), key=age_of)
+    names = [name for name in names if name not in ages]
     curves = {name: curve(run, name, name.removeprefix(LOSSES)) for name in names}
     fixed = {name: one.y[0] for name, one in curves.items() if len(set(one.y)) == 1 and len(one.y) > 1}
     drawn = [line_chart(name.removeprefix(LOSSES), [one]) for name, one in curves.items() if name not in fixed]
     same = ", ".join(f"{name.removeprefix(LOSSES)} {short(value)}" for name, value in fixed.items())
+    if len(ages) > 1:
+        drawn.append(staleness_chart(run, ages))
     return [
         tag("div", *drawn, class_="charts"),
         *([tag("p", f"The same all the time: {same}.", class_="note")] if same else []),
     ]
+
+
+def age_of(name: str) -> int:
+    return int(name.removeprefix(AGE))
+
+
+def staleness_chart(run: Run, names: list[str]) -> Html:
+    """Share of the decisions that were so many versions old when they were learned from."""
+    steps = [row["env_steps"] for row in run.metrics]
+    shares = [Series(f"{age_of(name)} old", steps, [row.get(name, 0.0) for row in run.metrics]) for name in names]
+    shares = [replace(one, color=place) for place, one in enumerate(shares)]
+    return line_chart("decisions by versions of staleness", shares, (0.0, 1.0), percent)
 
 
 def curve(run: Run, key: str, name: str, color: int = 0, x: str = "env_steps") -> Series:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from embodied.reporting.run_page import report, report_or_say_why, write_report
 from embodied.reporting.runs import read_run
 from embodied.reporting.success_stats import summarize
 from embodied.reporting.timeline import TraceWriter
+from embodied.reporting.training_page import learning_charts
 from embodied.run.folder import RunFolder
 
 CONFIG = "env: {name: pointmass, task: reach}\npolicy: {name: mlp}\nalgo: {name: ppo}\n"
@@ -291,3 +293,15 @@ def test_a_browser_shows_the_page_and_plays_its_videos(with_videos, browser, wid
     monkeypatch.setattr("embodied.reporting.evaluation_page.VIDEO_BYTES", 10)
     browser.open(write_report(with_videos), width, height, dark)
     assert browser.run(PLAY)[3] == 2 and not browser.complaints()
+
+
+def test_how_stale_decisions_were_is_one_chart_of_shares():
+    ages = [
+        {"train/staleness_0": 1.0},
+        {"train/staleness_1": 1.0},
+        {"train/staleness_1": 0.5, "train/staleness_2": 0.5},
+    ]
+    rows = [{"env_steps": 10 * n, "train/staleness": 0.75 * n, **shares} for n, shares in enumerate(ages)]
+    text = "".join(map(str, learning_charts(SimpleNamespace(metrics=rows))))
+    assert text.count("decisions by versions of staleness") and "staleness_1" not in text
+    assert all(f"{age} old" in text for age in range(3))
