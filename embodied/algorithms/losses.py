@@ -164,7 +164,7 @@ def policy_loss_sum(
     aipo: min(ratio, ratio_cap) * A, also for A < 0. The cap is on the ratio, so there is no gradient above it: this is
     the formula as PRIME-RL published it, and what its code computed (a clamp that gradients go through).
     tis: of the same value, but the capped ratio is a constant weight: the gradient is min(ratio, ratio_cap) * A times
-    that of the log-prob, also above the cap, as LlamaRL writes AIPO.
+    that of the log-prob, also above the cap.
 
     With `proximal`, the log-probs of the weights that the update starts from, the ratio is to these and the gain is
     multiplied by what that leaves out, min(proximal / old, importance_cap), a constant (decoupled PPO). Proximal
