@@ -22,6 +22,7 @@ from embodied.envs.base import VectorEnv
 from embodied.envs.own_modules import file_name
 from embodied.envs.preflight import Expert
 from embodied.envs.rollout import EpisodePlayer, EpisodeTracker, PolicyClient, spread
+from embodied.reporting.videos import video_name
 from embodied.runtime import Channel, Timers
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class VideoRecorder:
             if self.recording.failures_only and outcome.success_once is not False:
                 writer.discard()
             else:
-                writer.finish(video_name(outcome))
+                writer.finish(name_of_video(outcome))
 
     def _add_frames(self, rows: list[int]) -> None:
         """Add a frame of each of these rows, with the cameras and the caption that were asked for."""
@@ -235,11 +236,10 @@ class Caption:
         return [self.instruction, numbers + ("  SUCCESS" if self.success else "")]
 
 
-def video_name(outcome: EpisodeResult) -> str:
+def name_of_video(outcome: EpisodeResult) -> str:
     """episode-000_success_PushCube-v1_seed7.mp4"""
-    word = {True: "success", False: "failure", None: "played"}[outcome.success_once]
     called = Path(outcome.task).stem if outcome.task.endswith(".bddl") else outcome.task
-    return f"episode-{outcome.index:03d}_{word}_{file_name(called)}_seed{outcome.seed}.mp4"
+    return video_name(outcome.index, outcome.success_once, file_name(called), outcome.seed)
 
 
 class EpisodeRecorder:

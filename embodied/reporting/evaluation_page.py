@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from embodied.core.types import EpisodeResult
 from embodied.reporting.html import Html, join, relative, table, tag
 from embodied.reporting.runs import Evaluation, Run
 from embodied.reporting.svg import histogram, percent, short
-from embodied.reporting.videos import MOSAIC
+from embodied.reporting.videos import MOSAIC, VIDEO_NAME
 
 MEASURES = ("success_once", "success_at_end")
 FIGURES = (*MEASURES, "episodes", "errors", "return", "length")
 MOST_VIDEOS = 4  # of each outcome
 VIDEO_BYTES = 3_000_000  # a larger video is linked, not put into the page
 PAGE_BYTES = 12_000_000  # of all videos in the page
-VIDEO_NAME = re.compile(r"episode-(\d+)_")
 OUTCOMES = ("failure", "success", "played", "error")  # in the order their videos are shown
 
 
@@ -99,7 +97,7 @@ def video_gallery(evaluation: Evaluation, beside: Path) -> Html | None:
 def videos_by_episode(evaluation: Evaluation) -> dict[int, Path]:
     """The video of every episode that has one, by the episode's index."""
     paths = sorted((evaluation.folder / "videos").glob("*.mp4"))
-    return {int(named[1]): path for path in paths if (named := VIDEO_NAME.match(path.name))}
+    return {int(named["episode"]): path for path in paths if (named := VIDEO_NAME.fullmatch(path.name))}
 
 
 class PageVideos:

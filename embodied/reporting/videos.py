@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -30,6 +31,15 @@ BT709 = (
     "scale=in_range=full:out_range=limited:out_color_matrix=bt709,format={pixels},"
     "setparams=color_primaries=bt709:color_trc=bt709:colorspace=bt709"
 )
+
+
+VIDEO_NAME = re.compile(r"episode-(?P<episode>\d+)_(?P<outcome>[a-z]+)_.*")  # as `video_name` makes it
+
+
+def video_name(episode: int, success: bool | None, task: str, seed: int) -> str:
+    """The file of an episode's video: episode-000_success_PushCube-v1_seed7.mp4. `task` fits into a file's name."""
+    outcome = {True: "success", False: "failure", None: "played"}[success]
+    return f"episode-{episode:03d}_{outcome}_{task}_seed{seed}.mp4"
 
 
 @dataclass(frozen=True)
@@ -214,13 +224,13 @@ def write_mosaic(folder: Path) -> Path | None:
 
     Returns None where there are no videos.
     """
-    videos = sorted(folder.glob("episode-*.mp4"))
-    if not videos:
+    names = {path: found for path in sorted(folder.glob("*.mp4")) if (found := VIDEO_NAME.fullmatch(path.name))}
+    if not (videos := list(names)):
         return None
     draft = folder / f".{MOSAIC}"
     sources = [word for video in videos for word in ("-i", str(video))]
     coding = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-threads", "1", "-movflags", "+faststart"]
-    filters = tiles([video.name.split("_")[1] for video in videos], longest_s(videos))
+    filters = tiles([name["outcome"] for name in names.values()], longest_s(videos))
     graph = ["-filter_complex", filters, "-map", "[all]"]
     try:
         ffmpeg(["-y", *sources, *graph, *coding, "-f", "mp4", str(draft)])

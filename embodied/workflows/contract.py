@@ -119,7 +119,8 @@ class BatchSource(Protocol):
         """Collect a batch with this version of the weights; lost parts are left out or collected again."""
 
     def update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
-        """Compute advantages and begin the learners' update; None where the batch holds nothing to learn from."""
+        """Begin the learners' update of this batch, in which they compute advantages where no scores are compared here;
+        None where it holds nothing to learn from."""
 
     def numbers(self, batch: Batch) -> dict[str, float]:
         """The batch's metrics, `env_steps` among them."""
