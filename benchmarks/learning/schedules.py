@@ -1,6 +1,6 @@
 """What `pipeline.schedule` changes of learning on this machine: success over env steps and over seconds, three seeds.
 
-    python -m benchmarks.learning.schedules ppo [--seeds 0 1 2] [--schedules sync async] [--resume]
+    python -m benchmarks.learning.schedules ppo [--seeds 0 1 2] [--schedules sync async async-decoupled] [--resume]
 
 Cases: ppo is maniskill_ppo as it is; grpo is maniskill_grpo from a policy that succeeds at times, with one gradient
 step an iteration, which periodic asks for; libero is libero_grpo in the same way, whose rollouts take most of the time.
@@ -44,8 +44,14 @@ class Case:
     start: str = ""  # in grpo_gain
 
 
+ARMS = {
+    "sync": ("pipeline.schedule=sync",),
+    "periodic": ("pipeline.schedule=periodic",),
+    "async": ("pipeline.schedule=async",),
+    "async-decoupled": ("pipeline.schedule=async", "algo.decoupled=true"),
+}
 CASES = {
-    "ppo": Case("maniskill_ppo", ("sync", "async")),
+    "ppo": Case("maniskill_ppo", ("sync", "async", "async-decoupled")),
     "grpo": Case("maniskill_grpo", ("sync", "periodic", "async"), (*ONE_STEP, "algo.lr=1e-3"), "pushcube"),
     "libero": Case("libero_grpo", ("sync", "periodic", "async"), (*ONE_STEP[:2], "algo.lr=1e-4"), "libero"),
 }
@@ -54,13 +60,13 @@ CASES = {
 def main() -> None:
     ask = parser(__doc__, (0, 1, 2))
     ask.add_argument("case", choices=CASES)
-    ask.add_argument("--schedules", nargs="+", choices=("sync", "periodic", "async"))
+    ask.add_argument("--schedules", nargs="+", choices=ARMS)
     options = ask.parse_args()
     case, env, done = CASES[options.case], environment(), []
     for seed in options.seeds:  # in turns, so that a busy hour of the machine meets all schedules
         for schedule in options.schedules or case.schedules:
             name = f"{options.case}-{schedule}-seed-{seed}"
-            given = [*case.options, f"pipeline.schedule={schedule}"]
+            given = [*case.options, *ARMS[schedule]]
             about = {"seed": seed, "schedule": schedule, "config": config_hash(resolved(case.recipe, *given))}
             if case.start:
                 start = find_start(case.start, STARTS[case.start], seed, env)
