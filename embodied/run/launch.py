@@ -276,6 +276,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         f"placement   {first}",
         *[f"            {line}" for line in rest],
         *([f"schedule    {describe_schedule(config)}"] if meanwhile(config) else []),
+        *wrap(advice_on_staleness(config), WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12),
         *[f"{'' if i else 'memory':<12}{line}" for i, line in enumerate(plan.memory)],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
@@ -289,6 +290,17 @@ def describe_schedule(config: RunConfig) -> str:
     level = config.pipeline.async_level
     older = f"{level} version{'s' if level > 1 else ''} older"
     return f"async: batches are collected while learners update, with weights {older} than theirs"
+
+
+def advice_on_staleness(config: RunConfig) -> str:
+    """What an asynchronous recipe should try; empty where there is nothing to say."""
+    algo = config.algo
+    if config.pipeline.schedule != "async" or algo.epochs == 1 or algo.decoupled or algo.clip != "two_sided":
+        return ""
+    return (
+        f"algo.epochs={algo.epochs} takes weights far from those that collect: algo.decoupled=true learned more in our "
+        "measurements (docs/schedules.md)"
+    )
 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:

@@ -32,6 +32,9 @@ def test_on_two_cores_learners_have_the_second_one(tmp_path, recipe):
     assert f"with pipeline.schedule={config.pipeline.schedule} learners work while the others do" in plan.reason
     told = launch.describe(config, plan)
     assert re.search(r"^schedule    (async|periodic): ", told, re.M)
+    assert ("algo.decoupled=true" in told) == (config.pipeline.schedule == "async")
+    if config.pipeline.schedule == "async":
+        assert "algo.decoupled" not in launch.describe(*planned(tmp_path, *recipe, "algo.decoupled=true"))
 
 
 @pytest.mark.parametrize(
