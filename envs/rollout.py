@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from embodied.core.arrays import Observation, host, is_tensor, map_obs, room_for, take_rows, text_arrays
+from embodied.core.arrays import Observation, concatenate, host, is_tensor, map_obs, room_for, take_rows, text_arrays
 from embodied.core.types import (
     ActReply,
     ActRequest,
@@ -368,19 +369,27 @@ class EpisodeStream(Record):
     def __init__(self, source: str, store: dict[int, Trajectory], journal: Channel) -> None:
         super().__init__(source)
         self.store, self.journal = store, journal
-        self.open: dict[int, list[tuple[np.ndarray, Observation]]] = {}  # by episode, its decisions
+        # By episode, its decisions: the arrays of all that were taken together, and its row in them.
+        self.open: dict[int, list[tuple[Observation, int]]] = {}
 
     def add(self, ids: np.ndarray, arrays: Observation) -> None:
-        for row, episode in enumerate(ids.tolist()):  # copies: what others played need not stay as long
-            self.open.setdefault(episode, []).append((ids[[row]], take_rows(arrays, [row])))
+        for row, episode in enumerate(ids.tolist()):
+            self.open.setdefault(episode, []).append((arrays, row))
 
     def end(self, outcomes: Sequence[EpisodeResult]) -> None:
         super().end(outcomes)
         for result in outcomes:
-            ids, lengths, arrays = in_sequences(self.open.pop(result.index))
-            self.store[result.index] = Trajectory(ids=ids, lengths=lengths, **arrays)
+            decisions, rows = zip(*self.open.pop(result.index), strict=True)
+            whole = map_obs(partial(rows_of, rows), *decisions)
+            ids, lengths = np.array([result.index]), np.array([len(rows)])
+            self.store[result.index] = Trajectory(ids=ids, lengths=lengths, **whole)
         if outcomes:
             self.journal.put(Note(self.source, finished=tuple(outcomes)))
+
+
+def rows_of(rows: Sequence[int], *arrays: Array) -> Array:
+    """A row of each of these arrays, as one array."""
+    return concatenate([array[row : row + 1] for array, row in zip(arrays, rows, strict=True)])
 
 
 def owned(array: Array) -> Array:
