@@ -275,7 +275,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
         f"placement   {first}",
         *[f"            {line}" for line in rest],
-        *([f"schedule    {describe_schedule(config)}"] if meanwhile(config) else []),
+        *([f"schedule    {describe_schedule(config)}"] if meanwhile(config) and plan.count("learner") else []),
         *[f"{'' if i else 'memory':<12}{line}" for i, line in enumerate(plan.memory)],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]

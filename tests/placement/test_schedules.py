@@ -32,6 +32,7 @@ def test_on_two_cores_learners_have_the_second_one(tmp_path, recipe):
     assert f"with pipeline.schedule={config.pipeline.schedule} learners work while the others do" in plan.reason
     told = launch.describe(config, plan)
     assert re.search(r"^schedule    (async|periodic): ", told, re.M)
+    assert "schedule " not in launch.describe(config, plan.only("sim", "policy"))  # nothing learns in an evaluation
 
 
 @pytest.mark.parametrize(
