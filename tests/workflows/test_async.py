@@ -141,8 +141,8 @@ def test_pieces_of_a_later_batch_wait_for_their_own_update():
             return self.pieces.pop(0)
 
     learner = LearnerWorker(None, None, None, 0, None)
-    channel = Coming("sim-0/0#2", "sim-0/0#4", "sim-1/0#3", "sim-1/0#4")
-    for sources in (("sim-0/0#2", "sim-1/0#3"), ("sim-0/0#4", "sim-1/0#4")):
+    channel = Coming("sim-0/0#2", "sim-0/0#4", "sim-1/0#4", "sim-0/0#5", "sim-1/0#3", "sim-1/0#5")
+    for sources in (("sim-0/0#2", "sim-1/0#3"), ("sim-0/0#4", "sim-1/0#4"), ("sim-0/0#5", "sim-1/0#5")):
         buffer = RolloutBuffer(1)
         learner._receive(channel, sources, buffer)
         assert [part.source for part in buffer.parts(sources)] == list(sources)
