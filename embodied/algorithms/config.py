@@ -314,30 +314,23 @@ class GRPOConfig(PolicyGradientConfig):
         return self
 
     def why_not_periodic(self) -> str:
-        """Why gradients cannot be summed up while groups come; empty where they can."""
-        if self.decoupled or self.episode_mask != "none":
-            return (
-                "a batch is learned from with the weights that acted, so algo.decoupled=true and algo.episode_mask "
-                "have nothing to correct; leave them out"
-            )
-        if self.epochs > 1:
-            return f"a group is learned from as it comes and then forgotten, but algo.epochs={self.epochs}; try 1"
-        if self.minibatch_size is not None:
-            return (
-                "there is one gradient step, after the last group, but algo.minibatch_size="
-                f"{self.minibatch_size} makes several; try algo.minibatch_size=null"
-            )
-        if "batch" in (self.baseline, self.scale):
-            return (
-                f"algo.baseline={self.baseline} and algo.scale={self.scale} compare a return with those of the whole "
-                "batch, which are known at its end; try algo.baseline=group with algo.scale=group or none"
-            )
-        if self.surplus == "carry":
-            return (
-                "all groups are to be of the weights that learn from them, but algo.surplus=carry keeps some of older "
-                "ones; try algo.surplus=discard"
-            )
-        return ""
+        """Why gradients cannot be summed up while groups come, all reasons; empty where they can."""
+        reasons = {
+            "a batch is learned from with the weights that acted, so algo.decoupled=true and algo.episode_mask have "
+            "nothing to correct; leave them out": self.decoupled or self.episode_mask != "none",
+            f"a group is learned from as it comes and then forgotten, but algo.epochs={self.epochs}; try 1": (
+                self.epochs > 1
+            ),
+            "there is one gradient step, after the last group, but algo.minibatch_size="
+            f"{self.minibatch_size} makes several; try algo.minibatch_size=null": self.minibatch_size is not None,
+            f"algo.baseline={self.baseline} and algo.scale={self.scale} compare a return with those of the whole batch, "
+            "which are known at its end; try algo.baseline=group with algo.scale=group or none": (
+                "batch" in (self.baseline, self.scale)
+            ),
+            "all groups are to be of the weights that learn from them, but algo.surplus=carry keeps some of older ones; "
+            "try algo.surplus=discard": self.surplus == "carry",
+        }
+        return "; and ".join(reason for reason, holds in reasons.items() if holds)
 
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ValueError when some of `num_envs` envs would never play."""

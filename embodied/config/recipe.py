@@ -188,7 +188,7 @@ class RunConfig(Strict):
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
             checks += [self._reference_fits, self._schedule_fits]
-        elif self.pipeline.schedule not in ("sync", "auto") and "sft" not in unused:
+        elif "sft" not in unused:
             checks.append(self._nothing_is_collected)
         if problems := [str(err) for err in map(failure, checks) if err]:
             raise ValueError("\n".join(problems))
@@ -246,6 +246,11 @@ class RunConfig(Strict):
                 f"pipeline.granularity={self.pipeline.granularity} lets learners work on a rollout that goes on, but "
                 "with pipeline.schedule=async they learn from an earlier one meanwhile; leave it out"
             )
+        if schedule == "async" and algo.name != "ppo" and algo.surplus == "carry":
+            raise ValueError(
+                "algo.surplus=carry keeps groups for later batches, but with pipeline.schedule=async all are exactly "
+                "pipeline.async_level versions old; try algo.surplus=discard"
+            )
         if schedule == "periodic" and (reason := algo.why_not_periodic()):
             raise ValueError(f"pipeline.schedule=periodic: {reason}")
         if schedule == "periodic" and self.learner.shard:
@@ -255,10 +260,15 @@ class RunConfig(Strict):
             )
 
     def _nothing_is_collected(self) -> None:
-        raise ValueError(
-            f"pipeline.schedule={self.pipeline.schedule}: demonstrations are on disk already, so there is nothing to "
-            "collect meanwhile; leave it out"
-        )
+        asked = {
+            "schedule": self.pipeline.schedule not in ("sync", "auto"),
+            "async_level": self.pipeline.async_level != 1,
+        }
+        if given := [f"pipeline.{key}={getattr(self.pipeline, key)}" for key, idle in asked.items() if idle]:
+            raise ValueError(
+                f"{' and '.join(given)}: demonstrations are on disk already, so there is nothing to collect meanwhile; "
+                "leave it out"
+            )
 
     def _whole_episodes_fit(self) -> None:
         if self.algo.name == "ppo":

@@ -118,7 +118,12 @@ class Console:
     def resumed(self, checkpoint: Path, state: dict, abandoned: int, dropped: int) -> None:
         self.last_checkpoint = checkpoint
         lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
-        lost += f"; {dropped} batches that were collected ahead were dropped" if dropped else ""
+        batches = (
+            "1 batch that was collected ahead was"
+            if dropped == 1
+            else f"{dropped} batches that were collected ahead were"
+        )
+        lost += f"; {batches} dropped" if dropped else ""
         self.say(f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} env steps){lost}")
 
     def nothing_left(self, done: int, total: int) -> None:

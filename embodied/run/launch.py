@@ -275,16 +275,21 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
         f"placement   {first}",
         *[f"            {line}" for line in rest],
-        *([f"schedule    {describe_schedule(config)}"] if meanwhile(config) else []),
-        *wrap(advice_on_staleness(config), WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12),
+        *(schedule_lines(config) if plan.count("learner") else []),
         *[f"{'' if i else 'memory':<12}{line}" for i, line in enumerate(plan.memory)],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
     return "\n".join(lines)
 
 
+def schedule_lines(config: RunConfig) -> list[str]:
+    """When an update begins, where that is not at the end of its batch, and what to try then."""
+    advice = wrap(advice_on_staleness(config), WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
+    return [f"schedule    {describe_schedule(config)}", *advice] if meanwhile(config) else []
+
+
 def describe_schedule(config: RunConfig) -> str:
-    """When an update begins, where that is not at the end of its batch."""
+    """When an update begins with this schedule."""
     if config.pipeline.schedule == "periodic":
         return "periodic: learners take finished groups while others are played, and make one step after the last"
     level = config.pipeline.async_level

@@ -113,10 +113,10 @@ class GroupCollector:
             self._hand_over(batch)
         self.rollouts.settle(self.rollouts.sims.keep(self.pool.held))
         batch.counts, batch.carried, batch.discarded = +self.pool.counts, len(self.pool.held), self.pool.discarded
-        self._count_empty(batch)
         return batch
 
     def update(self, batch: GroupedEpisodes, iteration: int, total: int) -> Handle | None:
+        self._count_empty(batch)
         if self.stream is not None:
             return self.stream.end(iteration, total)
         if not batch.groups:
@@ -249,7 +249,7 @@ class GroupCollector:
         self.empty = 0 if batch.groups else self.empty + 1
         if not batch.groups:
             returns = [result.total_reward for result in batch.finished]
-            counts = ", ".join(f"{count} {name}" for name, count in sorted(self.pool.counts.items()) if count)
+            counts = ", ".join(f"{count} {name}" for name, count in sorted(batch.counts.items()))
             mean = f", mean return {np.mean(returns):.3g}" if returns else ""
             self.why = f"its groups were {counts or 'none'}{mean}"
 

@@ -35,6 +35,7 @@ def test_on_two_cores_learners_have_the_second_one(tmp_path, recipe):
     assert ("algo.decoupled=true" in told) == (config.pipeline.schedule == "async")
     if config.pipeline.schedule == "async":
         assert "algo.decoupled" not in launch.describe(*planned(tmp_path, *recipe, "algo.decoupled=true"))
+    assert "schedule " not in launch.describe(config, plan.only("sim", "policy"))  # nothing learns in an evaluation
 
 
 @pytest.mark.parametrize(

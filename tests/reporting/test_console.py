@@ -34,3 +34,15 @@ def test_a_closed_stdout_ends_no_run_either(monkeypatch):
     noted = []
     Console(Path("run"), noted.append).say("one")
     assert noted == ["one"]
+
+
+def test_what_was_collected_ahead_of_a_resumed_run_is_counted_in_words():
+    stream = StringIO()
+    console = Console(Path("run"), stream=stream)
+    for dropped in (0, 1, 2):
+        console.resumed(Path("v1"), STATE, 0, dropped)
+    assert [line.partition(")")[2] for line in stream.getvalue().splitlines()] == [
+        "",
+        "; 1 batch that was collected ahead was dropped",
+        "; 2 batches that were collected ahead were dropped",
+    ]

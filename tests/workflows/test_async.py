@@ -141,8 +141,8 @@ def test_pieces_of_a_later_batch_wait_for_their_own_update():
             return self.pieces.pop(0)
 
     learner = LearnerWorker(None, None, None, 0, None)
-    channel = Coming("sim-0/0#2", "sim-0/0#4", "sim-1/0#3", "sim-1/0#4")
-    for sources in (("sim-0/0#2", "sim-1/0#3"), ("sim-0/0#4", "sim-1/0#4")):
+    channel = Coming("sim-0/0#2", "sim-0/0#4", "sim-1/0#4", "sim-0/0#5", "sim-1/0#3", "sim-1/0#5")
+    for sources in (("sim-0/0#2", "sim-1/0#3"), ("sim-0/0#4", "sim-1/0#4"), ("sim-0/0#5", "sim-1/0#5")):
         buffer = RolloutBuffer(1)
         learner._receive(channel, sources, buffer)
         assert [part.source for part in buffer.parts(sources)] == list(sources)
@@ -158,6 +158,11 @@ def test_pieces_of_a_later_batch_wait_for_their_own_update():
             "they learn from an earlier one meanwhile; leave it out",
         ),
         (["recipe=pointmass_ppo", "pipeline.schedule=periodic"], "try pipeline.schedule=async"),
+        (
+            ["recipe=pointmass_grpo", "pipeline.schedule=async", "algo.filter=resample", "algo.surplus=carry"],
+            "try algo.surplus=discard",
+        ),
+        (["recipe=pointmass_grpo", "pipeline.schedule=periodic"], "try algo.minibatch_size=null"),
         (["recipe=pointmass_grpo", "pipeline.schedule=periodic"], "algo.epochs=4; try 1"),
         (
             ["recipe=pointmass_grpo", "pipeline.schedule=periodic", "algo.epochs=1"],
@@ -174,9 +179,20 @@ def test_a_schedule_that_cannot_hold_is_refused_with_the_reason(asked, said):
         load(asked)
 
 
-def test_demonstrations_have_nothing_to_collect_meanwhile():
-    with pytest.raises(ConfigError, match="demonstrations are on disk already"):
-        load(["recipe=libero_sft", "pipeline.schedule=async"], "sft")
+@pytest.mark.parametrize("asked", ["pipeline.schedule=async", "pipeline.async_level=3"])
+def test_demonstrations_have_nothing_to_collect_meanwhile(asked):
+    with pytest.raises(ConfigError, match=f"{asked}: demonstrations are on disk already"):
+        load(["recipe=libero_sft", asked], "sft")
+
+
+def test_batches_without_a_group_count_when_it_is_their_turn_to_be_learned_from(tmp_path):
+    hopeless = ["pipeline.schedule=async", "pipeline.async_level=3", "algo.filter_low=1e6", "algo.max_empty=2"]
+    with Run(tmp_path, *GRPO, *hopeless) as run:
+        run.loop.iterate(0, ITERATIONS)
+        assert not run.loop.exhausted and run.loop.source.save()["groups.empty"] == 1
+        run.loop.iterate(1, ITERATIONS)
+        assert "nothing to learn from in the last 2 iterations" in run.loop.exhausted
+        assert "its groups were 5 out_of_bounds" in run.loop.exhausted
 
 
 def test_batches_that_wait_count_in_the_memory_check():

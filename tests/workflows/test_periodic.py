@@ -257,6 +257,21 @@ def test_a_sim_that_dies_takes_along_only_what_was_not_handed_on(tmp_path, monke
     assert after["groups/used"] == 8 and after["faults/lost_episodes"] == 0
 
 
+def test_a_group_that_a_sim_has_forgotten_when_it_is_asked_for_is_lost_and_counted(tmp_path, monkeypatch):
+    hand_on, asked = SimWorker.hand_on, []
+
+    def forgetful(sim, episodes, *to):
+        asked.append(episodes)
+        return len(asked) > 1 and hand_on(sim, episodes, *to)
+
+    forgetful.served_while_busy = True
+    monkeypatch.setattr(SimWorker, "hand_on", forgetful)
+    with Run(tmp_path, PERIODIC, "algo.filter=none", *AS_MANY) as run:
+        ((_, row),) = run.train(0, 1)
+    assert row["faults/lost_episodes"] == SIZE and row["groups/dropped_incomplete"] == 1
+    assert row["groups/used"] == row["groups/kept"] == GROUPS - 1
+
+
 @pytest.mark.chaos
 def test_a_policy_that_dies_costs_nothing(sync, tmp_path, monkeypatch):
     with Run(tmp_path, PERIODIC, backend="local", placement=TWO_SIMS, most_s=0.004) as run:
