@@ -323,12 +323,12 @@ class GRPOConfig(PolicyGradientConfig):
             ),
             "there is one gradient step, after the last group, but algo.minibatch_size="
             f"{self.minibatch_size} makes several; try algo.minibatch_size=null": self.minibatch_size is not None,
-            f"algo.baseline={self.baseline} and algo.scale={self.scale} compare a return with those of the whole batch, "
-            "which are known at its end; try algo.baseline=group with algo.scale=group or none": (
+            f"algo.baseline={self.baseline} and algo.scale={self.scale} compare a return with those of the whole "
+            "batch, which are known at its end; try algo.baseline=group with algo.scale=group or none": (
                 "batch" in (self.baseline, self.scale)
             ),
-            "all groups are to be of the weights that learn from them, but algo.surplus=carry keeps some of older ones; "
-            "try algo.surplus=discard": self.surplus == "carry",
+            "all groups are to be of the weights that learn from them, but algo.surplus=carry keeps some of older "
+            "ones; try algo.surplus=discard": self.surplus == "carry",
         }
         return "; and ".join(reason for reason, holds in reasons.items() if holds)
 
