@@ -46,7 +46,8 @@ def update_policy(
         for minibatch in minibatches(order, step_items(config, share.num_items)):
             mine = torch.from_numpy(owned(minibatch, share.batch.first, len(share.batch)))
             passes = max((model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
-            stats, found = gradient(model, config, share, mine, len(minibatch), passes)
+            first = largest is None
+            stats, found = gradient(model, config, share, mine, len(minibatch), passes, compare=first)
             totals, norm = optimizer.exchange(stats)
             each = zip(names, totals.tolist(), strict=True)
             numbers = {name: value / len(minibatch) for name, value in each}
@@ -55,7 +56,7 @@ def update_policy(
             optimizer.step(norm, factor)
             kl_sum += numbers["approx_kl"] * len(minibatch)
             k3 = numbers.pop("mismatch_k3")
-            if largest is None:
+            if first:
                 largest, mismatch = found, k3
             history.append(numbers)
         if skip_remaining_epochs(kl_sum / share.num_items, config.target_kl):
@@ -87,10 +88,10 @@ def item_blocks(optimizer: Optimizer, share: Share) -> list[tuple[int, int]]:
 
 
 def gradient(
-    model: Model, config: AlgoConfig, share: Share, mine: Tensor, count: int, passes: int
+    model: Model, config: AlgoConfig, share: Share, mine: Tensor, count: int, passes: int, compare: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Leave the gradient of this rank's part of a minibatch in the parameters; return the sums of its statistics and
-    the largest of its mismatches."""
+    the largest of its mismatches, if it is to `compare` log-probs with those at act time."""
     batch = share.batch
     sums = share.advantages.new_zeros(len(share.sums) + len(model.policy.own_losses) + 1)
     largest = sums.new_full((2,), -math.inf)
@@ -105,6 +106,9 @@ def gradient(
             loss = loss + own
             parts.append(own.detach())
         model.backward(loss / count, last=number == len(micro_batches))
+        if not compare:
+            sums[:-1] += torch.stack(parts)
+            continue
         k3, gap = mismatch_of(batch, part, scores.logprobs.detach())
         sums += torch.stack([*parts, (float(counts) * share.weights_of(part) * k3).sum()])
         if counts:
