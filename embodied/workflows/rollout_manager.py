@@ -236,6 +236,7 @@ class RolloutManager:
             sims, policies = (
                 [rank for rank, h in enumerate(group.hosts) if h == host] for group in (self.sims, self.policies)
             )
+            restart = self.cluster.restarts(host)  # before the new one can die too
             built = self.cluster.replace(host)
             built += [self.sims[sim].spec() for sim in sims]
             built += [self.policies[policy].build(self.spec) for policy in policies]
@@ -246,7 +247,7 @@ class RolloutManager:
             abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
             self.restarts += 1
             self.abandoned_episodes += abandoned
-            self._tell(host, failure, abandoned)
+            self._tell(restart, failure, abandoned)
             found += policies
         return found
 
@@ -267,11 +268,11 @@ class RolloutManager:
         while self.journal.qsize():
             self.episode_counter.begin(self.journal.get().begun)
 
-    def _tell(self, host: str, failure: Failure, abandoned: int) -> None:
-        count, budget = self.cluster.restarts(host), self.budget
+    def _tell(self, restart: int, failure: Failure, abandoned: int) -> None:
+        budget = self.budget
         lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
         self.tell(
-            f"{failure.worker} is started again (restart {count}, at most {budget.max_restarts} in "
+            f"{failure.worker} is started again (restart {restart}, at most {budget.max_restarts} in "
             f"{budget.window_s:g} s): {failure.cause}{lost}"
         )
 

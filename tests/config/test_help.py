@@ -27,6 +27,8 @@ for model in models:
 cpu_s = used.ru_utime + used.ru_stime
 print(json.dumps({{"code": code, "modules": sorted(sys.modules), "built": built, "cpu_s": cpu_s}}))
 """
+# Short sleeps: a signal that comes just before one is heard after it.
+SLOW_IMPORT = "import time\nprint('importing', flush=True)\nfor _ in range(1200):\n    time.sleep(0.05)\n"
 COMMANDS = ["train", "sft", "collect", "evaluate", "report", "doctor", "list", "serve", "plan", "benchmark"]
 
 
@@ -54,7 +56,7 @@ def test_help_and_a_mistakes_answer_cost_little_more_than_the_libraries_they_nee
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_ctrl_c_while_a_command_is_imported_is_a_line(command, tmp_path):
-    (tmp_path / "yaml.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "yaml.py").write_text(SLOW_IMPORT)
     ours = [sys.executable, "-m", f"embodied.{command}", "--help"]
     # A shell starts what it puts into the background deaf to Ctrl-C, and so are the tests then.
     ours = ["env", "--default-signal=INT", *ours]
