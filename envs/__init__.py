@@ -32,6 +32,10 @@ PLUGINS = {
     "libero": "embodied.envs.libero.env:LiberoEnv",
     "robosuite": "embodied.envs.robosuite.env:RobosuiteEnv",
     "pointmass": "embodied.envs.pointmass.env:PointMassEnv",
+    "sums": "embodied.envs.text.sums:Sums",
+    "sort": "embodied.envs.text.sort:Sort",
+    "math": "embodied.envs.text.math:Math",
+    "reasoning_gym": "embodied.envs.text.reasoning_gym:ReasoningGym",
     "gym": "embodied.envs.gym.env:GymEnv",
 }
 
@@ -70,9 +74,10 @@ def env_class(config: Any) -> type[VectorEnv]:
     import gymnasium
 
     from embodied.envs.base import VectorEnv
+    from embodied.envs.text.base import TextEnv
 
     found = import_class(config.name)
-    if inspect.isclass(found) and issubclass(found, VectorEnv):
+    if inspect.isclass(found) and issubclass(found, VectorEnv | TextEnv):
         return found
     if simulator := simulator_of(found):
         raise ConfigError(f"{config.name} is a task of env.name={simulator}: set env.task={config.name}")

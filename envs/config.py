@@ -346,6 +346,50 @@ class ExternalEnvConfig(CommonEnvConfig):
         return with_task(values, name.rpartition(":")[2])
 
 
+class TextConfig(CommonEnvConfig):
+    """What all text envs have in common: a step is a turn of the conversation, and the env says when it is over."""
+
+    on_success: ClassVar[str] = "continue"
+    stagger: ClassVar[bool] = False
+
+    num_envs: int = Field(
+        64, gt=0, le=2**20, description="Conversations that go on at a time in the whole run, shared out among the sims."
+    )
+
+
+class ToyTextConfig(TextConfig):
+    name: Literal["sums", "sort"] = Field(description="A toy for small language models: add numbers, sort digits.")
+    task: Tasks = Field(
+        "", description="Which one; unset: the usual one. sums: add2 (two numbers of two digits). sort: sort4 (4 to 6)."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_task(cls, values: Any) -> Any:
+        return with_task(values, {"sums": "add2", "sort": "sort4"}.get(str(values.get("name")), ""))
+
+
+class MathConfig(TextConfig):
+    name: Literal["math"] = Field(description="Questions from a file, whose boxed answers are compared as mathematics.")
+    task: Tasks = Field("math", description="How results name it.")
+    file: LocalPath = Field(description="JSONL, a question a line: {question or prompt or messages, answer or solutions}.")
+    held_out: LocalPath | None = Field(
+        None, description="Another such file for evaluations; unset: the first 5% of the questions, at most 500."
+    )
+    score_s: float = Field(5.0, gt=0, description="Seconds that comparing an answer may take; then it counts as wrong.")
+
+
+class ReasoningGymConfig(TextConfig):
+    name: str = Field(pattern=r"^reasoning_gym:\w+$", description="reasoning_gym:<name>, any of its tasks.")
+    task: Tasks = Field("", description="How results name it; unset: the task's name.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Options of that task, as reasoning_gym has them.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _task_is_the_name(cls, values: Any) -> Any:
+        return with_task(values, str(values.get("name", "")).partition(":")[2])
+
+
 def check_privileged(config: Any) -> None:
     if config.privileged and config.state == "full":
         raise ValueError("env.privileged=true, but env.state=full hides nothing from the actor; try env.state=proprio")
@@ -366,6 +410,9 @@ ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
     "pointmass": PointMassConfig,
     "libero": LiberoConfig,
     "robosuite": RobosuiteConfig,
+    "sums": ToyTextConfig,
+    "sort": ToyTextConfig,
+    "math": MathConfig,
 }
 
 
@@ -377,7 +424,7 @@ def kind_of(value: Any) -> str:
     name = value.get("name", "maniskill") if isinstance(value, dict) else getattr(value, "name", "maniskill")
     if name in ENV_CONFIGS:
         return str(name)
-    return "gym" if str(name).startswith("gym:") else "external"
+    return next((kind for kind in ("gym", "reasoning_gym") if str(name).startswith(f"{kind}:")), "external")
 
 
 EnvConfig = Annotated[
@@ -385,6 +432,10 @@ EnvConfig = Annotated[
     | Annotated[PointMassConfig, Tag("pointmass")]
     | Annotated[LiberoConfig, Tag("libero")]
     | Annotated[RobosuiteConfig, Tag("robosuite")]
+    | Annotated[ToyTextConfig, Tag("sums")]
+    | Annotated[ToyTextConfig, Tag("sort")]
+    | Annotated[MathConfig, Tag("math")]
+    | Annotated[ReasoningGymConfig, Tag("reasoning_gym")]
     | Annotated[GymConfig, Tag("gym")]
     | Annotated[ExternalEnvConfig, Tag("external")],
     Discriminator(kind_of),

@@ -37,9 +37,10 @@ class PolicyGradientConfig(Strict):
         0.5, gt=0, description="Gradients with a larger global norm are scaled down to it; null: never."
     )
 
-    logprob_level: Literal["action_dim", "action", "chunk"] = Field(
+    logprob_level: Literal["action_dim", "action", "chunk", "episode"] = Field(
         "chunk",
-        description="What gets a probability ratio of its own: each action dimension (or token), env step or decision.",
+        description="What gets a probability ratio of its own: each action dimension (or token), env step or decision; "
+        "episode: the geometric mean over an answer of a text env (GSPO).",
     )
     clip: Literal["two_sided", "aipo", "tis"] = Field(
         "two_sided",
@@ -235,8 +236,25 @@ class GRPOConfig(PolicyGradientConfig):
         "population",
         description="Which deviation that is: of n returns the squares are divided by n, or by n - 1 as RLinf does.",
     )
-    weighting: Literal["decision", "episode"] = Field(
-        "decision", description="What counts alike in the loss: every decision, or every episode however long."
+    truncated: Literal["as_is", "mask", "punish"] = Field(
+        "as_is",
+        description="Answers of a text env that were cut off: scored as they are, left out of the loss (they count in "
+        "the comparison), or given a reward of 0.",
+    )
+    overlong: int | None = Field(
+        None,
+        gt=0,
+        description="DAPO's length penalty: over the last so many tokens before policy.max_tokens an answer's reward "
+        "falls in a straight line by up to 1; null: none.",
+    )
+    pools: tuple[float, float, float] | None = Field(
+        None,
+        description="Draw prompts of a text env from pools by how often they were solved when last tried: weights of "
+        "hard (at most 25%), normal, and easy ones (above 75%); null: all alike.",
+    )
+    weighting: Literal["decision", "episode", "constant"] = Field(
+        "decision", description="What counts alike in the loss: every decision, or every episode however long; constant: every decision, "
+        "and the sum is divided by the number of episodes times policy.max_tokens (Dr. GRPO), for text envs."
     )
 
     filter: Literal["none", "drop", "resample"] = Field(

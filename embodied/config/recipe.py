@@ -30,7 +30,7 @@ from embodied.config.mistakes import config_error, explain
 from embodied.config.schema import root
 from embodied.core.errors import ConfigError
 from embodied.core.options import LocalPath, Strict
-from embodied.envs.config import EnvConfig
+from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
 from embodied.learners.config import LearnerConfig
 from embodied.placement.config import PlacementConfig
 from embodied.policies.config import MLPConfig, PolicyConfig
@@ -141,6 +141,9 @@ class EvalSection(Strict):
     cameras: bool = Field(False, description="Show beside the scene what the policy's cameras see.")
     mosaic: bool = Field(False, description="Join all videos into one, mosaic.mp4, framed by outcome.")
     dataset: bool = Field(False, description="Write the episodes as a dataset in LeRobot's layout (needs pyarrow).")
+    samples: int = Field(
+        1, gt=0, description="Answers to each prompt of a text env, for avg@k and pass@k; eval.episodes counts them all."
+    )
     temperature: float = Field(
         0.0,
         ge=0,
@@ -185,6 +188,8 @@ class RunConfig(Strict):
     def _sections_fit(self, info: ValidationInfo) -> RunConfig:
         unused = (info.context or {}).get("unused", ())
         checks = [self._stages_share_envs, self._precisions_fit]
+        if "policy" not in unused:
+            checks.append(self._both_speak)
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
             checks += [self._reference_fits, self._schedule_fits]
@@ -202,6 +207,18 @@ class RunConfig(Strict):
     def with_pipeline(self, **changes: Any) -> RunConfig:
         """The same with other values in that section, which fit."""
         return self.model_copy(update={"pipeline": self.pipeline.model_copy(update=changes)})
+
+    def _both_speak(self) -> None:
+        speaks, text = self.policy.name == "language", isinstance(self.env, TextConfig)
+        if text and not speaks:
+            raise ValueError(
+                f"env.name={self.env.name} asks in words, and policy.name={self.policy.name} answers with actions; "
+                "try policy.name=language"
+            )
+        if speaks and not text and not isinstance(self.env, ExternalEnvConfig):  # which may be a text env of yours
+            raise ValueError(
+                f"policy.name=language answers in words, and env.name={self.env.name} takes actions; try env.name=sums"
+            )
 
     def _stages_share_envs(self) -> None:
         envs, stages = self.env.num_envs, self.pipeline.stages
