@@ -253,8 +253,9 @@ class GRPOConfig(PolicyGradientConfig):
         "hard (at most 25%), normal, and easy ones (above 75%); null: all alike.",
     )
     weighting: Literal["decision", "episode", "constant"] = Field(
-        "decision", description="What counts alike in the loss: every decision, or every episode however long; constant: every decision, "
-        "and the sum is divided by the number of episodes times policy.max_tokens (Dr. GRPO), for text envs."
+        "decision",
+        description="What counts alike in the loss: every decision, or every episode however long; constant: every "
+        "decision, and the sum is divided by the number of episodes times policy.max_tokens (Dr. GRPO), for text envs.",
     )
 
     filter: Literal["none", "drop", "resample"] = Field(

@@ -142,7 +142,9 @@ class EvalSection(Strict):
     mosaic: bool = Field(False, description="Join all videos into one, mosaic.mp4, framed by outcome.")
     dataset: bool = Field(False, description="Write the episodes as a dataset in LeRobot's layout (needs pyarrow).")
     samples: int = Field(
-        1, gt=0, description="Answers to each prompt of a text env, for avg@k and pass@k; eval.episodes counts them all."
+        1,
+        gt=0,
+        description="Answers to each prompt of a text env, for avg@k and pass@k; eval.episodes counts them all.",
     )
     temperature: float = Field(
         0.0,

@@ -52,6 +52,7 @@ class GroupedEpisodes:
     ended: dict[int, EpisodeResult] = field(default_factory=dict)  # all that ended and were noted, by episode
     groups: list[Group] = field(default_factory=list)
     sources: list[tuple[str, ...]] = field(default_factory=list)  # per learner rank
+    engine: dict[str, float] = field(default_factory=dict)  # what language policies' engines report
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -76,7 +77,7 @@ class GroupCollector:
 
     def start(self, workers: Workers) -> None:
         """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
-        self.rollouts, self.learners = workers.rollouts, workers.learners
+        self.rollouts, self.learners, self.text = workers.rollouts, workers.learners, workers.spec.text
         self.trajectories = self.outlets = workers.trajectory_channels()
         workers.cluster.watch(workers.journal)
         if self.algo.filter_metric == "success" and not workers.spec.has_success:
@@ -112,6 +113,8 @@ class GroupCollector:
             batch.groups = taken
             self._hand_over(batch)
         self.rollouts.settle(self.rollouts.sims.keep(self.pool.held))
+        if self.text:
+            batch.engine = added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
         batch.counts, batch.carried, batch.discarded = +self.pool.counts, len(self.pool.held), self.pool.discarded
         return batch
 
@@ -150,6 +153,7 @@ class GroupCollector:
             "groups/carried_episodes": batch.carried,
             "groups/discarded_episodes": batch.discarded,
             "groups/rounds": batch.rounds,
+            **batch.engine,
         }
 
     def save(self) -> dict[str, np.ndarray]:
@@ -252,6 +256,14 @@ class GroupCollector:
             counts = ", ".join(f"{count} {name}" for name, count in sorted(batch.counts.items()))
             mean = f", mean return {np.mean(returns):.3g}" if returns else ""
             self.why = f"its groups were {counts or 'none'}{mean}"
+
+
+def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The sums of numbers of several workers."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)
 
 
 @dataclass
