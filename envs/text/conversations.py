@@ -125,7 +125,7 @@ class Talk:
     def __init__(self, route: Route, timers: Timers) -> None:
         self.timers = timers
         self.requests = dict(zip(route.sources, route.requests, strict=True))
-        (self.replies,) = {id(channel): channel for channel in route.replies}.values()
+        self.replies = route.replies[0]  # one for all sources
         self.open: dict[str, dict[int, tuple[Prompt, Conversation]]] = {source: {} for source in route.sources}
         self.number = 0
 
