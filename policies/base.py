@@ -41,6 +41,7 @@ class Scores:
 class Policy(nn.Module):
     """A plug-in implements `act`, `value`, `forward` and `noise_spec`; saving and loading come from here."""
 
+    speaks = False  # whether it answers text envs: then an engine acts, and it scores whole conversations
     any_image_size = False  # whether it scales images itself
     value_names: tuple[str, ...] = ()  # how the names of parameters begin that only predict values
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
