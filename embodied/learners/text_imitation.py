@@ -119,8 +119,8 @@ def check_length(policy: Any, tokens: np.ndarray, mask: np.ndarray, which: str) 
     longest = int((edges[1::2] - edges[::2]).max())
     if (limit := getattr(policy.config, "max_tokens", None)) and longest > limit:
         raise ConfigError(
-            f"{which}: an answer of {longest} tokens, with the one that ends it, is more than policy.max_tokens={limit}; "
-            f"try policy.max_tokens={longest}, or leave the example out"
+            f"{which}: an answer of {longest} tokens, with the one that ends it, is more than "
+            f"policy.max_tokens={limit}; try policy.max_tokens={longest}, or leave the example out"
         )
     if (room := room_of(policy)) and len(tokens) > room:
         raise ConfigError(f"{which}: a conversation of {len(tokens)} tokens does not fit into the model's {room}")

@@ -208,14 +208,14 @@ def test_answers_that_the_policy_could_not_say_are_refused():
     policy = make_policy(ExternalPolicyConfig(name="tests.imitating_policy:ImitatingPolicy"), None, 0)
     policy.config = type("Options", (), {"max_tokens": 3, "max_length": 9})
     assert len(Conversations(policy, [(("1234=", "56"),)], 0, 1)) == 1
-    with pytest.raises(ConfigError, match=r"example 8 \('1='\): an answer of 4 tokens.*try policy.max_tokens=4"):
+    with pytest.raises(ConfigError, match=r"example 8 \('1='\): an answer of 4 tokens.*try policy\.max_tokens=4"):
         Conversations(policy, [(("1=", "567"),)], 7, 8)
     with pytest.raises(ConfigError, match="a conversation of 10 tokens does not fit into the model's 9"):
         Conversations(policy, [(("123456=", "5"),)], 0, 1)
 
 
 def test_a_warm_up_that_never_ends_and_too_few_examples_are_refused():
-    with pytest.raises(ConfigError, match="6 gradient steps of sft.epochs=2 over 45 conversations"):
+    with pytest.raises(ConfigError, match=r"6 gradient steps of sft\.epochs=2 over 45 conversations"):
         learner(sft(warmup_steps=6)).open_data()
     with pytest.raises(ConfigError, match="2 learners share 1 examples"):
         of_two().open_data()
