@@ -19,7 +19,8 @@ class PolicyGradientConfig(Strict):
     minibatch_size: int | None = Field(
         256,
         gt=0,
-        description="Items (decisions) per gradient step, over all learner ranks; null: all of an iteration in one.",
+        description="Items (decisions; conversations of a text env) per gradient step, over all learner ranks; null: "
+        "all of an iteration in one.",
     )
 
     lr: float = Field(3e-4, ge=0, description="Adam's learning rate.")
@@ -97,6 +98,10 @@ class PolicyGradientConfig(Strict):
         " own, before advantages are estimated; with groups off those up to the episode's end, before returns are "
         "compared.",
     )
+
+    def of_answers(self) -> list[str]:
+        """Options that are set here and mean something for a policy that speaks alone."""
+        return ["algo.logprob_level=episode"] if self.logprob_level == "episode" else []
 
     @model_validator(mode="after")
     def _possible(self) -> PolicyGradientConfig:
@@ -253,8 +258,9 @@ class GRPOConfig(PolicyGradientConfig):
         "hard (at most 25%), normal, and easy ones (above 75%); null: all alike.",
     )
     weighting: Literal["decision", "episode", "constant"] = Field(
-        "decision", description="What counts alike in the loss: every decision, or every episode however long; constant: every decision, "
-        "and the sum is divided by the number of episodes times policy.max_tokens (Dr. GRPO), for text envs."
+        "decision",
+        description="What counts alike in the loss: every decision, or every episode however long; constant: every "
+        "decision, and the sum is divided by the number of episodes times policy.max_tokens (Dr. GRPO), for text envs.",
     )
 
     filter: Literal["none", "drop", "resample"] = Field(
@@ -330,6 +336,13 @@ class GRPOConfig(PolicyGradientConfig):
                 "no group would be kept; swap them"
             )
         return self
+
+    def of_answers(self) -> list[str]:
+        """Options that are set here and mean something for a policy that speaks alone."""
+        idle = {"truncated": "as_is", "overlong": None, "pools": None}
+        given = [f"algo.{name}={getattr(self, name)}" for name in idle if getattr(self, name) != idle[name]]
+        constant = ["algo.weighting=constant"] if self.weighting == "constant" else []
+        return [*super().of_answers(), *given, *constant]
 
     def why_not_periodic(self) -> str:
         """Why gradients cannot be summed up while groups come, all reasons; empty where they can."""

@@ -177,8 +177,8 @@ def policy_loss_sum(
     multiplied by what that leaves out, min(proximal / old, importance_cap), a constant (decoupled PPO). Proximal
     twice as likely as old, ratio 1.5, A=1, clip 0.2: costs -2 * 1.2.
 
-    With level "episode" (GSPO) all tokens of an answer have its ratio, the geometric mean of theirs: of an answer of two
-    tokens with ratios 2 and 8, A=1 and weights 1, each gains clip(4).
+    With level "episode" (GSPO) all tokens of an answer have its ratio, the geometric mean of theirs: with ratios 2 and
+    8 and A=1 each of the two gains clip(4).
     """
     anchor = old_logprobs if proximal is None else proximal
     log_ratio = torch.where(mask[:, :, None], logprobs - anchor, 0.0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.algorithms.groups import Group, GroupPool, group_advantages
+from embodied.algorithms.groups import Group, GroupPool, group_advantages, score_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     BatchEnd,
@@ -71,12 +71,13 @@ class GroupCollector:
         self.episodes = EpisodeList(config.seed, "train", tasks, group_size=config.algo.group_size)
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline.schedule))
         self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
+        self.speaks = False  # episodes are conversations
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
         self.handed = 0  # times that episodes were handed over
 
     def start(self, workers: Workers) -> None:
         """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
-        self.rollouts, self.learners = workers.rollouts, workers.learners
+        self.rollouts, self.learners, self.speaks = workers.rollouts, workers.learners, workers.spec.text
         self.trajectories = self.outlets = workers.trajectory_channels()
         workers.cluster.watch(workers.journal)
         if self.algo.filter_metric == "success" and not workers.spec.has_success:
@@ -123,7 +124,7 @@ class GroupCollector:
             return None
         scores = np.array([group.scores for group in batch.groups])
         advantages = self.advantages(scores).ravel()
-        blocks = env_blocks(len(advantages), len(self.learners))
+        blocks = self._learner_blocks(len(advantages))
         about = (self.rollouts.weight_sync.version, scores.ravel(), advantages)
         parts = [BatchPart(batch.episodes, block.start, block.stop, *about) for block in blocks]
         shares = zip(self.trajectories, batch.sources, parts, strict=True)
@@ -200,7 +201,8 @@ class GroupCollector:
         """Add the outcomes of episodes; those that are known already change nothing."""
         new = {result.index: result for result in results if result.index in self.pool.playing}
         batch.ended |= new
-        scores = {index: result.total_reward for index, result in new.items()}
+        longest = self.config.policy.max_tokens if self.algo.overlong else 0
+        scores = {index: score_of(result, self.algo, longest) for index, result in new.items()}
         self.pool.add(scores, {index: bool(result.success_once) for index, result in new.items()})
 
     def _hand_over(self, batch: GroupedEpisodes) -> None:
@@ -215,7 +217,7 @@ class GroupCollector:
                 return
             self.handed += 1
             episodes = batch.episodes
-            blocks = env_blocks(len(episodes), len(self.learners))
+            blocks = self._learner_blocks(len(episodes))
             wanted = [episodes[block.start : block.stop] if len(block) else episodes[:1] for block in blocks]
             calls = [
                 self.rollouts.sims[sim].hand_over(wanted, self.source(sim), tuple(self.outlets))
@@ -229,6 +231,13 @@ class GroupCollector:
                     for rank in range(len(blocks))
                 ]
                 return
+
+    def _learner_blocks(self, episodes: int) -> list[range]:
+        """Which of so many episodes each learner rank learns from: whole groups of conversations, which have a prompt
+        in common; of other episodes about as many as any rank."""
+        size = self.algo.group_size if self.speaks else 1
+        blocks = env_blocks(episodes // size, len(self.learners))
+        return [range(block.start * size, block.stop * size) for block in blocks]
 
     def source(self, sim: int) -> str:
         """The name under which a sim hands over now."""
@@ -273,8 +282,8 @@ class HandingOn:
 class GroupStream:
     """Hands the groups of an iteration on as soon as it is certain that it will learn from them.
 
-    Each goes as a whole to the learner rank that has had the fewest env steps so far. That rank learns from it when all
-    of it was sent; what a sim that died had sent of a group before counts for nothing.
+    Each goes as a whole to the learner rank that has had the fewest env steps, or tokens, so far. That rank learns from
+    it when all of it was sent; what a sim that died had sent of a group before counts for nothing.
     """
 
     def __init__(self, collector: GroupCollector, batch: GroupedEpisodes) -> None:
@@ -289,7 +298,7 @@ class GroupStream:
         self.notes = self.rollouts.journal
         self.played_by: dict[int, int] = {}  # episode -> sim
         self.under_way: list[HandingOn] = []
-        self.env_steps = [0] * len(self.channels)  # by rank
+        self.had = [0] * len(self.channels)  # by rank, env steps or tokens
         self.began = perf_counter()
         self.accumulating = collector.learners.accumulate.each([(channel, batch.version) for channel in self.channels])
 
@@ -336,8 +345,8 @@ class GroupStream:
     def _send(self, group: Group) -> HandingOn:
         collector = self.collector
         collector.handed += 1
-        rank = int(np.argmin(self.env_steps))
-        self.env_steps[rank] += sum(self.batch.ended[episode].length for episode in group.episodes)
+        rank, results = int(np.argmin(self.had)), [self.batch.ended[episode] for episode in group.episodes]
+        self.had[rank] += sum(result.tokens or result.length for result in results)
         shares: dict[int, list[int]] = {}
         for episode in group.episodes:
             shares.setdefault(self.played_by[episode], []).append(episode)

@@ -2,6 +2,8 @@
 
 import sys
 import threading
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.core.types import BatchEnd, BatchPart, choose, env_blocks
+from embodied.core.types import BatchEnd, BatchPart, GroupPart, choose, env_blocks
 from embodied.learners.accumulation import Accumulation
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
@@ -17,6 +19,8 @@ from embodied.learners.conversations import packing_of, prepare_conversations
 from embodied.learners.model import Model, Optimizer
 from embodied.learners.rendezvous import RendezvousRoom
 from embodied.learners.update import gradient, update_policy
+from embodied.learners.worker import LearnerWorker
+from embodied.runtime import Timers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from speaking_policy import MAX_TOKENS, Speaking, talks
@@ -227,7 +231,7 @@ def test_a_pack_holds_whole_groups_and_says_which_share_a_prompt():
         inputs = share.batch.inputs(pack)
         assert len(pack) == int(inputs["lengths"].sum()) <= 45
         together.append(inputs["groups"].tolist())
-    assert sorted(sum(together, [])) == sorted(np.repeat(range(GROUPS), SIZE).tolist())
+    assert sorted(group for groups in together for group in groups) == sorted(np.repeat(range(GROUPS), SIZE).tolist())
     assert len({group for groups in together for group in set(groups)}) == sum(len(set(groups)) for groups in together)
     alone = share_of(policy, data, algo(), pack_tokens=45, share_prompts=False).batch.inputs(every)
     assert len(set(alone["groups"].tolist())) == len(alone["lengths"])
@@ -273,3 +277,42 @@ def test_groups_that_come_one_by_one_make_the_step_of_the_batch(options, order):
     for weights, others in found.values():
         assert far(weights, wanted) < 1e-10
         assert others == pytest.approx(numbers, rel=1e-8, abs=1e-11)
+
+
+class SpeakingLearner(LearnerWorker):
+    rank, world_size = 0, 1
+
+    def new_policy(self, spec, start):
+        return Speaking()
+
+
+class Fifo(deque):
+    def get(self, timeout_s=None):
+        return self.popleft()
+
+
+def learner(config):
+    worker = SpeakingLearner(None, config, LearnerConfig(pack_tokens=30), 0, None)
+    worker.timers = Timers()
+    worker.build(Speaking().spec, "0" * 16, snapshot=False)
+    return worker
+
+
+def test_a_learner_worker_makes_the_same_step_of_a_batch_and_of_groups_as_they_come():
+    config, data = algo(kl_coef=0.1, truncated="mask"), talks(Speaking(), GROUPS, SIZE, stale=0.1)
+    whole, one_by_one = learner(config), learner(config)
+    part = BatchPart(data.ids, 0, EPISODES, 0, SCORES, ADVANTAGES)
+    half = [replace(choose(data, ids), source=f"sim-{i}#1") for i, ids in enumerate(np.split(data.ids, [6]))]
+    numbers = whole.update(Fifo(half), ("sim-0#1", "sim-1#1"), part, 0, 10)
+    items = []
+    for group in (3, 1, 4, 0, 2):
+        ids = np.arange(group * SIZE, (group + 1) * SIZE)
+        items += [choose(data, ids, f"sim-0#{group}"), GroupPart((f"sim-0#{group}",), ids, ADVANTAGES[ids])]
+    streamed = one_by_one.accumulate(Fifo([*items, BatchEnd(0, 10, 0.0)]), 0)
+    assert far(one_by_one.policy.state_dict(), whole.policy.state_dict()) < 1e-10
+    assert far(whole.policy.state_dict(), Speaking().state_dict()) > 1e-3
+    for name in ("train/entropy", "train/grad_norm", "train/mismatch_k3", "train/logprob_gap"):
+        assert streamed[name] == pytest.approx(numbers[name], rel=1e-8) and numbers[name] > 0
+    for epochs in (1, 2):  # nothing is precomputed of conversations
+        again = learner(algo(epochs=epochs))
+        assert again.update(Fifo(half), ("sim-0#1", "sim-1#1"), part, 0, 10)["train/epochs"] == epochs
