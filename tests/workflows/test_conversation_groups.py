@@ -8,7 +8,7 @@ from embodied.workflows.group_collector import GroupCollector, GroupedEpisodes
 
 
 def collector(*options, learners=3, speaks=True):
-    found = GroupCollector(load(["recipe=sums_grpo", "env.num_envs=8", *options]).config, ("sums",))
+    found = GroupCollector(load(["recipe=sums_grpo", "env.num_envs=4", *options]).config, ("sums",))
     found.learners, found.speaks = [None] * learners, speaks
     return found
 
