@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from embodied.core.options import LocalPath, Strict
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(ge=0)]
 
 
 class PolicyGradientConfig(Strict):
@@ -252,10 +253,11 @@ class GRPOConfig(PolicyGradientConfig):
         description="DAPO's length penalty: over the last so many tokens before policy.max_tokens an answer's reward "
         "falls in a straight line by up to 1; null: none.",
     )
-    pools: tuple[float, float, float] | None = Field(
+    pools: tuple[Weight, Weight, Weight] | None = Field(
         None,
-        description="Draw prompts of a text env from pools by how often they were solved when last tried: weights of "
-        "hard (at most 25%), normal, and easy ones (above 75%); null: all alike.",
+        description="Try prompts of a text env again: a group's prompt comes from one of the pools of those that were "
+        "solved rarely (at most 25%), at times, or often (above 75%) when last tried, with odds of these weights "
+        "against 1 for a new one; null: always new ones.",
     )
     weighting: Literal["decision", "episode", "constant"] = Field(
         "decision",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from embodied.algorithms.config import GRPOConfig
 from embodied.algorithms.groups import Group, GroupPool, group_advantages, score_of
+from embodied.algorithms.pools import POOLS, PromptPools
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     BatchEnd,
@@ -47,6 +48,7 @@ class GroupedEpisodes:
     seconds: float = 0.0
     lost: set[int] = field(default_factory=set)  # episodes
     counts: Counter[str] = field(default_factory=Counter)  # of groups, as the pool's
+    drawn: Counter[str] = field(default_factory=Counter)  # of groups, by the pool of their prompts
     carried: int = 0  # episodes that later iterations may learn from
     discarded: int = 0  # episodes of groups that were kept, or begun, and not needed
     ended: dict[int, EpisodeResult] = field(default_factory=dict)  # all that ended and were noted, by episode
@@ -70,6 +72,7 @@ class GroupCollector:
         self.stages = config.pipeline.stages
         self.episodes = EpisodeList(config.seed, "train", tasks, group_size=config.algo.group_size)
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline.schedule))
+        self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
         self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
         self.speaks = False  # episodes are conversations
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
@@ -104,17 +107,29 @@ class GroupCollector:
     def collect(self, version: int) -> GroupedEpisodes:
         batch = GroupedEpisodes(version)
         self.pool.counts.clear()
+        if self.prompts is not None:
+            self.prompts.counts.clear()
         if self.config.pipeline.schedule == "periodic":
             self.stream = GroupStream(self, batch)
         while count := self.pool.wanted(batch.rounds, self.config.env.num_envs):
-            self._play([self.episodes[index] for index in self.pool.deal(count)], batch)
+            self._play([self.spec_of(index) for index in self.pool.deal(count)], batch)
         taken = self.pool.take()
+        if self.prompts is not None:
+            self.prompts.keep(self.pool.open)
+            batch.drawn = self.prompts.counts.copy()
         if self.stream is None:
             batch.groups = taken
             self._hand_over(batch)
         self.rollouts.settle(self.rollouts.sims.keep(self.pool.held))
         batch.counts, batch.carried, batch.discarded = +self.pool.counts, len(self.pool.held), self.pool.discarded
         return batch
+
+    def spec_of(self, index: int) -> EpisodeSpec:
+        """The episode of this number, with the prompt that was drawn for its group."""
+        if self.prompts is None:
+            return self.episodes[index]
+        prompt = self.prompts.draw(index // self.algo.group_size)
+        return replace(self.episodes[prompt * self.algo.group_size], index=index)
 
     def update(self, batch: GroupedEpisodes, iteration: int, total: int) -> Handle | None:
         self._count_empty(batch)
@@ -136,7 +151,9 @@ class GroupCollector:
 
     def numbers(self, batch: GroupedEpisodes) -> dict[str, float]:
         counts, sims = batch.counts, len(self.rollouts.sims)
-        return {
+        pools = (*POOLS, "unseen") if self.prompts is not None else ()
+        drawn = {f"groups/{name}_prompts": batch.drawn[name] for name in pools}
+        return drawn | {
             "env_steps": sum(part.env_steps for part in batch.stats),
             "time/rollout_s": batch.seconds,
             "time/step_s": sum(part.step_s for part in batch.stats) / sims,
@@ -159,6 +176,8 @@ class GroupCollector:
         names = parts[0] if parts else ()
         kept = {f"kept.{name}": np.concatenate([part[name] for part in parts]) for name in names}
         pool = {f"groups.{name}": array for name, array in self.pool.state().items()}
+        if self.prompts is not None:
+            pool |= {f"pools.{name}": array for name, array in self.prompts.state().items()}
         return {**pool, **kept, "groups.empty": np.array(self.empty)}
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
@@ -166,6 +185,8 @@ class GroupCollector:
         groups = {name[7:]: array for name, array in state.items() if name.startswith("groups.")}
         self.pool.restore(groups)
         self.empty = int(groups["empty"]) % self.algo.max_empty
+        if self.prompts is not None:
+            self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
         if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:
             self.rollouts.ask(lambda: self.rollouts.sims.set_kept(kept))
         return 0
@@ -201,6 +222,8 @@ class GroupCollector:
         """Add the outcomes of episodes; those that are known already change nothing."""
         new = {result.index: result for result in results if result.index in self.pool.playing}
         batch.ended |= new
+        if self.prompts is not None:
+            self.prompts.add({index: bool(result.success_once) for index, result in new.items()})
         longest = self.config.policy.max_tokens if self.algo.overlong else 0
         scores = {index: score_of(result, self.algo, longest) for index, result in new.items()}
         self.pool.add(scores, {index: bool(result.success_once) for index, result in new.items()})
