@@ -25,7 +25,8 @@ from embodied.reporting.success_stats import compare
 
 RESULTS = "results.json"
 EPISODES = "episodes.csv"
-COLUMNS = tuple(field.name for field in dataclasses.fields(EpisodeResult))
+SPOKEN = ("truncated", "tokens")  # columns of episodes in which the policy spoke
+COLUMNS = tuple(field.name for field in dataclasses.fields(EpisodeResult) if field.name not in SPOKEN)
 PARSERS = {
     "int": int,
     "float": float,
@@ -68,11 +69,13 @@ def read_episodes(folder: Path) -> list[EpisodeResult]:
 
 def episodes_csv(episodes: Iterable[EpisodeResult]) -> str:
     """The text of episodes.csv: a line per episode by index. An empty success means that the env has none."""
-    text = io.StringIO()
+    text, episodes = io.StringIO(), sorted(episodes, key=lambda result: result.index)
+    spoken = any(result.truncated is not None for result in episodes)
+    columns = (*COLUMNS, *SPOKEN) if spoken else COLUMNS
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for result in sorted(episodes, key=lambda result: result.index):
-        writer.writerow(cell(getattr(result, name)) for name in COLUMNS)
+    writer.writerow(columns)
+    for result in episodes:
+        writer.writerow(cell(getattr(result, name)) for name in columns)
     return text.getvalue()
 
 
@@ -83,9 +86,8 @@ def cell(value: Any) -> str:
 
 
 def episode(row: dict[str, str]) -> EpisodeResult:
-    return EpisodeResult(
-        **{field.name: PARSERS[field.type](row[field.name]) for field in dataclasses.fields(EpisodeResult)}
-    )
+    fields = [field for field in dataclasses.fields(EpisodeResult) if field.name in row or field.name not in SPOKEN]
+    return EpisodeResult(**{field.name: PARSERS[field.type](row[field.name]) for field in fields})
 
 
 def write_comparison(folder: Path, played: dict[str, list[EpisodeResult]]) -> dict[str, Any]:
