@@ -168,6 +168,8 @@ class EpisodeResult:
     success_at_end: bool | None
     success_at_reset: bool | None = None
     error: str = ""
+    truncated: bool | None = None  # a text env's: whether an answer was cut off
+    tokens: int = 0  # of all its answers
 
 
 @dataclass(frozen=True)
