@@ -82,7 +82,7 @@ def plain(value: Any) -> Any:
 
 def read_transcripts(folder: Path, wanted: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
     """The conversations of the evaluation in `folder` by episode, in order: all of them, or those that are wanted."""
-    return {index: json.loads(line) for index, line in chosen_lines(folder, wanted)}
+    return {index: json.loads(line) for index, line in transcript_lines(folder, wanted)}
 
 
 def join_transcripts(folder: Path, episodes: Collection[int]) -> None:
@@ -90,7 +90,7 @@ def join_transcripts(folder: Path, episodes: Collection[int]) -> None:
     if (folder / PARTS).is_dir():
         partly = folder / f".{TRANSCRIPTS}"
         with partly.open("wb") as file:
-            file.writelines(line for _, line in chosen_lines(folder, episodes))
+            file.writelines(line for _, line in transcript_lines(folder, episodes))
         partly.replace(folder / TRANSCRIPTS)
         shutil.rmtree(folder / PARTS)
 
@@ -101,8 +101,8 @@ def remove_transcripts(folder: Path) -> None:
     (folder / TRANSCRIPTS).unlink(missing_ok=True)
 
 
-def chosen_lines(folder: Path, wanted: Collection[int] | None) -> Iterator[tuple[int, bytes]]:
-    """The line of each of these episodes, in order; no more than one is in memory."""
+def transcript_lines(folder: Path, wanted: Collection[int] | None = None) -> Iterator[tuple[int, bytes]]:
+    """The line of each of these episodes (None: of all), in order; no more than one is in memory."""
     places: dict[int, tuple[Path, int]] = {}
     for path in (folder / TRANSCRIPTS, *sorted((folder / PARTS).glob("*.jsonl"))):
         if path.is_file():
