@@ -130,11 +130,17 @@ class EvalSection(Strict):
     protocol: str | None = Field(
         None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
     )
-    videos: int = Field(4, ge=0, description="How many of the first episodes are recorded; 0: no videos at all.")
+    videos: int = Field(
+        4,
+        ge=0,
+        description="How many of the first episodes are recorded; 0: no videos at all. Of text envs every transcript is "
+        "kept, and the report shows this many unfolded.",
+    )
     failure_videos: int = Field(
         4,
         ge=0,
-        description="Videos of failures, at most; those not among the first are played once more for the camera.",
+        description="Videos of failures, at most; those not among the first are played once more for the camera. Text "
+        "envs have none.",
     )
     overlay: bool = Field(
         False, description="Write instruction, step, reward, return, value and success below the frames."
