@@ -76,7 +76,7 @@ class Engine:
         return []
 
     def numbers(self) -> dict[str, float]:
-        """Counts of the round so far, for the metrics."""
+        """What it counted since the last call, for the metrics."""
         return {}
 
     def close(self) -> None:
@@ -88,17 +88,25 @@ def unanswered(request: Request, why: str = "") -> Answer:
     return Answer(request.key, np.zeros(0, np.int32), np.zeros(0, np.float32), not why, why)
 
 
-def longest(config: LanguageConfig, model_config: Any) -> int:
-    """Tokens of a whole conversation, at most: `policy.max_length`, or as many as the model has positions."""
-    positions = getattr(model_config, "max_position_embeddings", None)
-    if config.max_length is None and positions is None:
-        raise ConfigError("the model does not say how many positions it has; set policy.max_length")
-    if positions is not None and (config.max_length or 0) > positions:
+def token_bytes(model: Any) -> int:
+    """Bytes of one token's keys and values."""
+    shape = model.config
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return 2 * shape.num_hidden_layers * heads * dim * next(model.parameters()).element_size()
+
+
+def cache_bytes(config: LanguageConfig, model: Any, max_length: int) -> int:
+    """Memory for keys and values: `policy.cache_gb`, or what `policy.max_running` whole conversations need."""
+    one = token_bytes(model) * max_length
+    if config.cache_gb is None:
+        return config.max_running * one
+    if (given := int(config.cache_gb * 1e9)) < one:
         raise ConfigError(
-            f"policy.max_length={config.max_length} is more than the model's {positions} positions; "
-            f"try policy.max_length={positions}"
+            f"policy.cache_gb={config.cache_gb:g} has no room for one conversation: {max_length} tokens of "
+            f"{token_bytes(model)} bytes are {one / 1e9:.3g} GB; try policy.max_length={given // token_bytes(model)}"
         )
-    return config.max_length or positions
+    return given
 
 
 def make_engine(config: LanguageConfig, policy: LanguagePolicy) -> Engine:
