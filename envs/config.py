@@ -353,7 +353,10 @@ class TextConfig(CommonEnvConfig):
     stagger: ClassVar[bool] = False
 
     num_envs: int = Field(
-        64, gt=0, le=2**20, description="Conversations that go on at a time in the whole run, shared out among the sims."
+        64,
+        gt=0,
+        le=2**20,
+        description="Conversations that go on at a time in the whole run, shared out among the sims.",
     )
 
 
@@ -372,7 +375,9 @@ class ToyTextConfig(TextConfig):
 class MathConfig(TextConfig):
     name: Literal["math"] = Field(description="Questions from a file, whose boxed answers are compared as mathematics.")
     task: Tasks = Field("math", description="How results name it.")
-    file: LocalPath = Field(description="JSONL, a question a line: {question or prompt or messages, answer or solutions}.")
+    file: LocalPath = Field(
+        description="JSONL, a question a line: {question or prompt or messages, answer or solutions}."
+    )
     held_out: LocalPath | None = Field(
         None, description="Another such file for evaluations; unset: the first 5% of the questions, at most 500."
     )

@@ -86,7 +86,9 @@ class TextEnv(BeforeARun):
     @classmethod
     def protocols(cls, config: Any) -> tuple[Protocol, ...]:
         """How evaluations are played: prompts that training never shows, in order."""
-        rules = f"{cls.num_held_out} prompts that training never shows, in order; an answer ends where the policy ends it"
+        rules = (
+            f"{cls.num_held_out} prompts that training never shows, in order; an answer ends where the policy ends it"
+        )
         return (Protocol("held-out-v1", rules, stored_states=cls.num_held_out),)
 
     @classmethod
