@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.config import AlgoConfig, GRPOConfig, SFTConfig
+from embodied.algorithms.config import AlgoConfig, GRPOConfig
 from embodied.algorithms.minibatches import permutation
 from embodied.core.types import BatchPart, Trajectory
 from embodied.learners.collective import Collective
@@ -38,10 +38,9 @@ class Packing:
 
 
 def packing_of(policy: Policy, config: LearnerConfig, algo: AlgoConfig) -> Packing | None:
-    """None for a policy that does not speak, or imitates."""
-    if not policy.speaks or isinstance(algo, SFTConfig):
+    """None for a policy that does not speak, and for imitation, which has its own items."""
+    if not policy.speaks or not isinstance(algo, GRPOConfig):
         return None
-    assert isinstance(algo, GRPOConfig), algo.name
     return Packing(policy.pack, config.pack_tokens, config.share_prompts, algo.group_size, policy.config.max_tokens)
 
 
