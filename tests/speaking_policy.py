@@ -32,6 +32,9 @@ class Speaking(Policy):
             for p in self.parameters():
                 p.copy_(0.5 * torch.randn(p.shape, generator=draw, dtype=p.dtype))
 
+    def pack(self, tokens, mask, lengths, groups, most):
+        return pack_groups(lengths, groups, most)
+
     def forward(self, inputs) -> Scores:
         tokens, mask = inputs["actions"][:, 0, 0].long(), inputs["mask"][:, 0]
         lengths = inputs["lengths"].tolist()
@@ -87,3 +90,19 @@ def talks(policy: Policy, groups: int, size: int, seed: int = 0, version: int = 
         versions=np.where(mask, version, -1),
         episodes=np.repeat(np.arange(len(tokens)), lengths),
     )
+
+
+def pack_groups(lengths: np.ndarray, groups: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """Whole groups in their order while they fit; one that does not fit into a pack of its own is split."""
+    packs: list[list[int]] = []
+    room = 0
+    for members in np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(groups)) + 1):
+        whole = int(lengths[members].sum())
+        for bundle in [members] if whole <= max_tokens else np.split(members, len(members)):
+            tokens = int(lengths[bundle].sum())
+            if tokens > room or not packs:
+                packs.append([])
+                room = max_tokens
+            packs[-1] += bundle.tolist()
+            room -= tokens
+    return [np.array(pack) for pack in packs]

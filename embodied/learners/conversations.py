@@ -88,9 +88,12 @@ class Conversations(Batch):
         units, starts = np.sort(units.numpy()), np.cumsum(self.lengths) - self.lengths
         if not len(units):
             return []
-        packs = self.packing.pack(self.lengths[units], self.groups[units], self.packing.pack_tokens)
-        spans = [[np.arange(starts[unit], starts[unit] + self.lengths[unit]) for unit in units[pack]] for pack in packs]
-        return [torch.from_numpy(np.concatenate(span)) for span in spans]
+        rows = [np.arange(starts[unit], starts[unit] + self.lengths[unit]) for unit in units]
+        tokens = torch.from_numpy(np.concatenate(rows))
+        groups = self.groups[units] if self.packing.share_prompts else units
+        seen = take(self.actions, tokens), take(self.mask, tokens), self.lengths[units], groups
+        packs = self.packing.pack(*seen, self.packing.pack_tokens)
+        return [torch.from_numpy(np.concatenate([rows[one] for one in pack])) for pack in packs]
 
 
 @dataclass(frozen=True, kw_only=True)
