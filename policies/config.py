@@ -276,7 +276,8 @@ class LanguageConfig(PolicyOptions):
         "policy.pretrained the folder says.",
     )
     pretrained: str | None = Field(
-        None, description="Folder or hub id of a published model, or a policy folder of ours; its weights are the first."
+        None,
+        description="Folder or hub id of a published model, or a policy folder of ours; its weights are the first.",
     )
     engine: Literal["transformers", "vllm", "http"] = Field(
         "transformers",
@@ -290,12 +291,14 @@ class LanguageConfig(PolicyOptions):
     )
     max_running: int = Field(64, gt=0, description="Conversations that a policy worker continues at a time.")
     cache_gb: float | None = Field(
-        None, gt=0, description="Memory for the keys and values of these; null: what max_running and max_length ask for."
+        None,
+        gt=0,
+        description="Memory for the keys and values of these; null: what max_running and max_length ask for.",
     )
     chat: bool | None = Field(
         None,
-        description="Put messages into words with the model's chat template; null: if it has one. false: their contents "
-        "alone.",
+        description="Put messages into words with the model's chat template; null: if it has one. false: their "
+        "contents alone.",
     )
     train_layers: int | None = Field(
         None, gt=0, description="Train only so many of the last layers and the final norm; null: all weights."

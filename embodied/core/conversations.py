@@ -19,7 +19,7 @@ Said = str | tuple[Message, ...]  # text that is continued as it is, or messages
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation that a policy worker is to continue: with all that was said before, and what the env says now."""
+    """A conversation that a policy worker is to continue: all that was said before, and what the env says now."""
 
     number: int  # of the question, unique within its source and round; asked again, it keeps it
     episode: int  # EpisodeSpec.index: with a token's place in the stream it keys the token's noise
@@ -45,6 +45,7 @@ class Completion:
     logprobs: np.ndarray  # float32 [A], of the answer's tokens at temperature 1
     version: int  # of the weights
     text: str  # the answer in words, without the token that ends it
+    pieces: tuple[str, ...] = ()  # the answer token by token in words, where somebody reads it
     truncated: bool = False  # it was cut off: max_tokens, or no room for more
     dropped: str = ""  # why the answer cannot be used (a log-prob was NaN): then it counts for nothing
 
