@@ -44,7 +44,6 @@ class Policy(nn.Module):
     speaks = False  # whether it answers text envs: then an engine acts, and it scores whole conversations
     any_image_size = False  # whether it scales images itself
     value_names: tuple[str, ...] = ()  # how the names of parameters begin that only predict values
-    speaks = False  # whether a decision is a token, and `forward` scores whole conversations
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
 
     def __init__(self, config: Any, spec: EnvSpec) -> None:

@@ -104,7 +104,8 @@ def written(tokenizer: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
     """
     tokens: list[int] = []
     mask: list[bool] = []
-    stop = min(tokenizer.stops)
+    own = getattr(getattr(tokenizer, "own", None), "eos_token_id", None)
+    stop = own if own in tokenizer.stops else min(tokenizer.stops)
     for turn, (said, answer) in enumerate(example):
         prompt = list(tokenizer.encode(said, first=not turn))
         reply = [*tokenizer.encode(answer, first=False), stop]
@@ -122,15 +123,8 @@ def check_length(policy: Any, tokens: np.ndarray, mask: np.ndarray, which: str) 
             f"{which}: an answer of {longest} tokens, with the one that ends it, is more than "
             f"policy.max_tokens={limit}; try policy.max_tokens={longest}, or leave the example out"
         )
-    if (room := room_of(policy)) and len(tokens) > room:
+    if (room := getattr(policy, "max_length", None)) and len(tokens) > room:
         raise ConfigError(f"{which}: a conversation of {len(tokens)} tokens does not fit into the model's {room}")
-
-
-def room_of(policy: Any) -> int | None:
-    """Tokens of a conversation at most, as far as the recipe or the model say."""
-    model = getattr(getattr(policy, "model", None), "config", None)
-    limits = [getattr(policy.config, "max_length", None), getattr(model, "max_position_embeddings", None)]
-    return min((limit for limit in limits if limit), default=None)
 
 
 def packs(lengths: np.ndarray, limit: int) -> list[slice]:

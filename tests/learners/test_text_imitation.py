@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from embodied.algorithms.config import SFTConfig
 from embodied.core.errors import ConfigError
+from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.text.base import TextEnv, Turn
@@ -28,7 +30,7 @@ class Doubling(TextEnv):
     """Asks for twice a number."""
 
     def reset(self, spec: EpisodeSpec):
-        self.number = int(self.rng(spec).integers(100))
+        self.number = int(generator(spec.seed, "doubling").integers(100))
         return f"2*{self.number}="
 
     def step(self, answer):
@@ -206,7 +208,7 @@ def test_an_env_without_solutions_names_both_ways_out():
 
 def test_answers_that_the_policy_could_not_say_are_refused():
     policy = make_policy(ExternalPolicyConfig(name="tests.imitating_policy:ImitatingPolicy"), None, 0)
-    policy.config = type("Options", (), {"max_tokens": 3, "max_length": 9})
+    policy.config, policy.max_length = SimpleNamespace(max_tokens=3), 9
     assert len(Conversations(policy, [(("1234=", "56"),)], 0, 1)) == 1
     with pytest.raises(ConfigError, match=r"example 8 \('1='\): an answer of 4 tokens.*try policy\.max_tokens=4"):
         Conversations(policy, [(("1=", "567"),)], 7, 8)
