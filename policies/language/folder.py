@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 from transformers.initialization import no_init_weights
 
 from embodied.core.errors import CheckpointError
@@ -46,6 +52,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
     except Exception as err:  # of many kinds
         cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise CheckpointError(f"{folder / CONFIG} is not that of a language model: {cause}") from None
+    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(f"{folder} holds a {found.model_type}, which is no causal language model")
     for key in OURS:
         found.__dict__.pop(key, None)
     return found
@@ -56,17 +64,11 @@ def describe(config: PreTrainedConfig) -> dict[str, Any]:
     return {key: value for key, value in json.loads(config.to_json_string()).items() if key not in OURS}
 
 
-def empty_model(config: PreTrainedConfig, dtype: torch.dtype, where: str) -> Any:
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """The model on the meta device, which costs no memory."""
-    try:
-        with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-            )
-    except ValueError as err:
-        raise CheckpointError(f"{where} is no causal language model: {str(err).splitlines()[0]}") from None
-    model.config.use_cache = True
-    return model.eval()
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": False}
+    with torch.device("meta"), no_init_weights():
+        return AutoModelForCausalLM.from_config(config, **options).eval()
 
 
 def allocate(model: Any) -> None:

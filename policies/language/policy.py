@@ -48,7 +48,7 @@ class LanguagePolicy(PublishedPolicy):
         self.max_length = longest(config, shape)
         self.dtype = getattr(torch, config.dtype)
         self.exact = torch.promote_types(self.dtype, torch.float32)  # what log-probs are computed in
-        model = files.empty_model(shape, self.dtype, where)
+        model = files.empty_model(shape, self.dtype)
         check_kind(model, where)
         self.tied = files.tie(model)
         self.choose_trained(model)
@@ -149,6 +149,14 @@ class LanguagePolicy(PublishedPolicy):
 
     def blocks(self) -> list[nn.Module]:
         return files.blocks_of(self.model)
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token, in all layers."""
+        shape = self.model.config
+        heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+        dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        return 2 * shape.num_hidden_layers * heads * dim * self.dtype.itemsize
 
     # Weights
 
