@@ -394,6 +394,22 @@ class ToyTextConfig(TextConfig):
         return self
 
 
+class ReverseTextConfig(TextConfig):
+    name: Literal["reverse_text"] = Field(description="Text to be written backwards, rewarded by similarity.")
+    task: Literal["sentences", "letters"] = Field(
+        "sentences", description="sentences: messages, for chat models. letters: a few, for small models."
+    )
+    file: LocalPath | None = Field(
+        None, description='The sentences: JSONL, a line {"prompt": "..."} each; unset: some of everyday words.'
+    )
+
+    @model_validator(mode="after")
+    def _letters_are_drawn(self) -> ReverseTextConfig:
+        if self.file and self.task != "sentences":
+            raise ValueError(f"env.file={self.file} holds sentences, and env.task={self.task}; leave one of them out")
+        return self
+
+
 class MathConfig(TextConfig):
     name: Literal["math"] = Field(description="Questions from a file, whose boxed answers are compared as mathematics.")
     task: str = Field("math", description="How results name it.")
@@ -443,6 +459,7 @@ ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
     "robosuite": RobosuiteConfig,
     "sums": ToyTextConfig,
     "sort": ToyTextConfig,
+    "reverse_text": ReverseTextConfig,
     "math": MathConfig,
 }
 
@@ -465,6 +482,7 @@ EnvConfig = Annotated[
     | Annotated[RobosuiteConfig, Tag("robosuite")]
     | Annotated[ToyTextConfig, Tag("sums")]
     | Annotated[ToyTextConfig, Tag("sort")]
+    | Annotated[ReverseTextConfig, Tag("reverse_text")]
     | Annotated[MathConfig, Tag("math")]
     | Annotated[ReasoningGymConfig, Tag("reasoning_gym")]
     | Annotated[GymConfig, Tag("gym")]

@@ -41,6 +41,7 @@ class Scores:
 class Policy(nn.Module):
     """A plug-in implements `act`, `value`, `forward` and `noise_spec`; saving and loading come from here."""
 
+    speaks = False  # whether it answers text envs: then an engine acts, and it scores whole conversations
     any_image_size = False  # whether it scales images itself
     value_names: tuple[str, ...] = ()  # how the names of parameters begin that only predict values
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
@@ -74,6 +75,11 @@ class Policy(nn.Module):
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         """Score stored decisions: inputs holds "obs", "actions" [B, C, A] and what `act` put in `replay`."""
+        raise NotImplementedError
+
+    def pack(self, tokens: Any, mask: Any, lengths: Any, groups: Any, most: int) -> list[list[int]]:
+        """Which conversations, by number, `forward` scores together where the policy speaks: at most so many tokens at
+        a time, whole groups where they fit. `tokens` [n, 1, 1], `mask` [n, 1], `lengths`, `groups` [R]."""
         raise NotImplementedError
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:

@@ -66,22 +66,29 @@ class LanguageWorker(PolicyWorker):
         with self.weights.acting(version), torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
             self.engine.begin(version, self.seed, stream, temperature)
             while self._take(requests, replies, waiting):
-                started = time.perf_counter()
-                finished: dict[str, list[Completion]] = {}
-                with self.timers.measure("act"), self.computing.counted():
-                    for source, completion in [*self._begin(waiting, version), *self._step(version, show)]:
-                        finished.setdefault(source, []).append(completion)
-                self.busy_s += time.perf_counter() - started
+                finished = self.go_on(waiting, version, show)
                 for source, completions in finished.items():
                     replies[source].put(CompletionBatch(source, tuple(completions)))
                 if not finished and time.monotonic() - heard > SIGN_OF_LIFE_S:
-                    for source in set(replies):
+                    for source in {*replies}:
                         replies[source].put(CompletionBatch(source, ()))
                 if finished or time.monotonic() - heard > SIGN_OF_LIFE_S:
                     heard = time.monotonic()
                 self.tick()
             self.engine.abort()
         return self.tokens - before
+
+    def go_on(
+        self, waiting: deque[tuple[str, Prompt]], version: int, show: bool = False
+    ) -> dict[str, list[Completion]]:
+        """Begin what waits as far as there is room, and write a token of all that is under way; returns, by source,
+        the answers that are over."""
+        started, finished = time.perf_counter(), {}
+        with self.timers.measure("act"), self.computing.counted():
+            for source, completion in [*self._begin(waiting, version), *self._step(version, show)]:
+                finished.setdefault(source, []).append(completion)
+        self.busy_s += time.perf_counter() - started
+        return finished
 
     def _take(self, requests: Channel, known: dict[str, Channel], waiting: deque) -> bool:
         """Take what has come; wait for something where there is nothing to do. False once the round is over."""
