@@ -56,6 +56,9 @@ class TextImitationLearner(ImitationLearner):
         parts = [(mine[pack], True) for pack in self._packs(mine.numpy() + self.demos.first)]
         return parts + [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(parts))
 
+    def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask[:, :, None], losses, 0.0).sum()
+
     def _packs(self, items: np.ndarray) -> list[slice]:
         """Which of these conversations, of whatever rank, go through the network together."""
         return packs(self.sizes[items, 0].tolist(), self.config.pack_tokens)
