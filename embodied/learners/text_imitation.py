@@ -7,6 +7,7 @@ text travels. The loss is the mean over the answers' tokens of a minibatch, howe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,21 +53,27 @@ class TextImitationLearner(ImitationLearner):
         return max(len(self._packs(owned(minibatch, first, count) + first)) for first, count in self.blocks)
 
     def _micro_batches(self, mine: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
-        parts = [(mine[torch.from_numpy(pack)], True) for pack in self._packs(mine.numpy() + self.demos.first)]
+        parts = [(mine[pack], True) for pack in self._packs(mine.numpy() + self.demos.first)]
         return parts + [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(parts))
-
-    def _packs(self, items: np.ndarray) -> list[np.ndarray]:
-        """Which of these conversations go through the network together: neighbours, as many as there is room for."""
-        cuts, held = [0], 0
-        for number, length in enumerate(self.sizes[items, 0].tolist()):
-            if number > cuts[-1] and held + length > self.config.pack_tokens:
-                cuts.append(number)
-                held = 0
-            held += length
-        return [part for part in np.split(np.arange(len(items)), cuts[1:]) if len(part)]
 
     def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask[:, :, None], losses, 0.0).sum()
+
+    def _packs(self, items: np.ndarray) -> list[slice]:
+        """Which of these conversations, of whatever rank, go through the network together."""
+        return packs(self.sizes[items, 0].tolist(), self.config.pack_tokens)
+
+
+def packs(lengths: list[int], most: int) -> list[slice]:
+    """Consecutive conversations of at most so many tokens, and longer ones by themselves: they share nothing. Lengths
+    3 2 4 9 1 with at most 6: 3 2, 4, 9, 1."""
+    cuts, held = [0], 0
+    for number, length in enumerate(lengths):
+        if number > cuts[-1] and held + length > most:
+            cuts.append(number)
+            held = 0
+        held += length
+    return [slice(a, b) for a, b in pairwise([*cuts, len(lengths)]) if b > a]
 
 
 class ExampleTokens:

@@ -17,7 +17,7 @@ from embodied.envs.text.base import TextEnv, Turn
 from embodied.learners.config import LearnerConfig
 from embodied.learners.examples import read_examples, solved
 from embodied.learners.rendezvous import RendezvousRoom
-from embodied.learners.text_imitation import ExampleTokens, TextImitationLearner, written
+from embodied.learners.text_imitation import ExampleTokens, TextImitationLearner, packs, written
 from embodied.policies import make_policy
 from embodied.policies.config import ExternalPolicyConfig
 from embodied.runtime.timers import Timers
@@ -107,6 +107,12 @@ def test_of_several_turns_all_answers_are_learned():
 
 def test_the_same_number_and_seed_are_the_same_prompt_whoever_asks():
     assert solved(env(), 3, range(4, 9)) == solved(env(), 3, range(12))[4:9] != solved(env(), 4, range(4, 9))
+
+
+def test_conversations_go_through_the_network_as_the_tokens_allow():
+    cuts = packs([3, 2, 4, 9, 1], 6)
+    assert [(cut.start, cut.stop) for cut in cuts] == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert packs([], 6) == []
 
 
 def test_the_loss_is_the_mean_over_the_answers_tokens():
