@@ -77,13 +77,12 @@ class Policy(nn.Module):
         """Score stored decisions: inputs holds "obs", "actions" [B, C, A] and what `act` put in `replay`."""
         raise NotImplementedError
 
-    def pack(self, lengths: np.ndarray, groups: np.ndarray, max_tokens: int) -> list[np.ndarray]:
-        """Which of R conversations of so many tokens pass through the network together: their numbers, pack by pack.
-
-        Neighbours of one group stay together where they fit into `max_tokens`, and no pack has more, but for a
-        conversation that is longer by itself. Lengths [3, 3, 4, 2], groups [0, 0, 1, 1], 8 tokens: [0, 1], [2, 3].
-        """
-        return pack_groups(lengths, groups, max_tokens)
+    def pack(
+        self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, most: int
+    ) -> list[list[int]]:
+        """Which of R conversations, by number, `forward` is to score together: at most so many tokens at a time, and
+        whole groups where they fit. `tokens` and `mask` [n] are theirs, `lengths` and `groups` [R]."""
+        raise NotImplementedError
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
         """What `forward` computes of observations and no training changes, [B, ...] each: an update of several epochs
@@ -191,22 +190,6 @@ class Policy(nn.Module):
                 new = torch.tensor(np.asarray(tensors[name]))  # a copy: arrays of other processes are read-only
                 check_like(name, new, mine)
                 mine.copy_(new)
-
-
-def pack_groups(lengths: np.ndarray, groups: np.ndarray, max_tokens: int) -> list[np.ndarray]:
-    """Whole groups in their order while they fit; one that does not fit into a pack of its own is split."""
-    packs: list[list[int]] = []
-    room = 0
-    for members in np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(groups)) + 1):
-        whole = int(lengths[members].sum())
-        for bundle in [members] if whole <= max_tokens else np.split(members, len(members)):
-            tokens = int(lengths[bundle].sum())
-            if tokens > room or not packs:
-                packs.append([])
-                room = max_tokens
-            packs[-1] += bundle.tolist()
-            room -= tokens
-    return [np.array(pack) for pack in packs]
 
 
 def check_like(name: str, new: Tensor, mine: Tensor) -> None:

@@ -43,6 +43,10 @@ class Speaking(Policy):
         )
         return Scores(logprobs, entropy, logprobs.new_zeros(len(tokens)))
 
+    def pack(self, tokens, mask, lengths, groups, most) -> list[list[int]]:
+        assert len(tokens) == len(mask) == lengths.sum()
+        return pack_groups(lengths, groups, most)
+
     def scored(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of every token of one conversation and the entropy of what might have come; 0 for the first."""
         at = self.words(tokens)
@@ -52,6 +56,22 @@ class Speaking(Policy):
         none = logits.new_zeros(1)
         chosen = logits.gather(1, tokens[1:, None])[:, 0]
         return torch.cat([none, chosen]), torch.cat([none, -(logits.exp() * logits).sum(1)])
+
+
+def pack_groups(lengths: np.ndarray, groups: np.ndarray, most: int) -> list[list[int]]:
+    """Whole groups in their order while they fit; one that does not fit into a pack of its own is split."""
+    packs: list[list[int]] = []
+    room = 0
+    for members in np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(groups)) + 1):
+        whole = int(lengths[members].sum())
+        for bundle in [members] if whole <= most else np.split(members, len(members)):
+            tokens = int(lengths[bundle].sum())
+            if tokens > room or not packs:
+                packs.append([])
+                room = most
+            packs[-1] += bundle.tolist()
+            room -= tokens
+    return packs
 
 
 def talks(policy: Policy, groups: int, size: int, seed: int = 0, version: int = 0, stale: float = 0.0) -> Trajectory:

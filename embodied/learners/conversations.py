@@ -30,7 +30,7 @@ from embodied.policies.base import Policy
 class Packing:
     """How conversations are dealt, and how they pass through the network of a policy that speaks."""
 
-    pack: Callable[[np.ndarray, np.ndarray, int], list[np.ndarray]]  # as `Policy.pack`
+    pack: Callable[..., list[list[int]]]  # as `Policy.pack`
     pack_tokens: int  # at once
     share_prompts: bool
     group_size: int
@@ -50,16 +50,16 @@ class Conversations(Batch):
     all ranks."""
 
     lengths: np.ndarray  # int [R], tokens
-    groups: np.ndarray  # int [R], which group a conversation belongs to
+    groups: np.ndarray  # int [R], which conversations may share a prompt
     of: Tensor  # int [items], which conversation of the block a token belongs to
+    teaching: np.ndarray  # bool [R], whether any of its tokens counts
     packing: Packing
 
     def inputs(self, items: Tensor) -> dict:
         """What `Policy.forward` needs of these tokens, which are those of whole conversations."""
         numbers, lengths = (part.cpu() for part in torch.unique_consecutive(take(self.of, items), return_counts=True))
-        groups = torch.from_numpy(self.groups)[numbers] if self.packing.share_prompts else numbers
         tokens = {"actions": take(self.actions, items), "mask": take(self.mask, items)}
-        return tokens | {"lengths": lengths, "groups": groups}
+        return tokens | {"lengths": lengths, "groups": torch.from_numpy(self.groups)[numbers]}
 
     def owned(self, minibatch: np.ndarray) -> Tensor:
         """Local numbers of the conversations of a minibatch that are in this block."""
@@ -68,11 +68,11 @@ class Conversations(Batch):
 
     def passes(self, model: Model, units: Tensor) -> int:
         """How often the network runs for these conversations."""
-        return len(self._packs(units))
+        return len(self._packs(units[torch.from_numpy(self.teaching)[units]]))
 
     def micro_batches(self, model: Model, units: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
         """Tokens of these conversations, pack by pack, and whether they count."""
-        packs = [(pack, True) for pack in self._packs(units)]
+        packs = [(pack, True) for pack in self._packs(units[torch.from_numpy(self.teaching)[units]])]
         return packs + [(self.padding, False)] * (passes - len(packs))
 
     def every(self, model: Model, size: int) -> list[Tensor]:
@@ -85,12 +85,15 @@ class Conversations(Batch):
         return torch.arange(int(self.lengths[0]))
 
     def _packs(self, units: Tensor) -> list[Tensor]:
-        units, starts = np.sort(units.numpy()), np.cumsum(self.lengths) - self.lengths
+        """Tokens of these conversations, those of a pack together, in the order of conversations."""
         if not len(units):
             return []
-        packs = self.packing.pack(self.lengths[units], self.groups[units], self.packing.pack_tokens)
-        spans = [[np.arange(starts[unit], starts[unit] + self.lengths[unit]) for unit in units[pack]] for pack in packs]
-        return [torch.from_numpy(np.concatenate(span)) for span in spans]
+        units, starts = np.sort(units.numpy()), np.cumsum(self.lengths) - self.lengths
+        rows = [np.arange(starts[unit], starts[unit] + self.lengths[unit]) for unit in units]
+        said = self.inputs(torch.from_numpy(np.concatenate(rows)))
+        tokens, mask, *about = (said[name].cpu().numpy().ravel() for name in ("actions", "mask", "lengths", "groups"))
+        packs = self.packing.pack(tokens, mask, *about, self.packing.pack_tokens)
+        return [torch.from_numpy(np.concatenate([rows[number] for number in pack])) for pack in packs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +193,7 @@ def conversations(
 ) -> Conversations:
     """The trajectory's tokens as items, of which these [K] are trained; `first` is the global number of the first
     conversation."""
-    lengths = trajectory.lengths
+    lengths = np.array(trajectory.lengths)
     return Conversations(
         first=first,
         obs={},
@@ -199,8 +202,9 @@ def conversations(
         mask=torch.from_numpy(trained[:, None]).to(device),
         current=torch.from_numpy((trajectory.versions == version) & trained).to(device),
         replay={},
-        lengths=np.array(lengths),
-        groups=trajectory.ids // packing.group_size,
+        lengths=lengths,
+        groups=trajectory.ids // packing.group_size if packing.share_prompts else np.array(trajectory.ids),
         of=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device),
+        teaching=np.logical_or.reduceat(trained, np.cumsum(lengths) - lengths),
         packing=packing,
     )

@@ -26,7 +26,7 @@ def update_policy(
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     factor = lr_factor(config.lr_schedule, iteration / total)
     if config.decoupled or config.episode_mask != "none":  # scored before any step
-        every = share.batch.every(model, step_items(config, len(share.batch)))
+        every = share.batch.every(model, step_items(config, len(share.batch))) if optimizer.sharded else ()
         share = share.corrected(model, config, most(optimizer, len(every)))
     names = (*share.sums, *model.policy.own_losses, "mismatch_k3")
     history: list[dict[str, float]] = []
@@ -36,7 +36,7 @@ def update_policy(
         kl_sum = 0.0
         for minibatch in minibatches(order, step_items(config, share.num_units)):
             mine = share.batch.owned(minibatch)
-            passes = most(optimizer, share.batch.passes(model, mine))
+            passes = most(optimizer, share.batch.passes(model, mine)) if optimizer.sharded else 0
             first = largest is None
             stats, found = gradient(model, config, share, mine, share.divisor(len(minibatch)), passes, compare=first)
             totals, norm = optimizer.exchange(stats)

@@ -60,7 +60,7 @@ def lay_out(
         raise ValueError("a conversation begins with a token that was sampled: nothing says how likely that was")
     found = blocks_of(tokens, mask, lengths, groups, share)
     row = max([row, *(block.size for block in found)])
-    bins = first_fit([block.size for block in found], row)
+    bins = evenly([block.size for block in found], row)
     shape = len(bins), max(sum(found[number].size for number in numbers) for numbers in bins)
     ids, positions, segments = (np.zeros(shape, np.int64) for _ in range(3))
     blocks, place = np.full(shape, -1, np.int64), np.empty(len(tokens), np.int64)
@@ -159,3 +159,16 @@ def first_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
         bins[at].append(number)
         room[at] -= sizes[number]
     return bins
+
+
+def evenly(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Numbers of things of these sizes in as many rows as it takes where a row holds `most`, about equally full: rows
+    are as wide as the fullest."""
+    count = -(-sum(sizes) // most)
+    rows: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
+    for number in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
+        at = load.index(min(load))
+        rows[at].append(number)
+        load[at] += sizes[number]
+    return [numbers for numbers in rows if numbers]

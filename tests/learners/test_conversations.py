@@ -23,7 +23,7 @@ from embodied.learners.worker import LearnerWorker
 from embodied.runtime import Timers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from speaking_policy import MAX_TOKENS, Speaking, talks
+from speaking_policy import MAX_TOKENS, Speaking, pack_groups, talks
 
 GROUPS, SIZE = 5, 3
 EPISODES = GROUPS * SIZE
@@ -243,6 +243,10 @@ def test_answers_that_were_all_cut_off_teach_nothing():
     for weighting in ("decision", "episode", "constant"):
         weights, numbers = trained(data, algo(truncated="mask", weighting=weighting))[0]
         assert far(weights, Speaking().state_dict()) == 0 and numbers["train/grad_norm"] == 0
+    policy, config = Speaking(), algo(truncated="mask")
+    share = share_of(policy, data, config)
+    gradient(Model(policy, LearnerConfig()), config, share, torch.arange(EPISODES), 1.0, 0)
+    assert not policy.seen, "what counts for nothing does not pass through the network"
 
 
 PERIODIC = [each for each in OPTIONS if each.get("kl_estimator") != "k1"]
@@ -316,3 +320,17 @@ def test_a_learner_worker_makes_the_same_step_of_a_batch_and_of_groups_as_they_c
     for epochs in (1, 2):  # nothing is precomputed of conversations
         again = learner(algo(epochs=epochs))
         assert again.update(Fifo(half), ("sim-0#1", "sim-1#1"), part, 0, 10)["train/epochs"] == epochs
+
+
+def test_a_pack_has_no_more_tokens_than_it_may_but_for_one_long_conversation():
+    lengths, groups = np.array([3, 3, 4, 2, 5, 5, 9, 1]), np.array([0, 0, 1, 1, 2, 2, 3, 3])
+    assert pack_groups(lengths, groups, 8) == [[0, 1], [2, 3], [4], [5], [6], [7]]
+    assert pack_groups(lengths, groups, 16) == [[0, 1, 2, 3], [4, 5], [6, 7]]
+
+
+def test_passes_that_make_up_for_those_of_other_ranks_count_nothing():
+    config, data, policy = algo(kl_coef=0.1), talks(Speaking(), GROUPS, SIZE, stale=0.2), Speaking()
+    share = share_of(policy, data, config, reference=Speaking(seed=3))
+    sums, largest = gradient(Model(policy, LearnerConfig()), config, share, torch.arange(0), 1.0, 3)
+    assert len(policy.seen) == 3 and not sums.any() and largest.isneginf().all()
+    assert not any(p.grad.any() for p in policy.parameters())
