@@ -121,10 +121,6 @@ def test_keys_and_envs_that_are_named_are_there():
     assert set(envs) <= {*ENV_CONFIGS, "vllm", "http"}
 
 
-waiting = pytest.mark.xfail(reason="the learner that packs conversations is not merged with the policy", strict=True)
-
-
-@waiting
 def test_the_env_is_trained_and_two_policies_are_compared(imitated, folder, here):
     here(TRAIN_OWN, *SHORT, f"run.start_from={imitated}")
     here(SAMPLED, "eval.episodes=8", "cluster.backend=inline")
@@ -135,7 +131,6 @@ def test_the_env_is_trained_and_two_policies_are_compared(imitated, folder, here
     assert {"text/truncated", "text/tokens", "text/tokens_per_s"} <= row.keys()
 
 
-@waiting
 @pytest.mark.parametrize("command", [TRAIN, PERIODIC])
 def test_sums_are_trained(command, folder, here):
     if not list(folder.glob("runs/sft-sums_sft-*")):
