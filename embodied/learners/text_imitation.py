@@ -18,7 +18,6 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import env_blocks
 from embodied.learners.bc import ImitationLearner
 from embodied.learners.examples import Example, read_examples, shown, solved
-from embodied.policies.base import pack_groups
 
 
 class TextImitationLearner(ImitationLearner):
@@ -57,10 +56,14 @@ class TextImitationLearner(ImitationLearner):
         return parts + [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(parts))
 
     def _packs(self, items: np.ndarray) -> list[np.ndarray]:
-        """Which of these conversations go through the network together."""
-        if not len(items):
-            return []
-        return pack_groups(self.sizes[items, 0], np.arange(len(items)), self.config.pack_tokens)
+        """Which of these conversations go through the network together: neighbours, as many as there is room for."""
+        cuts, held = [0], 0
+        for number, length in enumerate(self.sizes[items, 0].tolist()):
+            if number > cuts[-1] and held + length > self.config.pack_tokens:
+                cuts.append(number)
+                held = 0
+            held += length
+        return [part for part in np.split(np.arange(len(items)), cuts[1:]) if len(part)]
 
     def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask[:, :, None], losses, 0.0).sum()
