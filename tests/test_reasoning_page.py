@@ -20,7 +20,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
 TRAIN, CHECK, TRAIN_OWN, SAMPLED, GREEDY, REPORT, PERIODIC = COMMANDS
 SHORT = ["run.iterations=1", "env.num_envs=8", "algo.groups=2", "algo.group_size=4", "eval.episodes=4"]
-SHORT += ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}', "run.start_from={}"]
+SHORT += ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
 IMITATE = (
     "python -m embodied.sft recipe={} sft.episodes=64 sft.epochs=1 sft.warmup_steps=0 env.num_envs=8 eval.episodes=4"
 )
@@ -121,12 +121,8 @@ def test_keys_and_envs_that_are_named_are_there():
     assert set(envs) <= {*ENV_CONFIGS, "vllm", "http"}
 
 
-waiting = pytest.mark.xfail(reason="the learner that packs conversations is not merged with the policy", strict=True)
-
-
-@waiting
 def test_the_env_is_trained_and_two_policies_are_compared(imitated, folder, here):
-    here(TRAIN_OWN, *[word.format(imitated) for word in SHORT])
+    here(TRAIN_OWN, *SHORT, f"run.start_from={imitated}")
     here(SAMPLED, "eval.episodes=8", "cluster.backend=inline")
     first, second = newest(folder, "backwards"), imitated
     pages = [max((run / "eval").iterdir()) for run in (first, second)]
@@ -135,12 +131,11 @@ def test_the_env_is_trained_and_two_policies_are_compared(imitated, folder, here
     assert {"text/truncated", "text/tokens", "text/tokens_per_s"} <= row.keys()
 
 
-@waiting
 @pytest.mark.parametrize("command", [TRAIN, PERIODIC])
 def test_sums_are_trained(command, folder, here):
-    if not list(folder.glob("runs/sums_sft-*")):
+    if not list(folder.glob("runs/sft-sums_sft-*")):
         here(IMITATE.format("sums_sft"), "cluster.backend=inline")
-    words = [word.format(newest(folder, "sums_sft")) for word in SHORT]
+    words = [*SHORT, f"run.start_from={newest(folder, 'sft-sums_sft')}"]
     if "periodic" in command:
         words = [word for word in words if not word.startswith(("placement", "cluster"))]
     assert "cut off" in here(command, *words)
