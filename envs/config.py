@@ -448,8 +448,8 @@ def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
 
 def unknown_env(name: str) -> str:
     """The message for a name that is neither ours nor a class."""
-    known = f"known: {', '.join(ENV_CONFIGS)}, gym:<id>, my_pkg.my_module:MyEnv"
-    return f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'gym:'])}"
+    known = f"known: {', '.join(ENV_CONFIGS)}, reasoning_gym:<task>, gym:<id>, my_pkg.my_module:MyEnv"
+    return f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'reasoning_gym:', 'gym:'])}"
 
 
 ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
