@@ -360,21 +360,59 @@ class TextConfig(CommonEnvConfig):
     )
 
 
+TOY_TASKS = {  # env.name -> its tasks, the usual one first
+    "sums": {
+        "add2": "37+58=",
+        "fewshot_sums": "37 + 8 = after three examples, for models that have read of such things",
+        "calc2": "37*58=, where <calc>37*58</calc> asks a calculator",
+    },
+    "sort": {"sort4": "sort 98171: of four to six digits"},
+}
+
+
 class ToyTextConfig(TextConfig):
     name: Literal["sums", "sort"] = Field(description="A toy for small language models: add numbers, sort digits.")
     task: Tasks = Field(
-        "", description="Which one; unset: the usual one. sums: add2 (two numbers of two digits). sort: sort4 (4 to 6)."
+        "",
+        description="Which one, or a list to take in turn; unset: the first. sums: add2, fewshot_sums, calc2. sort: "
+        "sort4. What they ask: python -m embodied.list tasks",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _usual_task(cls, values: Any) -> Any:
-        return with_task(values, {"sums": "add2", "sort": "sort4"}.get(str(values.get("name")), ""))
+        return with_task(values, next(iter(TOY_TASKS.get(str(values.get("name")), "")), ""))
+
+    @model_validator(mode="after")
+    def _tasks_exist(self) -> ToyTextConfig:
+        known = TOY_TASKS[self.name]
+        for task in (self.task,) if isinstance(self.task, str) else self.task:
+            if task not in known:
+                raise ValueError(
+                    f"env.task={task!r} is no task of {self.name} (known: {', '.join(known)}){nearest(task, known)}"
+                )
+        return self
+
+
+class ReverseTextConfig(TextConfig):
+    name: Literal["reverse_text"] = Field(description="Text to be written backwards, rewarded by similarity.")
+    task: Literal["sentences", "letters"] = Field(
+        "sentences", description="sentences: messages, for chat models. letters: a few, for small models."
+    )
+    file: LocalPath | None = Field(
+        None, description='The sentences: JSONL, a line {"prompt": "..."} each; unset: some of everyday words.'
+    )
+
+    @model_validator(mode="after")
+    def _letters_are_drawn(self) -> ReverseTextConfig:
+        if self.file and self.task != "sentences":
+            raise ValueError(f"env.file={self.file} holds sentences, and env.task={self.task}; leave one of them out")
+        return self
 
 
 class MathConfig(TextConfig):
     name: Literal["math"] = Field(description="Questions from a file, whose boxed answers are compared as mathematics.")
-    task: Tasks = Field("math", description="How results name it.")
+    task: str = Field("math", description="How results name it.")
     file: LocalPath = Field(
         description="JSONL, a question a line: {question or prompt or messages, answer or solutions}."
     )
@@ -386,8 +424,12 @@ class MathConfig(TextConfig):
 
 class ReasoningGymConfig(TextConfig):
     name: str = Field(pattern=r"^reasoning_gym:\w+$", description="reasoning_gym:<name>, any of its tasks.")
-    task: Tasks = Field("", description="How results name it; unset: the task's name.")
+    task: str = Field("", description="How results name it; unset: the task's name.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Options of that task, as reasoning_gym has them.")
+    partial_scores: bool = Field(
+        False, description="Reward the task's own scores between 0 and 1 too; a success is a score of 1 in any case."
+    )
+    score_s: float = Field(5.0, gt=0, description="As for math.")
 
     @model_validator(mode="before")
     @classmethod
@@ -417,6 +459,7 @@ ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
     "robosuite": RobosuiteConfig,
     "sums": ToyTextConfig,
     "sort": ToyTextConfig,
+    "reverse_text": ReverseTextConfig,
     "math": MathConfig,
 }
 
@@ -439,6 +482,7 @@ EnvConfig = Annotated[
     | Annotated[RobosuiteConfig, Tag("robosuite")]
     | Annotated[ToyTextConfig, Tag("sums")]
     | Annotated[ToyTextConfig, Tag("sort")]
+    | Annotated[ReverseTextConfig, Tag("reverse_text")]
     | Annotated[MathConfig, Tag("math")]
     | Annotated[ReasoningGymConfig, Tag("reasoning_gym")]
     | Annotated[GymConfig, Tag("gym")]

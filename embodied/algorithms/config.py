@@ -379,21 +379,30 @@ class SFTConfig(Strict):
     kl_coef: ClassVar[float] = 0.0  # demonstrations are imitated without a reference policy
 
     data: LocalPath | None = Field(
-        None, description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0."
+        None,
+        description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0. For text envs JSONL, a line "
+        "{prompt or messages, answer} each; null: prompts of the env with its own solutions.",
     )
     names: dict[str, str] = Field(
         {},
         description="What they call action, state and the env's cameras where it is not as LeRobot does, such as "
         "{action: actions, state: state, agentview: image}.",
     )
-    episodes: int | None = Field(None, gt=0, description="Use only so many of them, from the first; null: all.")
+    episodes: int | None = Field(
+        None,
+        gt=0,
+        description="Use only so many of them, from the first; null: all. Without sft.data: how many of a text env's "
+        "prompts.",
+    )
     cache: LocalPath | None = Field(
         None,
         description="Folder on whose disk their decoded pictures lie while the run goes on (in a file without a name); "
         "null: the system's temporary folder, which on some machines is in memory.",
     )
     epochs: int = Field(50, gt=0, description="Passes over the demonstrations; each is an iteration of the run.")
-    minibatch_size: int = Field(256, gt=0, description="Demonstrated env steps per gradient step, over all learners.")
+    minibatch_size: int = Field(
+        256, gt=0, description="Demonstrated env steps, or conversations, per gradient step, over all learners."
+    )
     lr: float = Field(1e-3, ge=0, description="Adam's learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "linear",

@@ -29,7 +29,7 @@ from embodied.config.merge import (
 from embodied.config.mistakes import config_error, explain
 from embodied.config.schema import root
 from embodied.core.errors import ConfigError
-from embodied.core.options import LocalPath, Strict
+from embodied.core.options import LocalPath, PathOrRecipe, Strict
 from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
 from embodied.learners.config import LearnerConfig
 from embodied.placement.config import PlacementConfig
@@ -59,10 +59,11 @@ class RunSection(Strict):
         description="How many of the newest checkpoints stay, besides the best by the run's evaluations and those "
         "evaluated by hand; null: all.",
     )
-    start_from: LocalPath | None = Field(
+    start_from: PathOrRecipe | None = Field(
         None,
         description="Begin with this policy's weights instead of random ones: a run's folder, one of its checkpoints, "
-        "or a policy folder. The policy's options must be the same.",
+        "or a policy folder; or a recipe, whose newest finished run in run.dir is taken, or which is trained first. "
+        "The policy's options must be the same.",
     )
     trace: int = Field(
         5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
@@ -129,11 +130,17 @@ class EvalSection(Strict):
     protocol: str | None = Field(
         None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
     )
-    videos: int = Field(4, ge=0, description="How many of the first episodes are recorded; 0: no videos at all.")
+    videos: int = Field(
+        4,
+        ge=0,
+        description="How many of the first episodes are recorded; 0: no videos at all. Of text envs every transcript is "
+        "kept, and the report shows this many unfolded.",
+    )
     failure_videos: int = Field(
         4,
         ge=0,
-        description="Videos of failures, at most; those not among the first are played once more for the camera.",
+        description="Videos of failures, at most; those not among the first are played once more for the camera. Text "
+        "envs have none.",
     )
     overlay: bool = Field(
         False, description="Write instruction, step, reward, return, value and success below the frames."

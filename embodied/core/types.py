@@ -168,8 +168,8 @@ class EpisodeResult:
     success_at_end: bool | None
     success_at_reset: bool | None = None
     error: str = ""
-    truncated: bool | None = None  # a text env's: whether an answer was cut off
-    tokens: int = 0  # of all its answers
+    truncated: bool | None = None  # whether an answer was cut off; None for envs that do not speak
+    tokens: int = 0  # that a policy which speaks chose
 
 
 @dataclass(frozen=True)

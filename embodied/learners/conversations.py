@@ -38,10 +38,9 @@ class Packing:
 
 
 def packing_of(policy: Policy, config: LearnerConfig, algo: AlgoConfig) -> Packing | None:
-    """None for a policy that does not speak."""
-    if not policy.speaks:
+    """None for a policy that does not speak, and for imitation, which has its own items."""
+    if not policy.speaks or not isinstance(algo, GRPOConfig):
         return None
-    assert isinstance(algo, GRPOConfig), algo.name
     return Packing(policy.pack, config.pack_tokens, config.share_prompts, algo.group_size, policy.config.max_tokens)
 
 

@@ -288,7 +288,7 @@ class LearnerWorker(Worker):
 def check_learns(policy: Policy) -> None:
     """Refuse a policy that cannot be scored, trained or moved to where it acts."""
     kind = type(policy)
-    check_methods(kind, "value", "forward")
+    check_methods(kind, *(() if kind.speaks else ("value",)), "forward")
     if not any(True for _ in policy.parameters()):
         raise ConfigError(f"{kind.__name__} has no parameters, so there is nothing to train; evaluate it instead")
     for name, tensor in policy.state_dict().items():

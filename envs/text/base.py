@@ -6,28 +6,35 @@ that scores) is loaded once by `load`.
 
     class Doubling(TextEnv):
         def reset(self, spec):
-            self.number = int(self.rng(spec).integers(100))
+            self.number = self.draw(spec, lambda rng: int(rng.integers(10_000)))
             return f"twice {self.number} is "
 
         def step(self, answer):
             right = answer.strip() == str(2 * self.number)
             return Turn(reward=float(right), success=right)
+
+        def solution(self):
+            return str(2 * self.number)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from embodied.core.conversations import Said
+from embodied.core.errors import ConfigError
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
 from embodied.envs.preflight import BeforeARun
 from embodied.envs.protocols import Protocol
 
-MAX_TURNS = 1
+REWARDS = ("own", "success")
+TRIES = 1000  # draws in a row that show nothing new: then there is hardly more
+Question = TypeVar("Question")
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,11 @@ class TextEnv(BeforeARun):
 
     worker: ClassVar[str] = "embodied.envs.text.worker:TextWorker"
     mixes_tasks: ClassVar[bool] = True
+    max_turns: ClassVar[int] = 1
+    """Answers in a conversation, at most, where `env.max_episode_steps` does not say it."""
     num_held_out: ClassVar[int] = 200
     """Prompts for evaluations, which training never shows."""
+    _held_out: ClassVar[dict[Any, tuple[list, set]]] = {}  # drawn once in a process
 
     def __init__(self, config: Any, shared: Any = None) -> None:
         self.config, self.shared = config, shared
@@ -81,25 +91,69 @@ class TextEnv(BeforeARun):
         """The tasks `env.task` means, each of which an `EpisodeSpec` may name; episodes take turns among them."""
         return (config.task,) if isinstance(config.task, str) else tuple(config.task)
 
+    @classmethod
+    def held_out(cls, config: Any) -> int:
+        """How many prompts each task has for evaluations."""
+        return cls.num_held_out
+
+    # What a plug-in uses
+
+    def draw(self, spec: EpisodeSpec, question: Callable[[np.random.Generator], Question]) -> Question:
+        """The held-out question number `spec.init_state_id`, or one to train on, which is none of these. `question`
+        makes one of a generator's numbers; the held-out ones are the first that differ from each other."""
+        key = type(self), spec.task, repr(getattr(self.config, "kwargs", None))
+        if key not in self._held_out:
+            drawn = first_questions(question, generator(0, "held out", spec.task), self.held_out(self.config))
+            self._held_out[key] = drawn, set(drawn)
+        in_order, known = self._held_out[key]
+        if spec.init_state_id >= 0:
+            return in_order[spec.init_state_id % len(in_order)]
+        rng = generator(spec.seed, "prompt", spec.task)
+        for _ in range(TRIES):
+            if (drawn := question(rng)) not in known:
+                return drawn
+        raise ConfigError(
+            f"{type(self).__name__}: {TRIES} questions in a row were held-out ones; lower its num_held_out={len(known)}"
+        )
+
     # What the outside uses
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Raise where an option that only robots have is set."""
+        if config.reward not in REWARDS:
+            raise ConfigError(
+                f"env.reward={config.reward}: {config.name} scores answers itself; there are {', '.join(REWARDS)}"
+            )
+
+    @classmethod
+    def longest_episode(cls, config: Any) -> int:
+        """Turns of a conversation, at most."""
+        return config.max_episode_steps or cls.max_turns
 
     @classmethod
     def protocols(cls, config: Any) -> tuple[Protocol, ...]:
         """How evaluations are played: prompts that training never shows, in order."""
-        rules = (
-            f"{cls.num_held_out} prompts that training never shows, in order; an answer ends where the policy ends it"
-        )
-        return (Protocol("held-out-v1", rules, stored_states=cls.num_held_out),)
+        count = cls.held_out(config)
+        rules = f"prompts that training never shows, {count}, in order; an answer ends where the policy ends it"
+        return (Protocol("held-out-v1", rules, stored_states=count),)
 
     @classmethod
     def env_spec(cls, config: Any) -> EnvSpec:
         """What a language policy must know of it."""
-        turns = config.max_episode_steps or MAX_TURNS
+        turns = cls.longest_episode(config)
         return EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=turns, has_success=True, text=True)
 
-    @staticmethod
-    def rng(spec: EpisodeSpec) -> np.random.Generator:
-        """The randomness of this conversation: the same for all that begin alike."""
-        if spec.init_state_id >= 0:
-            return generator(0, "held out", spec.task, spec.init_state_id)
-        return generator(spec.seed, "prompt", spec.task)
+
+def first_questions(
+    question: Callable[[np.random.Generator], Question], rng: np.random.Generator, count: int
+) -> list[Question]:
+    """The first so many questions that differ from each other."""
+    found: dict[Question, None] = {}
+    for _ in range(count * TRIES):
+        if len(found) == count:
+            break
+        found[question(rng)] = None
+    else:
+        raise ConfigError(f"only {len(found)} different questions were drawn, and num_held_out={count} are held out")
+    return list(found)
