@@ -77,9 +77,11 @@ class Policy(nn.Module):
         """Score stored decisions: inputs holds "obs", "actions" [B, C, A] and what `act` put in `replay`."""
         raise NotImplementedError
 
-    def pack(self, tokens: Any, mask: Any, lengths: Any, groups: Any, most: int) -> list[list[int]]:
-        """Which conversations, by number, `forward` scores together where the policy speaks: at most so many tokens at
-        a time, whole groups where they fit. `tokens` [n, 1, 1], `mask` [n, 1], `lengths`, `groups` [R]."""
+    def pack(
+        self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, most: int
+    ) -> list[list[int]]:
+        """Which of R conversations, by number, `forward` is to score together: at most so many tokens at a time, and
+        whole groups where they fit. `tokens` and `mask` [n] are theirs, `lengths` and `groups` [R]."""
         raise NotImplementedError
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:

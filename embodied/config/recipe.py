@@ -133,8 +133,8 @@ class EvalSection(Strict):
     videos: int = Field(
         4,
         ge=0,
-        description="How many of the first episodes are recorded; 0: no videos at all. Of text envs every transcript is "
-        "kept, and the report shows this many unfolded.",
+        description="How many of the first episodes are recorded; 0: no videos at all. Text envs: how many of all "
+        "transcripts the report shows unfolded.",
     )
     failure_videos: int = Field(
         4,

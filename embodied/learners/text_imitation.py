@@ -38,7 +38,7 @@ class TextImitationLearner(ImitationLearner):
         mine = env_blocks(total, self.world_size)[self.rank]
         found = solved(self.env, self.seed, mine) if given is None else given[mine.start : mine.stop]
         self.check_warmup(total, f"{total:,} conversations")
-        self.demos = Conversations(self.policy, found, mine.start, total)
+        self.demos = ExampleTokens(self.policy, found, mine.start, total)
         self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # of all ranks' conversations
         self.blocks = self.blocks_of_ranks()
         return total
@@ -49,20 +49,28 @@ class TextImitationLearner(ImitationLearner):
     def _passes(self, minibatch: np.ndarray) -> int:
         if not self.optimizer.sharded:
             return 0
-        parts = [owned(minibatch, first, count) + first for first, count in self.blocks]
-        return max(len(packs(self.sizes[part, 0], self.config.pack_tokens)) for part in parts)
+        return max(len(self._packs(owned(minibatch, first, count) + first)) for first, count in self.blocks)
 
     def _micro_batches(self, mine: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
-        cuts = packs(self.demos.sizes[mine.numpy(), 0], self.config.pack_tokens)
-        parts = [(mine[cut], True) for cut in cuts]
+        parts = [(mine[torch.from_numpy(pack)], True) for pack in self._packs(mine.numpy() + self.demos.first)]
         return parts + [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(parts))
+
+    def _packs(self, items: np.ndarray) -> list[np.ndarray]:
+        """Which of these conversations go through the network together: neighbours, as many as there is room for."""
+        cuts, held = [0], 0
+        for number, length in enumerate(self.sizes[items, 0].tolist()):
+            if number > cuts[-1] and held + length > self.config.pack_tokens:
+                cuts.append(number)
+                held = 0
+            held += length
+        return [part for part in np.split(np.arange(len(items)), cuts[1:]) if len(part)]
 
     def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask[:, :, None], losses, 0.0).sum()
 
 
-class Conversations:
-    """Those of one rank as tokens; `first` is the number of its first among all `total`."""
+class ExampleTokens:
+    """The conversations of one rank as tokens; `first` is the number of its first among all `total`."""
 
     def __init__(self, policy: Any, examples: Sequence[Example], first: int, total: int) -> None:
         self.first, self.total = first, total
@@ -125,15 +133,3 @@ def check_length(policy: Any, tokens: np.ndarray, mask: np.ndarray, which: str) 
         )
     if (room := getattr(policy, "max_length", None)) and len(tokens) > room:
         raise ConfigError(f"{which}: a conversation of {len(tokens)} tokens does not fit into the model's {room}")
-
-
-def packs(lengths: np.ndarray, limit: int) -> list[slice]:
-    """Consecutive conversations that go through the network at once: as many as `limit` tokens hold, at least one.
-    Lengths 3 2 4 9 1 with a limit of 6: 3 2, 4, 9, 1."""
-    cuts, held = [0], 0
-    for number, length in enumerate(lengths.tolist()):
-        if number > cuts[-1] and held + length > limit:
-            cuts.append(number)
-            held = 0
-        held += length
-    return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(lengths)], strict=True) if b > a]

@@ -74,7 +74,7 @@ def answers_of(run: Run, one: Evaluation) -> dict[str, object]:
     steps = run.env_steps(one.version)
     about = {
         "version": one.version,
-        "env steps": f"{steps:,}" if steps is not None else "-",
+        **({"env steps": f"{steps:,}"} if steps is not None else {}),
         "sampling": sampling(one.temperature) if one.temperature is not None else "-",
     }
     return about | text_cells(one.results["overall"])

@@ -75,13 +75,13 @@ class GroupCollector:
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline.schedule))
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
         self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
-        self.speaks = False  # episodes are conversations
+        self.text = False  # episodes are conversations
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
         self.handed = 0  # times that episodes were handed over
 
     def start(self, workers: Workers) -> None:
         """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
-        self.rollouts, self.learners, self.speaks = workers.rollouts, workers.learners, workers.spec.text
+        self.rollouts, self.learners, self.text = workers.rollouts, workers.learners, workers.spec.text
         self.trajectories = self.outlets = workers.trajectory_channels()
         workers.cluster.watch(workers.journal)
         if self.algo.filter_metric == "success" and not workers.spec.has_success:
@@ -122,7 +122,7 @@ class GroupCollector:
             batch.groups = taken
             self._hand_over(batch)
         self.rollouts.settle(self.rollouts.sims.keep(self.pool.held))
-        if self.speaks:
+        if self.text:
             batch.engine = added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
         batch.counts, batch.carried, batch.discarded = +self.pool.counts, len(self.pool.held), self.pool.discarded
         return batch
@@ -262,7 +262,7 @@ class GroupCollector:
     def _learner_blocks(self, episodes: int) -> list[range]:
         """Which of so many episodes each learner rank learns from: whole groups of conversations, which have a prompt
         in common; of other episodes about as many as any rank."""
-        size = self.algo.group_size if self.speaks else 1
+        size = self.algo.group_size if self.text else 1
         blocks = env_blocks(episodes // size, len(self.learners))
         return [range(block.start * size, block.stop * size) for block in blocks]
 

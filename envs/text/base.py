@@ -150,10 +150,11 @@ def first_questions(
 ) -> list[Question]:
     """The first so many questions that differ from each other."""
     found: dict[Question, None] = {}
-    for _ in range(count * TRIES):
-        if len(found) == count:
-            break
-        found[question(rng)] = None
-    else:
-        raise ConfigError(f"only {len(found)} different questions were drawn, and num_held_out={count} are held out")
+    repeated = 0
+    while len(found) < count:
+        drawn = question(rng)
+        repeated = repeated + 1 if drawn in found else 0
+        if repeated == TRIES:
+            raise ConfigError(f"only {len(found)} different questions are drawn, and num_held_out={count} are held out")
+        found[drawn] = None
     return list(found)

@@ -18,7 +18,7 @@ from embodied.core.errors import ConfigError, MissingAsset, nearest
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.base import TRIES, TextEnv, Turn
-from embodied.envs.text.scoring import Scorer, dataset_of
+from embodied.envs.text.scoring import Scorer, dataset_of, entry_of
 
 POOL = 10_000  # questions to train on
 HELD_OUT_SEED = 1 << 30  # question i of seed s is made by a generator of seed s + i: far from those to train on
@@ -82,10 +82,10 @@ class ReasoningGym(TextEnv):
         task = task_of(self.config)
         if spec.init_state_id >= 0:
             index, of = spec.init_state_id % self.num_held_out, options(self.config, HELD_OUT_SEED)
-            return of, index, dataset_of(task, of)[index]
+            return of, index, entry_of(task, of, index)
         rng, of = generator(spec.seed, "prompt", spec.task), options(self.config, 0)
         for index in rng.integers(POOL, size=TRIES).tolist():
-            if (entry := dataset_of(task, of)[index])["question"] not in self.shared.questions:
+            if (entry := entry_of(task, of, index))["question"] not in self.shared.questions:
                 return of, index, entry
         raise ConfigError(f"env.name={self.config.name}: it has hardly more questions than the held-out ones")
 

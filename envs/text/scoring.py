@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from embodied.core.errors import EmbodiedError
@@ -134,12 +134,18 @@ def dataset_of(name: str, options: str) -> Any:
     return reasoning_gym.create_dataset(name, **options)
 
 
+@lru_cache(1024)
+def entry_of(name: str, options: str, index: int) -> dict[str, Any]:
+    """A question of a data set. Making one may take long, and a group asks the same."""
+    return dataset_of(name, options)[index]
+
+
 def reasoning_gym_score(answer: str, name: str, options: str, index: int, partial: bool) -> float:
     """The data set's own score. Less than 1 counts where `partial` asks for it, and never for containing the answer."""
     from reasoning_gym.dataset import ProceduralDataset
 
     dataset = dataset_of(name, options)
-    entry = dataset[index]
+    entry = entry_of(name, options, index)
     score = float(dataset.score_answer(answer, entry))
     scorer = dataset
     if name == "composite":

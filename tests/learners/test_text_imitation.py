@@ -17,7 +17,7 @@ from embodied.envs.text.base import TextEnv, Turn
 from embodied.learners.config import LearnerConfig
 from embodied.learners.examples import read_examples, solved
 from embodied.learners.rendezvous import RendezvousRoom
-from embodied.learners.text_imitation import Conversations, TextImitationLearner, packs, written
+from embodied.learners.text_imitation import ExampleTokens, TextImitationLearner, written
 from embodied.policies import make_policy
 from embodied.policies.config import ExternalPolicyConfig
 from embodied.runtime.timers import Timers
@@ -107,12 +107,6 @@ def test_of_several_turns_all_answers_are_learned():
 
 def test_the_same_number_and_seed_are_the_same_prompt_whoever_asks():
     assert solved(env(), 3, range(4, 9)) == solved(env(), 3, range(12))[4:9] != solved(env(), 4, range(4, 9))
-
-
-def test_conversations_go_through_the_network_as_the_tokens_allow():
-    cuts = packs(np.array([3, 2, 4, 9, 1]), 6)
-    assert [(cut.start, cut.stop) for cut in cuts] == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert packs(np.array([], np.int64), 6) == []
 
 
 def test_the_loss_is_the_mean_over_the_answers_tokens():
@@ -209,11 +203,11 @@ def test_an_env_without_solutions_names_both_ways_out():
 def test_answers_that_the_policy_could_not_say_are_refused():
     policy = make_policy(ExternalPolicyConfig(name="tests.imitating_policy:ImitatingPolicy"), None, 0)
     policy.config, policy.max_length = SimpleNamespace(max_tokens=3), 9
-    assert len(Conversations(policy, [(("1234=", "56"),)], 0, 1)) == 1
+    assert len(ExampleTokens(policy, [(("1234=", "56"),)], 0, 1)) == 1
     with pytest.raises(ConfigError, match=r"example 8 \('1='\): an answer of 4 tokens.*try policy\.max_tokens=4"):
-        Conversations(policy, [(("1=", "567"),)], 7, 8)
+        ExampleTokens(policy, [(("1=", "567"),)], 7, 8)
     with pytest.raises(ConfigError, match="a conversation of 10 tokens does not fit into the model's 9"):
-        Conversations(policy, [(("123456=", "5"),)], 0, 1)
+        ExampleTokens(policy, [(("123456=", "5"),)], 0, 1)
 
 
 def test_a_warm_up_that_never_ends_and_too_few_examples_are_refused():

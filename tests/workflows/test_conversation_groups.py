@@ -7,9 +7,9 @@ from embodied.core.types import EpisodeResult
 from embodied.workflows.group_collector import GroupCollector, GroupedEpisodes
 
 
-def collector(*options, learners=3, speaks=True):
+def collector(*options, learners=3, text=True):
     found = GroupCollector(load(["recipe=sums_grpo", "env.num_envs=4", *options]).config, ("sums",))
-    found.learners, found.speaks = [None] * learners, speaks
+    found.learners, found.text = [None] * learners, text
     return found
 
 
@@ -19,7 +19,7 @@ def test_learner_ranks_have_whole_groups_of_conversations(groups):
     assert [episode for block in blocks for episode in block] == list(range(groups * 4))
     assert all(block.start % 4 == block.stop % 4 == 0 for block in blocks)
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 4
-    acting = collector("algo.group_size=4", speaks=False)._learner_blocks(groups * 4)
+    acting = collector("algo.group_size=4", text=False)._learner_blocks(groups * 4)
     assert max(map(len, acting)) - min(map(len, acting)) <= 1
 
 
