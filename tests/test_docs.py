@@ -26,8 +26,7 @@ def case(command):
 )
 def test_a_documented_training_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    fresh = ["run.start_from=null"] if "recipe=sums_grpo" in command else []  # another recipe takes longer
-    code = train.main([*shlex.split(command)[3:], *SHORT, *fresh])
+    code = train.main([*shlex.split(command)[3:], *SHORT])
     assert code == 0, capsys.readouterr()
 
 
