@@ -1,8 +1,8 @@
 """Engines: what continues conversations for a language policy worker, a token at a time.
 
-`policy.engine` picks one: our own loop over the policy's model (slots.py), vLLM in the same process
-(vllm_engine.py), or servers that take our weights (http_engine.py). All of them are used in the same way: `add` while
-there is `room`, `step` until nothing is `running`, in any order, and `abort` to stop between two tokens.
+`policy.engine` picks one: our own loop over the policy's model (slots.py), or vLLM in the same process
+(vllm_engine.py). Both are used in the same way: `add` while there is `room`, `step` until nothing is `running`, in any
+order, and `abort` to stop between two tokens.
 """
 
 from __future__ import annotations
@@ -115,10 +115,6 @@ def make_engine(config: LanguageConfig, policy: LanguagePolicy) -> Engine:
         from embodied.policies.language.vllm_engine import VLLMEngine
 
         return VLLMEngine(config, policy)
-    if config.engine == "http":
-        from embodied.policies.language.http_engine import HTTPEngine
-
-        return HTTPEngine(config, policy)
     from embodied.policies.language.slots import SlotEngine
 
     return SlotEngine(config, policy)
