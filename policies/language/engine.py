@@ -7,6 +7,7 @@ order, and `abort` to stop between two tokens.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from embodied.policies.language.policy import LanguagePolicy
+
+ENGINES = {  # by what `policy.engine` says; imported when named
+    "transformers": "embodied.policies.language.slots:SlotEngine",
+    "vllm": "embodied.policies.language.vllm_engine:VLLMEngine",
+}
 
 
 @dataclass(frozen=True)
@@ -111,10 +117,5 @@ def cache_bytes(config: LanguageConfig, model: Any, max_length: int) -> int:
 
 def make_engine(config: LanguageConfig, policy: LanguagePolicy) -> Engine:
     """The engine that `policy.engine` names."""
-    if config.engine == "vllm":
-        from embodied.policies.language.vllm_engine import VLLMEngine
-
-        return VLLMEngine(config, policy)
-    from embodied.policies.language.slots import SlotEngine
-
-    return SlotEngine(config, policy)
+    module, _, name = ENGINES[config.engine].partition(":")
+    return getattr(importlib.import_module(module), name)(config, policy)
