@@ -279,12 +279,10 @@ class LanguageConfig(PolicyOptions):
         None,
         description="Folder or hub id of a published model, or a policy folder of ours; its weights are the first.",
     )
-    engine: Literal["transformers", "vllm", "http"] = Field(
+    engine: Literal["transformers", "vllm"] = Field(
         "transformers",
-        description="What generates: our own loop over the model, vLLM in the policy worker's process, or a server "
-        "that takes our weights.",
+        description="What generates: our own loop over the model, or vLLM in the policy worker's process (make vllm).",
     )
-    urls: tuple[str, ...] = Field((), description="With engine=http, the servers; policy workers take them in turn.")
     max_tokens: int = Field(512, gt=0, description="Tokens of an answer, at most; then it counts as cut off.")
     max_length: int | None = Field(
         None, gt=0, description="Tokens of a whole conversation, at most; null: as many as the model has positions."

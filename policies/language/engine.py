@@ -1,12 +1,13 @@
 """Engines: what continues conversations for a language policy worker, a token at a time.
 
-`policy.engine` picks one: our own loop over the policy's model (slots.py), vLLM in the same process
-(vllm_engine.py), or servers that take our weights (http_engine.py). All of them are used in the same way: `add` while
-there is `room`, `step` until nothing is `running`, in any order, and `abort` to stop between two tokens.
+`policy.engine` picks one: our own loop over the policy's model (slots.py), or vLLM in the same process
+(vllm_engine.py). Both are used in the same way: `add` while there is `room`, `step` until nothing is `running`, in any
+order, and `abort` to stop between two tokens.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from embodied.policies.language.policy import LanguagePolicy
+
+ENGINES = {  # by what `policy.engine` says; imported when named
+    "transformers": "embodied.policies.language.slots:SlotEngine",
+    "vllm": "embodied.policies.language.vllm_engine:VLLMEngine",
+}
 
 
 @dataclass(frozen=True)
@@ -111,14 +117,5 @@ def cache_bytes(config: LanguageConfig, model: Any, max_length: int) -> int:
 
 def make_engine(config: LanguageConfig, policy: LanguagePolicy) -> Engine:
     """The engine that `policy.engine` names."""
-    if config.engine == "vllm":
-        from embodied.policies.language.vllm_engine import VLLMEngine
-
-        return VLLMEngine(config, policy)
-    if config.engine == "http":
-        from embodied.policies.language.http_engine import HTTPEngine
-
-        return HTTPEngine(config, policy)
-    from embodied.policies.language.slots import SlotEngine
-
-    return SlotEngine(config, policy)
+    module, _, name = ENGINES[config.engine].partition(":")
+    return getattr(importlib.import_module(module), name)(config, policy)

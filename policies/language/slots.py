@@ -18,6 +18,7 @@ from torch import Tensor
 
 from embodied.core import rng
 from embodied.policies.config import LanguageConfig
+from embodied.policies.language.decoding import Step, fast_step
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, token_bytes, unanswered
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class KeyValues:
         self.layers: list[tuple[Tensor, Tensor]] = []
         self.at: tuple[Tensor, Tensor | slice] = ()  # the rows, and the places there, that the model writes to
         self.seen = 0  # tokens of every row that attention looks at; 0: those that the model has just made
+        self.bias: Tensor | None = None  # [rows, 1, 1, seen], added to attention's scores: 0 for what a row has
 
     def reserve(self, length: int) -> None:
         """Make every row at least this long."""
@@ -86,7 +88,7 @@ class SlotEngine(Engine):
     """Continues conversations with the policy's own model."""
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
-        self.model = policy.model
+        self.model, self.device = policy.model, policy.model.device
         self.stops = np.array(sorted(policy.tokenizer.stops), np.int64)
         self.max_length = policy.max_length
         fit = cache_bytes(config, self.model, self.max_length) // (token_bytes(self.model) * self.max_length)
@@ -104,6 +106,7 @@ class SlotEngine(Engine):
         exact = next(self.model.parameters()).dtype == torch.float64
         self.logprobs = np.zeros((self.slots, 0), np.float64 if exact else np.float32)
         self.seed, self.stream, self.temperature = 0, "", 1.0
+        self.fast: Step | None = None
         self.counted = dict.fromkeys(("prefilled", "copied"), 0)  # tokens, whose keys and values were
 
     @property
@@ -118,8 +121,11 @@ class SlotEngine(Engine):
         assert not self.running, "a round begins while answers of the one before are being written"
         self.seed, self.stream, self.temperature = seed, f"act/{stream}", temperature
         self.model.eval()
+        self.device = self.model.device
         if self.model.config._attn_implementation != "sdpa":  # learning may choose another
             self.model.set_attn_implementation("sdpa")
+        with torch.inference_mode(False), torch.no_grad():
+            self.fast = fast_step(self.model, self.max_length)
 
     def add(self, request: Request) -> None:
         assert self.room > 0, "no room for another conversation"
@@ -227,13 +233,18 @@ class SlotEngine(Engine):
         lengths = self.on(self.lengths[:count])
         self.cache.at, self.cache.seen = (torch.arange(count, device=self.device), lengths), seen
         mask = torch.arange(seen, device=self.device) <= lengths[:, None]
-        logits = self.model(
-            input_ids=self.on(self.pending[:count])[:, None],
-            attention_mask=mask[:, None, None],
-            position_ids=lengths[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-        ).logits[:, 0]
+        pending = self.on(self.pending[:count])
+        if self.fast:
+            self.cache.bias = torch.where(mask, 0.0, -torch.inf).to(self.model.dtype)[:, None, None]
+            logits = self.fast(pending, lengths, self.cache)
+        else:
+            logits = self.model(
+                input_ids=pending[:, None],
+                attention_mask=mask[:, None, None],
+                position_ids=lengths[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+            ).logits[:, 0]
         tokens, logprobs = choose(logits, self.temperature, self.on(self.noise[:count, self.phase]))
         self.phase += 1
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
@@ -248,7 +259,7 @@ class SlotEngine(Engine):
         self.counts[:count] += ~bad
         self.lengths[:count] += 1
         self.pending[:count] = tokens
-        stopped = np.isin(tokens, self.stops)
+        stopped = (tokens[:, None] == self.stops).any(1)
         ended = np.flatnonzero(stopped | bad | (self.counts[:count] >= self.limits[:count]))
         answers = []
         for row in map(int, ended):
@@ -285,10 +296,6 @@ class SlotEngine(Engine):
         places = (self.lengths[rows, None] + 1 + steps).ravel()
         numbers = rng.uniform(self.seed, self.stream, episodes.repeat(len(steps)), places, 1)
         self.noise[rows, self.phase :] = numbers.reshape(len(rows), len(steps))
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     def on(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers.copy()).to(self.device)

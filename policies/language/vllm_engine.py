@@ -34,7 +34,7 @@ SETTINGS = {  # of the environment; vLLM reads them while it is imported
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the cores
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }
 
