@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ TILE = 128  # of flex_attention's blocks, into which rows are divided
 def kernel(device: torch.device, dtype: torch.dtype) -> str:
     """What computes attention: on GPUs one that leaves out what nobody sees, elsewhere one with a dense mask."""
     return SPARSE if device.type == "cuda" and dtype != torch.float64 else DENSE
+
+
+def wide(kernel: str, dim: int) -> float:
+    """Places of a row at which attention costs a model of this width as much as all else: a dense mask is computed
+    through, whatever it hides (12 dim^2 products a token beside 2 dim a place, which are three times as slow)."""
+    return 2.0 * dim if kernel == DENSE else math.inf
 
 
 def visible(packed: Packed, kernel: str, device: torch.device) -> Any:

@@ -6,6 +6,7 @@ there as if it were alone: its positions restart behind the prompt, and it sees 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,24 +42,30 @@ class Packed:
 
 @dataclass(frozen=True)
 class Block:
-    """Conversations, by number, whose first `shared` tokens are the same; as int [n] the tokens that it is laid out
-    with, where they are among those of all conversations."""
+    """Conversations, by number, whose first `shared` tokens are the same and go through the network once."""
 
     members: tuple[int, ...]
     shared: int
-    size: int
+    size: int  # tokens
 
 
 def lay_out(
-    tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, share: bool = True, row: int = ROW
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    lengths: np.ndarray,
+    groups: np.ndarray,
+    share: bool = True,
+    row: int = ROW,
+    wide: float = math.inf,
 ) -> Packed:
     """Rows for all of these conversations, one after the other in `tokens` and `mask` [n], which is False where the env
-    spoke. They share what those of a group have in common at the beginning, if `share`."""
+    spoke. They share what those of a group have in common at the beginning, if `share`; `wide` as for `cheapest`."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     if mask[starts].any():
         raise ValueError("a conversation begins with a token that was sampled: nothing says how likely that was")
-    found = blocks_of(tokens, mask, lengths, groups, share)
+    whole = blocks_of(tokens, mask, lengths, groups, share)
+    found = [part for block in whole for part in cheapest(block, lengths, wide)]
     row = max([row, *(block.size for block in found)])
     bins = evenly([block.size for block in found], row)
     shape = len(bins), max(sum(found[number].size for number in numbers) for numbers in bins)
@@ -119,8 +126,23 @@ def blocks_of(
     for numbers in members.values():
         shared = shared_prompt(tokens, mask, starts[numbers], lengths[numbers]) if share else 0
         for some in [tuple(numbers)] if shared else [(number,) for number in numbers]:
-            found.append(Block(some, shared, shared + int((lengths[list(some)] - shared).sum())))
+            found.append(Block(some, shared, size_of(some, shared, lengths)))
     return found
+
+
+def cheapest(block: Block, lengths: np.ndarray, wide: float) -> list[Block]:
+    """A block in as many parts, each with the prompt again, as cost least. A place costs as much as a token in a
+    sequence of no length, and once more for every `wide` places of its block, which attention goes through."""
+    ways, count = [], 1
+    while count <= len(block.members):
+        members = [tuple(some.tolist()) for some in np.array_split(np.array(block.members), count)]
+        ways.append([Block(some, block.shared, size_of(some, block.shared, lengths)) for some in members])
+        count *= 2
+    return min(ways, key=lambda parts: sum(part.size * (1 + part.size / wide) for part in parts))
+
+
+def size_of(members: tuple[int, ...], shared: int, lengths: np.ndarray) -> int:
+    return shared + int((lengths[list(members)] - shared).sum())
 
 
 def shared_prompt(tokens: np.ndarray, mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:

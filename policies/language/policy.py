@@ -23,7 +23,7 @@ from embodied.policies.config import LanguageConfig
 from embodied.policies.folder import CONFIG
 from embodied.policies.language import folder as files
 from embodied.policies.language import tokenizer as words
-from embodied.policies.language.attention import kernel, visible
+from embodied.policies.language.attention import kernel, visible, wide
 from embodied.policies.language.packing import Packed, into_passes, lay_out
 from embodied.policies.language.settings import check_kind, fresh, longest
 from embodied.policies.published import PublishedPolicy
@@ -117,24 +117,25 @@ class LanguagePolicy(PublishedPolicy):
         """Score the tokens of R whole conversations, one after the other: "actions" [n, 1, 1], "mask" [n, 1] (False
         where the env spoke: 0 then), "lengths" and "groups" [R]. Those of one group may share their prompt."""
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
-        packed = lay_out(tokens, mask, lengths, groups, self.share_prompts)
+        way = kernel(self.device, self.dtype)
+        room = wide(way, self.model.config.hidden_size)
+        packed = lay_out(tokens, mask, lengths, groups, self.share_prompts, wide=room)
         chosen, takes, scored = (
             tensor_of(each, self.device)
             for each in (tokens[packed.scored].astype(np.int64), packed.takes, packed.scored)
         )
-        logits = self.head(self.hidden(packed)).to(self.exact)
+        logits = self.head(self.hidden(packed, way)).to(self.exact)
         likely = logits.log_softmax(-1)
         entropy = -(likely.exp() * likely).sum(-1)
         empty = likely.new_zeros(len(tokens))
         logprobs = empty.index_put((scored,), likely[takes, chosen])
         return Scores(logprobs[:, None, None], empty.index_put((scored,), entropy[takes])[:, None, None], empty)
 
-    def hidden(self, packed: Packed) -> Tensor:
+    def hidden(self, packed: Packed, way: str) -> Tensor:
         """The network's last hidden states [U, D] at the places whose logits are needed."""
         ids, positions, sources = (
             tensor_of(each, self.device) for each in (packed.ids, packed.positions, packed.sources)
         )
-        way = kernel(self.device, self.dtype)
         if self.model.config._attn_implementation != way:
             self.model.set_attn_implementation(way)
         seen = visible(packed, way, self.device)

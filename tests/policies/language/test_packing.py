@@ -109,6 +109,15 @@ def test_things_go_into_the_first_bin_with_room_the_largest_first():
     assert first_fit([3, 7, 2, 5], 9) == [[1, 2], [3, 0]]
 
 
+def test_a_group_is_split_where_attention_would_cost_more_than_the_prompt_again():
+    four = flat(inputs_of(*answers([8] * 10, [9] * 10, [10] * 10, [11] * 10, prompt=[5] * 6)))
+    assert lay_out(*four).num_tokens == 46
+    # 46 (1 + 46/50) = 88.3; two of 26 (1 + 26/50) = 79.0; four of 16 (1 + 16/50) = 84.5
+    assert lay_out(*four, wide=50).num_tokens == 52
+    # 64 (1 + 16/4) = 320
+    assert lay_out(*four, wide=4).num_tokens == 64
+
+
 def test_groups_need_not_stand_together():
     one, two = answers([8], [9]), answers([8], [9], prompt=(20, 21), group=1)
     mixed = [one[0], two[0], one[1], two[1]]

@@ -52,6 +52,13 @@ def test_shared_prompts_score_and_learn_like_separate_conversations(options, bar
     assert shared[2].abs().max() > 1e-3
 
 
+def test_large_groups_that_are_split_score_and_learn_alike():
+    policy, inputs = build(preset="tiny_gpt2", dtype="float64"), inputs_of(*answers(*(some(90) for _ in range(7))))
+    shared, separate = results(policy, inputs), results(policy, inputs, share=False)
+    for one, other in zip(shared, separate, strict=True):
+        assert (one - other).abs().max() <= 1e-12 * max(1.0, float(other.abs().max()))
+
+
 def test_an_answer_does_not_see_another():
     policy = build(preset="tiny_gpt2", dtype="float64")
     one = policy(inputs_of(*answers([8, 9, 10], [11, 12], [13]))).logprobs
