@@ -1,5 +1,6 @@
 # make train           set up if needed, then train a robot arm to push a cube (about a minute)
-# make test            set up if needed, then run the tests;  make test-all  also learning curves and chaos
+# make test            set up if needed, vLLM too, then run the tests;  make test-all  also learning curves and chaos
+# make vllm            add vLLM, for recipes with policy.engine=vllm
 # make lint            formatting, lint and types
 # make docs-check      every command and snippet of the README and docs/
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -9,15 +10,15 @@ RUN = .venv/bin/python
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadscope
 ARGS ?=
 
-.PHONY: train test test-all lint docs-check format setup
+.PHONY: train test test-all lint docs-check format setup vllm
 
 train: setup
 	@$(RUN) -m embodied.train recipe=maniskill_ppo $(ARGS)
 
-test: setup
+test: vllm
 	@$(PYTEST) -m "not slow and not chaos" $(ARGS)
 
-test-all: setup
+test-all: vllm
 	@$(PYTEST) $(ARGS)
 
 lint: setup
@@ -31,3 +32,6 @@ format: setup
 
 setup:
 	@$(PYTHON) scripts/setup.py
+
+vllm:
+	@$(PYTHON) scripts/setup.py vllm

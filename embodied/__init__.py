@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from embodied.core.types import Trajectory as Trajectory
     from embodied.envs import make_env as make_env
     from embodied.envs.base import VectorEnv as VectorEnv
+    from embodied.envs.text.base import TextEnv as TextEnv
+    from embodied.envs.text.base import Turn as Turn
     from embodied.placement import make_plan as make_plan
     from embodied.policies import load_policy as load_policy
     from embodied.policies.base import Policy as Policy
@@ -59,7 +61,9 @@ _HOMES = {
     "Policy": "policies.base",
     "PolicyOutput": "core.types",
     "Role": "workflows.contract",
+    "TextEnv": "envs.text.base",
     "Trajectory": "core.types",
+    "Turn": "envs.text.base",
     "VectorEnv": "envs.base",
     "Worker": "runtime",
     "WorkerGroup": "runtime",

@@ -39,6 +39,8 @@ def check(config: RunConfig) -> None:
     check_simulator(config, machines(config))
     kind.check(config.env)
     show("task", f"{config.env.name} {config.env.task}")
+    if speaks(kind):
+        return converse(kind, config.env)
     with kind.explained(config.env):
         env = kind(kind.plain(config.env), ROWS)
         try:
@@ -51,6 +53,28 @@ def check(config: RunConfig) -> None:
             env.close()
     for number, line in enumerate(kind.prove(config.env, launch.proofs(config))):
         show("" if number else "physics", line)
+
+
+def speaks(kind: type) -> bool:
+    from embodied.envs.text.base import TextEnv
+
+    return issubclass(kind, TextEnv)
+
+
+def converse(kind: Any, env: Any) -> None:
+    """Print what a text env says, and whether it keeps the contract of those."""
+    from embodied.envs.text.check import check_text_env
+
+    seen = check_text_env(kind, env)
+    turns, held_out = kind.longest_episode(env), kind.held_out(env)
+    show("said", seen.said)
+    show("solution", "not known: there is nothing to imitate" if seen.solution is None else repr(seen.solution))
+    show("turns", f"at most {turns} answer{'s' * (turns > 1)} in a conversation")
+    show("held out", f"{held_out} prompt{'s' * (held_out > 1)} for evaluations")
+    show(
+        "contract",
+        f"kept, with {seen.conversations} conversations: prompts, odd answers, rewards and ends are as they have to be",
+    )
 
 
 def judge(env: Any) -> None:

@@ -19,7 +19,7 @@ from embodied.core.errors import ConfigError
 from embodied.envs import PLUGINS
 from embodied.envs.maniskill.bridge.tasks import source_of
 from embodied.run import launch
-from embodied.system.machine import ENVS, RAY, ROOT, Machine, absent, install, normal
+from embodied.system.machine import ENVS, RAY, ROOT, TEXT_ENVS, Machine, absent, install, normal
 
 OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
 GIB = 1 << 30
@@ -229,6 +229,20 @@ def check_ffmpeg(machine: Machine) -> list[Finding]:
     return [Finding("ffmpeg", OK, f"two frames are an mp4 of {done.answer['bytes']} bytes")]
 
 
+def check_scoring(machine: Machine) -> list[Finding]:
+    """Scores an answer with each library that text envs ask."""
+    findings = []
+    for kind, need in TEXT_ENVS.items():
+        if missing := absent(need, machine):
+            detail = f"not installed: {', '.join(missing)}; only env.name={kind} needs it"
+            findings.append(Finding(f"{kind} scoring", ABSENT, detail, install(need, machine)))
+        elif problem := machine.probe("scoring", kind).problem:
+            findings.append(Finding(f"{kind} scoring", FAILED, problem, set_up()))
+        else:
+            findings.append(Finding(f"{kind} scoring", OK, f"{need} {machine.version(need.packages[0])}"))
+    return findings
+
+
 def check_ray(machine: Machine) -> list[Finding]:
     """Starts Ray. It is only for several machines, so a failure is a warning."""
     if absent(RAY, machine):
@@ -331,6 +345,7 @@ CHECKS: tuple[Check, ...] = (
     check_frames,
     check_egl,
     check_assets,
+    check_scoring,
     check_ray,
 )
 

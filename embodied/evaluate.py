@@ -41,6 +41,7 @@ from embodied.reporting.results import (
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import causes, summarize
+from embodied.reporting.transcripts import TRANSCRIPTS, join_transcripts
 from embodied.reporting.videos import write_mosaic
 from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
@@ -234,6 +235,8 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
     print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
     print(f"  results     {out / 'results.json'}")
     print(f"  report      {out / 'report.html'}")
+    if (out / TRANSCRIPTS).is_file():
+        print(f"  transcripts {out / TRANSCRIPTS}")
     if (out / "dataset").is_dir():
         print(f"  dataset     {out / 'dataset'}")
     for video in sorted((out / "videos").glob("*.mp4"), reverse=True)[:3]:
@@ -287,6 +290,7 @@ def write_evaluation(
         "causes": causes(episodes),
         "provenance": kept.provenance(),
     }
+    join_transcripts(kept.folder, {episode.index for episode in episodes})
     write_results(kept.folder, results, episodes)
     kept.end()
     if evaluators[0].config.eval.mosaic:

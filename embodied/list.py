@@ -14,12 +14,12 @@ from embodied.config.merge import recipe_file, recipe_names
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.envs import PLUGINS, env_class
-from embodied.envs.config import ENV_CONFIGS, EnvConfig
+from embodied.envs.config import ENV_CONFIGS, TOY_TASKS, EnvConfig, kind_of
 from embodied.envs.libero.suites import SUITES
 from embodied.envs.maniskill.bridge.tasks import asset_folder, source_of
 from embodied.policies import FAMILIES
 from embodied.run import launch
-from embodied.system.machine import ENVS, POLICIES, Machine, Requirement, why_not
+from embodied.system.machine import ENVS, POLICIES, TEXT_ENVS, Machine, Requirement, why_not
 
 NVIDIA = "/dev/nvidiactl"
 USAGE = """List what there is, what it needs, and whether it runs here.
@@ -27,12 +27,13 @@ USAGE = """List what there is, what it needs, and whether it runs here.
 usage: python -m embodied.list [recipes|envs|tasks|policies] [--help]
 
   recipes                       recipe=NAME: what a run trains
-  envs                          env.name=NAME: simulators
+  envs                          env.name=NAME: simulators, and envs that ask in words
   tasks                         env.task=NAME, by simulator (takes some seconds: it starts the simulators)
   policies                      policy.name=NAME: families of robot policies
 
 Without a word: recipes, envs and policies."""
 NOTHING = Requirement()
+ALL_ENVS = ENVS | TEXT_ENVS
 LACKS = "lacks "
 
 
@@ -94,7 +95,7 @@ def recipes(machine: Machine) -> Iterable[Item]:
 
 
 def envs(machine: Machine) -> Iterable[Item]:
-    return plugins(PLUGINS, ENVS, machine)
+    return plugins(PLUGINS, ALL_ENVS, machine)
 
 
 def policies(machine: Machine) -> Iterable[Item]:
@@ -110,7 +111,7 @@ def plugins(places: dict[str, str], needs: dict[str, Requirement], machine: Mach
 
 def tasks(machine: Machine) -> Iterable[Item]:
     for env in PLUGINS:
-        problem = why_not(ENVS.get(env, NOTHING), machine)
+        problem = why_not(ALL_ENVS.get(env, NOTHING), machine)
         if env == "maniskill" and not problem:
             yield from maniskill_tasks(machine)
         elif env == "libero":
@@ -119,11 +120,17 @@ def tasks(machine: Machine) -> Iterable[Item]:
             )
         elif env == "gym":
             yield Item("gym", GYM, problem)
+        elif env == "reasoning_gym":
+            yield Item("reasoning_gym", REASONING_GYM, problem)
         else:
             yield from (Item(f"{env} {task}".strip(), text, problem) for task, text in tasks_of_options(env))
 
 
 GYM = 'env.name=gym:ID for any ID of: python -c "import gymnasium; gymnasium.pprint_registry()"'
+REASONING_GYM = (
+    "env.name=reasoning_gym:NAME for any NAME of: "
+    'python -c "import reasoning_gym.factory as f; print(*sorted(f.DATASETS))"'
+)
 
 
 def maniskill_tasks(machine: Machine) -> Iterable[Item]:
@@ -154,6 +161,8 @@ def lacks(assets: dict[str, str]) -> str:
 
 def tasks_of_options(env: str) -> list[tuple[str, str]]:
     """The (name, description) of each task where `env.task` has fixed names; else one description."""
+    if env in TOY_TASKS:
+        return list(TOY_TASKS[env].items())
     field = ENV_CONFIGS[env].model_fields["task"]
     if get_origin(field.annotation) is Literal:
         return [(name, field.description) for name in get_args(field.annotation)]
@@ -162,7 +171,7 @@ def tasks_of_options(env: str) -> list[tuple[str, str]]:
 
 def problem_of_env(env: EnvConfig, machine: Machine) -> str:
     """Why a recipe's env does not run here; empty where it does."""
-    if problem := why_not(ENVS.get(env.name, NOTHING), machine):
+    if problem := why_not(ALL_ENVS.get(kind_of(env), NOTHING), machine):
         return problem
     return lacks(env_class(env).missing_files(env, machine))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,13 @@ from embodied.reporting.runs import Run, read_run
 from embodied.run import launch
 from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims
 from embodied.run.ending import Interruption, closing
+from embodied.run.first_run import FirstRun, first_run, starting_from
 from embodied.run.folder import RunFolder
-from embodied.run.policy_source import Target, check_continues, check_fits, find_start
+from embodied.run.policy_source import Target, check_continues, check_fits, check_same_policy, find_start
 from embodied.run.program import command_of, program_of
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.supervised import imitation_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,11 +67,20 @@ def follow(
     program: type[Workflow],
     clock: Callable[[], float] = time.perf_counter,
     opened: Callable[[Path], None] = lambda folder: None,
+    before: tuple[str, ...] = (),
 ) -> int:
     """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
-    happened. Returns the command's exit code; `opened` is called with the folder."""
+    happened. Returns the command's exit code; `opened` is called with the folder. `before` are the recipes of the runs
+    that wait for this one's policy."""
     config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=program.roles)
-    origin = find_start(config.run.start_from, config.policy) if config.run.start_from else None
+    start = config.run.start_from
+    if first := first_run(loaded, before):
+        code, start = make_start(first, config, before)
+        if code:
+            return code
+        if start:
+            config, loaded = starting_from(config, start), replace(loaded, config=starting_from(loaded.config, start))
+    origin = find_start(start, config.policy) if start else None
     if loaded.dry_run:
         launch.rehearse(config)
         print(launch.describe(config, plan, weights=config.resume))
@@ -88,6 +99,29 @@ def follow(
             console.say(f"results     {folder.path}")
             train(program, config, plan, origin, folder, checkpoint, console, interruption, clock)
     return interruption.exit_code
+
+
+def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> tuple[int, Path | None]:
+    """The folder of the run that `run.start_from` names by its recipe, after it is trained where it is not there; a dry
+    run only says so. Returns its exit code, too."""
+    launch.say(first.describe())
+    if first.folder:
+        return 0, first.folder
+    check_same_policy(f"run.start_from={first.recipe}", first.loaded.config.policy, config.policy)
+    folders: list[Path] = []
+    program = imitation_of(first.loaded.config) if first.command == "sft" else EmbodiedLoop
+    code = follow(first.loaded, program, opened=folders.append, before=(*before, first.recipe))
+    if first.loaded.dry_run:
+        launch.say("then")
+        return code, None
+    if code:
+        launch.say(
+            f"the start was stopped, so the run is not begun: python -m embodied.{first.command} resume={folders[0]}, "
+            "then the same command again"
+        )
+    else:
+        launch.say(f"start       {folders[0]}, just made")
+    return code, folders[0]
 
 
 def open_folder(loaded: Loaded, command: str) -> tuple[RunFolder, Path | None]:

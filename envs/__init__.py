@@ -22,7 +22,10 @@ PUBLIC = {  # what an env of one's own needs, by the module that defines it; imp
     "Observation": "embodied.core.types",
     "Protocol": "embodied.envs.protocols",
     "StepResult": "embodied.envs.base",
+    "TextEnv": "embodied.envs.text.base",
+    "Turn": "embodied.envs.text.base",
     "VectorEnv": "embodied.envs.base",
+    "check_text_env": "embodied.envs.text.check",
     "check_vector_env": "embodied.envs.check",
 }
 __all__ = ["PLUGINS", "env_class", "env_that_knows", "import_class", "make_env", *PUBLIC]
@@ -32,6 +35,11 @@ PLUGINS = {
     "libero": "embodied.envs.libero.env:LiberoEnv",
     "robosuite": "embodied.envs.robosuite.env:RobosuiteEnv",
     "pointmass": "embodied.envs.pointmass.env:PointMassEnv",
+    "sums": "embodied.envs.text.sums:Sums",
+    "sort": "embodied.envs.text.sort:Sort",
+    "reverse_text": "embodied.envs.text.reverse_text:ReverseText",
+    "math": "embodied.envs.text.math:Math",
+    "reasoning_gym": "embodied.envs.text.reasoning_gym:ReasoningGym",
     "gym": "embodied.envs.gym.env:GymEnv",
 }
 
@@ -70,9 +78,10 @@ def env_class(config: Any) -> type[VectorEnv]:
     import gymnasium
 
     from embodied.envs.base import VectorEnv
+    from embodied.envs.text.base import TextEnv
 
     found = import_class(config.name)
-    if inspect.isclass(found) and issubclass(found, VectorEnv):
+    if inspect.isclass(found) and issubclass(found, VectorEnv | TextEnv):
         return found
     if simulator := simulator_of(found):
         raise ConfigError(f"{config.name} is a task of env.name={simulator}: set env.task={config.name}")

@@ -346,6 +346,97 @@ class ExternalEnvConfig(CommonEnvConfig):
         return with_task(values, name.rpartition(":")[2])
 
 
+class TextConfig(CommonEnvConfig):
+    """What all text envs have in common: a step is a turn of the conversation, and the env says when it is over."""
+
+    on_success: ClassVar[str] = "continue"
+    stagger: ClassVar[bool] = False
+
+    num_envs: int = Field(
+        64,
+        gt=0,
+        le=2**20,
+        description="Conversations that go on at a time in the whole run, shared out among the sims.",
+    )
+
+
+TOY_TASKS = {  # env.name -> its tasks, the usual one first
+    "sums": {
+        "add2": "37+58=",
+        "fewshot_sums": "37 + 8 = after three examples, for models that have read of such things",
+        "calc2": "37*58=, where <calc>37*58</calc> asks a calculator",
+    },
+    "sort": {"sort4": "sort 98171: of four to six digits"},
+}
+
+
+class ToyTextConfig(TextConfig):
+    name: Literal["sums", "sort"] = Field(description="A toy for small language models: add numbers, sort digits.")
+    task: Tasks = Field(
+        "",
+        description="Which one, or a list to take in turn; unset: the first. sums: add2, fewshot_sums, calc2. sort: "
+        "sort4. What they ask: python -m embodied.list tasks",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_task(cls, values: Any) -> Any:
+        return with_task(values, next(iter(TOY_TASKS.get(str(values.get("name")), "")), ""))
+
+    @model_validator(mode="after")
+    def _tasks_exist(self) -> ToyTextConfig:
+        known = TOY_TASKS[self.name]
+        for task in (self.task,) if isinstance(self.task, str) else self.task:
+            if task not in known:
+                raise ValueError(
+                    f"env.task={task!r} is no task of {self.name} (known: {', '.join(known)}){nearest(task, known)}"
+                )
+        return self
+
+
+class ReverseTextConfig(TextConfig):
+    name: Literal["reverse_text"] = Field(description="Text to be written backwards, rewarded by similarity.")
+    task: Literal["sentences", "letters"] = Field(
+        "sentences", description="sentences: messages, for chat models. letters: a few, for small models."
+    )
+    file: LocalPath | None = Field(
+        None, description='The sentences: JSONL, a line {"prompt": "..."} each; unset: some of everyday words.'
+    )
+
+    @model_validator(mode="after")
+    def _letters_are_drawn(self) -> ReverseTextConfig:
+        if self.file and self.task != "sentences":
+            raise ValueError(f"env.file={self.file} holds sentences, and env.task={self.task}; leave one of them out")
+        return self
+
+
+class MathConfig(TextConfig):
+    name: Literal["math"] = Field(description="Questions from a file, whose boxed answers are compared as mathematics.")
+    task: str = Field("math", description="How results name it.")
+    file: LocalPath = Field(
+        description="JSONL, a question a line: {question or prompt or messages, answer or solutions}."
+    )
+    held_out: LocalPath | None = Field(
+        None, description="Another such file for evaluations; unset: the first 5% of the questions, at most 500."
+    )
+    score_s: float = Field(5.0, gt=0, description="Seconds that comparing an answer may take; then it counts as wrong.")
+
+
+class ReasoningGymConfig(TextConfig):
+    name: str = Field(pattern=r"^reasoning_gym:\w+$", description="reasoning_gym:<name>, any of its tasks.")
+    task: str = Field("", description="How results name it; unset: the task's name.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Options of that task, as reasoning_gym has them.")
+    partial_scores: bool = Field(
+        False, description="Reward the task's own scores between 0 and 1 too; a success is a score of 1 in any case."
+    )
+    score_s: float = Field(5.0, gt=0, description="As for math.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _task_is_the_name(cls, values: Any) -> Any:
+        return with_task(values, str(values.get("name", "")).partition(":")[2])
+
+
 def check_privileged(config: Any) -> None:
     if config.privileged and config.state == "full":
         raise ValueError("env.privileged=true, but env.state=full hides nothing from the actor; try env.state=proprio")
@@ -357,8 +448,8 @@ def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
 
 def unknown_env(name: str) -> str:
     """The message for a name that is neither ours nor a class."""
-    known = f"known: {', '.join(ENV_CONFIGS)}, gym:<id>, my_pkg.my_module:MyEnv"
-    return f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'gym:'])}"
+    known = f"known: {', '.join(ENV_CONFIGS)}, reasoning_gym:<task>, gym:<id>, my_pkg.my_module:MyEnv"
+    return f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'reasoning_gym:', 'gym:'])}"
 
 
 ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
@@ -366,6 +457,10 @@ ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
     "pointmass": PointMassConfig,
     "libero": LiberoConfig,
     "robosuite": RobosuiteConfig,
+    "sums": ToyTextConfig,
+    "sort": ToyTextConfig,
+    "reverse_text": ReverseTextConfig,
+    "math": MathConfig,
 }
 
 
@@ -377,7 +472,7 @@ def kind_of(value: Any) -> str:
     name = value.get("name", "maniskill") if isinstance(value, dict) else getattr(value, "name", "maniskill")
     if name in ENV_CONFIGS:
         return str(name)
-    return "gym" if str(name).startswith("gym:") else "external"
+    return next((kind for kind in ("gym", "reasoning_gym") if str(name).startswith(f"{kind}:")), "external")
 
 
 EnvConfig = Annotated[
@@ -385,6 +480,11 @@ EnvConfig = Annotated[
     | Annotated[PointMassConfig, Tag("pointmass")]
     | Annotated[LiberoConfig, Tag("libero")]
     | Annotated[RobosuiteConfig, Tag("robosuite")]
+    | Annotated[ToyTextConfig, Tag("sums")]
+    | Annotated[ToyTextConfig, Tag("sort")]
+    | Annotated[ReverseTextConfig, Tag("reverse_text")]
+    | Annotated[MathConfig, Tag("math")]
+    | Annotated[ReasoningGymConfig, Tag("reasoning_gym")]
     | Annotated[GymConfig, Tag("gym")]
     | Annotated[ExternalEnvConfig, Tag("external")],
     Discriminator(kind_of),

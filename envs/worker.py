@@ -7,7 +7,6 @@ next episode of the driver's list; the arrays it records go to the learner ranks
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,27 +20,26 @@ from embodied.core.types import (
     Recording,
     RolloutStats,
     Route,
-    Trajectory,
-    arrays_of,
     choose,
     env_blocks,
     join,
-    trajectory_from,
 )
 from embodied.envs import make_env
+from embodied.envs.episode_keeper import EpisodeKeeper
 from embodied.envs.evaluation import ExpertActions, PolicyActions, play_episodes
 from embodied.envs.rollout import EpisodeStream, PolicyClient, Record, Refill, Stage, take_turns
-from embodied.runtime import Channel, Needs, Worker, served_while_busy
+from embodied.runtime import Channel, Needs, served_while_busy
 from embodied.runtime.device_memory import Taken
 from embodied.runtime.timers import Total
 
 
-class SimWorker(Worker):
+class SimWorker(EpisodeKeeper):
     def __init__(
         self, config, stages: int = 1, journal: Channel | None = None, eval_config=None, eval_rows: int = 1
     ) -> None:
         """Every training episode is noted in `journal` before it begins. Evaluations are played in `eval_rows` separate
         envs of `eval_config`; without stages there are no others."""
+        super().__init__()
         self.config = config
         self.eval_config, self.eval_rows = eval_config or config, eval_rows
         self.journal = journal
@@ -50,8 +48,6 @@ class SimWorker(Worker):
         self.eval_env = None
         self.memory = Taken()  # of its GPU, by all its simulators
         self.stopped = False
-        self.whole: Trajectory | None = None  # whole episodes that the learners may still want
-        self.ended: dict[int, Trajectory] = {}  # the same one by one, where they are handed on while others are played
 
     def spec(self) -> EnvSpec:
         """Build the envs (the first call takes seconds with a real simulator) and say what they offer."""
@@ -136,45 +132,6 @@ class SimWorker(Worker):
         )
         finished = tuple(result for record in records for result in record.finished)
         return RolloutStats(sum(record.env_steps for record in records), finished, step_s, reset_s, wait_s)
-
-    def kept(self) -> list[int]:
-        """The whole episodes that are kept."""
-        return [*self.ended, *([] if self.whole is None else self.whole.ids.tolist())]
-
-    def hand_over(self, wanted: list[np.ndarray], source: str, out: tuple[Channel, ...]) -> list[int]:
-        """Send every learner rank those of its wanted episodes that are kept here; -> the ranks that got something."""
-        kept, ranks = set(self.kept()), []
-        for rank, (episodes, channel) in enumerate(zip(wanted, out, strict=True)):
-            if mine := [episode for episode in episodes.tolist() if episode in kept]:
-                part = choose(self.whole, mine, source)
-                channel.put(part, weight=int(part.mask.sum()))
-                ranks.append(rank)
-        return ranks
-
-    @served_while_busy
-    def hand_on(self, episodes: list[int], source: str, channel: Channel) -> bool:
-        """Send these episodes, which have ended, and forget them; False where not all are here."""
-        if not self.ended.keys() >= {*episodes}:
-            return False
-        part = join([self.ended.pop(episode) for episode in episodes])
-        channel.put(replace(part, source=source), weight=part.num_steps)
-        return True
-
-    def keep(self, episodes: tuple[int, ...]) -> None:
-        """Forget all kept episodes but these."""
-        self.ended = {episode: part for episode, part in self.ended.items() if episode in episodes}
-        mine = [] if self.whole is None else [one for one in self.whole.ids.tolist() if one in episodes]
-        self.whole = choose(self.whole, mine) if mine else None
-
-    def get_kept(self) -> dict[str, np.ndarray]:
-        """The whole episodes that are kept, as arrays for a checkpoint; empty if there are none."""
-        return {} if self.whole is None else arrays_of(self.whole)
-
-    def set_kept(self, arrays: dict[str, np.ndarray]) -> None:
-        """This worker's part of what all workers kept."""
-        kept = trajectory_from(arrays)
-        mine = kept.ids[self.rank :: self.world_size]
-        self.whole = choose(kept, mine) if len(mine) else None
 
     def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
         """Take over from a worker that died, whose env rows had begun so many episodes: begin their next ones."""

@@ -26,7 +26,9 @@ FAMILIES = {
     "openvla_oft": "embodied.policies.openvla.oft:OpenVLAOFTPolicy",
     "pi0": "embodied.policies.pi0.policy:Pi0Policy",
     "pi05": "embodied.policies.pi0.policy:Pi0Policy",
+    "language": "embodied.policies.language.policy:LanguagePolicy",
 }
+WORKERS = {"language": "embodied.policies.language.worker:LanguageWorker"}  # of families that have one of their own
 
 PUBLIC = {  # what a policy of one's own needs, by the module that defines it; imported when asked for
     "EnvSpec": "embodied.core.types",
@@ -69,7 +71,7 @@ def policy_class(name: str) -> type[Policy]:
 
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise ConfigError(f"policy.name={name!r} is no class of embodied.policies.base.Policy: {kind!r}")
-    check_methods(kind, "noise_spec", "act")
+    check_methods(kind, *(() if kind.speaks else ("noise_spec", "act")))
     return kind
 
 

@@ -41,6 +41,7 @@ class Scores:
 class Policy(nn.Module):
     """A plug-in implements `act`, `value`, `forward` and `noise_spec`; saving and loading come from here."""
 
+    speaks = False  # whether it answers text envs: then an engine acts, and it scores whole conversations
     any_image_size = False  # whether it scales images itself
     value_names: tuple[str, ...] = ()  # how the names of parameters begin that only predict values
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
@@ -74,6 +75,13 @@ class Policy(nn.Module):
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         """Score stored decisions: inputs holds "obs", "actions" [B, C, A] and what `act` put in `replay`."""
+        raise NotImplementedError
+
+    def pack(
+        self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, most: int
+    ) -> list[list[int]]:
+        """Which of R conversations, by number, `forward` is to score together: at most so many tokens at a time, and
+        whole groups where they fit. `tokens` and `mask` [n] are theirs, `lengths` and `groups` [R]."""
         raise NotImplementedError
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:

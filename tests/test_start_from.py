@@ -1,16 +1,22 @@
 """A run that begins with another run's policy."""
 
 import json
+import signal
 
 import pytest
 from safetensors.numpy import load_file
 
+from embodied.collect import main as collect
+from embodied.config.cli import read_yaml
+from embodied.config.merge import recipe_names
 from embodied.config.recipe import load
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, Pi0Config
+from embodied.run.first_run import command_of_recipe
 from embodied.run.policy_source import check_continues, find_start
+from embodied.train import iterate
 from embodied.train import main as train
 
 TINY = [
@@ -80,3 +86,143 @@ def test_how_a_policy_learns_may_differ(tmp_path):
     assert find_start(tmp_path, here).config == there
     with pytest.raises(ConfigError, match=r"policy.steps=4 there, 2 here"):
         find_start(tmp_path, here.model_copy(update={"steps": 2}))
+
+
+# Recipes that make a start
+
+SMALL = """
+env: {num_envs: 4}
+policy: {hidden: [8], normalize_observations: true}
+eval: {episodes: 2, videos: 0}
+cluster: {backend: inline}
+"""
+LEARN = "algo: {rollout_decisions: 8, minibatch_size: 32}\nrun: {iterations: 1%s}\n"
+
+
+@pytest.fixture
+def recipes(tmp_path):
+    """The folder of two recipes, of which `second` starts from `first`; runs go into its folder `runs`."""
+    (tmp_path / "first.yaml").write_text("extends: pointmass_ppo" + SMALL + LEARN % "")
+    (tmp_path / "second.yaml").write_text("extends: pointmass_ppo" + SMALL + LEARN % ", start_from: first.yaml")
+    return tmp_path
+
+
+def second(recipes, *more):
+    return train([f"recipe={recipes / 'second.yaml'}", f"run.dir={recipes / 'runs'}", *more])
+
+
+def runs(recipes, name):
+    return sorted(recipes.glob(f"runs/{name}-*"))
+
+
+def about(run):
+    return json.loads((run / "run.json").read_text())
+
+
+def test_a_recipe_that_makes_the_start_is_trained_first(recipes, capsys):
+    assert second(recipes, "seed=5", "algo.lr=0", "env.num_envs=8") == 0
+    (made,), (run,) = runs(recipes, "first"), runs(recipes, "second")
+    output = capsys.readouterr().out
+    assert f"no finished run of recipe {recipes / 'first.yaml'} with this policy" in output
+    assert "python -m embodied.train recipe=" in output and f"{made}, just made" in output
+    assert about(made)["state"] == about(run)["state"] == "finished"
+    before, after = weights(made), weights(run)
+    assert all((before[name] == after[name]).all() for name in before if not name.startswith("normalizer"))
+    config = read_yaml((made / "config.yaml").read_text())
+    assert (config["seed"], config["env"]["num_envs"], config["run"]["dir"]) == (5, 8, str(recipes / "runs"))
+    assert config["algo"]["lr"] > 0 and config["run"]["start_from"] is None, "what is the second run's own"
+    assert read_yaml((run / "config.yaml").read_text())["run"]["start_from"] == str(made)
+
+
+def test_a_finished_run_of_the_recipe_is_taken(recipes, capsys):
+    assert second(recipes) == second(recipes, "seed=1") == 0
+    (made,) = runs(recipes, "first")
+    assert [about(run)["started_from"]["folder"] for run in runs(recipes, "second")] == [
+        str(made / "checkpoints/v000001/policy")
+    ] * 2
+    assert f"start       {made}, a run of recipe" in capsys.readouterr().out
+    (made / "run.json").write_text(json.dumps(about(made) | {"state": "stopped"}))
+    assert second(recipes) == 0
+    assert len(runs(recipes, "first")) == 2, "one that was stopped is none"
+    assert second(recipes, "policy.hidden=[9]") == 0
+    assert len(runs(recipes, "first")) == 3, "nor one of another policy"
+
+
+def test_a_recipe_of_ours_is_named_and_a_folder_of_its_name_wins(first, recipes, monkeypatch):
+    given = ["run.start_from=pointmass_ppo", f"run.dir={first.parent}", "run.name=named"]
+    assert train([f"recipe={recipes / 'second.yaml'}", *given]) == 0
+    (run,) = first.parent.glob("named-*")
+    assert read_yaml((run / "config.yaml").read_text())["run"]["start_from"] == str(first)
+    monkeypatch.chdir(recipes)
+    (recipes / "pointmass_ppo").symlink_to(first)
+    assert load([f"recipe={recipes / 'second.yaml'}", *given]).config.run.start_from == recipes / "pointmass_ppo"
+
+
+def test_a_dry_run_says_what_would_be_trained_first(recipes, capsys):
+    assert second(recipes, "--dry-run") == 0
+    output = capsys.readouterr().out
+    assert "no finished run of recipe" in output and output.count("task        pointmass") == 2
+    assert not (recipes / "runs").exists()
+
+
+def test_a_resumed_run_keeps_its_start(recipes):
+    assert second(recipes) == 0
+    (run,), (made,) = runs(recipes, "second"), runs(recipes, "first")
+    (made / "run.json").write_text(json.dumps(about(made) | {"state": "stopped"}))
+    assert second(recipes, f"resume={run}", "run.iterations=2") == 0
+    assert train([f"resume={run}", "run.iterations=3"]) == 0
+    assert second(recipes, "resume=auto", "run.iterations=4") == 0
+    assert len(runs(recipes, "first")) == len(runs(recipes, "second")) == 1
+    assert about(run)["started_from"]["folder"].startswith(str(made))
+
+
+def test_a_start_that_is_stopped_or_fails_ends_the_command(recipes, capsys, monkeypatch):
+    def stopped(*args):
+        signal.raise_signal(signal.SIGTERM)
+        return iterate(*args)
+
+    monkeypatch.setattr("embodied.train.iterate", stopped)
+    assert second(recipes) == 128 + signal.SIGTERM
+    (made,) = runs(recipes, "first")
+    assert f"resume={made}, then the same command again" in capsys.readouterr().out
+    assert about(made)["state"] == "stopped" and not runs(recipes, "second")
+
+    def failing(*args):
+        raise Diverged("loss is nan")
+
+    monkeypatch.setattr("embodied.train.iterate", failing)
+    assert second(recipes) == Diverged.exit_code
+    assert "error: loss is nan" in capsys.readouterr().err and not runs(recipes, "second")
+
+
+def test_mistakes_in_a_start_are_found_before_anything_is_trained(recipes, capsys):
+    assert second(recipes, "run.start_from=pointmas_ppo") == 2
+    assert second(recipes, "run.start_from=first.yaml") == 2
+    (recipes / "first.yaml").write_text("extends: second.yaml")
+    assert second(recipes) == 2
+    (recipes / "first.yaml").write_text("extends: pointmass_ppo\nalgo: {lrr: 1}")
+    assert second(recipes) == 2
+    (recipes / "first.yaml").write_text("extends: pointmass_ppo\npolicy: {hidden: [7]}")
+    assert second(recipes) == 2
+    found = capsys.readouterr().err
+    assert "there is no such folder (of a run, a checkpoint or a policy), and no recipe of this name" in found
+    assert "did you mean 'pointmass_ppo'?" in found and "start from each other in a circle: " in found
+    assert f"run.start_from={recipes / 'first.yaml'}: algo.lrr" in found
+    assert "policy.hidden=[7] there, [8] here" in found
+    assert not (recipes / "runs").exists()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_says_which_command_it_is_for(name):
+    assert command_of_recipe(name) == ("sft" if "_sft" in name else "train")
+
+
+def test_a_recipe_of_imitation_is_trained_with_that_command(recipes):
+    pytest.importorskip("pyarrow")
+    demos = recipes / "demos"
+    assert collect(["recipe=pointmass_ppo", "cluster.backend=inline", f"out={demos}", "collect.episodes=4"]) == 0
+    imitates = "extends: pointmass_ppo" + SMALL + f"sft: {{data: {demos}, epochs: 1, minibatch_size: 16}}"
+    (recipes / "first.yaml").write_text(imitates)
+    assert second(recipes) == 0
+    (made,), (run,) = runs(recipes, "sft-first"), runs(recipes, "second")
+    assert about(made)["command"] == "sft" and about(run)["started_from"]["folder"].startswith(str(made))

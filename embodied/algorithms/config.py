@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from embodied.core.options import LocalPath, Strict
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(ge=0)]
 
 
 class PolicyGradientConfig(Strict):
@@ -19,7 +20,8 @@ class PolicyGradientConfig(Strict):
     minibatch_size: int | None = Field(
         256,
         gt=0,
-        description="Items (decisions) per gradient step, over all learner ranks; null: all of an iteration in one.",
+        description="Items (decisions; conversations of a text env) per gradient step, over all learner ranks; null: "
+        "all of an iteration in one.",
     )
 
     lr: float = Field(3e-4, ge=0, description="Adam's learning rate.")
@@ -37,9 +39,10 @@ class PolicyGradientConfig(Strict):
         0.5, gt=0, description="Gradients with a larger global norm are scaled down to it; null: never."
     )
 
-    logprob_level: Literal["action_dim", "action", "chunk"] = Field(
+    logprob_level: Literal["action_dim", "action", "chunk", "episode"] = Field(
         "chunk",
-        description="What gets a probability ratio of its own: each action dimension (or token), env step or decision.",
+        description="What gets a probability ratio of its own: each action dimension (or token), env step or decision; "
+        "episode: the geometric mean over an answer of a text env (GSPO).",
     )
     clip: Literal["two_sided", "aipo", "tis"] = Field(
         "two_sided",
@@ -96,6 +99,10 @@ class PolicyGradientConfig(Strict):
         " own, before advantages are estimated; with groups off those up to the episode's end, before returns are "
         "compared.",
     )
+
+    def of_answers(self) -> list[str]:
+        """Options that are set here and mean something for a policy that speaks alone."""
+        return ["algo.logprob_level=episode"] if self.logprob_level == "episode" else []
 
     @model_validator(mode="after")
     def _possible(self) -> PolicyGradientConfig:
@@ -235,8 +242,27 @@ class GRPOConfig(PolicyGradientConfig):
         "population",
         description="Which deviation that is: of n returns the squares are divided by n, or by n - 1 as RLinf does.",
     )
-    weighting: Literal["decision", "episode"] = Field(
-        "decision", description="What counts alike in the loss: every decision, or every episode however long."
+    truncated: Literal["as_is", "mask", "punish"] = Field(
+        "as_is",
+        description="Answers of a text env that were cut off: scored as they are, left out of the loss (they count in "
+        "the comparison), or given a reward of 0.",
+    )
+    overlong: int | None = Field(
+        None,
+        gt=0,
+        description="DAPO's length penalty: over the last so many tokens before policy.max_tokens an answer's reward "
+        "falls in a straight line by up to 1; null: none.",
+    )
+    pools: tuple[Weight, Weight, Weight] | None = Field(
+        None,
+        description="Try prompts of a text env again: a group's prompt comes from one of the pools of those that were "
+        "solved rarely (at most 25%), at times, or often (above 75%) when last tried, with odds of these weights "
+        "against 1 for a new one; null: always new ones.",
+    )
+    weighting: Literal["decision", "episode", "constant"] = Field(
+        "decision",
+        description="What counts alike in the loss: every decision, or every episode however long; constant: every "
+        "decision, and the sum is divided by the number of episodes times policy.max_tokens (Dr. GRPO), for text envs.",
     )
 
     filter: Literal["none", "drop", "resample"] = Field(
@@ -313,6 +339,13 @@ class GRPOConfig(PolicyGradientConfig):
             )
         return self
 
+    def of_answers(self) -> list[str]:
+        """Options that are set here and mean something for a policy that speaks alone."""
+        idle = {"truncated": "as_is", "overlong": None, "pools": None}
+        given = [f"algo.{name}={getattr(self, name)}" for name in idle if getattr(self, name) != idle[name]]
+        constant = ["algo.weighting=constant"] if self.weighting == "constant" else []
+        return [*super().of_answers(), *given, *constant]
+
     def why_not_periodic(self) -> str:
         """Why gradients cannot be summed up while groups come, all reasons; empty where they can."""
         reasons = {
@@ -346,21 +379,30 @@ class SFTConfig(Strict):
     kl_coef: ClassVar[float] = 0.0  # demonstrations are imitated without a reference policy
 
     data: LocalPath | None = Field(
-        None, description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0."
+        None,
+        description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0. For text envs JSONL, a line "
+        "{prompt or messages, answer} each; null: prompts of the env with its own solutions.",
     )
     names: dict[str, str] = Field(
         {},
         description="What they call action, state and the env's cameras where it is not as LeRobot does, such as "
         "{action: actions, state: state, agentview: image}.",
     )
-    episodes: int | None = Field(None, gt=0, description="Use only so many of them, from the first; null: all.")
+    episodes: int | None = Field(
+        None,
+        gt=0,
+        description="Use only so many of them, from the first; null: all. Without sft.data: how many of a text env's "
+        "prompts.",
+    )
     cache: LocalPath | None = Field(
         None,
         description="Folder on whose disk their decoded pictures lie while the run goes on (in a file without a name); "
         "null: the system's temporary folder, which on some machines is in memory.",
     )
     epochs: int = Field(50, gt=0, description="Passes over the demonstrations; each is an iteration of the run.")
-    minibatch_size: int = Field(256, gt=0, description="Demonstrated env steps per gradient step, over all learners.")
+    minibatch_size: int = Field(
+        256, gt=0, description="Demonstrated env steps, or conversations, per gradient step, over all learners."
+    )
     lr: float = Field(1e-3, ge=0, description="Adam's learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "linear",

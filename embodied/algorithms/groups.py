@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embodied.algorithms.config import GRPOConfig
+from embodied.core.types import EpisodeResult
 
 EQUAL = 1e-9  # scores that differ by no more teach nothing
 EPS = 1e-6
@@ -161,6 +162,15 @@ def judge(scores: tuple[float, ...], config: GRPOConfig, solved: Sequence[bool] 
     mean = sum(bounded) / len(scores)
     low, high = config.filter_low, config.filter_high
     return "out_of_bounds" if (low is not None and mean < low) or (high is not None and mean > high) else "kept"
+
+
+def score_of(result: EpisodeResult, config: GRPOConfig, max_tokens: int = 0) -> float:
+    """What an episode is compared by: its return. An answer that was cut off has 0 with algo.truncated=punish, and a
+    long one pays up to 1 with algo.overlong: if that is 4 of 10 tokens, nothing for 6, 0.25 for 7, and 1 for 10."""
+    score = 0.0 if result.truncated and config.truncated == "punish" else result.total_reward
+    if config.overlong is None:
+        return score
+    return score - min(1.0, max(0.0, (result.tokens - max_tokens + config.overlong) / config.overlong))
 
 
 def group_advantages(

@@ -45,6 +45,7 @@ class GRPOItems:
     weights: Tensor  # [B], 0 for padding
     reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, where it is asked
     proximal: Tensor | None = None  # [B, C, A], log-probs under the weights that the update starts from, where asked
+    answers: Tensor | None = None  # int [B], which items are one answer, where it has a ratio of its own
 
 
 Stats = dict[str, Tensor]  # scalars without gradient: sums over items, except names that end in "_max"
@@ -73,7 +74,7 @@ def ppo_loss_sum(
 
 def grpo_loss_sum(logprobs: Tensor, entropy: Tensor, items: GRPOItems, config: GRPOConfig) -> tuple[Tensor, Stats]:
     """The whole loss of new log-probs and entropies [B, C, A]: a sum over items, and its parts."""
-    policy_loss, bonus, stats = _surrogate(logprobs, entropy, items, config)
+    policy_loss, bonus, stats = _surrogate(logprobs, entropy, items, config, items.answers)
     loss = policy_loss - config.entropy_coef * bonus
     divergence = torch.zeros_like(policy_loss)
     if items.reference is not None:
@@ -85,11 +86,15 @@ def grpo_loss_sum(logprobs: Tensor, entropy: Tensor, items: GRPOItems, config: G
 
 def _divergence(logprobs: Tensor, items: PPOItems | GRPOItems, config: PPOConfig | GRPOConfig) -> Tensor:
     known = (items.logprobs, items.reference, items.mask, items.weights)
-    return reference_kl_sum(logprobs, *known, config.kl_estimator, config.logprob_level)
+    return reference_kl_sum(logprobs, *known, config.kl_estimator, within(config.logprob_level))
 
 
 def _surrogate(
-    logprobs: Tensor, entropy: Tensor, items: PPOItems | GRPOItems, config: PPOConfig | GRPOConfig
+    logprobs: Tensor,
+    entropy: Tensor,
+    items: PPOItems | GRPOItems,
+    config: PPOConfig | GRPOConfig,
+    answers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Stats]:
     """What PPO and GRPO share: the clipped policy loss, the entropy, and their parts."""
     level = config.logprob_level
@@ -107,8 +112,9 @@ def _surrogate(
         ratio_cap=config.ratio_cap,
         proximal=items.proximal,
         importance_cap=config.importance_cap,
+        answers=answers,
     )
-    return policy_loss, entropy_sum(entropy, items.mask, items.weights, level), stats
+    return policy_loss, entropy_sum(entropy, items.mask, items.weights, within(level)), stats
 
 
 def reference_kl_sum(
@@ -155,6 +161,7 @@ def policy_loss_sum(
     ratio_cap: float = 8.0,
     proximal: Tensor | None = None,  # [B, C, A]
     importance_cap: float | None = None,
+    answers: Tensor | None = None,  # int [B], with level "episode"
 ) -> tuple[Tensor, Stats]:
     """Minus what units gain, of which each has a ratio to the policy that acted.
 
@@ -169,10 +176,13 @@ def policy_loss_sum(
     With `proximal`, the log-probs of the weights that the update starts from, the ratio is to these and the gain is
     multiplied by what that leaves out, min(proximal / old, importance_cap), a constant (decoupled PPO). Proximal
     twice as likely as old, ratio 1.5, A=1, clip 0.2: costs -2 * 1.2.
+
+    With level "episode" (GSPO) all tokens of an answer have its ratio, the geometric mean of theirs: with ratios 2 and
+    8 and A=1 each of the two gains clip(4).
     """
     anchor = old_logprobs if proximal is None else proximal
     log_ratio = torch.where(mask[:, :, None], logprobs - anchor, 0.0)
-    units, valid = _units(log_ratio, mask, level)
+    units, valid = _units(log_ratio, mask, level, answers)
     ratio, advantage = units.exp(), advantages[:, None]
     cut = torch.zeros_like(valid)
     if clip == "two_sided":
@@ -183,7 +193,9 @@ def policy_loss_sum(
     else:
         capped = units.clamp(max=math.log(ratio_cap)).exp()  # before exp: infinity times no gradient is NaN
         gain = (capped if clip == "aipo" else capped.detach() * (units - units.detach()).exp()) * advantage
-    importance = None if proximal is None else _importance(proximal, old_logprobs, mask, level, importance_cap)
+    importance = None
+    if proximal is not None:
+        importance = _importance(proximal, old_logprobs, mask, level, importance_cap, answers)
     loss = -(weights * _mean(gain if importance is None else gain * importance, valid)).sum()
 
     with torch.no_grad():
@@ -202,9 +214,11 @@ def policy_loss_sum(
     return loss, stats
 
 
-def _importance(proximal: Tensor, old_logprobs: Tensor, mask: Tensor, level: str, cap: float | None) -> Tensor:
+def _importance(
+    proximal: Tensor, old_logprobs: Tensor, mask: Tensor, level: str, cap: float | None, answers: Tensor | None
+) -> Tensor:
     """[B, units], how much likelier a unit is under the weights that the update starts from than when it was taken."""
-    units, _ = _units(torch.where(mask[:, :, None], proximal - old_logprobs, 0.0), mask, level)
+    units, _ = _units(torch.where(mask[:, :, None], proximal - old_logprobs, 0.0), mask, level, answers)
     return (units if cap is None else units.clamp(max=math.log(cap))).exp()
 
 
@@ -219,7 +233,8 @@ def out_of_bounds(
 
     Two items of one unit each with ratios 2 and 8: their product is 16, their geometric mean 4.
     """
-    units, valid = _units(torch.where(mask[:, :, None], proximal - old_logprobs, 0.0), mask, config.logprob_level)
+    level = within(config.logprob_level)
+    units, valid = _units(torch.where(mask[:, :, None], proximal - old_logprobs, 0.0), mask, level)
     none = units.new_zeros(len(units))
     totals = none.index_add(0, episodes, units.sum(dim=1))
     if config.episode_mask == "mean":
@@ -257,14 +272,27 @@ def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor, level: str) -> T
     return (weights * _mean(units, valid)).sum()
 
 
-def _units(masked: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """[B, C, A] summed to [B, units], and which units exist."""
+def within(level: str) -> str:
+    """What is summed over an answer, instead of being taken of its mean ratio, is taken of its tokens."""
+    return "chunk" if level == "episode" else level
+
+
+def _units(masked: Tensor, mask: Tensor, level: str, answers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[B, C, A] summed to [B, units], and which units exist. With level "episode" the unit of an item is the mean over
+    the items that have its number in `answers` [B] and exist."""
     if level == "action_dim":
         return masked.flatten(1), mask.repeat_interleave(masked.shape[2], dim=1)
     if level == "action":
         return masked.sum(dim=2), mask
-    assert level == "chunk", level
-    return masked.sum(dim=(1, 2))[:, None], mask.any(dim=1, keepdim=True)
+    sums, valid = masked.sum(dim=(1, 2)), mask.any(dim=1)
+    if level == "episode":
+        numbers, of = answers.unique(return_inverse=True)
+        none = sums.new_zeros(len(numbers))
+        count = none.index_add(0, of, valid.to(sums.dtype)).clamp(min=1)
+        sums = (none.index_add(0, of, torch.where(valid, sums, 0.0)) / count)[of]
+    else:
+        assert level == "chunk", level
+    return sums[:, None], valid[:, None]
 
 
 def _mean(units: Tensor, valid: Tensor) -> Tensor:

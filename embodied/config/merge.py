@@ -16,7 +16,7 @@ import yaml
 
 from embodied import recipes
 from embodied.config.cli import read_yaml, yaml_problem
-from embodied.config.schema import Section, choices, is_path, nearest_key
+from embodied.config.schema import Section, choices, nearest_key, path_mark
 from embodied.core.errors import ConfigError
 
 RECIPES = Path(recipes.__file__).resolve().parent
@@ -284,9 +284,11 @@ def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
         return files if isinstance(value, list) else files[0]
     section = root.at(key[:-1])
     found = section.field(key[-1]) if section else None
-    if found is None or not isinstance(value, str) or not is_path(found) or value in choices(found.annotation):
+    mark = path_mark(found) if found else None
+    if mark is None or not isinstance(value, str) or value in choices(found.annotation):
         return value
-    return str(folder / Path(value).expanduser())
+    path = folder / Path(value).expanduser()
+    return value if mark.or_recipe and value in recipe_names() and not path.exists() else str(path)
 
 
 def as_list(value: Any) -> list:

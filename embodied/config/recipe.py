@@ -29,8 +29,8 @@ from embodied.config.merge import (
 from embodied.config.mistakes import config_error, explain
 from embodied.config.schema import root
 from embodied.core.errors import ConfigError
-from embodied.core.options import LocalPath, Strict
-from embodied.envs.config import EnvConfig
+from embodied.core.options import LocalPath, PathOrRecipe, Strict
+from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
 from embodied.learners.config import LearnerConfig
 from embodied.placement.config import PlacementConfig
 from embodied.policies.config import MLPConfig, PolicyConfig
@@ -59,10 +59,11 @@ class RunSection(Strict):
         description="How many of the newest checkpoints stay, besides the best by the run's evaluations and those "
         "evaluated by hand; null: all.",
     )
-    start_from: LocalPath | None = Field(
+    start_from: PathOrRecipe | None = Field(
         None,
         description="Begin with this policy's weights instead of random ones: a run's folder, one of its checkpoints, "
-        "or a policy folder. The policy's options must be the same.",
+        "or a policy folder; or a recipe, whose newest finished run in run.dir is taken, or which is trained first. "
+        "The policy's options must be the same.",
     )
     trace: int = Field(
         5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
@@ -129,11 +130,17 @@ class EvalSection(Strict):
     protocol: str | None = Field(
         None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
     )
-    videos: int = Field(4, ge=0, description="How many of the first episodes are recorded; 0: no videos at all.")
+    videos: int = Field(
+        4,
+        ge=0,
+        description="How many of the first episodes are recorded; 0: no videos at all. Text envs: how many of all "
+        "transcripts the report shows unfolded.",
+    )
     failure_videos: int = Field(
         4,
         ge=0,
-        description="Videos of failures, at most; those not among the first are played once more for the camera.",
+        description="Videos of failures, at most; those not among the first are played once more for the camera. Text "
+        "envs have none.",
     )
     overlay: bool = Field(
         False, description="Write instruction, step, reward, return, value and success below the frames."
@@ -141,6 +148,11 @@ class EvalSection(Strict):
     cameras: bool = Field(False, description="Show beside the scene what the policy's cameras see.")
     mosaic: bool = Field(False, description="Join all videos into one, mosaic.mp4, framed by outcome.")
     dataset: bool = Field(False, description="Write the episodes as a dataset in LeRobot's layout (needs pyarrow).")
+    samples: int = Field(
+        1,
+        gt=0,
+        description="Answers to each prompt of a text env, for avg@k and pass@k; eval.episodes counts them all.",
+    )
     temperature: float = Field(
         0.0,
         ge=0,
@@ -185,9 +197,11 @@ class RunConfig(Strict):
     def _sections_fit(self, info: ValidationInfo) -> RunConfig:
         unused = (info.context or {}).get("unused", ())
         checks = [self._stages_share_envs, self._precisions_fit]
+        if "policy" not in unused:
+            checks.append(self._both_speak)
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
-            checks += [self._reference_fits, self._schedule_fits]
+            checks += [self._reference_fits, self._schedule_fits, self._answers_fit]
         elif "sft" not in unused:
             checks.append(self._nothing_is_collected)
         if problems := [str(err) for err in map(failure, checks) if err]:
@@ -202,6 +216,18 @@ class RunConfig(Strict):
     def with_pipeline(self, **changes: Any) -> RunConfig:
         """The same with other values in that section, which fit."""
         return self.model_copy(update={"pipeline": self.pipeline.model_copy(update=changes)})
+
+    def _both_speak(self) -> None:
+        speaks, text = self.policy.name == "language", isinstance(self.env, TextConfig)
+        if text and not speaks:
+            raise ValueError(
+                f"env.name={self.env.name} asks in words, and policy.name={self.policy.name} answers with actions; "
+                "try policy.name=language"
+            )
+        if speaks and not text and not isinstance(self.env, ExternalEnvConfig):  # which may be a text env of yours
+            raise ValueError(
+                f"policy.name=language answers in words, and env.name={self.env.name} takes actions; try env.name=sums"
+            )
 
     def _stages_share_envs(self) -> None:
         envs, stages = self.env.num_envs, self.pipeline.stages
@@ -257,6 +283,38 @@ class RunConfig(Strict):
             raise ValueError(
                 "pipeline.schedule=periodic: every learner works on groups of its own as they come, but with "
                 "learner.shard=true all must run the network together; try learner.shard=false"
+            )
+
+    def _answers_fit(self) -> None:
+        """What is said of answers needs a policy that speaks, which has no values and learns in whole groups."""
+        algo = self.algo
+        if self.policy.name != "language":
+            if given := algo.of_answers():
+                raise ValueError(
+                    f"{' and '.join(given)}: only a language model gives answers, and policy.name={self.policy.name} "
+                    "takes actions; leave it out, or set policy.name=language with a text env"
+                )
+            return
+        if algo.name == "ppo":
+            raise ValueError(
+                "algo.name=ppo estimates advantages with a value function, which policy.name=language does not have; "
+                "try algo.name=grpo"
+            )
+        if algo.minibatch_size and algo.minibatch_size % algo.group_size:
+            fit = max(algo.minibatch_size // algo.group_size, 1) * algo.group_size
+            raise ValueError(
+                f"algo.minibatch_size={algo.minibatch_size} counts conversations, and would tear groups of "
+                f"algo.group_size={algo.group_size}; try algo.minibatch_size={fit}"
+            )
+        if algo.overlong and algo.overlong > self.policy.max_tokens:
+            raise ValueError(
+                f"algo.overlong={algo.overlong} is more than policy.max_tokens={self.policy.max_tokens}, so every "
+                f"answer would pay; try algo.overlong={max(1, self.policy.max_tokens // 4)}"
+            )
+        if self.learner.micro_batch_size:
+            raise ValueError(
+                f"learner.micro_batch_size={self.learner.micro_batch_size} counts decisions, but conversations pass "
+                "through the network whole; set learner.pack_tokens instead"
             )
 
     def _nothing_is_collected(self) -> None:

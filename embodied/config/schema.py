@@ -97,11 +97,11 @@ def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, FieldInfo,
                 yield f"{prefix}{key}", section.variants[tag].model_fields[key], tag
 
 
-def is_path(field: FieldInfo) -> bool:
-    """Whether the field holds a path on this machine."""
+def path_mark(field: FieldInfo) -> BelongsToFile | None:
+    """How the field holds a path on this machine, if it does."""
     kinds = [field.annotation, *get_args(field.annotation)]
     marks = [*field.metadata, *(mark for kind in kinds if get_origin(kind) is Annotated for mark in get_args(kind))]
-    return any(isinstance(mark, BelongsToFile) for mark in marks)
+    return next((mark for mark in marks if isinstance(mark, BelongsToFile)), None)
 
 
 def choices(annotation: Any) -> list[Any]:

@@ -32,7 +32,11 @@ class Strict(BaseModel):
 
 @dataclass(frozen=True)
 class BelongsToFile:
-    """Marks a path: a relative one means relative to the recipe file that states it, or to the working directory."""
+    """Marks a path: a relative one means relative to the recipe file that states it, or to the working directory.
+    `or_recipe`: where nothing is there, the name of a recipe stays as it is."""
+
+    or_recipe: bool = False
 
 
 LocalPath = Annotated[Path, BelongsToFile()]
+PathOrRecipe = Annotated[Path, BelongsToFile(or_recipe=True)]

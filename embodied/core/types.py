@@ -96,6 +96,7 @@ class EnvSpec:
     max_episode_steps: int = 0
     has_success: bool = False
     control_hz: float = 20.0  # frames per second of a video at one frame per env step
+    text: bool = False  # it speaks: tokens are decisions, a step is a turn
     backend: str = ""  # which physics the env resolved to, recorded with every result
 
     def __post_init__(self) -> None:
@@ -167,6 +168,8 @@ class EpisodeResult:
     success_at_end: bool | None
     success_at_reset: bool | None = None
     error: str = ""
+    truncated: bool | None = None  # whether an answer was cut off; None for envs that do not speak
+    tokens: int = 0  # that a policy which speaks chose
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import torch
 from embodied.algorithms.config import GRPOConfig
 from embodied.algorithms.minibatches import lr_factor
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.types import BatchEnd, GroupPart, Trajectory, join
-from embodied.learners.collective import Collective
+from embodied.core.types import BatchEnd, BatchPart, GroupPart, Trajectory, join
+from embodied.learners.collective import Alone, Collective
+from embodied.learners.conversations import Packing, prepare_conversations
 from embodied.learners.model import Model, Optimizer
 from embodied.learners.rollout_buffer import flatten
 from embodied.learners.share import GRPOShare, logprobs_of, moments_of
@@ -56,10 +57,17 @@ class Accumulation:
     """Sums over the groups of one rank so far: of gradients, in the parameters, and of statistics."""
 
     def __init__(
-        self, model: Model, config: GRPOConfig, version: int, device: str, reference: Model | None = None
+        self,
+        model: Model,
+        config: GRPOConfig,
+        version: int,
+        device: str,
+        reference: Model | None = None,
+        packing: Packing | None = None,
     ) -> None:
+        """`packing`: of a policy that speaks, which learns from conversations."""
         self.model, self.config, self.reference = model, config, reference
-        self.version, self.device = version, device
+        self.version, self.device, self.packing = version, device, packing
         own = model.policy.own_losses
         if own and config.weighting == "episode":
             raise ConfigError(
@@ -68,13 +76,29 @@ class Accumulation:
             )
         self.names = (*GRPOShare.SUMS, *own, "mismatch_k3")
         self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=device)
-        self.counts = torch.zeros(2, dtype=torch.float64, device=device)  # decisions and episodes
+        self.counts = torch.zeros(3, dtype=torch.float64, device=device)  # of losses, of statistics, and of episodes
         self.largest = torch.full((2,), -math.inf, dtype=model.dtype, device=device)  # gap and k3 of a decision
         self.ids, self.moments = np.zeros(0, np.int64), np.zeros(0)  # [R], and of each episode's observations
 
     def add(self, group: Trajectory, advantages: np.ndarray) -> None:
         """Learn from a group, one of its episodes' advantages [S] after the other."""
         check_version(group, self.version)
+        if self.packing is None:
+            share = self._decisions(group, advantages)
+            count = len(group.ids) if self.config.weighting == "episode" else share.num_items
+            counts = [count, count]
+        else:
+            part = BatchPart(group.ids, 0, len(group.ids), self.version, advantages=advantages)
+            about = self.config, Alone(), self.model.dtype, self.device, self.reference, self.packing
+            share = prepare_conversations(group, part, *about)
+            counts = [share.loss_count, share.weight_sum]
+        sums, largest = gradient(self.model, self.config, share, torch.arange(share.num_units), 1, 0)
+        self.sums += sums
+        self.counts += torch.tensor([*counts, len(group.ids)], dtype=torch.float64, device=self.device)
+        self.largest = torch.maximum(self.largest, largest)
+
+    def _decisions(self, group: Trajectory, advantages: np.ndarray) -> GRPOShare:
+        """A group's decisions as items, which weigh 1, or all of an episode's together."""
         batch = flatten(group, 0, self.version, self.device)
         compared = None if self.reference is None else logprobs_of(self.reference, batch, len(batch))
         weights = np.ones(len(group.ids))
@@ -84,12 +108,7 @@ class Accumulation:
             name: torch.from_numpy(np.repeat(each, group.lengths)).to(self.device, self.model.dtype)
             for name, each in (("advantages", advantages), ("weights", weights))
         }
-        share = GRPOShare(batch=batch, num_items=len(batch), reference=compared, **tensors)
-        every = torch.arange(len(batch))
-        sums, largest = gradient(self.model, self.config, share, every, 1, self.model.passes(len(batch)))
-        self.sums += sums
-        self.counts += torch.tensor([len(batch), len(group.ids)], device=self.device)
-        self.largest = torch.maximum(self.largest, largest)
+        return GRPOShare(batch=batch, num_items=len(batch), reference=compared, **tensors)
 
     def observe(self, group: Trajectory) -> None:
         """Keep the moments of a group's observations, if the policy tracks them."""
@@ -101,12 +120,12 @@ class Accumulation:
     def step(self, optimizer: Optimizer, end: BatchEnd) -> dict[str, float]:
         """With all ranks: divide what all have summed up, and take the step. Returns numbers for the log; {} where no
         rank had a group."""
-        decisions, episodes = optimizer.collective.sum(self.counts).tolist()
+        count, counted, episodes = optimizer.collective.sum(self.counts).tolist()
         if not episodes:
             return {}
-        count = episodes if self.config.weighting == "episode" else decisions
-        totals, norm = optimizer.exchange(self.sums, count)
-        numbers = {name: total / count for name, total in zip(self.names, totals.tolist(), strict=True)}
+        totals, norm = optimizer.exchange(self.sums, count or 1.0)
+        each = zip(self.names, totals.tolist(), strict=True)
+        numbers = {name: total / (counted or 1.0) for name, total in each}
         numbers["grad_norm"] = norm
         check_finite(numbers, end.iteration, 0)
         mismatch = numbers.pop("mismatch_k3")
@@ -130,7 +149,7 @@ class Accumulation:
 
 def check_version(group: Trajectory, version: int) -> None:
     """Refuse a group that other weights played than those that learn from it."""
-    if odd := {*group.versions.tolist()} - {version}:
+    if odd := {*group.versions[group.mask.any(axis=1)].tolist()} - {version}:
         raise EmbodiedError(
             f"episodes {group.ids[0]} to {group.ids[-1]} were played with version {min(odd)} of the weights, but "
             f"version {version} learns: pipeline.schedule=periodic learns from nothing else"

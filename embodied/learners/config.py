@@ -16,6 +16,16 @@ class LearnerConfig(Strict):
         description="Items a learner passes through the network at once; gradients add up to those of the whole "
         "minibatch. null: all it owns of a minibatch.",
     )
+    pack_tokens: int = Field(
+        4096,
+        gt=0,
+        description="Tokens of conversations that a language model's learner passes through the network at once, whole "
+        "groups together; gradients add up to those of the whole minibatch.",
+    )
+    share_prompts: bool = Field(
+        True,
+        description="A prompt that conversations of a group have in common goes through the network once for all.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="Where learners learn and policies act; auto: on GPUs where there are any, but for small MLPs "

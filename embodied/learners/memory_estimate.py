@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 EXACT = 4  # bytes of a float32
 NUMBERS, FELT = 7, 8  # of an arm: what it takes and what it feels
+SPOKEN_TO = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, text=True)
 PROMPT = 64  # tokens that are read or written besides those of images; an instruction has about half as many
 
 
@@ -67,16 +68,22 @@ def estimate(config: RunConfig, items: int = 1) -> Memory | None:
     iteration has so many items, where nothing says how many are looked at together."""
     from embodied.policies import policy_class
 
-    seen = config.env.observed_images or {"camera": (224, 224)}
-    images = {camera: (*size, 3) for camera, size in seen.items()}
-    spec = EnvSpec(ActionSpec(NUMBERS), state_dim=FELT, images=images, instruction=True)
-    policy = policy_class(config.policy.name).counted(config.policy, spec)
+    kind = policy_class(config.policy.name)
+    policy = kind.counted(config.policy, SPOKEN_TO if kind.speaks else spec_of_arm(config))
     if policy is None:
         return None
     rows = config.learner.micro_batch_size or config.algo.minibatch_size or items
+    inputs = conversations(config.learner.pack_tokens) if kind.speaks else made_up(policy, rows)
     copied = size_of(p for p in policy.parameters() if p.requires_grad)
-    found = count(policy, config.learner, made_up(policy, rows))
+    found = count(policy, config.learner, inputs)
     return replace(found, reference=copied) if config.algo.kl_coef else found
+
+
+def spec_of_arm(config: RunConfig) -> EnvSpec:
+    """An arm that is told what to do, seen by the recipe's cameras."""
+    seen = config.env.observed_images or {"camera": (224, 224)}
+    images = {camera: (*size, 3) for camera, size in seen.items()}
+    return EnvSpec(ActionSpec(NUMBERS), state_dim=FELT, images=images, instruction=True)
 
 
 def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memory:
@@ -101,7 +108,10 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 
 
 def acting_bytes(policy: Policy, parameters: list[Tensor]) -> int:
-    """Keys and values of one env row, of policies that keep them and read images and prompt with a Llama."""
+    """Keys and values of one env row, of policies that keep them and read images and prompt with a Llama, or of the
+    longest conversation."""
+    if policy.speaks:
+        return policy.max_length * policy.token_bytes
     llama = getattr(getattr(policy, "settings", None), "llama", None)
     if llama is None or type(policy).cache_tensors is Policy.cache_tensors:
         return 0
@@ -135,6 +145,13 @@ def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -
     total = sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
     del loss
     return total
+
+
+def conversations(tokens: int) -> dict[str, Any]:
+    """Inputs of so many tokens for a policy that speaks: one conversation, half of which it said."""
+    said = np.arange(tokens)[:, None] >= tokens // 2
+    one = np.zeros(1, np.int64)
+    return {"actions": np.zeros((tokens, 1, 1), np.int32), "mask": said, "lengths": one + tokens, "groups": one}
 
 
 def made_up(policy: Policy, rows: int) -> dict[str, Any]:

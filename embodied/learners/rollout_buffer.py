@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.algorithms.minibatches import owned
 from embodied.core.arrays import Observation, is_tensor, is_text, map_obs, room_for, take_rows, text_lists
 from embodied.core.types import Array, Trajectory, join, map_decisions
 from embodied.learners.model import FrozenFeatures, Model
@@ -24,7 +25,7 @@ class Batch:
     """Items of a block of sequences: tensors [items, ...] on this rank; `first` is the global id of item 0.
 
     An item is one decision. Global ids count the decisions of all ranks' sequences in the order of their ids: which
-    worker delivered first makes no difference.
+    worker delivered first makes no difference. Minibatches deal units, here items (conversations: `Conversations`).
     """
 
     first: int
@@ -46,6 +47,28 @@ class Batch:
     def observed(self, items: Tensor) -> Observation:
         """The observations of these items, as policies take them."""
         return text_lists(map_obs(lambda part: take(part, items), self.obs))
+
+    def owned(self, minibatch: np.ndarray) -> Tensor:
+        """Local ids of the units of a minibatch that are in this block."""
+        return torch.from_numpy(owned(minibatch, self.first, len(self)))
+
+    def passes(self, model: Model, units: Tensor) -> int:
+        """How often the network runs for these units."""
+        return model.passes(len(units))
+
+    def micro_batches(self, model: Model, units: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
+        """Items of these units, part by part, and whether they count: padding, which does not, makes up for missing
+        passes."""
+        return model.micro_batches(units, passes)
+
+    def every(self, model: Model, size: int) -> list[Tensor]:
+        """All items, part by part; `size` at a time where the learner's options leave that open."""
+        return list(torch.arange(len(self)).split(model.config.micro_batch_size or size))
+
+    @property
+    def padding(self) -> Tensor:
+        """Items of one unit, for a pass that counts nothing."""
+        return torch.zeros(1, dtype=torch.int64)
 
 
 def flatten(trajectory: Trajectory, first: int, version: int, device: str) -> Batch:

@@ -19,7 +19,7 @@ from embodied.algorithms.advantages import Moments, gae, merge_moments, moments,
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.algorithms.groups import episode_weights, returns_to_go
 from embodied.algorithms.losses import GRPOItems, PPOItems, Stats, grpo_loss_sum, out_of_bounds, ppo_loss_sum
-from embodied.algorithms.minibatches import step_items
+from embodied.algorithms.minibatches import permutation, step_items
 from embodied.core.arrays import Observation, host, is_tensor, map_obs
 from embodied.core.types import Array, BatchPart, Trajectory
 from embodied.learners.collective import Collective
@@ -62,15 +62,34 @@ class Share:
         return replace(self, proximal=proximal if config.decoupled else None, masked=masked)
 
     @property
+    def num_units(self) -> int:
+        """What minibatches deal, over all ranks: here items."""
+        return self.num_items
+
+    def order(self, seed: int, iteration: int, epoch: int) -> np.ndarray:
+        """The units of all ranks in the order in which an epoch takes them."""
+        return permutation(seed, iteration, epoch, self.num_items)
+
+    def divisor(self, units: int) -> float:
+        """What the loss of a minibatch of so many units is divided by."""
+        return units
+
+    def counted(self, units: int) -> float:
+        """What the statistics of a minibatch of so many units are divided by."""
+        return units
+
+    @property
     def num_masked(self) -> int:
         """This rank's items that are left out of the policy's loss."""
-        return 0 if self.masked is None or self.batch.first == self.num_items else int(self.masked.sum())
+        if self.masked is None or self.batch.first == self.num_units:
+            return 0
+        return int((self.masked & self.batch.mask.any(dim=1)).sum())
 
     def weights_of(self, part: Tensor) -> Tensor:
         """How much each of some items counts."""
         return self.advantages.new_ones(len(part))
 
-    def known(self, part: Tensor, weight: float) -> dict[str, Tensor | None]:
+    def known(self, part: Tensor, weight: float) -> dict[str, Any]:
         """What all losses take of some items (`weight` 0: padding)."""
         mask = take(self.batch.mask, part)
         return {
@@ -237,16 +256,35 @@ def group_advantages(
     }
     if away is None:
         return found, {}
+    about, found["advantages"] = penalised_returns(trajectory, scores, away, counted, config, collective)
+    return found, about
+
+
+def penalised_returns(
+    trajectory: Trajectory,
+    scores: np.ndarray,
+    away: np.ndarray,
+    counted: int,
+    config: GRPOConfig,
+    collective: Collective,
+    exists: np.ndarray | None = None,
+) -> tuple[dict[str, float], np.ndarray]:
+    """What to log, and advantages [K]: scores less the divergences `away` [K] that follow, compared with those of all
+    decisions of the first `counted` sequences of every rank, of those that exist (bool [K]; None: all)."""
     returns = returns_to_go(scores, away, trajectory.lengths, config.kl_coef)
-    over = everywhere(returns, trajectory.lengths[:counted], collective)
-    about = {"train/reference_kl": everywhere(away, trajectory.lengths[:counted], collective).mean}
-    return found | {"advantages": normalize(returns, over)}, about
+    lengths = trajectory.lengths[:counted]
+    about = {"train/reference_kl": everywhere(away, lengths, collective, exists).mean}
+    return about, normalize(returns, everywhere(returns, lengths, collective, exists))
 
 
-def everywhere(numbers: np.ndarray, lengths: np.ndarray, collective: Collective) -> Moments:
-    """Moments of the numbers [K] of all ranks, sequence by sequence; `lengths` are those that count here."""
-    parts = np.split(numbers[: lengths.sum()], np.cumsum(lengths)[:-1]) if len(lengths) else []
-    rows = np.array([moments(part, np.ones_like(part)) for part in parts]).reshape(-1, 3)
+def everywhere(
+    numbers: np.ndarray, lengths: np.ndarray, collective: Collective, exists: np.ndarray | None = None
+) -> Moments:
+    """Moments of the numbers [K] of all ranks that exist, sequence by sequence; `lengths` are those that count here."""
+    weights = np.ones_like(numbers) if exists is None else exists.astype(numbers.dtype)
+    cuts = np.cumsum(lengths)
+    parts = [np.split(each[: lengths.sum()], cuts[:-1]) if len(lengths) else [] for each in (numbers, weights)]
+    rows = np.array([moments(part, weight) for part, weight in zip(*parts, strict=True)]).reshape(-1, 3)
     return merge_moments(np.concatenate(collective.gather(rows)))
 
 
@@ -268,11 +306,11 @@ def divergences(batch: Batch, reference: Tensor) -> np.ndarray:
 
 def logprobs_of(model: Model, batch: Batch, size: int, passes: int = 0) -> Tensor:
     """Log-probs of all items under a policy, without gradient, in at least so many passes."""
-    parts = torch.arange(len(batch)).split(model.config.micro_batch_size or size)
-    padding = [torch.zeros(1, dtype=torch.int64)] * (passes - len(parts))
+    parts = batch.every(model, size)
+    padding = [batch.padding] * (passes - len(parts))
     with torch.no_grad():
         found = [model.score(batch.inputs(part)).logprobs for part in (*parts, *padding)]
-    return torch.cat(found[: len(parts)])
+    return take(torch.cat(found[: len(parts)]), torch.argsort(torch.cat(parts)))
 
 
 def explained_variance(share: PPOShare) -> float:

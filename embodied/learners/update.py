@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.algorithms.minibatches import (
-    lr_factor,
-    minibatches,
-    owned,
-    permutation,
-    skip_remaining_epochs,
-    step_items,
-)
+from embodied.algorithms.minibatches import lr_factor, minibatches, skip_remaining_epochs, step_items
 from embodied.core.errors import Diverged, WrongShape
 from embodied.learners.model import FrozenFeatures, Model, Optimizer
 from embodied.learners.rollout_buffer import Batch, take
@@ -32,25 +25,23 @@ def update_policy(
 ) -> dict[str, float]:
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     factor = lr_factor(config.lr_schedule, iteration / total)
-    blocks = item_blocks(optimizer, share)
     if config.decoupled or config.episode_mask != "none":  # scored before any step
-        sizes = [model.config.micro_batch_size or step_items(config, count) for _, count in blocks]
-        passes = max((-(-count // size) for (_, count), size in zip(blocks, sizes, strict=True)), default=0)
-        share = share.corrected(model, config, passes)
+        every = share.batch.every(model, step_items(config, len(share.batch))) if optimizer.sharded else ()
+        share = share.corrected(model, config, most(optimizer, len(every)))
     names = (*share.sums, *model.policy.own_losses, "mismatch_k3")
     history: list[dict[str, float]] = []
     largest, mismatch = None, 0.0  # of the first gradient step, before which no weight has changed
     for epoch in range(config.epochs):
-        order = permutation(seed, iteration, epoch, share.num_items)
+        order = share.order(seed, iteration, epoch)
         kl_sum = 0.0
-        for minibatch in minibatches(order, step_items(config, share.num_items)):
-            mine = torch.from_numpy(owned(minibatch, share.batch.first, len(share.batch)))
-            passes = max((model.passes(len(owned(minibatch, *block))) for block in blocks), default=0)
+        for minibatch in minibatches(order, step_items(config, share.num_units)):
+            mine = share.batch.owned(minibatch)
+            passes = most(optimizer, share.batch.passes(model, mine)) if optimizer.sharded else 0
             first = largest is None
-            stats, found = gradient(model, config, share, mine, len(minibatch), passes, compare=first)
+            stats, found = gradient(model, config, share, mine, share.divisor(len(minibatch)), passes, compare=first)
             totals, norm = optimizer.exchange(stats)
-            each = zip(names, totals.tolist(), strict=True)
-            numbers = {name: value / len(minibatch) for name, value in each}
+            counted = share.counted(len(minibatch))
+            numbers = {name: value / counted for name, value in zip(names, totals.tolist(), strict=True)}
             numbers["grad_norm"] = norm
             check_finite(numbers, iteration, epoch)
             optimizer.step(norm, factor)
@@ -59,7 +50,7 @@ def update_policy(
             if first:
                 largest, mismatch = found, k3
             history.append(numbers)
-        if skip_remaining_epochs(kl_sum / share.num_items, config.target_kl):
+        if skip_remaining_epochs(kl_sum / share.num_units, config.target_kl):
             break
     everywhere = check_weights(optimizer, iteration, *largest.tolist(), share.num_masked)
     about = mismatch_numbers(mismatch, everywhere[:, :2])
@@ -79,23 +70,22 @@ def frozen_features(model: Model, batch: Batch, size: int) -> dict[str, Tensor]:
     return features.kept
 
 
-def item_blocks(optimizer: Optimizer, share: Share) -> list[tuple[int, int]]:
-    """(first item, number of items) of every rank where all must run the network equally often: it is sharded."""
+def most(optimizer: Optimizer, passes: int) -> int:
+    """The passes of the rank that has most of them, where all must run the network equally often: it is sharded."""
     if not optimizer.sharded:
-        return []
-    mine = np.array([[share.batch.first, len(share.batch)]])
-    return [(int(row[0, 0]), int(row[0, 1])) for row in optimizer.collective.gather(mine)]
+        return 0
+    return max(int(row[0]) for row in optimizer.collective.gather(np.array([passes])))
 
 
 def gradient(
-    model: Model, config: AlgoConfig, share: Share, mine: Tensor, count: int, passes: int, compare: bool = True
+    model: Model, config: AlgoConfig, share: Share, mine: Tensor, count: float, passes: int, compare: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Leave the gradient of this rank's part of a minibatch in the parameters; return the sums of its statistics and
+    """Leave the gradient of this rank's units of a minibatch in the parameters; return the sums of its statistics and
     the largest of its mismatches, if it is to `compare` log-probs with those at act time."""
     batch = share.batch
     sums = share.advantages.new_zeros(len(share.sums) + len(model.policy.own_losses) + 1)
     largest = sums.new_full((2,), -math.inf)
-    micro_batches = model.micro_batches(mine, passes)
+    micro_batches = batch.micro_batches(model, mine, passes)
     for number, (part, counts) in enumerate(micro_batches, 1):
         scores = model.score(batch.inputs(part))
         check_scores(scores, take(batch.logprobs, part))

@@ -21,11 +21,12 @@ from embodied.core.types import BatchPart, EnvSpec, Trajectory
 from embodied.learners.accumulation import Accumulation, Groups
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
+from embodied.learners.conversations import packing_of, prepare_conversations
 from embodied.learners.model import Model, Optimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
 from embodied.learners.rollout_buffer import Batch, RolloutBuffer, round_of
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
-from embodied.learners.share import moments_of, prepare
+from embodied.learners.share import Share, moments_of, prepare
 from embodied.learners.update import frozen_features, update_policy
 from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
@@ -75,6 +76,7 @@ class LearnerWorker(Worker):
         self.started = start is not None
         self.reference = self._frozen_copy() if self.algo.kl_coef else None
         self.model = Model(self.policy, self.config, self.tick)
+        self.packing = packing_of(self.policy, self.config, self.algo)
         specs = {name: spec_of(tensor) for name, tensor in self.policy.state_dict().items()}
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
         if self.config.shard:
@@ -106,7 +108,7 @@ class LearnerWorker(Worker):
         with self.timers.measure("wait"):
             self._receive(trajectories, sources, buffer)
         whole = buffer.trajectory(sources)
-        share = prepare(whole, part, self.algo, self.collective, self.model.dtype, self.device, self.reference)
+        share = self._prepared(whole, part)
         if self._encodes_once():
             with self.timers.measure("look"):
                 share = share.with_replay(self._encoded(buffer, whole, share.batch))
@@ -121,6 +123,11 @@ class LearnerWorker(Worker):
             return numbers
         self.timers.mark("first backward", self.model.first_backward)
         return numbers | {"time/first_backward_s": self.model.first_backward - started}
+
+    def _prepared(self, whole: Trajectory, part: BatchPart) -> Share:
+        """Its items with their advantages: decisions, or tokens of conversations."""
+        common = whole, part, self.algo, self.collective, self.model.dtype, self.device, self.reference
+        return prepare(*common) if self.packing is None else prepare_conversations(*common, self.packing)
 
     def _receive(self, trajectories: Channel, sources: tuple[str, ...], buffer: RolloutBuffer) -> None:
         """Put what these sources hand over into the buffer; pieces of later batches wait for their own update."""
@@ -140,7 +147,7 @@ class LearnerWorker(Worker):
         the last one do one update with all ranks."""
         self.model.first_backward, started = None, perf_counter()
         groups = Groups(trajectories)
-        sums = Accumulation(self.model, self.algo, version, self.device, self.reference)
+        sums = Accumulation(self.model, self.algo, version, self.device, self.reference, self.packing)
         while True:
             with self.timers.measure("wait"):
                 found = groups.next()
@@ -185,7 +192,7 @@ class LearnerWorker(Worker):
 
     def _encodes_once(self) -> bool:
         """Whether what frozen parts of the policy make of an observation is kept for all epochs."""
-        return self.algo.epochs > 1 and not self.config.shard
+        return self.algo.epochs > 1 and not self.config.shard and self.packing is None
 
     def needs(self, shared: bool = False) -> Needs:
         """Weights, gradients, the optimizer's two averages of them, the reference, and what updates took besides;
@@ -281,7 +288,7 @@ class LearnerWorker(Worker):
 def check_learns(policy: Policy) -> None:
     """Refuse a policy that cannot be scored, trained or moved to where it acts."""
     kind = type(policy)
-    check_methods(kind, "value", "forward")
+    check_methods(kind, *(() if kind.speaks else ("value",)), "forward")
     if not any(True for _ in policy.parameters()):
         raise ConfigError(f"{kind.__name__} has no parameters, so there is nothing to train; evaluate it instead")
     for name, tensor in policy.state_dict().items():

@@ -217,9 +217,7 @@ def probe_site(
     learns = "learner" in site.parts
     logs.mkdir(parents=True)
     with launch.cluster(beside(config, hosts), PlacementPlan("probe", tuple(hosts), config.env.num_envs), logs) as run:
-        probes = run.launch(
-            "embodied.profiling.role_probe:ProbeWorker", "probe", config, devices.torch_device(site.on.kind), site.parts
-        )
+        probes = run.launch(prober(config), "probe", config, devices.torch_device(site.on.kind), site.parts)
         sizes = site.sizes(config)
         decisions, horizon = affordable(sizes, probes, clock, share)
         for place, num_envs in enumerate(sizes):
@@ -258,6 +256,13 @@ def probe_site(
         learner = replace(learner, item_bytes=median(item_bytes))
         costs["learner"] = movable(learner, [each["learner"] for each in moves], site.on)
     return Probed({name: {str(site.on): cost} for name, cost in costs.items()}, horizon, median(resets or [0.0]))
+
+
+def prober(config: RunConfig) -> str:
+    """The worker that measures the parts of this recipe."""
+    if config.policy.name == "language":
+        return "embodied.profiling.conversation_probe:ConversationProbe"
+    return "embodied.profiling.role_probe:ProbeWorker"
 
 
 def beside(config: RunConfig, hosts: list[PlannedHost]) -> RunConfig:

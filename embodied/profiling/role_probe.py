@@ -151,7 +151,7 @@ class ProbeWorker(Worker):
         part = self.parts[self._rows(num_envs)]
         first = 2 if self._has_frozen_parts(part) else 1  # epochs: with one nothing is kept of what frozen parts make
         times, looks = {first: [], first + 1: []}, []
-        items = len(part.kept.get().mask)
+        items = self._num_items(part.kept.get())
         steps = -(-items // minibatch)
         with self._away(part):
             for epochs, found in times.items():
@@ -170,6 +170,10 @@ class ProbeWorker(Worker):
             "bytes": [num_bytes],
             "item_bytes": [sum(array.nbytes for array in arrays_of(part.kept.get()).values()) / items],
         }
+
+    def _num_items(self, played: Trajectory) -> int:
+        """What gradient steps and their minibatches count."""
+        return len(played.mask)
 
     def _updates(self, algo: Any, part: ProbedPart, repeats: int, found: list[float]) -> tuple[list[float], float]:
         """Seconds of updates of a new learner, added to `found`; -> those of looking ahead, and the bytes it needs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -13,13 +14,17 @@ from embodied.reporting.evaluation_page import (
     MEASURES,
     MOST_VIDEOS,
     PageVideos,
+    answers_of,
     figure_cells,
+    named_table,
     outcome,
+    prompt_name,
+    transcripts_of,
     videos_by_episode,
 )
 from embodied.reporting.html import Html, join, page, relative, section, table, tag
-from embodied.reporting.runs import Run
-from embodied.reporting.success_stats import compare
+from embodied.reporting.runs import Evaluation, Run
+from embodied.reporting.success_stats import Prompt, compare, prompt_of
 from embodied.reporting.svg import COLORS, Series, line_chart, percent, short
 from embodied.reporting.training_page import (
     curve,
@@ -27,6 +32,10 @@ from embodied.reporting.training_page import (
     success_in_evaluations,
     success_in_training,
 )
+from embodied.reporting.transcripts import transcript_lines
+from embodied.reporting.transcripts_page import Conversations, can_be_shown, legend
+
+MOST_PROMPTS = 20  # whose answers are shown side by side
 
 # Keys of a protocol that decide how an episode is played
 SAME = ("env", "eval", "name", "backend", "max_episode_steps")
@@ -54,7 +63,10 @@ def comparison(runs: list[Run], beside: Path) -> str:
     ]
     if any(run.metrics for run in runs):
         parts.append(section("Curves", tag("div", *overlaid(entries), class_="charts"), note=CURVES_NOTE))
-    parts.append(section("On the same episodes", *differences(entries), note=DIFFERENCES_NOTE))
+    note = DIFFERENCES_NOTE + PROMPTS_NOTE * any(run.last and run.last.of_text for run in runs)
+    parts.append(section("On the same episodes", *differences(entries), note=note))
+    if told := answers_to_same_prompts(entries):
+        parts.append(section("Answers to the same prompts", *told))
     if videos := videos_of_same_episodes(entries, beside):
         parts.append(section("Videos of the same episodes", *videos))
     parts.append(section("What differs", *what_differs(entries)))
@@ -66,6 +78,9 @@ MOST_BANDS = 3  # runs whose training curves show their intervals
 DIFFERENCES_NOTE = (
     "The newest evaluation of every run against that of the first, on the episodes that both played: rate minus the "
     "first's rate, with Newcombe's 95% interval for paired rates. An interval that holds 0 shows no difference."
+)
+PROMPTS_NOTE = (
+    " Language policies are paired by prompt; of several answers to each the prompts' means, with the normal interval."
 )
 
 
@@ -89,18 +104,30 @@ def swatch(entry: ComparedRun) -> Html:
 
 def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
     """A row per run: its newest evaluation, how long it trained, and how fast."""
+    if all(entry.run.last and entry.run.last.of_text for entry in entries):
+        return text_figures_table(entries, beside)
     rows = []
     for entry in entries:
         run, figures = entry.run, entry.run.last.results["overall"] if entry.run.last else {}
-        report = run.folder / "report.html"
-        name = tag("a", entry.label, href=relative(report, beside)) if report.is_file() else entry.label
         trained = ["-"] * 3
         if run.metrics:
             steps, seconds = (run.metrics[-1][key] for key in ("env_steps", "train_s"))
             trained = [f"{steps:,}", f"{seconds:,.0f}", f"{steps / max(seconds, 1e-9):,.0f}"]
         state = run.info.get("state", "evaluation")
-        rows.append([join(swatch(entry), name), *figure_cells(figures, SHOWN), *trained, state])
+        rows.append([linked(entry, beside), *figure_cells(figures, SHOWN), *trained, state])
     return table(["run", *SHOWN, "env steps", "training s", "steps/s", "state"], rows)
+
+
+def linked(entry: ComparedRun, beside: Path) -> Html:
+    """A run's colour and name, which leads to its report."""
+    report = entry.run.folder / "report.html"
+    name = tag("a", entry.label, href=relative(report, beside)) if report.is_file() else entry.label
+    return join(swatch(entry), name)
+
+
+def text_figures_table(entries: list[ComparedRun], beside: Path) -> Html:
+    """The same of language policies, each with the version and the temperature it was evaluated at."""
+    return named_table("run", {linked(entry, beside): answers_of(entry.run, entry.run.last) for entry in entries})
 
 
 def overlaid(entries: list[ComparedRun]) -> list[Html]:
@@ -116,6 +143,10 @@ def overlaid(entries: list[ComparedRun]) -> list[Html]:
     )
     charts.append(line_chart("episode return", [*lines(entries, "return"), *return_points(entries)]))
     charts.append(line_chart("env steps per second", lines(entries, "steps_per_s"), from_zero=True))
+    texts = {"truncated": "answers cut off", "tokens": "tokens an answer", "tokens_per_s": "sampled tokens per second"}
+    for name, title in texts.items():
+        if found := lines(entries, f"text/{name}"):
+            charts.append(line_chart(title, found, from_zero=True))
     for name in ("train/policy_loss", "train/value_loss", "train/entropy", "train/approx_kl"):
         charts.append(line_chart(name.removeprefix("train/"), lines(entries, name)))
     return charts
@@ -149,23 +180,77 @@ def differences(entries: list[ComparedRun]) -> list[Html]:
     first, *others = entries
     if first.run.last is None:
         return [tag("p", f"{first.label} has no evaluation.", class_="note")]
-    rows, notes = [], []
+    rows: dict[str, dict[str, object]] = {}
+    notes = []
     for entry in others:
         if entry.run.last is None:
             notes.append(f"{entry.label} has no evaluation.")
             continue
-        paired = compare(first.run.last.episodes, entry.run.last.episodes)
+        unlike = other_prompts(first.run.last, entry.run.last)
+        ours, theirs = (
+            [one for one in each.run.last.episodes if prompt_of(one) not in unlike] for each in (first, entry)
+        )
+        if unlike:
+            notes.append(f"{len(unlike)} prompts read otherwise in {entry.label} than in {first.label}: left out.")
+        paired = compare(ours, theirs)
         if not paired["episodes"]:
             notes.append(f"{entry.label} and {first.label} played no episode in common: no paired difference.")
             continue
         if unlike := other_conditions(first.run, entry.run):
             notes.append(f"{entry.label} was evaluated under other conditions than {first.label}: {', '.join(unlike)}.")
-        cells = [difference_cell(paired[measure], percentage_points) for measure in MEASURES]
-        rows.append(
-            [join(swatch(entry), entry.label), paired["episodes"], *cells, difference_cell(paired["return"], short)]
-        )
-    head = [f"against {first.label}", "episodes", *MEASURES, "return"]
-    return [*([table(head, rows)] if rows else []), *[tag("p", note, class_="note") for note in notes]]
+        rows[join(swatch(entry), entry.label)] = difference_cells(paired)
+    return [
+        *([named_table(f"against {first.label}", rows)] if rows else []),
+        *[tag("p", note, class_="note") for note in notes],
+    ]
+
+
+def difference_cells(paired: dict[str, Any]) -> dict[str, object]:
+    """Cells of a paired comparison by the names of their columns."""
+    if "prompts" in paired:
+        shown = {"success_once": percentage_points, "return": short, "truncated": percentage_points, "tokens": short}
+        names = {"success_once": "success (avg@k)", "truncated": "cut off", "tokens": "tokens"}
+        counts = {"prompts": paired["prompts"], "answers": paired["episodes"]}
+    else:
+        shown, names = {**dict.fromkeys(MEASURES, percentage_points), "return": short}, {}
+        counts = {"episodes": paired["episodes"]}
+    return counts | {names.get(name, name): difference_cell(paired[name], show) for name, show in shown.items()}
+
+
+def other_prompts(first: Evaluation, second: Evaluation) -> set[Prompt]:
+    """The prompts of the same number that do not read alike, as the transcripts of both have them."""
+    ours, theirs = (prompts_read(one) for one in (first, second))
+    return {prompt for prompt in ours.keys() & theirs.keys() if ours[prompt] != theirs[prompt]}
+
+
+def prompts_read(evaluation: Evaluation) -> dict[Prompt, str]:
+    """What each prompt says, where there are transcripts."""
+    prompts = {episode.index: prompt_of(episode) for episode in evaluation.episodes} if evaluation.of_text else {}
+    told = ((index, json.loads(line)) for index, line in transcript_lines(evaluation.folder, prompts))
+    return {prompts[index]: json.dumps(one["turns"][0]["said"]) for index, one in told if can_be_shown(one)}
+
+
+def answers_to_same_prompts(entries: list[ComparedRun]) -> list[Html]:
+    """The first answers of every run to some prompts that read alike; those of different outcomes come first."""
+    evaluations = [entry.run.last for entry in entries]
+    if not all(one and one.of_text for one in evaluations):
+        return []
+    unlike = set().union(*[other_prompts(evaluations[0], one) for one in evaluations[1:]])
+    first = [{prompt_of(one): one for one in reversed(each.episodes) if not one.error} for each in evaluations]
+    shared = sorted(set.intersection(*map(set, first)) - unlike)
+    shared.sort(key=lambda prompt: len({outcome(one[prompt]) for one in first}) == 1)
+    wanted = [[one[prompt].index for prompt in shared[:MOST_PROMPTS]] for one in first]
+    told = [transcripts_of(*each) for each in zip(evaluations, wanted, strict=True)]
+    room, rows = Conversations(), []
+    for prompt in shared[:MOST_PROMPTS]:
+        answers = [each[prompt] for each in first]
+        if all(one.index in found for one, found in zip(answers, told, strict=True)):
+            cells = [
+                room.show(one, found[one.index], outcome(one), f"{entry.label}, {prompt_name(one)}", True)
+                for one, found, entry in zip(answers, told, entries, strict=True)
+            ]
+            rows.append(tag("div", *cells, class_="pairs conversations"))
+    return [legend(), *rows] if rows else []
 
 
 def difference_cell(difference: dict[str, Any] | None, show) -> object:

@@ -21,6 +21,8 @@ from shlex import quote
 from embodied.core.files import replace_text
 from embodied.core.types import EpisodeResult
 from embodied.reporting.results import describe_results, warn_of_errors
+from embodied.reporting.success_stats import text_numbers
+from embodied.reporting.transcripts import TRANSCRIPTS
 
 RECENT = 100  # episodes over which the success rate and return of training are taken
 LARGEST_GAP = 1.0  # nats of one action's log-prob; rounding in bfloat16 stays well below
@@ -70,6 +72,7 @@ class Console:
             "episodes": len(finished),
             "recent_episodes": len(self.recent),
             **self._recent_means(),
+            **text_numbers(finished, elapsed_s),
             **{name: value for name, value in numbers.items() if name != "env_steps"},
         }
         left = (total - state["iteration"]) * state["train_s"] / state["iteration"]
@@ -80,6 +83,7 @@ class Console:
             f"{row['steps_per_s']:,.0f} steps/s",
             *([f"success {success:.0%}"] if success is not None else []),
             f"return {row['return']:.2f}" if row["return"] is not None else "return -",
+            *text_parts(row),
             *([f"loss {numbers['train/loss']:.3f}"] if "train/loss" in numbers else []),
             f"ETA {left:.0f} s",
         ]
@@ -140,6 +144,8 @@ class Console:
         videos = sorted(self.folder.glob("eval/*/videos/*.mp4"))
         if videos:
             self.say(f"  video       {videos[-1]}")
+        if transcripts := sorted(self.folder.glob(f"eval/*/{TRANSCRIPTS}")):
+            self.say(f"  transcripts {transcripts[-1]}")
         if self.last_checkpoint:
             self.say(f"  checkpoint  {self.last_checkpoint}")
         self.say(f"  evaluate    python -m embodied.evaluate {quote(f'checkpoint={self.folder}')} eval.episodes=200")
@@ -156,6 +162,14 @@ class Console:
             "return": mean([episode.total_reward for episode in self.recent]),
             "length": mean([episode.length for episode in self.recent]),
         }
+
+
+def text_parts(row: dict) -> list[str]:
+    """What the line of an iteration shows of a language policy's answers."""
+    if "text/tokens" not in row:
+        return []
+    length, speed = (row[f"text/{name}"] for name in ("tokens", "tokens_per_s"))
+    return [f"{row['text/truncated']:.0%} cut off", f"{length:,.1f} tokens an answer", f"{speed:,.0f} tokens/s"]
 
 
 class RunLog:

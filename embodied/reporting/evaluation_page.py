@@ -1,4 +1,4 @@
-"""One evaluation: its table by task, how its episodes differ, and videos of some of them."""
+"""One evaluation: its table by task, how its episodes differ, and videos or transcripts of some of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 
 from embodied.core.types import EpisodeResult
 from embodied.reporting.html import Html, join, relative, table, tag
+from embodied.reporting.results import sampling
 from embodied.reporting.runs import Evaluation, Run
 from embodied.reporting.svg import histogram, percent, short
+from embodied.reporting.transcripts import PARTS, TRANSCRIPTS, read_transcripts
+from embodied.reporting.transcripts_page import Conversations, can_be_shown, filters, legend
 from embodied.reporting.videos import MOSAIC, VIDEO_NAME
 
 MEASURES = ("success_once", "success_at_end")
 FIGURES = (*MEASURES, "episodes", "errors", "return", "length")
 MOST_VIDEOS = 4  # of each outcome
+MOST_CONVERSATIONS = 100  # of each outcome
 VIDEO_BYTES = 3_000_000  # a larger video is linked, not put into the page
 PAGE_BYTES = 12_000_000  # of all videos in the page
 OUTCOMES = ("failure", "success", "played", "error")  # in the order their videos are shown
@@ -33,6 +37,8 @@ def per_task_table(evaluation: Evaluation) -> Html:
     found = dict(evaluation.results["per_task"])
     if len(found) > 1:
         found["all"] = evaluation.results["overall"]
+    if evaluation.of_text:
+        return named_table("task", {task: text_cells(figures) for task, figures in found.items()})
     rows = []
     for task, figures in found.items():
         at_reset = figures["success_at_reset"]
@@ -42,6 +48,8 @@ def per_task_table(evaluation: Evaluation) -> Html:
 
 def evaluations_table(run: Run) -> Html:
     """A row per evaluation of a run."""
+    if run.last and run.last.of_text:
+        return named_table("evaluation", {one.name: answers_of(run, one) for one in run.evaluations})
     rows = []
     for one in run.evaluations:
         steps = run.env_steps(one.version)
@@ -53,6 +61,49 @@ def figure_cells(figures: dict[str, Any], names: Sequence[str] = FIGURES) -> lis
     """A table's cells under these names; a dash for a figure that is not there."""
     show = {**dict.fromkeys(MEASURES, measure_cell), "return": short, "length": short}
     return ["-" if figures.get(name) is None else show.get(name, str)(figures[name]) for name in names]
+
+
+def named_table(head: str, rows: dict[str, dict[str, object]]) -> Html:
+    """A table of rows that need not have the same columns."""
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    return table([head, *names], [[key, *[row.get(name, "-") for name in names]] for key, row in rows.items()])
+
+
+def answers_of(run: Run, one: Evaluation) -> dict[str, object]:
+    """The figures of an evaluation of a language policy, and what it was made of."""
+    steps = run.env_steps(one.version)
+    about = {
+        "version": one.version,
+        **({"env steps": f"{steps:,}"} if steps is not None else {}),
+        "sampling": sampling(one.temperature) if one.temperature is not None else "-",
+    }
+    return about | text_cells(one.results["overall"])
+
+
+def text_cells(figures: dict[str, Any]) -> dict[str, object]:
+    """Cells of a language policy's figures by the names of their columns."""
+    text = figures.get("text")
+    if not text:
+        return {"errors": figures["errors"]}
+    rates = {"success (avg@k)": text["avg"]} | {f"pass@{k}": rate for k, rate in text["pass"].items() if k != "1"}
+    found: dict[str, object] = {name: prompt_rate_cell(rate) for name, rate in rates.items() if rate}
+    found |= {"answers": join(f"{figures['episodes']:,} ", tag("small", f"{text['samples']} to a prompt"))}
+    found |= {"errors": figures["errors"], "return": "-" if figures["return"] is None else short(figures["return"])}
+    if cut := text["truncated"]:
+        found |= {"cut off": join(percent(cut["rate"]), " ", tag("small", f"{cut['count']:,}"))}
+    return found | ({"tokens an answer": short(text["tokens"])} if text["tokens"] is not None else {})
+
+
+def prompt_rate_cell(rate: dict[str, Any]) -> Html:
+    """`52.0% [44.1%, 59.8%]`"""
+    value, interval = describe_prompt_rate(rate)
+    return join(value, " ", tag("small", interval))
+
+
+def describe_prompt_rate(rate: dict[str, Any]) -> tuple[str, str]:
+    """("52.0%", "[44.1%, 59.8%]")"""
+    low, high = map(percent, rate["interval"])
+    return percent(rate["rate"]), f"[{low}, {high}]"
 
 
 def measure_cell(measure: dict[str, Any]) -> Html:
@@ -68,15 +119,55 @@ def describe_measure(measure: dict[str, Any]) -> tuple[str, str]:
 
 
 def histograms(evaluation: Evaluation) -> list[Html]:
-    """Episode length and return, by outcome."""
+    """Episode length (a language policy's in tokens) and return, by outcome."""
     played = [episode for episode in evaluation.episodes if not episode.error]
     groups = {kind: [one for one in played if outcome(one) == kind] for kind in OUTCOMES}
-    lengths = {kind: [one.length for one in group] for kind, group in groups.items()}
     returns = {kind: [one.total_reward for one in group] for kind, group in groups.items()}
+    if evaluation.of_text:
+        lengths = {kind: [one.tokens for one in group] for kind, group in groups.items()}
+        sizes = histogram("Tokens of a conversation's answers", lengths, "tokens", whole=True)
+    else:
+        lengths = {kind: [one.length for one in group] for kind, group in groups.items()}
+        sizes = histogram("Episode length", lengths, "env steps", whole=True)
+    return [sizes, histogram("Return", returns, "return")]
+
+
+def conversations(evaluation: Evaluation, beside: Path) -> list[Html]:
+    """The first conversations of each outcome, failures first; as many as eval.videos says are unfolded."""
+    by_outcome = {kind: [one for one in evaluation.episodes if outcome(one) == kind] for kind in OUTCOMES}
+    chosen = [one for kind in OUTCOMES for one in by_outcome[kind][:MOST_CONVERSATIONS]]
+    told = transcripts_of(evaluation, [one.index for one in chosen])
+    chosen = [one for one in chosen if one.index in told]
+    if not chosen:
+        return []
+    unfolded = evaluation.results.get("protocol", {}).get("eval", {}).get("videos", 0)
+    room, shown = Conversations(), []
+    for place, one in enumerate(chosen):
+        name = f"{one.task}, {prompt_name(one)}, episode {one.index}"
+        shown.append(room.show(one, told[one.index], outcome(one), name, place < unfolded))
+    counts = {"any": len(chosen)} | {kind: sum(outcome(one) == kind for one in chosen) for kind in OUTCOMES}
+    counts["cut-off"] = sum(bool(one.truncated) for one in chosen)
+    words = {"any": "all", "cut-off": "cut off"}
+    kinds = [(kind, f"{words.get(kind, kind)} {count}") for kind, count in counts.items() if count]
+    file = evaluation.folder / TRANSCRIPTS
+    missing = f"{len(shown)} of {len(evaluation.episodes)} are shown. " if len(shown) < len(evaluation.episodes) else ""
+    link = tag("a", TRANSCRIPTS, href=relative(file, beside)) if file.is_file() else f"{PARTS}/"
     return [
-        histogram("Episode length", lengths, "env steps", whole=True),
-        histogram("Return", returns, "return"),
+        tag("p", missing, "All of them, with every log-prob: ", link, ".", class_="note"),
+        legend(),
+        tag("div", *filters(kinds), *shown, class_="conversations"),
     ]
+
+
+def transcripts_of(evaluation: Evaluation, wanted: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Those transcripts of these episodes that can be shown."""
+    found = read_transcripts(evaluation.folder, set(wanted))
+    return {index: told for index, told in found.items() if can_be_shown(told)}
+
+
+def prompt_name(episode: EpisodeResult) -> str:
+    """Which prompt it was: `prompt 17`, or `seed 1234` where prompts are drawn."""
+    return f"prompt {episode.init_state_id}" if episode.init_state_id >= 0 else f"seed {episode.seed}"
 
 
 def video_gallery(evaluation: Evaluation, beside: Path) -> Html | None:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from embodied import assets
 
 ASSETS = Path(assets.__file__).resolve().parent
-VOID = {"meta", "br", "hr", "img", "source"}
+VOID = {"meta", "br", "hr", "img", "input", "source"}
 
 
 class Html(str):

@@ -18,6 +18,7 @@ from embodied.core.errors import CheckpointError
 from embodied.core.files import replace_text
 from embodied.core.types import EpisodeResult
 from embodied.reporting.results import RESULTS, read_episodes, write_episodes
+from embodied.reporting.transcripts import remove_transcripts
 from embodied.run.checkpoints import read_json
 from embodied.run.folder import provenance
 
@@ -46,6 +47,8 @@ class PartialEvaluation:
             with suppress(OSError, ValueError, KeyError, TypeError):  # else it is played from the start
                 self.finished = {one.index: one for one in read_episodes(folder)}
                 self.earlier = partial["provenance"]
+        if not self.finished:
+            remove_transcripts(folder)
         self.session = provenance()
         for rest in folder.glob("videos/.recording-*"):  # by workers that were killed
             rest.unlink()

@@ -21,11 +21,13 @@ from typing_extensions import TypedDict  # pydantic asks for this one below Pyth
 
 from embodied.core.files import read_object, reading, replace_text
 from embodied.core.types import EpisodeResult
-from embodied.reporting.success_stats import compare
+from embodied.reporting.success_stats import compare, of_text
 
 RESULTS = "results.json"
 EPISODES = "episodes.csv"
-COLUMNS = tuple(field.name for field in dataclasses.fields(EpisodeResult))
+FIELDS = {field.name: field for field in dataclasses.fields(EpisodeResult)}
+TEXT_COLUMNS = ("truncated", "tokens")  # of language policies alone
+COLUMNS = tuple(name for name in FIELDS if name not in TEXT_COLUMNS)
 PARSERS = {
     "int": int,
     "float": float,
@@ -36,6 +38,7 @@ COMPARISON = "comparison.json"
 METHODS = {
     "success": "difference of paired rates: Newcombe's 95% interval (1998, method 10), exact McNemar test",
     "return": "mean of paired differences, normal 95% interval",
+    "several answers to a prompt": "mean over prompts of the differences of their means, normal 95% interval",
 }
 
 
@@ -68,11 +71,13 @@ def read_episodes(folder: Path) -> list[EpisodeResult]:
 
 def episodes_csv(episodes: Iterable[EpisodeResult]) -> str:
     """The text of episodes.csv: a line per episode by index. An empty success means that the env has none."""
+    episodes = sorted(episodes, key=lambda result: result.index)
+    columns = (*COLUMNS, *TEXT_COLUMNS) if of_text(episodes) else COLUMNS
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for result in sorted(episodes, key=lambda result: result.index):
-        writer.writerow(cell(getattr(result, name)) for name in COLUMNS)
+    writer.writerow(columns)
+    for result in episodes:
+        writer.writerow(cell(getattr(result, name)) for name in columns)
     return text.getvalue()
 
 
@@ -83,9 +88,8 @@ def cell(value: Any) -> str:
 
 
 def episode(row: dict[str, str]) -> EpisodeResult:
-    return EpisodeResult(
-        **{field.name: PARSERS[field.type](row[field.name]) for field in dataclasses.fields(EpisodeResult)}
-    )
+    names = [name for name in FIELDS if name in row or name not in TEXT_COLUMNS]
+    return EpisodeResult(**{name: PARSERS[FIELDS[name].type](row[name]) for name in names})
 
 
 def write_comparison(folder: Path, played: dict[str, list[EpisodeResult]]) -> dict[str, Any]:
@@ -110,6 +114,25 @@ class Measure(TypedDict):
     of: Count
 
 
+class PromptRate(TypedDict):
+    rate: Share
+    interval: Annotated[list[Share], Field(min_length=2, max_length=2)]
+    of: Count
+
+
+TextFigures = TypedDict(
+    "TextFigures",
+    {
+        "prompts": Count,
+        "samples": Count,
+        "avg": PromptRate | None,
+        "pass": dict[Annotated[str, Field(pattern=r"^\d+$")], PromptRate | None],
+        "truncated": Measure | None,
+        "tokens": FiniteFloat | None,
+    },
+)
+
+
 class AtReset(TypedDict):
     count: Count
 
@@ -124,6 +147,7 @@ Figures = TypedDict(
         "errors": Count,
         "return": FiniteFloat | None,
         "length": FiniteFloat | None,
+        "text": NotRequired[TextFigures],
     },
 )
 
@@ -206,6 +230,8 @@ def check_row(row: Any) -> None:
 def describe_results(results: dict) -> str:
     """Both success measures with their intervals, or the return where an env has no success."""
     overall = results["overall"]
+    if "text" in overall:
+        return describe_answers(results)
     parts = []
     for name in ("success_once", "success_at_end"):
         measure = overall[name]
@@ -219,6 +245,36 @@ def describe_results(results: dict) -> str:
     if overall["return"] is not None:
         parts.append(f"return {overall['return']:.2f}")
     return ", ".join(parts) or "no episode was played to its end"
+
+
+def describe_answers(results: dict) -> str:
+    """`T=1: avg@4 52.0% [44.1%, 59.8%], pass@2 ..., return 0.52, 3.0% cut off, 12.3 tokens an answer (50 prompts)`"""
+    overall = results["overall"]
+    found, samples = overall["text"], overall["text"]["samples"]
+    rates = {f"avg@{samples}": found["avg"]} if samples > 1 else {"success": found["avg"]}
+    rates |= {f"pass@{k}": rate for k, rate in found["pass"].items() if k != "1"}
+    parts = [rate_in_words(name, rate) for name, rate in rates.items() if rate]
+    if overall["errors"]:
+        parts.append(f"{overall['errors']} error episodes")
+    if overall["return"] is not None:
+        parts.append(f"return {overall['return']:.2f}")
+    if found["truncated"]:
+        parts.append(f"{found['truncated']['rate']:.1%} cut off")
+    if found["tokens"] is not None:
+        parts.append(f"{found['tokens']:.1f} tokens an answer")
+    how = results.get("protocol", {}).get("eval", {}).get("temperature")
+    begin = f"{sampling(how)}: " if how is not None else ""
+    return f"{begin}{', '.join(parts)} ({found['prompts']} prompts)"
+
+
+def rate_in_words(name: str, rate: dict[str, Any]) -> str:
+    low, high = rate["interval"]
+    return f"{name} {rate['rate']:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def sampling(temperature: float) -> str:
+    """How answers were sampled, in a word."""
+    return f"T={temperature:g}" if temperature else "greedy"
 
 
 def warn_of_errors(results: dict) -> str:
@@ -253,12 +309,14 @@ def describe_comparison(comparison: dict) -> str:
 def describe_pair(pair: dict) -> str:
     """`b - a on the same 200 episodes: success_once +4.5% [0.2%, 8.9%], p 0.049; return ...`"""
     parts = []
-    for name in ("success_once", "success_at_end"):
+    for name in ("success_once",) if "prompts" in pair else ("success_once", "success_at_end"):
         if (found := pair[name]) is not None:
             low, high = found["interval"]
-            parts.append(f"{name} {found['difference']:+.1%} [{low:+.1%}, {high:+.1%}], p {found['p_value']:.2g}")
+            p_value = f", p {found['p_value']:.2g}" if "p_value" in found else ""
+            parts.append(f"{name} {found['difference']:+.1%} [{low:+.1%}, {high:+.1%}]{p_value}")
     if (found := pair["return"]) is not None:
         low, high = found["interval"]
         parts.append(f"return {found['difference']:+.2f} [{low:+.2f}, {high:+.2f}]")
     differences = "; ".join(parts) or "nothing to compare"
-    return f"{pair['second']} - {pair['first']} on the same {pair['episodes']} episodes: {differences}"
+    common = f"{pair['prompts']} prompts" if "prompts" in pair else f"{pair['episodes']} episodes"
+    return f"{pair['second']} - {pair['first']} on the same {common}: {differences}"

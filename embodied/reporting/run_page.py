@@ -15,7 +15,9 @@ from embodied.config.cli import read_yaml
 from embodied.core.files import replace_text
 from embodied.reporting.evaluation_page import (
     MEASURES,
+    conversations,
     describe_measure,
+    describe_prompt_rate,
     evaluations_table,
     histograms,
     per_task_table,
@@ -23,8 +25,9 @@ from embodied.reporting.evaluation_page import (
 )
 from embodied.reporting.html import Html, page, section, tag
 from embodied.reporting.machine_page import placement_chart, provenance_table, time_spent, timeline_charts
+from embodied.reporting.results import sampling
 from embodied.reporting.runs import Evaluation, Run, read_run
-from embodied.reporting.svg import short
+from embodied.reporting.svg import percent, short
 from embodied.reporting.training_page import learning_charts, result_charts
 
 REPORT = "report.html"
@@ -76,6 +79,13 @@ RESULTS_NOTE = (
 )
 
 
+TEXT_NOTE = (
+    "avg@k: the mean share of right answers of k to each prompt. pass@k: the chance that one of k answers is right, "
+    "1 - C(n-c, k) / C(n, k) for c right ones of n. 95% Wilson intervals over prompts: several answers to one prompt "
+    "count as what their spread shows."
+)
+
+
 def charts(figures: list[Html]) -> Html:
     return tag("div", *figures, class_="charts")
 
@@ -124,7 +134,9 @@ def tiles(run: Run) -> Html:
     found: list[tuple[str, str, str]] = []
     if run.last:
         overall = run.last.results["overall"]
-        for name in MEASURES:
+        if "text" in overall:
+            found += text_tiles(overall["text"], run.last.temperature)
+        for name in () if "text" in overall else MEASURES:
             if overall[name]:
                 rate, rest = describe_measure(overall[name])
                 found.append((name, rate, rest))
@@ -143,6 +155,21 @@ def tiles(run: Run) -> Html:
     return tag("ul", *[tag("li", tag("span", a), tag("b", b), tag("span", c)) for a, b, c in found], class_="tiles")
 
 
+def text_tiles(text: dict[str, Any], temperature: float | None) -> list[tuple[str, str, str]]:
+    """What a language policy's answers were worth, and how long they are."""
+    how = "" if temperature is None else f", {sampling(temperature)}"
+    samples, most = text["samples"], max(map(int, text["pass"]), default=1)
+    rates = [(f"avg@{samples}" if samples > 1 else "success", text["avg"])]
+    rates += [(f"pass@{most}", text["pass"][str(most)])] if most > 1 else []
+    found = [(name, describe_prompt_rate(rate), rate["of"]) for name, rate in rates if rate]
+    tiles = [(f"{name}{how}", value, f"{interval} {prompts} prompts") for name, (value, interval), prompts in found]
+    if text["truncated"]:
+        tiles.append(("answers cut off", percent(text["truncated"]["rate"]), "before the policy ended them"))
+    if text["tokens"] is not None:
+        tiles.append(("tokens an answer", short(text["tokens"]), "on average"))
+    return tiles
+
+
 def total(run: Run, key: str) -> float:
     return sum(row.get(key, 0) for row in run.metrics)
 
@@ -157,7 +184,11 @@ def duration(seconds: float) -> str:
 def evaluation_parts(run: Run, shown: Evaluation, beside: Path) -> list[Html]:
     title = f"Evaluation of version {shown.version}"
     note = f"{shown.name}: {protocol_words(shown.results)}"
+    if shown.results["overall"].get("text", {}).get("samples", 1) > 1:
+        note = f"{note}. {TEXT_NOTE}"
     parts = [section(title, per_task_table(shown), charts(histograms(shown)), note=note)]
+    if told := conversations(shown, beside):
+        parts.append(section("Conversations", *told))
     if gallery := video_gallery(shown, beside):
         parts.append(section("Episodes", gallery))
     if len(run.evaluations) > 1:
@@ -169,12 +200,17 @@ def protocol_words(results: dict[str, Any]) -> str:
     """How the episodes of an evaluation were played, in words."""
     protocol = results.get("protocol", {})
     how = protocol.get("eval", {})
+    overall, limited = results["overall"], protocol.get("max_episode_steps")
+    text = overall.get("text")
     words = [
         protocol.get("name", ""),
-        f"{results['overall']['episodes'] + results['overall']['errors']} episodes",
+        f"{overall['episodes'] + overall['errors']} episodes",
+        f"{text['samples']} to each of {text['prompts']} prompts" if text and text["samples"] > 1 else "",
         f"seed {how['seed']}" if "seed" in how else "",
-        f"temperature {how['temperature']:g}" if "temperature" in how else "",
-        f"at most {protocol['max_episode_steps']} steps" if protocol.get("max_episode_steps") else "",
+        f"temperature {how['temperature']:g}{'' if how['temperature'] else ' (greedy)'}"
+        if "temperature" in how
+        else "",
+        f"at most {protocol['max_episode_steps']} {'turns' if text else 'steps'}" if limited else "",
         f"physics {protocol['backend']}" if protocol.get("backend") else "",
     ]
     return ", ".join(word for word in words if word)

@@ -44,6 +44,15 @@ class Evaluation:
         return int(self.results["policy_version"])
 
     @property
+    def temperature(self) -> float | None:
+        return self.results.get("protocol", {}).get("eval", {}).get("temperature")
+
+    @property
+    def of_text(self) -> bool:
+        """Whether a language policy was evaluated."""
+        return "text" in self.results["overall"]
+
+    @property
     def in_training(self) -> bool:
         return bool(IN_TRAINING.fullmatch(self.name))
 

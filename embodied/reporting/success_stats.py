@@ -1,21 +1,24 @@
 """Success rates with their intervals, and paired comparisons of two policies.
 
-An episode that ended in an error is neither a success nor a failure.
+An episode that ended in an error is neither a success nor a failure. A language policy may give several answers to a
+prompt, which are alike: its intervals are over prompts.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Any
 
 from embodied.core.types import EpisodeResult
 
+Prompt = tuple[str, int, int]  # task, number, seed
 Z95 = 1.959963984540054  # the 97.5% point of the normal distribution
 
 
-def wilson(count: int, total: int) -> tuple[float, float]:
+def wilson(count: float, total: float) -> tuple[float, float]:
     """The 95% Wilson score interval of a rate: wilson(9, 10) is 59.6% to 98.2%."""
     if not 0 <= count <= total or total == 0:
         raise ValueError(f"there is no rate of {count} in {total}")
@@ -40,14 +43,16 @@ def summarize(episodes: Iterable[EpisodeResult]) -> dict[str, Any]:
 def figures(episodes: list[EpisodeResult]) -> dict[str, Any]:
     """Counts, rates and means of some episodes. `episodes` counts those without an error."""
     played = [episode for episode in episodes if not episode.error]
+    prompts = [prompt_of(episode) for episode in played] if of_text(played) else ()
     return {
         "episodes": len(played),
         "errors": len(episodes) - len(played),
-        "success_once": measure([episode.success_once for episode in played]),
-        "success_at_end": measure([episode.success_at_end for episode in played]),
+        "success_once": measure([episode.success_once for episode in played], prompts),
+        "success_at_end": measure([episode.success_at_end for episode in played], prompts),
         "success_at_reset": measure([episode.success_at_reset for episode in played]),
         "return": mean([episode.total_reward for episode in played]),
         "length": mean([episode.length for episode in played]),
+        **({"text": text_figures(played)} if prompts else {}),
     }
 
 
@@ -56,13 +61,94 @@ def causes(episodes: Iterable[EpisodeResult]) -> dict[str, int]:
     return dict(Counter(episode.error for episode in episodes if episode.error).most_common())
 
 
-def measure(outcomes: list[bool | None]) -> dict[str, Any] | None:
-    """Count, rate and interval of the known outcomes; None where none is known."""
+def measure(outcomes: list[bool | None], prompts: Sequence[Prompt] = ()) -> dict[str, Any] | None:
+    """Count, rate and interval of the known outcomes; None where none is known. Those of one prompt are alike."""
     known = [outcome for outcome in outcomes if outcome is not None]
     if not known:
         return None
-    count = sum(map(bool, known))
-    return {"count": count, "of": len(known), "rate": count / len(known), "interval": list(wilson(count, len(known)))}
+    count, alone = sum(map(bool, known)), float(len(known))
+    if prompts:
+        by_prompt = gather((prompt, outcome) for prompt, outcome in zip(prompts, outcomes) if outcome is not None)
+        alone = independent([fmean(map(bool, found)) for found in by_prompt.values()], len(known))
+    interval = wilson(count * alone / len(known), alone)
+    return {"count": count, "of": len(known), "rate": count / len(known), "interval": list(interval)}
+
+
+def of_text(episodes: Iterable[EpisodeResult]) -> bool:
+    """Whether a language policy played them."""
+    return any(episode.truncated is not None for episode in episodes)
+
+
+def prompt_of(episode: EpisodeResult) -> Prompt:
+    """What episodes have in common that began with the same prompt: its number among the held-out ones, or its seed."""
+    return episode.task, episode.init_state_id, episode.seed if episode.init_state_id < 0 else 0
+
+
+def gather(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """The values of each key."""
+    found: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def text_figures(played: list[EpisodeResult]) -> dict[str, Any]:
+    """avg@k and pass@k of so many answers to each prompt, how many were cut off, and how long they are."""
+    prompts = [prompt_of(episode) for episode in played]
+    found = gather((prompt_of(one), bool(one.success_once)) for one in played if one.success_once is not None)
+    most = max(map(len, found.values()), default=0)
+    sizes = [2**power for power in range(most.bit_length())]
+    turns = sum(episode.length for episode in played)
+    return {
+        "prompts": len(set(prompts)),
+        "samples": most,
+        "avg": rate_over_prompts([fmean(right) for right in found.values()], sum(map(len, found.values()))),
+        "pass": {str(k): pass_rate(found.values(), k) for k in sizes},
+        "truncated": measure([episode.truncated for episode in played], prompts),
+        "tokens": sum(episode.tokens for episode in played) / turns if turns else None,
+    }
+
+
+def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, float]:
+    """Training metrics of the conversations that ended in an iteration; none where no language policy played."""
+    played = [episode for episode in finished if episode.truncated is not None]
+    turns, tokens = (sum(getattr(episode, name) for episode in played) for name in ("length", "tokens"))
+    if not turns:
+        return {}
+    return {
+        "text/truncated": sum(bool(episode.truncated) for episode in played) / len(played),
+        "text/tokens": tokens / turns,  # an answer, on average
+        "text/tokens_per_s": tokens / elapsed_s,
+    }
+
+
+def pass_rate(answers: Iterable[list[bool]], k: int) -> dict[str, Any] | None:
+    """pass@k over the prompts that have at least k answers."""
+    enough = [right for right in answers if len(right) >= k]
+    return rate_over_prompts([pass_at(k, sum(right), len(right)) for right in enough], sum(map(len, enough)))
+
+
+def pass_at(k: int, right: int, answers: int) -> float:
+    """The chance that k of these answers, drawn without return, hold a right one: pass_at(2, 1, 4) is 1/2."""
+    return 1 - math.comb(answers - right, k) / math.comb(answers, k)
+
+
+def rate_over_prompts(shares: list[float], answers: int) -> dict[str, Any] | None:
+    """The mean of the prompts' shares, with its 95% Wilson interval; None without a prompt."""
+    if not shares:
+        return None
+    rate, alone = min(1.0, fmean(shares)), independent(shares, answers)
+    return {"rate": rate, "interval": list(wilson(rate * alone, alone)), "of": len(shares)}
+
+
+def independent(shares: list[float], answers: int) -> float:
+    """How many independent answers would say as much of the mean as these prompts' shares do: the number whose variance
+    is what the shares' spread shows, at least one for each prompt, at most all answers."""
+    rate, prompts = fmean(shares), len(shares)
+    if prompts < 2 or not 0 < rate < 1:
+        return float(prompts)
+    variance = math.fsum((share - rate) ** 2 for share in shares) / (prompts - 1) / prompts
+    return min(max(prompts, rate * (1 - rate) / variance if variance else answers), answers)
 
 
 def mean(values: list[float]) -> float | None:
@@ -73,7 +159,11 @@ def compare(first: Iterable[EpisodeResult], second: Iterable[EpisodeResult]) -> 
     """The second policy's figures minus the first's, on the episodes that both played without an error.
 
     `episodes` counts these. Differences of rates and means come with 95% intervals, and are None where unknown.
+    Language policies are compared on the `prompts` that both answered.
     """
+    first, second = list(first), list(second)
+    if of_text([*first, *second]):
+        return compare_answers(first, second)
     known = {episode_id(episode): episode for episode in first if not episode.error}
     pairs = [(known[episode_id(one)], one) for one in second if not one.error and episode_id(one) in known]
     return {
@@ -81,6 +171,30 @@ def compare(first: Iterable[EpisodeResult], second: Iterable[EpisodeResult]) -> 
         "success_once": compare_outcomes([(a.success_once, b.success_once) for a, b in pairs]),
         "success_at_end": compare_outcomes([(a.success_at_end, b.success_at_end) for a, b in pairs]),
         "return": compare_means([b.total_reward - a.total_reward for a, b in pairs]),
+    }
+
+
+def compare_answers(first: list[EpisodeResult], second: list[EpisodeResult]) -> dict[str, Any]:
+    """The same for answers to the same prompts: of one answer to each the outcomes, of several each prompt's means."""
+    ours, theirs = (gather((prompt_of(one), one) for one in played if not one.error) for played in (first, second))
+    pairs = [(ours[prompt], theirs[prompt]) for prompt in ours if prompt in theirs]
+    single = all(len(a) == len(b) == 1 for a, b in pairs)
+
+    def differ(number: str) -> dict[str, Any] | None:
+        known = [[[getattr(one, number) for one in side] for side in pair] for pair in pairs]
+        known = [(a, b) for a, b in known if None not in a and None not in b]
+        return compare_means([fmean(map(float, b)) - fmean(map(float, a)) for a, b in known])
+
+    def outcomes(name: str) -> dict[str, Any] | None:
+        return compare_outcomes([(getattr(a[0], name), getattr(b[0], name)) for a, b in pairs])
+
+    return {
+        "episodes": sum(len(b) for _, b in pairs),
+        "prompts": len(pairs),
+        **{name: outcomes(name) if single else differ(name) for name in ("success_once", "success_at_end")},
+        "return": differ("total_reward"),
+        "truncated": differ("truncated"),
+        "tokens": differ("tokens"),
     }
 
 

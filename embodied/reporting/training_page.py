@@ -18,15 +18,39 @@ AGE = "train/staleness_"  # and how many versions old
 def result_charts(run: Run) -> list[Html]:
     """Charts of success, return, episode length and throughput over env steps."""
     charts = []
-    for measure in MEASURES:
+    spoken = any("text/tokens" in row for row in run.metrics)
+    for measure in MEASURES[:1] if spoken else MEASURES:
         series = [*success_in_training(run, measure), *success_in_evaluations(run, measure)]
         if any(one.x for one in series):
-            charts.append(line_chart(measure, series, (0.0, 1.0), percent))
+            charts.append(line_chart("success" if spoken else measure, series, (0.0, 1.0), percent))
+    if spoken:
+        return [*charts, *text_charts(run)]
     for name in ("return", "length"):
         series = [curve(run, name, "training"), mean_in_evaluations(run, name)]
         charts.append(line_chart(f"episode {name}", [one for one in series if one.x]))
     charts.append(line_chart("env steps per second", [curve(run, "steps_per_s", "rollout and update")], from_zero=True))
     return charts
+
+
+def text_charts(run: Run) -> list[Html]:
+    """Charts of a language policy's rewards and answers."""
+    rewards = [curve(run, "return", "training"), mean_in_evaluations(run, "return")]
+    truncated = [curve(run, "text/truncated", "training"), text_in_evaluations(run, "truncated")]
+    tokens = [curve(run, "text/tokens", "training"), text_in_evaluations(run, "tokens")]
+    speed = [curve(run, "text/tokens_per_s", "rollout and update")]
+    return [
+        line_chart("reward of a conversation", [one for one in rewards if one.x]),
+        line_chart("answers cut off", [one for one in truncated if one.x], (0.0, 1.0), percent),
+        line_chart("tokens an answer", [one for one in tokens if one.x], from_zero=True),
+        line_chart("sampled tokens per second", speed, from_zero=True),
+    ]
+
+
+def text_in_evaluations(run: Run, key: str) -> Series:
+    """A figure of the answers in each evaluation during training."""
+    found = [(steps, overall["text"][key]) for steps, overall in evaluated(run) if overall.get("text", {}).get(key)]
+    values = [value["rate"] if isinstance(value, dict) else value for _, value in found]
+    return Series("evaluation", [steps for steps, _ in found], values, points=True, color=1)
 
 
 def learning_charts(run: Run) -> list[Html]:

@@ -10,7 +10,7 @@ from embodied.core.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # No code; the last is read as tensors only.
-FILES = ["*.json", "*.safetensors", "tokenizer.model", "*--*_checkpoint.pt"]
+FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja", "*--*_checkpoint.pt"]
 
 
 def is_hub_id(checkpoint: str) -> bool:

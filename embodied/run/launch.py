@@ -335,7 +335,8 @@ def describe_learner(config: RunConfig) -> str:
     from embodied.learners.memory_estimate import estimate
 
     shared = ", shared out among the learners" if config.learner.shard else " in each learner"
-    return f"learner     {estimate(config, decisions_of(config) or 1)}{shared}\n"
+    found = estimate(config, decisions_of(config) or 1)
+    return f"learner     {found}{shared}\n" if found else ""
 
 
 def cluster(

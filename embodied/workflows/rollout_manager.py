@@ -141,10 +141,14 @@ class RolloutManager:
         self.abandoned_episodes = 0
         self.errors: Counter[tuple[str, str]] = Counter()  # (worker, line that raised) since it last came to an end
         # Requests live with the policy workers, replies with the sims.
-        channel, stages = self.cluster.channel, range(self.num_stages)
-        sims, policies = range(len(self.sims)), range(len(self.policies))
-        self.requests = [channel(f"requests-{p}", home=self.policies[p]) for p in policies]
-        self.replies = [[channel(f"replies-sim-{s}/{i}", home=self.sims[s]) for i in stages] for s in sims]
+        channel, text = self.cluster.channel, self.spec.text
+        stages, sims, policies = range(self.num_stages), range(len(self.sims)), range(len(self.policies))
+        about = {"capacity": None} if text else {}  # conversations are bounded by those that go on at a time
+        self.requests = [channel(f"requests-{p}", home=self.policies[p], **about) for p in policies]
+        if text:  # whatever comes first is heard first
+            self.replies = [[channel(f"replies-sim-{s}", home=self.sims[s], **about)] * self.num_stages for s in sims]
+        else:
+            self.replies = [[channel(f"replies-sim-{s}/{i}", home=self.sims[s]) for i in stages] for s in sims]
         faults = workers.config.faults
         self.budget = Budget(faults.max_restarts, faults.window_s, faults.hang_s)
         self.cluster.supervise([self.sims, self.policies], [self.policies], self.budget)

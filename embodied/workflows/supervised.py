@@ -15,6 +15,9 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, EpisodeResult
 from embodied.datasets import read_dataset
 from embodied.datasets.lerobot_layout import ACTION, CAMERA, STATE
+from embodied.envs import env_class
+from embodied.envs.text.base import TextEnv
+from embodied.learners.examples import no_solution, read_examples
 from embodied.runtime import Handle
 from embodied.workflows.embodied import LEARNER, PLAYERS, EmbodiedLoop, learner_arguments
 
@@ -71,6 +74,56 @@ class ImitationLoop(EmbodiedLoop):
     command = "sft"
     roles = (*PLAYERS, replace(LEARNER, worker="embodied.learners.bc:ImitationLearner", arguments=imitator_arguments))
     make_source = RecordedEpisodes
+
+
+class Examples(RecordedEpisodes):
+    """Answered prompts that every learner writes down for itself."""
+
+    def start(self, workers: Workers) -> None:
+        self.learners = workers.learners
+        self.num_steps = self.learners.open_data().wait()[0]
+
+
+class TextImitationLoop(ImitationLoop):
+    """The same for conversations with a text env."""
+
+    roles = (
+        *PLAYERS,
+        replace(
+            LEARNER,
+            worker="embodied.learners.text_imitation:TextImitationLearner",
+            arguments=lambda workers: (workers.config.env, *imitator_arguments(workers)),
+        ),
+    )
+    make_source = Examples
+
+
+def imitation_of(config: RunConfig) -> type[ImitationLoop]:
+    """The workflow that imitates in this env, after refusing what it cannot learn from."""
+    kind = env_class(config.env)
+    if issubclass(kind, TextEnv):
+        check_examples(config, kind)
+        return TextImitationLoop
+    if config.sft.data is None:
+        raise ConfigError("which demonstrations? sft.data=demos/NAME; python -m embodied.collect makes some")
+    read_dataset(config.sft.data, images=False, names=config.sft.names)  # refuses what is none
+    return ImitationLoop
+
+
+def check_examples(config: RunConfig, kind: type[TextEnv]) -> None:
+    """Refuse a file that is none, prompts without answers or without a number, and what only demonstrations have."""
+    sft = config.sft
+    if given := [f"sft.{key}={getattr(sft, key)}" for key in ("names", "cache") if getattr(sft, key)]:
+        raise ConfigError(f"{' and '.join(given)}: only demonstrations on disk have these; leave it out")
+    if sft.data is not None:
+        read_examples(sft.data, sft.episodes)  # refuses what is none
+    elif kind.solution is TextEnv.solution:
+        raise ConfigError(no_solution(config.env))
+    elif sft.episodes is None:
+        raise ConfigError(
+            f"how many of env.name={config.env.name}'s prompts? try sft.episodes=20000; "
+            "or give examples with sft.data=FILE.jsonl"
+        )
 
 
 def check_dataset(config: SFTConfig, spec: EnvSpec, learners: int) -> None:

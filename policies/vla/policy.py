@@ -1,80 +1,19 @@
-"""What OpenVLA and Pi0 share as policies: weights from a published folder or drawn, LoRA, cameras, instructions.
-
-A policy that LoRA trains is saved as what is trained, with the name of the folder that it began from.
-"""
+"""What OpenVLA and Pi0 share as policies: cameras and instructions."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.errors import ConfigError
 from embodied.core.types import Observation
-from embodied.policies.base import Policy
-from embodied.policies.vla.lora import is_adapter, merged, save_adapters
-from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
+from embodied.policies.published import PublishedPolicy
 
 
-class VLAPolicy(Policy):
-    """A family implements `read_stored`, `start` and, where names differ, `stored_name`; the rest of a policy too."""
+class VLAPolicy(PublishedPolicy):
+    """A published policy that sees images and is given an instruction."""
 
     any_image_size = True
     value_names = ("value_head.",)
-    own_scales: tuple[str, ...] = ()  # how the names of buffers begin that are set while the policy is built
-    origin: Path | None = None  # the published folder
-
-    # Weights
-
-    def read_stored(self) -> dict[str, Blob]:
-        """The published folder's weights; empty without one."""
-        raise NotImplementedError
-
-    def stored_name(self, stored: dict[str, Blob], name: str) -> str:
-        """The name that a weight of ours has in `stored`."""
-        return name
-
-    def is_extra(self, name: str) -> bool:
-        """Whether a published folder may lack this weight."""
-        raise NotImplementedError
-
-    def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
-        """The initial numbers of a weight. They keep the size of what goes through; places in an image are as loud as
-        what is seen there; an adapter begins without effect."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def initialise(self, rng: np.random.Generator) -> None:
-        """Published weights where the recipe names some, drawn ones for what is left."""
-        draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
-        stored, own = self.read_stored(), self.state_dict(keep_vars=True)
-        where = {name: self.stored_name(stored, name) for name in own}
-        fresh = {name for name in own if where[name] not in stored}
-        lost = {where[name] for name in fresh if stored and not self.is_extra(name)}
-        if odd := sorted(lost | (stored.keys() - set(where.values()))):
-            adapters = "; it holds adapters: set policy.lora_rank as it was" if any(map(is_adapter, odd)) else ""
-            raise CheckpointError(
-                f"{self.origin}: its weights do not fit its config.json: {', '.join(odd[:4])}{adapters}"
-            )
-        for name, parameter in own.items():
-            if name not in fresh:
-                self.use_weights({name: tensor_of(stored[where[name]]).clone()})
-            elif not name.startswith(self.own_scales):
-                parameter.copy_(self.start(name, parameter.shape, draw))
-
-    def stored_weights(self) -> dict[str, Blob]:
-        """Weights of the published folder, for acting only: what it lacks is zero."""
-        stored, found = self.read_stored(), {}
-        for name, tensor in self.state_dict().items():
-            blob = stored.get(self.stored_name(stored, name))
-            own = tensor if name.startswith(self.own_scales) else torch.zeros_like(tensor)
-            found[name] = blob_of(own) if blob is None else blob
-        return found
-
-    # What it sees and is asked to do
 
     def check_env(self) -> None:
         """Refuse an env in which no policy of these families can act."""
@@ -99,33 +38,7 @@ class VLAPolicy(Policy):
         """The instruction of each of `count` rows."""
         return obs["instruction"] if self.spec.instruction else [self.config.instruction] * count
 
-    # On disk
-
-    def stored_names(self) -> dict[str, str]:
-        """Our names of the weights in the published folder -> the names they have there."""
-        raise NotImplementedError
-
-    def left_out(self) -> dict[str, str]:
-        """The weights that a saved policy does not hold."""
-        if not (self.origin and self.config.lora_rank):
-            return {}
-        files = self.stored_names()
-        frozen = (name for name, p in self.named_parameters() if not p.requires_grad)
-        return {name: files[name] for name in frozen if name in files}
-
-    def saved(self) -> set[str]:
-        return super().saved() - self.left_out().keys()
-
     def description(self) -> dict[str, Any]:
-        names, ours = self.left_out(), super().description()
+        ours = super().description()
         ours["policy"] |= {"compile": False}  # how it acts here, not what it is
-        return ours | ({"base": str(self.origin.resolve()), "base_names": names} if names else {})
-
-    def published_weights(self) -> dict[str, Tensor]:
-        """All weights, adapters merged."""
-        return dict(merged(self.state_dict().items(), self.config.lora_scale))
-
-    def save_adapters(self, folder: Path | str) -> None:
-        """Write the adapters as peft reads them."""
-        config = self.config
-        save_adapters(Path(folder), self.state_dict().items(), config.lora_rank, config.lora_scale, str(self.origin))
+        return ours

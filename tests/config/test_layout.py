@@ -59,7 +59,7 @@ def allowed(name, prefixes):
 
 
 SHARED = ("embodied.core", "embodied.runtime")
-RECORDING = ("embodied.datasets", "embodied.reporting.videos", "embodied.reporting.videos")
+RECORDING = ("embodied.datasets", "embodied.reporting.transcripts", "embodied.reporting.videos")
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,10 @@ def test_a_finished_config_is_taken_as_it_is():
     ("values", "message"),
     [
         ({"name": "pointmas"}, "did you mean 'pointmass'"),
-        ({"name": "CartPole-v1"}, "known: maniskill, pointmass, libero, robosuite, gym:<id>, my_pkg.my_module:MyEnv"),
+        (
+            {"name": "CartPole-v1"},
+            "math, reasoning_gym:<task>, gym:<id>, my_pkg.my_module:MyEnv",
+        ),
         ({"name": "pointmass", "shader": "x"}, "Extra inputs"),
         ({"name": "pointmass", "num_envs": 0}, "greater than 0"),
         ({"name": "gym:"}, "should match pattern"),

@@ -19,6 +19,7 @@ FINE = {
     "frame": {"task": "PushCube-v1", "size": [256, 256], "backend": "cpu"},
     "mujoco": {"through": "egl"},
     "video": {"bytes": 1000},
+    "scoring": {"scored": 2},
     "ray": {"version": "2.60.0"},
     "tasks": {"A-v1": {"steps": 50, "missing": []}, "B-v1": {"steps": 50, "missing": ["ycb"]}},
 }
@@ -32,6 +33,8 @@ PACKAGES = {
     **dict.fromkeys(ENVS["libero"].data, "0.1.0"),
     "robosuite": "1.4.0",
     "ray": "2.60.0",
+    "math-verify": "0.9.0",
+    "reasoning-gym": "0.1.25",
     "opencv-python": "4.11",
 }
 
@@ -121,6 +124,8 @@ SMI = Done(0, "NVIDIA H200, 140000 MiB, 143771 MiB, 570.1\n")
         ({"packages": {"opencv-python-headless": "4"}}, "packages", "warning", "it overwrites", "uninstall -y opencv"),
         ({"probes": {"torch": Done(1, err="ImportError: x.so")}}, "torch", "failed", "ImportError: x.so", "make setup"),
         ({"files": CARD, "smi": SMI}, "torch", "warning", "1 NVIDIA cards, but torch is built without", "make setup"),
+        ({"packages": {"math-verify": None}}, "math scoring", "absent", "only env.name=math needs it", "[reasoning]"),
+        ({"probes": {"scoring": Done(1, err="broken")}}, "reasoning_gym scoring", "failed", "broken", "make setup"),
         ({"files": CARD}, "GPU", "failed", "nvidia-smi shows none", "docker run --gpus all"),
         ({"vulkan": "no usable Vulkan driver"}, "Vulkan driver", "failed", "no usable", "python -m embodied.vulkan"),
         (
@@ -207,7 +212,7 @@ def test_every_check_can_find_something_wrong():
 
 
 def test_what_is_not_installed_is_not_tried():
-    machine = Tried(packages={"sapien": None, "mujoco": None, "ray": None})
+    machine = Tried(packages={"sapien": None, "mujoco": None, "ray": None, "math-verify": None, "reasoning-gym": None})
     assert ("frame", "maniskill") not in {
         (name, *more) for check in CHECKS for _ in check(machine) for name, *more in machine.asked
     }

@@ -1,0 +1,63 @@
+"""What flows between text envs and language policies: conversations as token streams.
+
+A token is a decision. A conversation is what the env said and what the policy answered, in turns, as one stream of
+tokens with a mask that is False where the env spoke. Text becomes tokens at the policy alone, and what is a token once
+is never encoded again: a later turn only appends.
+
+Prompt "5 6 7", answer "8 9", the env's reply "3", answer "2": tokens 5 6 7 8 9 3 2, mask F F F T T F T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Message = dict[str, str]  # {"role": "user", "content": "..."}
+Said = str | tuple[Message, ...]  # text that is continued as it is, or messages that a chat template puts into words
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation that a policy worker is to continue: all that was said before, and what the env says now."""
+
+    number: int  # of the question, unique within its source and round; asked again, it keeps it
+    episode: int  # EpisodeSpec.index: with a token's place in the stream it keys the token's noise
+    said: Said  # new; empty where an answer was interrupted and goes on
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [n], the conversation before it
+    max_tokens: int | None = None  # of the answer; None: the policy's own limit
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts of one sim worker, to a policy worker."""
+
+    source: str  # where the answers go, as in `ActRequest`
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What follows a prompt's `tokens`: what the env said, encoded, and the answer. P + A tokens."""
+
+    number: int  # of the question
+    tokens: np.ndarray  # int32 [P + A]
+    logprobs: np.ndarray  # float32 [A], of the answer's tokens at temperature 1
+    version: int  # of the weights
+    text: str  # the answer in words, without the token that ends it
+    pieces: tuple[str, ...] = ()  # the answer token by token in words, where somebody reads it
+    truncated: bool = False  # it was cut off: max_tokens, or no room for more
+    dropped: str = ""  # why the answer cannot be used (a log-prob was NaN): then it counts for nothing
+
+    @property
+    def num_sampled(self) -> int:
+        """A, tokens that the policy chose."""
+        return len(self.logprobs)
+
+
+@dataclass(frozen=True)
+class CompletionBatch:
+    """Answers to some of a source's prompts, as they are ready."""
+
+    source: str
+    completions: tuple[Completion, ...]

@@ -1,0 +1,210 @@
+"""What a learner rank learns from where the policy speaks: the tokens of whole conversations.
+
+A token is an item, as losses see it, but conversations are the units that minibatches deal, in whole groups: a group's
+conversations are neighbours, so that those that share a prompt pass through the network together. Only tokens that the
+policy chose count in anything; what the env said is there to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.algorithms.config import AlgoConfig, GRPOConfig
+from embodied.algorithms.minibatches import permutation
+from embodied.core.types import BatchPart, Trajectory
+from embodied.learners.collective import Collective
+from embodied.learners.config import LearnerConfig
+from embodied.learners.model import Model
+from embodied.learners.rollout_buffer import Batch, own, take
+from embodied.learners.share import GRPOShare, divergences, logprobs_of, penalised_returns, staleness
+from embodied.policies.base import Policy
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How conversations are dealt, and how they pass through the network of a policy that speaks."""
+
+    pack: Callable[..., list[list[int]]]  # as `Policy.pack`
+    pack_tokens: int  # at once
+    share_prompts: bool
+    group_size: int
+    max_tokens: int  # of an answer
+
+
+def packing_of(policy: Policy, config: LearnerConfig, algo: AlgoConfig) -> Packing | None:
+    """None for a policy that does not speak, and for imitation, which has its own items."""
+    if not policy.speaks or not isinstance(algo, GRPOConfig):
+        return None
+    return Packing(policy.pack, config.pack_tokens, config.share_prompts, algo.group_size, policy.config.max_tokens)
+
+
+@dataclass(frozen=True)
+class Conversations(Batch):
+    """The tokens of a block of conversations as items; `first` is the number of its first conversation among those of
+    all ranks."""
+
+    lengths: np.ndarray  # int [R], tokens
+    groups: np.ndarray  # int [R], which conversations may share a prompt
+    of: Tensor  # int [items], which conversation of the block a token belongs to
+    teaching: np.ndarray  # bool [R], whether any of its tokens counts
+    packing: Packing
+
+    def inputs(self, items: Tensor) -> dict:
+        """What `Policy.forward` needs of these tokens, which are those of whole conversations."""
+        numbers, lengths = (part.cpu() for part in torch.unique_consecutive(take(self.of, items), return_counts=True))
+        tokens = {"actions": take(self.actions, items), "mask": take(self.mask, items)}
+        return tokens | {"lengths": lengths, "groups": torch.from_numpy(self.groups)[numbers]}
+
+    def owned(self, minibatch: np.ndarray) -> Tensor:
+        """Local numbers of the conversations of a minibatch that are in this block."""
+        local = minibatch - self.first
+        return torch.from_numpy(local[(local >= 0) & (local < len(self.lengths))])
+
+    def passes(self, model: Model, units: Tensor) -> int:
+        """How often the network runs for these conversations."""
+        return len(self._packs(units[torch.from_numpy(self.teaching)[units]]))
+
+    def micro_batches(self, model: Model, units: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
+        """Tokens of these conversations, pack by pack, and whether they count."""
+        packs = [(pack, True) for pack in self._packs(units[torch.from_numpy(self.teaching)[units]])]
+        return packs + [(self.padding, False)] * (passes - len(packs))
+
+    def every(self, model: Model, size: int) -> list[Tensor]:
+        """All tokens, pack by pack."""
+        return self._packs(torch.arange(len(self.lengths)))
+
+    @property
+    def padding(self) -> Tensor:
+        """Tokens of one conversation, for a pass that counts nothing."""
+        return torch.arange(int(self.lengths[0]))
+
+    def _packs(self, units: Tensor) -> list[Tensor]:
+        """Tokens of these conversations, those of a pack together, in the order of conversations."""
+        if not len(units):
+            return []
+        units, starts = np.sort(units.numpy()), np.cumsum(self.lengths) - self.lengths
+        rows = [np.arange(starts[unit], starts[unit] + self.lengths[unit]) for unit in units]
+        said = self.inputs(torch.from_numpy(np.concatenate(rows)))
+        tokens, mask, *about = (said[name].cpu().numpy().ravel() for name in ("actions", "mask", "lengths", "groups"))
+        packs = self.packing.pack(tokens, mask, *about, self.packing.pack_tokens)
+        return [torch.from_numpy(np.concatenate([rows[number] for number in pack])) for pack in packs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShare(GRPOShare):
+    """This rank's tokens of an iteration; `num_items` are the trained tokens of all ranks.
+
+    All minibatches divide by one number, in proportion to their conversations: together they add up to the gradient of
+    the batch, whichever conversations meet in one.
+    """
+
+    batch: Conversations
+    num_conversations: int  # of all ranks
+    weight_sum: float  # of all ranks' tokens
+    loss_count: float  # what the loss of the whole batch is divided by
+
+    @property
+    def num_units(self) -> int:
+        """What minibatches deal, over all ranks: conversations."""
+        return self.num_conversations
+
+    def order(self, seed: int, iteration: int, epoch: int) -> np.ndarray:
+        """The conversations of all ranks in the order in which an epoch takes them: groups are shuffled, not torn."""
+        size = self.batch.packing.group_size
+        groups = permutation(seed, iteration, epoch, self.num_conversations // size)
+        return (groups[:, None] * size + np.arange(size)).ravel()
+
+    def divisor(self, units: int) -> float:
+        """What the loss of a minibatch of so many conversations is divided by."""
+        return (self.loss_count or 1.0) * units / self.num_conversations
+
+    def counted(self, units: int) -> float:
+        """What the statistics of a minibatch of so many conversations are divided by."""
+        return (self.weight_sum or 1.0) * units / self.num_conversations
+
+    def known(self, part: Tensor, weight: float) -> dict[str, Any]:
+        """What the loss takes of some tokens (`weight` 0: padding)."""
+        return {**super().known(part, weight), "answers": take(self.batch.of, part)}
+
+
+def prepare_conversations(
+    trajectory: Trajectory,
+    part: BatchPart,
+    config: GRPOConfig,
+    collective: Collective,
+    dtype: torch.dtype,
+    device: str,
+    reference: Model | None,
+    packing: Packing,
+) -> TokenShare:
+    """This rank's conversations as tokens with their advantages; all ranks take part."""
+    mine, lengths = part.last - part.first, trajectory.lengths
+    trained = trained_tokens(trajectory, config)
+    counts = np.add.reduceat(trained, np.cumsum(lengths) - lengths, dtype=np.int64)
+    everyone = np.concatenate([rows[:, 0] for rows in collective.gather(counts[:mine, None])])
+    first = part.first if mine else len(part.ids)  # nobody's, where it has no part
+    batch = conversations(trajectory, trained, first, part.version, device, packing)
+    compared = None if reference is None else logprobs_of(reference, batch, 1)
+    advantages = part.advantages[part.first : part.last] if mine else np.zeros(len(lengths))
+    found, about = {"advantages": np.repeat(advantages, lengths)}, {}
+    if everyone.any():
+        counted = trained[: lengths[:mine].sum()]
+        about = staleness(part.version - trajectory.versions[: len(counted)][counted], collective)
+    if compared is not None and config.kl_in == "reward":
+        scores = part.scores[part.first : part.last] if mine else np.zeros(len(lengths))
+        away, compared = divergences(batch, compared), None
+        more, found["advantages"] = penalised_returns(trajectory, scores, away, mine, config, collective, trained)
+        about |= more
+    by_answer = config.weighting == "episode"
+    each = 1 / np.maximum(counts, 1) if by_answer else np.ones(len(counts))
+    found["weights"] = np.repeat(each, lengths) * trained
+    weight_sum = float((everyone > 0).sum() if by_answer else everyone.sum())
+    return TokenShare(
+        batch=batch,
+        num_items=int(everyone.sum()),
+        num_conversations=len(part.ids),
+        weight_sum=weight_sum,
+        loss_count=float(len(part.ids) * packing.max_tokens) if config.weighting == "constant" else weight_sum,
+        reference=compared,
+        episodes=batch.of if config.episode_mask != "none" else None,
+        about=about,
+        **{name: torch.from_numpy(numbers).to(device, dtype) for name, numbers in found.items()},
+    )
+
+
+def trained_tokens(trajectory: Trajectory, config: GRPOConfig) -> np.ndarray:
+    """Bool [K], tokens that count: the policy chose them, and their conversation is not left out for being cut off."""
+    sampled = np.array(trajectory.mask[:, 0])
+    if config.truncated == "mask":
+        starts = np.cumsum(trajectory.lengths) - trajectory.lengths
+        cut = np.logical_or.reduceat(trajectory.truncated[:, 0], starts)
+        sampled &= ~np.repeat(cut, trajectory.lengths)
+    return sampled
+
+
+def conversations(
+    trajectory: Trajectory, trained: np.ndarray, first: int, version: int, device: str, packing: Packing
+) -> Conversations:
+    """The trajectory's tokens as items, of which these [K] are trained; `first` is the global number of the first
+    conversation."""
+    lengths = np.array(trajectory.lengths)
+    return Conversations(
+        first=first,
+        obs={},
+        actions=own(trajectory.actions).to(device),
+        logprobs=own(trajectory.logprobs).to(device),
+        mask=torch.from_numpy(trained[:, None]).to(device),
+        current=torch.from_numpy((trajectory.versions == version) & trained).to(device),
+        replay={},
+        lengths=lengths,
+        groups=trajectory.ids // packing.group_size if packing.share_prompts else np.array(trajectory.ids),
+        of=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device),
+        teaching=np.logical_or.reduceat(trained, np.cumsum(lengths) - lengths),
+        packing=packing,
+    )

@@ -1,0 +1,102 @@
+"""Answered conversations to learn from: a text env's own solutions, or the lines of a file. Free of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from embodied.core.conversations import Said
+from embodied.core.errors import ConfigError
+from embodied.core.files import reading
+from embodied.core.types import EpisodeList
+from embodied.envs import env_class
+
+Example = tuple[tuple[Said, str], ...]  # what the env said and the right answer, turn after turn
+ROLES = ("system", "user", "assistant")
+LINES = 'a line {"prompt": "...", "answer": "..."} each, or "messages" in place of "prompt"'
+
+
+def solved(config: Any, seed: int, numbers: range) -> list[Example]:
+    """Conversations of these numbers with a text env that knows what is right, on prompts to train on."""
+    kind = env_class(config)
+    episodes = EpisodeList(seed, "imitate", kind.tasks(config))
+    shared = kind.load(config)
+    try:
+        env = kind(config, shared)
+        return [conversation(env, env.reset(spec)) for spec in map(episodes.__getitem__, numbers)]
+    finally:
+        kind.unload(shared)
+
+
+def conversation(env: Any, said: Said) -> Example:
+    """All turns of a conversation with the env's own solutions as the answers."""
+    turns: list[tuple[Said, str]] = []
+    while said:
+        answer = env.solution()
+        if answer is None:
+            raise ConfigError(f"{no_solution(env.config)} (to {shown(said)})")
+        turns.append((said, answer))
+        turn = env.step(answer)
+        said = () if turn.done else turn.said
+    return tuple(turns)
+
+
+def no_solution(env: Any) -> str:
+    """The message for an env that cannot be imitated, with both ways out."""
+    return (
+        f"env.name={env.name} does not know the right answers to its own questions; give examples with "
+        f"sft.data=FILE.jsonl ({LINES}), or let the env's method `solution` return them"
+    )
+
+
+def shown(said: Said) -> str:
+    """The beginning of what was said, for a message."""
+    text = said if isinstance(said, str) else said[-1]["content"]
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+def read_examples(path: Path, count: int | None = None) -> list[Example]:
+    """The first `count` examples of a JSONL file, or all: a line each."""
+    with reading(path, ConfigError, f"sft.data is JSONL, {LINES}"), path.open(encoding="utf-8") as file:
+        found = list(islice(examples(file), count))
+    if not found:
+        raise ConfigError(f"{path} holds no examples; sft.data is JSONL, {LINES}")
+    return found
+
+
+def examples(lines: Any) -> Iterator[Example]:
+    """The example of every line that is not empty."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+            yield ((said_in(content), text_in(content, "answer")),)
+        except (ValueError, TypeError) as err:
+            raise ValueError(f"line {number}: {err}") from None
+
+
+def said_in(content: Any) -> Said:
+    """What the prompt or the messages of a line say."""
+    if not isinstance(content, dict) or ("prompt" in content) == ("messages" in content):
+        raise ValueError('it should have either "prompt" or "messages"')
+    if "prompt" in content:
+        return text_in(content, "prompt")
+    messages = content["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('"messages" should be a list of {"role": ..., "content": ...}')
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise ValueError(f'a message should have a "role": {", ".join(ROLES)}')
+        text_in(message, "content")
+    return tuple({"role": message["role"], "content": message["content"]} for message in messages)
+
+
+def text_in(content: dict[str, Any], key: str) -> str:
+    """The text under this key; raises ValueError where there is none."""
+    if not isinstance(content.get(key), str) or not content[key]:
+        raise ValueError(f'"{key}" should be text')
+    return content[key]

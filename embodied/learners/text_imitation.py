@@ -1,0 +1,142 @@
+"""Imitation for policies that speak: every answer is predicted token by token, given all that was said before it.
+
+An item is one conversation, and each rank writes down its own block of them, from the run's seed or from a file: no
+text travels. The loss is the mean over the answers' tokens of a minibatch, however ranks and passes share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.algorithms.minibatches import owned
+from embodied.core.errors import ConfigError
+from embodied.core.types import env_blocks
+from embodied.learners.bc import ImitationLearner
+from embodied.learners.examples import Example, read_examples, shown, solved
+
+
+class TextImitationLearner(ImitationLearner):
+    def __init__(self, env: Any, *learner: Any) -> None:
+        """`env` are the options of the text env whose prompts it learns to answer."""
+        super().__init__(*learner)
+        self.env = env
+
+    def open_data(self) -> int:
+        """Write down this rank's conversations as tokens; -> how many conversations there are, over all ranks."""
+        if not hasattr(self.policy, "tokenizer"):
+            raise ConfigError(f"policy.name={self.policy_config.name} does not speak; try policy.name=language")
+        config = self.algo
+        given = read_examples(config.data, config.episodes) if config.data else None
+        total = config.episodes if given is None else len(given)
+        if total < self.world_size:
+            raise ConfigError(f"{self.world_size} learners share {total} examples; give more, or use fewer learners")
+        mine = env_blocks(total, self.world_size)[self.rank]
+        found = solved(self.env, self.seed, mine) if given is None else given[mine.start : mine.stop]
+        self.check_warmup(total, f"{total:,} conversations")
+        self.demos = ExampleTokens(self.policy, found, mine.start, total)
+        self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # of all ranks' conversations
+        self.blocks = self.blocks_of_ranks()
+        return total
+
+    def _count(self, minibatch: np.ndarray) -> float:
+        return float(self.sizes[minibatch, 1].sum())
+
+    def _passes(self, minibatch: np.ndarray) -> int:
+        if not self.optimizer.sharded:
+            return 0
+        return max(len(self._packs(owned(minibatch, first, count) + first)) for first, count in self.blocks)
+
+    def _micro_batches(self, mine: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
+        parts = [(mine[pack], True) for pack in self._packs(mine.numpy() + self.demos.first)]
+        return parts + [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(parts))
+
+    def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask[:, :, None], losses, 0.0).sum()
+
+    def _packs(self, items: np.ndarray) -> list[slice]:
+        """Which of these conversations, of whatever rank, go through the network together."""
+        return packs(self.sizes[items, 0].tolist(), self.config.pack_tokens)
+
+
+def packs(lengths: list[int], most: int) -> list[slice]:
+    """Consecutive conversations of at most so many tokens, and longer ones by themselves: they share nothing. Lengths
+    3 2 4 9 1 with at most 6: 3 2, 4, 9, 1."""
+    cuts, held = [0], 0
+    for number, length in enumerate(lengths):
+        if number > cuts[-1] and held + length > most:
+            cuts.append(number)
+            held = 0
+        held += length
+    return [slice(a, b) for a, b in pairwise([*cuts, len(lengths)]) if b > a]
+
+
+class ExampleTokens:
+    """The conversations of one rank as tokens; `first` is the number of its first among all `total`."""
+
+    def __init__(self, policy: Any, examples: Sequence[Example], first: int, total: int) -> None:
+        self.first, self.total = first, total
+        tokens, masks = [], []
+        for number, example in enumerate(examples, first):
+            stream, mask = written(policy.tokenizer, example)
+            check_length(policy, stream, mask, f"example {number + 1} ({shown(example[0][0])})")
+            tokens.append(stream)
+            masks.append(mask)
+        lengths = np.array([len(stream) for stream in tokens], np.int64)
+        self.sizes = np.stack([lengths, [int(mask.sum()) for mask in masks]], axis=1)  # [R, 2], of which to be learned
+        self.ends = np.cumsum(lengths)
+        self.tokens, self.mask = np.concatenate(tokens), np.concatenate(masks)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def batch(self, items: Tensor) -> dict[str, Tensor]:
+        """What `Policy.imitate` gets: the conversations one after the other, n tokens in all."""
+        rows = items.numpy()
+        lengths, ends = self.sizes[rows, 0], self.ends[rows]
+        at = np.concatenate([np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)])
+        return {
+            "actions": torch.from_numpy(self.tokens[at])[:, None, None],
+            "mask": torch.from_numpy(self.mask[at])[:, None],
+            "lengths": torch.from_numpy(lengths),
+            "groups": torch.arange(len(rows)),
+        }
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def written(tokenizer: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
+    """A conversation's tokens, int64 [n], and which of them are to be learned: the answers, each with a token that
+    ends it.
+
+    "5+6=" answered by "11" as characters with the stop token 0: 5 + 6 = 1 1 0, mask F F F F T T T.
+    """
+    tokens: list[int] = []
+    mask: list[bool] = []
+    own = getattr(getattr(tokenizer, "own", None), "eos_token_id", None)
+    stop = own if own in tokenizer.stops else min(tokenizer.stops)
+    for turn, (said, answer) in enumerate(example):
+        prompt = list(tokenizer.encode(said, first=not turn))
+        reply = [*tokenizer.encode(answer, first=False), stop]
+        tokens += prompt + reply
+        mask += [False] * len(prompt) + [True] * len(reply)
+    return np.array(tokens, np.int64), np.array(mask)
+
+
+def check_length(policy: Any, tokens: np.ndarray, mask: np.ndarray, which: str) -> None:
+    """Refuse an example that the policy could not say: its answers are too long, or all of it is."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    longest = int((edges[1::2] - edges[::2]).max())
+    if (limit := getattr(policy.config, "max_tokens", None)) and longest > limit:
+        raise ConfigError(
+            f"{which}: an answer of {longest} tokens, with the one that ends it, is more than "
+            f"policy.max_tokens={limit}; try policy.max_tokens={longest}, or leave the example out"
+        )
+    if (room := getattr(policy, "max_length", None)) and len(tokens) > room:
+        raise ConfigError(f"{which}: a conversation of {len(tokens)} tokens does not fit into the model's {room}")

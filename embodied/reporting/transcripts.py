@@ -1,0 +1,135 @@
+"""Transcripts of an evaluation of a language policy: what was said and answered, a line of JSON per conversation.
+
+Each sim worker appends to a file of its own in `transcripts/`, so that none waits for another; at the end they become
+one `transcripts.jsonl` in the order of the episodes. A worker that is killed may leave half a line: its successor
+begins a new one, and reading skips what is no transcript. Where an episode was played twice, the later line counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from embodied.core.types import EpisodeResult
+
+TRANSCRIPTS = "transcripts.jsonl"  # of all conversations, beside results.json
+PARTS = "transcripts"  # the folder of what each sim worker has written so far
+
+
+class TranscriptWriter:
+    """Appends the conversations that a sim worker has held to `folder`/`source`.jsonl; a context manager."""
+
+    def __init__(self, folder: Path, source: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{source}.jsonl"
+        self.file = path.open("ab")
+        if not ends_a_line(path):
+            self.file.write(b"\n")
+
+    def add(self, result: EpisodeResult, turns: Sequence[dict[str, Any]]) -> None:
+        """Write a conversation that is over. A turn is {"said", "answer", "tokens" (a string each), "logprobs",
+        "truncated", "reward", "facts"}; numbers that are not finite become null."""
+        line = {
+            "index": result.index,
+            "task": result.task,
+            "init_state_id": result.init_state_id,
+            "success": result.success_once,
+            "reward": result.total_reward,
+            "error": result.error,
+            "turns": list(turns),
+        }
+        text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False)
+        self.file.write(text.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair stays valid JSON
+        self.file.flush()
+
+    def close(self) -> None:
+        """Close the file; what was added is in it."""
+        self.file.close()
+
+    def __enter__(self) -> TranscriptWriter:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+def ends_a_line(path: Path) -> bool:
+    """Whether the next line can be appended as it is."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: arrays as lists, not a number as null, anything else in words."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def read_transcripts(folder: Path, wanted: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
+    """The conversations of the evaluation in `folder` by episode, in order: all of them, or those that are wanted."""
+    return {index: json.loads(line) for index, line in transcript_lines(folder, wanted)}
+
+
+def join_transcripts(folder: Path, episodes: Collection[int]) -> None:
+    """Write transcripts.jsonl of these episodes of the evaluation in `folder`, if it has any, and remove its parts."""
+    if (folder / PARTS).is_dir():
+        partly = folder / f".{TRANSCRIPTS}"
+        with partly.open("wb") as file:
+            file.writelines(line for _, line in transcript_lines(folder, episodes))
+        partly.replace(folder / TRANSCRIPTS)
+        shutil.rmtree(folder / PARTS)
+
+
+def remove_transcripts(folder: Path) -> None:
+    """Remove what an earlier evaluation in this folder has left."""
+    shutil.rmtree(folder / PARTS, ignore_errors=True)
+    (folder / TRANSCRIPTS).unlink(missing_ok=True)
+
+
+def transcript_lines(folder: Path, wanted: Collection[int] | None = None) -> Iterator[tuple[int, bytes]]:
+    """The line of each of these episodes (None: of all), in order; no more than one is in memory."""
+    places: dict[int, tuple[Path, int]] = {}
+    for path in (folder / TRANSCRIPTS, *sorted((folder / PARTS).glob("*.jsonl"))):
+        if path.is_file():
+            places |= {index: (path, start) for index, start in transcripts_in(path)}
+    for index in sorted(places):
+        if wanted is None or index in wanted:
+            path, start = places[index]
+            with path.open("rb") as file:
+                file.seek(start)
+                yield index, file.readline()
+
+
+def transcripts_in(path: Path) -> Iterator[tuple[int, int]]:
+    """The episode of each whole line, and where in the file the line begins."""
+    start = 0
+    with path.open("rb") as file:
+        for line in file:
+            if (index := episode_of(line)) is not None:
+                yield index, start
+            start += len(line)
+
+
+def episode_of(line: bytes) -> int | None:
+    """Which episode a line tells of; None where it is no whole transcript."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = line.endswith(b"\n") and isinstance(found, dict) and isinstance(found.get("turns"), list)
+    return found["index"] if whole and type(found.get("index")) is int else None

@@ -1,0 +1,172 @@
+"""Conversations in a page: prompts, answers with their tokens marked by probability, rewards and what was expected.
+
+Whatever was said is text here: markup in an answer is shown, never interpreted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from embodied.core.types import EpisodeResult
+from embodied.reporting.html import Html, join, tag
+from embodied.reporting.results import check
+from embodied.reporting.svg import short
+
+LEVELS = (0.9, 0.5, 0.1, 0.01, 0.0)  # least probabilities of a token, from those not marked to the strongest mark
+IN_WORDS = ("90% or more", "50% to 90%", "10% to 50%", "1% to 10%", "below 1%")
+PAGE_TOKENS = 60_000  # of the page that are marked; later answers are plain
+MOST_CHARACTERS = 20_000  # of an answer or a prompt; the rest is in the file
+SNIPPET = 60  # characters of the last answer, and of what is known of it, in a line that is folded
+
+CUT_OFF = tag("span", "cut off", class_="cut")
+
+Number = float | int
+
+
+class Message(TypedDict):
+    role: str
+    content: str
+
+
+class TurnShown(TypedDict):
+    said: str | list[Message]
+    answer: str
+    tokens: list[str]
+    logprobs: list[Number | None]
+    truncated: bool
+    reward: Number | None
+    facts: dict[str, Any]
+
+
+class TranscriptShown(TypedDict):
+    turns: Annotated[list[TurnShown], Field(min_length=1)]
+
+
+def can_be_shown(transcript: dict[str, Any]) -> bool:
+    """Whether a line of transcripts.jsonl has what a page shows of it."""
+    try:
+        check(transcript, TranscriptShown)
+    except ValueError:
+        return False
+    return True
+
+
+class Conversations:
+    """Puts conversations into a page, marking tokens while there is room."""
+
+    def __init__(self) -> None:
+        self.left = PAGE_TOKENS
+
+    def show(self, episode: EpisodeResult, transcript: dict[str, Any], kind: str, name: str, unfolded: bool) -> Html:
+        """A conversation that can be folded into a line; `kind` is its outcome, `name` says which it is."""
+        turns = transcript["turns"]
+        last = turns[-1]
+        words = [f"reward {short(episode.total_reward)}", f"{episode.tokens:,} tokens"]
+        words += [f"{len(turns)} turns"] if len(turns) > 1 else []
+        return tag(
+            "details",
+            tag(
+                "summary",
+                tag("span", kind, class_="outcome"),
+                f" {name} ",
+                tag("small", f"{', '.join(words)} "),
+                CUT_OFF if episode.truncated else None,
+                " ",
+                tag("code", snippet(last["answer"])),
+                tag("small", f" {snippet(facts_of(last))}"),
+            ),
+            *[self.turn(turn) for turn in turns],
+            tag("p", episode.error, class_="note") if episode.error else None,
+            class_=f"conversation {kind}{' cut-off' if episode.truncated else ''}",
+            open=unfolded,
+        )
+
+    def turn(self, turn: dict[str, Any]) -> Html:
+        """What was said, the answer, and what the env made of it."""
+        said = turn["said"]
+        messages = [{"role": "prompt", "content": said}] if isinstance(said, str) else said
+        known = [one for one in turn["logprobs"] if one is not None]
+        words = [f"reward {short(turn['reward'])}"] if turn["reward"] is not None else []
+        words += [f"{len(turn['logprobs']):,} tokens"]
+        words += [f"mean log-prob {sum(known) / len(known):.2f}"] if known else []
+        return tag(
+            "dl",
+            *[row(one["role"], clipped(one["content"])) for one in messages],
+            row("answer", self.answer(turn), class_="answer"),
+            row(
+                "",
+                tag("small", f"{', '.join(words)} "),
+                tag("span", "cut off", class_="cut") if turn["truncated"] else None,
+            ),
+            row("facts", tag("small", clipped(facts_of(turn)))) if turn["facts"] else None,
+        )
+
+    def answer(self, turn: dict[str, Any]) -> Html:
+        """An answer with its tokens marked; plain where they are not known or the page is full."""
+        tokens, logprobs = turn["tokens"], turn["logprobs"]
+        if not tokens or len(tokens) != len(logprobs) or self.left < len(tokens):
+            return clipped(turn["answer"])
+        self.left -= len(tokens)
+        return join(*[marked(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)])
+
+
+def row(name: str, *content: object, **how: object) -> Html:
+    return join(tag("dt", name), tag("dd", *content, **how))
+
+
+def facts_of(turn: dict[str, Any]) -> str:
+    return "; ".join(f"{key}: {value}" for key, value in turn["facts"].items())
+
+
+def snippet(text: str) -> str:
+    """The beginning of a text, in one line."""
+    line = " ".join(text[: 4 * SNIPPET].split())
+    return line[:SNIPPET] + ("\u2026" if len(line) > SNIPPET or len(text) > 4 * SNIPPET else "")
+
+
+def clipped(text: str) -> Html:
+    """The text, or its beginning and how much is missing."""
+    if len(text) <= MOST_CHARACTERS:
+        return join(text)
+    more = tag("small", f" \u2026 and {len(text) - MOST_CHARACTERS:,} more characters, in the file")
+    return join(text[:MOST_CHARACTERS], more)
+
+
+def marked(token: str, logprob: float | None) -> Html:
+    """A token, marked where the policy was unsure of it."""
+    probability = math.exp(min(0.0, logprob)) if logprob is not None else None
+    if level := level_of(probability):
+        told = "unknown" if probability is None else f"{probability:.2g}, log-prob {logprob:.2f}"
+        visible = token.replace("\n", "\u21b5\n") or "\u2205"
+        return tag("span", visible, class_=f"p{level}", title=f"probability {told}")
+    return join(token)
+
+
+def level_of(probability: float | None) -> int:
+    """Which of LEVELS; the last where it is not known."""
+    if probability is None:
+        return len(LEVELS) - 1
+    return next(level for level, least in enumerate(LEVELS) if probability >= least)
+
+
+def legend() -> Html:
+    """What the marks of tokens mean."""
+    entries = [tag("span", words, class_=f"p{level}" if level else None) for level, words in enumerate(IN_WORDS)]
+    return tag(
+        "p", "Probability of a token at temperature 1: ", *[join(entry, " ") for entry in entries], class_="note"
+    )
+
+
+def filters(kinds: Sequence[tuple[str, str]]) -> list[Html]:
+    """Buttons that leave only conversations of one class, before these in the same element: (class, words)."""
+    parts = []
+    for place, (kind, words) in enumerate(kinds):
+        name = f"only-{kind}"
+        parts.append(tag("input", type="radio", name="only", id=name, checked=not place))
+        parts.append(tag("label", words, for_=name))
+    return parts

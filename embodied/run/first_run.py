@@ -1,0 +1,138 @@
+"""Where `run.start_from` names a recipe: the run of it whose policy is the start, there already or still to be made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from glob import escape
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+from embodied.config.base_recipe import CONFIG
+from embodied.config.cli import read_yaml, write_yaml
+from embodied.config.merge import COMMAND_LINE, recipe_names, recipe_sources
+from embodied.config.recipe import Loaded, RunConfig, load
+from embodied.config.schema import root
+from embodied.core.errors import CheckpointError, ConfigError, nearest
+from embodied.run.checkpoints import read_json
+from embodied.run.launch import run_to_resume
+from embodied.run.policy_source import find_start
+
+ALSO = ("seed", "run.dir", "env", "policy", "learner", "placement", "cluster", "eval", "faults")
+"""What the command line says of these holds for the first run, too."""
+
+
+@dataclass(frozen=True)
+class FirstRun:
+    """The run that makes a start."""
+
+    recipe: str
+    command: str  # train or sft
+    arguments: tuple[str, ...]
+    loaded: Loaded
+    folder: Path | None = None  # where it is there already
+
+    def describe(self) -> str:
+        """What becomes of it."""
+        if self.folder:
+            return f"start       {self.folder}, a run of recipe {self.recipe}"
+        missing = f"no finished run of recipe {self.recipe} with this policy in {self.loaded.config.run.dir}"
+        return f"start       {missing}: first\n            python -m embodied.{self.command} {join(self.arguments)}"
+
+
+def first_run(loaded: Loaded, before: tuple[str, ...] = ()) -> FirstRun | None:
+    """The run that makes the start of another one, if `run.start_from` names a recipe; `before` are the recipes that
+    wait for this one's start."""
+    config = loaded.config
+    recipe = recipe_named(config.run.start_from) if config.run.start_from else None
+    if recipe is None:
+        return None
+    if recipe in before:
+        circle = " -> ".join([*before[before.index(recipe) :], recipe])
+        raise ConfigError(
+            f"run.start_from: recipes start from each other in a circle: {circle}; set null in one of them"
+        )
+    command, arguments = command_of_recipe(recipe), (f"recipe={recipe}", *said_for_both(loaded))
+    try:
+        first = load([*arguments], entry=command)
+    except ConfigError as err:
+        raise ConfigError(f"run.start_from={recipe}: {err}") from None
+    assert first is not None, "it was asked for no help"
+    found = FirstRun(recipe, command, arguments, replace(first, flags=loaded.flags))
+    return replace(found, folder=start_of_resumed(loaded) or newest_finished(first, config.policy))
+
+
+def recipe_named(start: Path) -> str | None:
+    """The recipe that `run.start_from` names; None where it is a folder."""
+    if start.is_dir():
+        return None
+    if str(start) in recipe_names() or (start.suffix in (".yaml", ".yml") and start.is_file()):
+        return str(start)
+    raise ConfigError(
+        f"run.start_from={start}: there is no such folder (of a run, a checkpoint or a policy), and no recipe of this "
+        f"name{nearest(start.name, recipe_names())}"
+    )
+
+
+def command_of_recipe(recipe: str) -> str:
+    """The command that a recipe is for: the nearest file, of it and those that it extends, that sets keys of `sft` or
+    `algo` says which; sft where it sets both."""
+    problems: list[str] = []
+    for source in reversed(recipe_sources(recipe, root(RunConfig), problems)):
+        if sections := {key[0] for key, _ in source.values} & {"sft", "algo"}:
+            return "sft" if "sft" in sections else "train"
+    return "train"
+
+
+def said_for_both(loaded: Loaded) -> list[str]:
+    """Arguments of the command line that hold for the first run as well."""
+    values = loaded.config.model_dump(mode="json")
+    asked = [key for key, where in loaded.sources.items() if where == COMMAND_LINE]
+    both = [key for key in asked if any(key == name or key.startswith(f"{name}.") for name in ALSO)]
+    return [f"{key}={write_yaml(value_of(values, key))}" for key in both]
+
+
+def value_of(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values[part]
+    return values
+
+
+def start_of_resumed(loaded: Loaded) -> Path | None:
+    """What the run that is resumed, if one is, has started from."""
+    config = loaded.config
+    run = run_to_resume(config.resume, config.run.dir, loaded.name) if config.resume else None
+    if run is None or not (run / CONFIG).is_file():
+        return None
+    start = stored(run).get("run", {}).get("start_from")
+    return Path(start) if start and Path(start).is_absolute() else None
+
+
+def newest_finished(first: Loaded, policy: Any) -> Path | None:
+    """The newest run of this recipe in run.dir that went to its end, in the same env and with this policy."""
+    runs = first.config.run.dir.glob(f"{escape(first.name)}-[0-9]*/run.json")
+    for file in sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True):
+        run = file.parent
+        try:
+            if read_json(file).get("state") == "finished" and same_task(run, first.config):
+                find_start(run, policy)
+                return run
+        except (CheckpointError, ConfigError):
+            continue  # it is another policy's, or damaged
+    return None
+
+
+def same_task(run: Path, config: RunConfig) -> bool:
+    """Whether a run was made for this recipe's task."""
+    env, wanted = stored(run).get("env", {}), config.env.model_dump(mode="json")
+    return all(env.get(key) == wanted[key] for key in ("name", "task"))
+
+
+def stored(run: Path) -> dict[str, Any]:
+    """The resolved recipe of a run."""
+    return read_yaml((run / CONFIG).read_text(encoding="utf-8")) or {}
+
+
+def starting_from(config: RunConfig, folder: Path) -> RunConfig:
+    """The same with this folder's policy as the start, which resuming needs to know."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"start_from": folder.absolute()})})

@@ -1,0 +1,1 @@
+"""Envs that speak: tasks in words, whose answers are scored."""

@@ -1,0 +1,160 @@
+"""The contract of text envs: Gymnasium with strings, and scoring is part of it.
+
+`reset` says what the policy is asked, `step` hears its answer and replies: a reward, and either the end or more to
+answer. One object holds one conversation at a time; what all of a worker's conversations share (a dataset, a process
+that scores) is loaded once by `load`.
+
+    class Doubling(TextEnv):
+        def reset(self, spec):
+            self.number = self.draw(spec, lambda rng: int(rng.integers(10_000)))
+            return f"twice {self.number} is "
+
+        def step(self, answer):
+            right = answer.strip() == str(2 * self.number)
+            return Turn(reward=float(right), success=right)
+
+        def solution(self):
+            return str(2 * self.number)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from embodied.core.conversations import Said
+from embodied.core.errors import ConfigError
+from embodied.core.rng import generator
+from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
+from embodied.envs.preflight import BeforeARun
+from embodied.envs.protocols import Protocol
+
+REWARDS = ("own", "success")
+TRIES = 1000  # draws in a row that show nothing new: then there is hardly more
+Question = TypeVar("Question")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an env makes of an answer."""
+
+    reward: float = 0.0
+    said: Said = ()  # what it replies; the conversation goes on where there is something
+    success: bool = False
+    done: bool = True
+    facts: dict[str, Any] | None = None  # more to show of it in a transcript: {"expected": "95"}
+
+
+class TextEnv(BeforeARun):
+    """Base of every text env, constructed as `MyText(config, shared)` for each conversation that goes on at a time."""
+
+    worker: ClassVar[str] = "embodied.envs.text.worker:TextWorker"
+    mixes_tasks: ClassVar[bool] = True
+    max_turns: ClassVar[int] = 1
+    """Answers in a conversation, at most, where `env.max_episode_steps` does not say it."""
+    num_held_out: ClassVar[int] = 200
+    """Prompts for evaluations, which training never shows."""
+    _held_out: ClassVar[dict[Any, tuple[list, set]]] = {}  # drawn once in a process
+
+    def __init__(self, config: Any, shared: Any = None) -> None:
+        self.config, self.shared = config, shared
+
+    # What a plug-in implements
+
+    def reset(self, spec: EpisodeSpec) -> Said:
+        """Begin a conversation: the held-out prompt number `spec.init_state_id`, or where that is -1 a prompt to train
+        on, drawn by `spec.seed` alone. Text is continued as it is; messages go through the chat template."""
+        raise NotImplementedError
+
+    def step(self, answer: str) -> Turn:
+        """Hear an answer, without the token that ended it. An answer that was cut off comes like any other."""
+        raise NotImplementedError
+
+    def solution(self) -> str | None:
+        """A right answer to what was said last, to learn from by imitation; None where it is not known."""
+        return None
+
+    @classmethod
+    def load(cls, config: Any) -> Any:
+        """What all conversations of a worker share; called once in each worker."""
+        return None
+
+    @classmethod
+    def unload(cls, shared: Any) -> None:
+        """The worker ends: let go of what `load` has opened."""
+
+    @classmethod
+    def tasks(cls, config: Any) -> tuple[str, ...]:
+        """The tasks `env.task` means, each of which an `EpisodeSpec` may name; episodes take turns among them."""
+        return (config.task,) if isinstance(config.task, str) else tuple(config.task)
+
+    @classmethod
+    def held_out(cls, config: Any) -> int:
+        """How many prompts each task has for evaluations."""
+        return cls.num_held_out
+
+    # What a plug-in uses
+
+    def draw(self, spec: EpisodeSpec, question: Callable[[np.random.Generator], Question]) -> Question:
+        """The held-out question number `spec.init_state_id`, or one to train on, which is none of these. `question`
+        makes one of a generator's numbers; the held-out ones are the first that differ from each other."""
+        key = type(self), spec.task, repr(getattr(self.config, "kwargs", None))
+        if key not in self._held_out:
+            drawn = first_questions(question, generator(0, "held out", spec.task), self.held_out(self.config))
+            self._held_out[key] = drawn, set(drawn)
+        in_order, known = self._held_out[key]
+        if spec.init_state_id >= 0:
+            return in_order[spec.init_state_id % len(in_order)]
+        rng = generator(spec.seed, "prompt", spec.task)
+        for _ in range(TRIES):
+            if (drawn := question(rng)) not in known:
+                return drawn
+        raise ConfigError(
+            f"{type(self).__name__}: {TRIES} questions in a row were held-out ones; lower its num_held_out={len(known)}"
+        )
+
+    # What the outside uses
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Raise where an option that only robots have is set."""
+        if config.reward not in REWARDS:
+            raise ConfigError(
+                f"env.reward={config.reward}: {config.name} scores answers itself; there are {', '.join(REWARDS)}"
+            )
+
+    @classmethod
+    def longest_episode(cls, config: Any) -> int:
+        """Turns of a conversation, at most."""
+        return config.max_episode_steps or cls.max_turns
+
+    @classmethod
+    def protocols(cls, config: Any) -> tuple[Protocol, ...]:
+        """How evaluations are played: prompts that training never shows, in order."""
+        count = cls.held_out(config)
+        rules = f"prompts that training never shows, {count}, in order; an answer ends where the policy ends it"
+        return (Protocol("held-out-v1", rules, stored_states=count),)
+
+    @classmethod
+    def env_spec(cls, config: Any) -> EnvSpec:
+        """What a language policy must know of it."""
+        turns = cls.longest_episode(config)
+        return EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=turns, has_success=True, text=True)
+
+
+def first_questions(
+    question: Callable[[np.random.Generator], Question], rng: np.random.Generator, count: int
+) -> list[Question]:
+    """The first so many questions that differ from each other."""
+    found: dict[Question, None] = {}
+    repeated = 0
+    while len(found) < count:
+        drawn = question(rng)
+        repeated = repeated + 1 if drawn in found else 0
+        if repeated == TRIES:
+            raise ConfigError(f"only {len(found)} different questions are drawn, and num_held_out={count} are held out")
+        found[drawn] = None
+    return list(found)

@@ -1,0 +1,246 @@
+"""Does a text env keep the contract? `check_text_env(MyText, config)` holds conversations and names the broken rule.
+
+For authors of text envs: run it in a test, or as `python -m embodied.check env.name=my_pkg.my_module:MyText`.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from embodied.core.conversations import Said
+from embodied.core.errors import EmbodiedError
+from embodied.core.types import EpisodeSpec
+from embodied.envs.check import ContractViolation
+from embodied.envs.own_modules import where
+from embodied.envs.text.base import TextEnv, Turn
+
+SEED = 20_001
+DRAWN = 400  # training prompts that are compared with the held-out ones
+PLAYED = 4  # prompts of each kind that are answered
+ODD = (
+    "",
+    " ",
+    "garbage",
+    "\n\n\n",
+    "é 漢字 \U0001f916 \x00 \ud7ff",
+    "9" * 50_000,
+    "<answer>",
+    "\\boxed{",
+    "{}[]()'\"%s",
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a checked env showed."""
+
+    said: str  # its first held-out prompt
+    solution: str | None
+    conversations: int  # that were held
+
+
+def check_text_env(kind: type[TextEnv], config: Any) -> Seen:
+    """Raise `ContractViolation` for the first broken rule."""
+    try:
+        shared = kind.load(config)
+    except EmbodiedError:
+        raise
+    except Exception as err:
+        raise violation("load", "load raised", err) from err
+    try:
+        return Checker(kind, config, shared).run()
+    finally:
+        kind.unload(shared)
+
+
+class Checker:
+    def __init__(self, kind: type[TextEnv], config: Any, shared: Any) -> None:
+        self.kind, self.config, self.shared = kind, config, shared
+        self.tasks = kind.tasks(config)
+        self.turns = kind.longest_episode(config)
+        self.env = kind(config, shared)
+        self.conversations = 0
+
+    def run(self) -> Seen:
+        for task in self.tasks:
+            held_out = self.prompts_follow_from_the_spec(task)
+            self.held_out_prompts_are_not_trained_on(task, held_out)
+        specs = [spec for task in self.tasks for spec in self.few(task)]
+        self.odd_answers_are_scored(specs)
+        self.answers_score_the_same_again(specs)
+        self.solutions_are_successes(specs)
+        self.conversations_end(specs)
+        said = self.begin(specs[0])
+        return Seen(in_words(said), self.solution(specs[0]), self.conversations)
+
+    def few(self, task: str) -> list[EpisodeSpec]:
+        """Some held-out and some training episodes."""
+        return [spec for at in range(PLAYED) for spec in (held_out_spec(task, at), training_spec(task, at))]
+
+    # Rules
+
+    def prompts_follow_from_the_spec(self, task: str) -> list[Said]:
+        count = self.kind.held_out(self.config)
+        if count < 1:
+            fail("held-out", "there is no held-out prompt, so nothing can be evaluated")
+        for spec in self.few(task):
+            said = self.begin(spec)
+            self.answer(spec, "garbage")
+            if said != self.begin(spec):
+                fail("reset", f"{spec} asked twice: {said!r:.100}, then {self.begin(spec)!r:.100}")
+            if said != self.checked(self.kind(self.config, self.shared).reset(spec), "reset"):
+                fail("reset", f"another {self.kind.__name__} asks something else for {spec}")
+        prompts = [self.begin(held_out_spec(task, at)) for at in range(count)]
+        again = self.begin(EpisodeSpec(task, count - 1, SEED + 1, 1))
+        if again != prompts[-1]:
+            fail("held-out", "a held-out prompt follows from its number alone, and another seed changes it")
+        if count > 1 and all(prompt == prompts[0] for prompt in prompts):
+            fail("held-out", f"all {count} held-out prompts are alike: reset reads spec.init_state_id")
+        return prompts
+
+    def held_out_prompts_are_not_trained_on(self, task: str, held_out: list[Said]) -> None:
+        known = {repr(prompt) for prompt in held_out}
+        drawn = [self.begin(training_spec(task, at)) for at in range(DRAWN)]
+        if shown := [prompt for prompt in drawn if repr(prompt) in known]:
+            fail(
+                "held-out",
+                f"training draws held-out prompts too, {len(shown)} of {DRAWN}, such as {shown[0]!r:.100}; "
+                "self.draw(spec, question) keeps them apart",
+            )
+        if all(prompt == drawn[0] for prompt in drawn):
+            fail("reset", f"{DRAWN} training prompts are alike: reset draws from spec.seed")
+
+    def odd_answers_are_scored(self, specs: list[EpisodeSpec]) -> None:
+        solved = {answer: [] for answer in ("", "garbage")}
+        for spec in specs:
+            for answer in self.odd(spec):
+                self.begin(spec)
+                turn = self.answer(spec, answer)
+                if answer in solved:
+                    solved[answer].append(turn.success)
+        for answer, successes in solved.items():
+            if all(successes):
+                fail("success", f"the answer {answer!r} is a success on every prompt")
+
+    def answers_score_the_same_again(self, specs: list[EpisodeSpec]) -> None:
+        for spec in specs:
+            for answer in self.odd(spec):
+                turns = []
+                for _ in range(2):
+                    self.begin(spec)
+                    turns.append(self.answer(spec, answer))
+                if len({(turn.reward, turn.success, turn.done, repr(turn.said)) for turn in turns}) > 1:
+                    fail("score", f"the answer {answer!r:.60} to {spec} is scored {turns[0]}, then {turns[1]}")
+
+    def solutions_are_successes(self, specs: list[EpisodeSpec]) -> None:
+        for spec in specs:
+            if self.solution(spec) is None:
+                continue
+            turns = self.play(spec, None)
+            if not turns[-1].success:
+                said = f"of {len(turns)} turns" if turns[-1].done else f"after {len(turns)} turns it goes on"
+                fail("solution", f"solution() is not scored as a success ({said}): {turns[-1]!r:.200}")
+
+    def conversations_end(self, specs: list[EpisodeSpec]) -> None:
+        """Some do before the limit cuts them off; which answers lead there is the env's own affair."""
+        for spec in specs:
+            ways = [*ODD[:3], *([None] if self.solution(spec) is not None else [])]
+            if any(self.play(spec, way)[-1].done for way in ways):
+                return
+        fail("end", f"no conversation ended within {self.turns} turns; step returns Turn(done=True) at its end")
+
+    # Conversations
+
+    def begin(self, spec: EpisodeSpec) -> Said:
+        self.conversations += 1
+        try:
+            return self.checked(self.env.reset(spec), "reset")
+        except EmbodiedError:
+            raise
+        except Exception as err:
+            raise violation("reset", f"reset raised for {spec}", err) from err
+
+    def solution(self, spec: EpisodeSpec) -> str | None:
+        """A solution to the first prompt."""
+        self.begin(spec)
+        return self.solution_now()
+
+    def solution_now(self) -> str | None:
+        try:
+            found = self.env.solution()
+        except Exception as err:
+            raise violation("solution", "solution() raised", err) from err
+        if found is not None and not isinstance(found, str):
+            fail("solution", f"solution() is {type(found).__name__}, it must be text or None")
+        return found
+
+    def odd(self, spec: EpisodeSpec) -> list[str]:
+        """Answers that policies give: odd ones, and a right one that was cut off."""
+        solution = self.solution(spec)
+        return [*ODD, *([solution[: len(solution) // 2]] if solution else [])]
+
+    def play(self, spec: EpisodeSpec, answer: str | None) -> list[Turn]:
+        """A whole conversation with always this answer, or with solutions."""
+        self.begin(spec)
+        turns: list[Turn] = []
+        while len(turns) < self.turns and not (turns and turns[-1].done):
+            said = self.solution_now() or "" if answer is None else answer
+            turns.append(self.answer(spec, said))
+        return turns
+
+    def answer(self, spec: EpisodeSpec, answer: str) -> Turn:
+        try:
+            turn = self.env.step(answer)
+        except EmbodiedError:
+            raise
+        except Exception as err:
+            raise violation("step", f"step({answer!r:.60}) raised after {spec}", err) from err
+        if not isinstance(turn, Turn):
+            fail("turn", f"step returned {type(turn).__name__}, it must be a Turn")
+        number = isinstance(turn.reward, int | float) or hasattr(turn.reward, "item")
+        if not number or not math.isfinite(turn.reward):
+            fail("reward", f"{turn.reward!r} after the answer {answer!r:.60}; a reward is a finite number")
+        for name in ("success", "done"):
+            if not isinstance(getattr(turn, name), bool):
+                found = getattr(turn, name)
+                fail(name, f"{name}={found!r} is {type(found).__name__}, it must be a bool: {name}=bool(...)")
+        if not turn.done:
+            self.checked(turn.said, "step")
+        return turn
+
+    def checked(self, said: Any, method: str) -> Said:
+        """What an env says, if it is text or messages."""
+        if not said:
+            fail("said", f"{method} says nothing; a conversation that goes on needs something to answer")
+        messages = isinstance(said, tuple | list) and all(
+            isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content")) for one in said
+        )
+        if not isinstance(said, str) and not messages:
+            fail("said", f'{method} says {said!r:.100}; it must be text, or ({{"role": "user", "content": "..."}},)')
+        return tuple(said) if isinstance(said, list) else said
+
+
+def held_out_spec(task: str, number: int) -> EpisodeSpec:
+    return EpisodeSpec(task, number, SEED, number)
+
+
+def training_spec(task: str, number: int) -> EpisodeSpec:
+    return EpisodeSpec(task, -1, SEED + number, number)
+
+
+def in_words(said: Said) -> str:
+    """What was said, in a line."""
+    return repr(said) if isinstance(said, str) else "; ".join(f"{one['role']}: {one['content']!r}" for one in said)
+
+
+def fail(rule: str, what: str) -> None:
+    raise ContractViolation(rule, what)
+
+
+def violation(rule: str, what: str, err: Exception) -> ContractViolation:
+    """What an env's own code raised, with the line."""
+    last = traceback.format_exception_only(err)[-1].strip()
+    return ContractViolation(rule, f"{what}: {last}{where(err)}")

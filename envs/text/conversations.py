@@ -1,0 +1,254 @@
+"""Plays conversations: asks policy workers, hears their answers as they come, lets the env score and reply.
+
+As many conversations go on at a time as there are rows; one that ends makes room for the next. Neither their order nor
+who answers changes any of them. Earlier text is never encoded again: a turn appends to the conversation's tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from embodied.core.conversations import Completion, CompletionBatch, Prompt, PromptBatch, Said
+from embodied.core.errors import EmbodiedError
+from embodied.core.types import AskAgain, EpisodeResult, EpisodeSpec, Route, Trajectory
+from embodied.envs.text.base import TextEnv, Turn
+from embodied.runtime import Timers
+
+
+@dataclass
+class Conversation:
+    """One that goes on, or has ended."""
+
+    spec: EpisodeSpec
+    env: TextEnv
+    said: Said  # what the env has said last
+    source: str  # through which it asks
+    tokens: list[np.ndarray] = field(default_factory=list)
+    sampled: list[np.ndarray] = field(default_factory=list)  # bool, which of them the policy chose
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    rewards: list[np.ndarray] = field(default_factory=list)
+    cut_off: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)  # for a transcript
+    success: list[bool] = field(default_factory=list)  # of each turn
+    problem: str = ""  # why it counts for nothing
+
+    def hear(self, completion: Completion, turn: Turn, reward: float) -> None:
+        """Append an answer and what the env makes of it."""
+        count, sampled = len(completion.tokens), completion.num_sampled
+        chosen = np.zeros(count, bool)
+        chosen[count - sampled :] = True
+        logprobs, rewards = np.zeros(count, np.float32), np.zeros(count, np.float32)
+        cut_off = np.zeros(count, bool)
+        logprobs[count - sampled :] = completion.logprobs
+        if count:
+            rewards[-1], cut_off[-1] = reward, completion.truncated
+        self.tokens.append(np.asarray(completion.tokens, np.int32))
+        self.sampled.append(chosen)
+        self.logprobs.append(logprobs)
+        self.rewards.append(rewards)
+        self.cut_off.append(cut_off)
+        self.versions.append(np.full(count, completion.version, np.int64))
+        self.success.append(turn.success)
+        self.turns.append(
+            {
+                "said": self.said,
+                "answer": completion.text,
+                "tokens": list(completion.pieces),
+                "logprobs": [round(float(number), 4) for number in completion.logprobs],
+                "truncated": completion.truncated,
+                "reward": reward,
+                "facts": dict(turn.facts or {}),
+            }
+        )
+        self.said = turn.said
+
+    @property
+    def truncated(self) -> bool:
+        """Whether an answer was cut off."""
+        return any(bool(each.any()) for each in self.cut_off)
+
+    def result(self) -> EpisodeResult:
+        spec = self.spec
+        counted = not self.problem
+        return EpisodeResult(
+            index=spec.index,
+            task=spec.task,
+            init_state_id=spec.init_state_id,
+            seed=spec.seed,
+            length=len(self.turns),
+            total_reward=float(sum(rewards.sum() for rewards in self.rewards)),
+            success_once=any(self.success) if counted else None,
+            success_at_end=self.success[-1] if counted else None,
+            error=self.problem,
+            truncated=self.truncated if counted else None,
+            tokens=int(sum(chosen.sum() for chosen in self.sampled)),
+        )
+
+    def trajectory(self) -> Trajectory:
+        """All its tokens as decisions, of which those that the env said are masked."""
+        tokens = np.concatenate(self.tokens)
+        count = len(tokens)
+        ended = np.zeros(count, bool)
+        ended[-1] = True
+
+        def column(parts: list[np.ndarray]) -> np.ndarray:
+            return np.concatenate(parts)[:, None]
+
+        return Trajectory(
+            ids=np.array([self.spec.index]),
+            lengths=np.array([count]),
+            obs={},
+            actions=tokens[:, None, None],
+            logprobs=column(self.logprobs)[:, :, None],
+            rewards=column(self.rewards),
+            terminated=ended[:, None],
+            truncated=column(self.cut_off),
+            mask=column(self.sampled),
+            versions=np.concatenate(self.versions),
+            episodes=np.full(count, self.spec.index, np.int64),
+        )
+
+
+class Talk:
+    """Asks through the channels of a route and takes the answers as they come.
+
+    A policy worker may die before it has answered, or another one may take its place: then what is open is asked again.
+    An answer depends on the question alone, so a second one is ignored.
+    """
+
+    def __init__(self, route: Route, timers: Timers) -> None:
+        self.timers = timers
+        self.requests = dict(zip(route.sources, route.requests, strict=True))
+        self.replies = route.replies[0]  # one for all sources
+        self.open: dict[str, dict[int, tuple[Prompt, Conversation]]] = {source: {} for source in route.sources}
+        self.number = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is awaited."""
+        return any(self.open.values())
+
+    def freest(self) -> str:
+        """The source through which the fewest conversations ask."""
+        return min(self.open, key=lambda source: len(self.open[source]))
+
+    def ask(self, conversations: Iterable[Conversation]) -> None:
+        """Let policies continue these."""
+        new: dict[str, list[Prompt]] = {}
+        for one in conversations:
+            self.number += 1
+            tokens = np.concatenate([np.zeros(0, np.int32), *one.tokens])
+            prompt = Prompt(self.number, one.spec.index, one.said, tokens)
+            self.open[one.source][self.number] = prompt, one
+            new.setdefault(one.source, []).append(prompt)
+        for source, prompts in new.items():
+            self.requests[source].put(PromptBatch(source, tuple(prompts)))
+
+    def answers(self) -> Iterator[tuple[Conversation, Completion]]:
+        """Wait for answers; returns those that came together."""
+        with self.timers.measure("wait"):
+            reply = self.replies.get()
+        if reply.source not in self.open:
+            return
+        waiting = self.open[reply.source]
+        if isinstance(reply, AskAgain):
+            self.requests[reply.source] = reply.requests or self.requests[reply.source]
+            prompts = tuple(prompt for prompt, _ in waiting.values())
+            self.requests[reply.source].put(PromptBatch(reply.source, prompts))
+        elif isinstance(reply, CompletionBatch):
+            for completion in reply.completions:
+                if completion.number in waiting:
+                    yield waiting.pop(completion.number)[1], completion
+
+
+def play_conversations(
+    kind: type[TextEnv],
+    config: Any,
+    shared: Any,
+    specs: Sequence[EpisodeSpec],
+    rows: int,
+    talk: Talk,
+    timers: Timers,
+    begun: Callable[[list[EpisodeSpec]], None] = lambda specs: None,
+    alone: frozenset[int] = frozenset(),
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[list[Conversation]]:
+    """Play these to their ends, so many at a time, and yield those that have ended since the last time. Where it is to
+    `stop`, what is open is given up. `alone` are the last of them: each is played with no other beside it."""
+    waiting, free, open_now = deque(specs), [], 0
+    turns = kind.env_spec(config).max_episode_steps
+
+    def begin() -> list[Conversation]:
+        """As many as there is room for."""
+        nonlocal open_now
+        wanted: list[EpisodeSpec] = []
+        while waiting and open_now + len(wanted) < rows:
+            if waiting[0].index in alone and (open_now or wanted):
+                break
+            wanted.append(waiting.popleft())
+            if wanted[-1].index in alone:
+                break
+        if wanted:
+            begun(wanted)
+        new, places = [], {source: len(mine) for source, mine in talk.open.items()}
+        with timers.measure("reset"):
+            for spec in wanted:
+                env = free.pop() if free else kind(config, shared)
+                source = min(places, key=places.get)
+                places[source] += 1
+                new.append(Conversation(spec, env, checked_said(env.reset(spec), kind), source))
+        open_now += len(new)
+        return new
+
+    talk.ask(begin())
+    while talk.busy and not stop():
+        ended, going_on = [], []
+        for one, completion in talk.answers():
+            with timers.measure("step"):
+                over = hear(one, completion, config, turns)
+            (ended if over else going_on).append(one)
+        open_now -= len(ended)
+        free += [one.env for one in ended]
+        talk.ask([*going_on, *begin()])
+        if ended:
+            yield ended
+
+
+def hear(one: Conversation, completion: Completion, config: Any, turns: int) -> bool:
+    """Let the env hear an answer; returns whether the conversation is over."""
+    if completion.dropped:
+        one.problem = completion.dropped
+        one.hear(completion, Turn(), 0.0)
+        return True
+    turn = one.env.step(completion.text)
+    if not isinstance(turn, Turn):
+        raise EmbodiedError(f"{type(one.env).__name__}.step returned {type(turn).__name__}, it must be a Turn")
+    reward = float(turn.success) if config.reward == "success" else float(turn.reward)
+    if not np.isfinite(reward):
+        raise EmbodiedError(f"{type(one.env).__name__}.step gave the reward {reward} for {completion.text[:80]!r}")
+    one.hear(completion, turn, reward)
+    over = turn.done or not turn.said or completion.truncated or len(one.turns) >= turns
+    if not over:
+        checked_said(turn.said, type(one.env))
+    return over
+
+
+def checked_said(said: Said, kind: type[TextEnv]) -> Said:
+    """What an env says, if it is text or messages."""
+    if isinstance(said, list):
+        said = tuple(said)
+    fine = isinstance(said, str) or (
+        isinstance(said, tuple) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said)
+    )
+    if not fine or not said:
+        raise EmbodiedError(
+            f"{kind.__name__} says {said!r:.100}; it must be text, or messages such as "
+            '({"role": "user", "content": "..."},)'
+        )
+    return said

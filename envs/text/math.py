@@ -1,0 +1,169 @@
+"""Questions from a JSONL file. What an answer puts into its last `\\boxed{...}` is compared with the solutions as
+mathematics, by math-verify in a process of its own.
+
+A line holds `question` (asked as a message, with the request to box the result), `prompt` (text to be continued as it
+is) or `messages`, and `answer` or `solutions`, of which any will do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from embodied.core.conversations import Said
+from embodied.core.errors import ConfigError, MissingAsset
+from embodied.core.rng import generator
+from embodied.core.types import EpisodeSpec
+from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.scoring import Scorer
+
+INSTRUCTION = "Reason step by step, and put the final answer into \\boxed{}."
+SHARE, MOST = 0.05, 500  # held out of a file that has no other beside it
+BOX = "\\boxed{"
+ASKED, SOLVED = ("question", "prompt", "messages"), ("answer", "solutions")
+
+
+@dataclass(frozen=True)
+class Question:
+    said: Said
+    solutions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Shared:
+    train: list[Question]
+    held_out: list[Question]
+    scorer: Scorer
+
+
+class Math(TextEnv):
+    @classmethod
+    def check(cls, config: Any) -> None:
+        super().check(config)
+        if find_spec("math_verify") is None:
+            raise MissingAsset("env.name=math needs math-verify: python -m pip install -c constraints.txt math-verify")
+        if not questions(config)[0]:
+            raise ConfigError(f"env.file={config.file}: no question is left to train on, all are held out")
+
+    @classmethod
+    def held_out(cls, config: Any) -> int:
+        return len(questions(config)[1])
+
+    @classmethod
+    def load(cls, config: Any) -> Shared:
+        """The questions, and the process that compares answers."""
+        return Shared(*questions(config), Scorer("math"))
+
+    @classmethod
+    def unload(cls, shared: Shared) -> None:
+        shared.scorer.close()
+
+    def reset(self, spec: EpisodeSpec) -> Said:
+        if spec.init_state_id >= 0:
+            self.question = self.shared.held_out[spec.init_state_id % len(self.shared.held_out)]
+        else:
+            train = self.shared.train
+            self.question = train[int(generator(spec.seed, "prompt", spec.task).integers(len(train)))]
+        return self.question.said
+
+    def step(self, answer: str) -> Turn:
+        solutions = self.question.solutions
+        given, facts = boxed(answer), {"expected": solutions[0]}
+        if given is None:
+            return Turn(facts={**facts, "problem": "nothing is boxed"})
+        success, problem = given in solutions, ""
+        if not success:
+            score, problem = self.shared.scorer.score(self.config.score_s, answer=given, solutions=solutions)
+            success = score == 1.0
+        facts = {**facts, "given": given} | ({"problem": problem} if problem else {})
+        return Turn(reward=float(success), success=success, facts=facts)
+
+    def solution(self) -> str:
+        return f"{BOX}{self.question.solutions[0]}}}"
+
+
+def boxed(text: str) -> str | None:
+    """What is inside the last box, whose braces are in pairs; None where there is none."""
+    begin = text.rfind(BOX)
+    if begin < 0:
+        return None
+    begin += len(BOX)
+    depth = 1
+    for at in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if not depth:
+            return text[begin:at].strip()
+    return None
+
+
+def questions(config: Any) -> tuple[list[Question], list[Question]]:
+    """Those to train on, and those held out."""
+    every = read(config.file)
+    if config.held_out is not None:
+        held_out = read(config.held_out)
+    else:
+        held_out = every[: max(1, min(MOST, int(SHARE * len(every))))]
+    known = {repr(one.said) for one in held_out}
+    return [one for one in every if repr(one.said) not in known], held_out
+
+
+def read(path: Path) -> list[Question]:
+    """The questions of a file, a line each."""
+    try:
+        stamp = Path(path).stat()
+        return _read(Path(path), stamp.st_mtime_ns, stamp.st_size)
+    except OSError as err:
+        raise ConfigError(f"{path}: {err.strerror}") from None
+
+
+@lru_cache(4)
+def _read(path: Path, *stamp: int) -> list[Question]:
+    with path.open("rb") as lines:
+        found = [parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError(f"{path}: no questions are in it")
+    return found
+
+
+def parsed(line: bytes, where: str) -> Question:
+    """The question of a line."""
+    try:
+        entry = json.loads(line)
+    except ValueError as err:
+        raise ConfigError(f"{where}: not JSON: {err}") from None
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: {type(entry).__name__}, it must be an object")
+    asked = [key for key in ASKED if entry.get(key)]
+    solved = [key for key in SOLVED if entry.get(key) not in (None, "", [])]
+    for keys, known in ((asked, ASKED), (solved, SOLVED)):
+        if len(keys) != 1:
+            raise ConfigError(f"{where}: one of {', '.join(known)} is needed, and it has {', '.join(keys) or 'none'}")
+    solutions = entry[solved[0]] if isinstance(entry[solved[0]], list) else [entry[solved[0]]]
+    if not all(isinstance(one, str | int | float) and str(one).strip() for one in solutions):
+        raise ConfigError(f"{where}: {solved[0]} must be text or a number, or a list of these")
+    return Question(said(asked[0], entry[asked[0]], where), tuple(plain(str(one)) for one in solutions))
+
+
+def said(key: str, value: Any, where: str) -> Said:
+    """What a line's question says, as text or messages."""
+    if key == "messages":
+        if not isinstance(value, list) or not all(isinstance(one, dict) and is_message(one) for one in value):
+            raise ConfigError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')
+        return tuple(value)
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: {key} must be text, it is {type(value).__name__}")
+    return value if key == "prompt" else ({"role": "user", "content": f"{value}\n{INSTRUCTION}"},)
+
+
+def is_message(one: dict[str, Any]) -> bool:
+    return all(isinstance(one.get(key), str) for key in ("role", "content"))
+
+
+def plain(solution: str) -> str:
+    """A solution without the box or the dollars around it."""
+    inside = boxed(solution)
+    return solution.strip().strip("$").strip() if inside is None else inside

@@ -1,0 +1,114 @@
+"""`env.name=reasoning_gym:<task>`: the generated puzzles of reasoning_gym, whose answers come in <answer> tags.
+
+A training conversation asks one of the first 10,000 questions of a data set with seed 0, an evaluation those of
+another seed; questions that both have are not trained on. Its own scores pay for parts of an answer, and for containing
+it: here an answer is right or not, unless `env.partial_scores` asks for the score, and containing it never counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from embodied.core.conversations import Said
+from embodied.core.errors import ConfigError, MissingAsset, nearest
+from embodied.core.rng import generator
+from embodied.core.types import EpisodeSpec
+from embodied.envs.text.base import TRIES, TextEnv, Turn
+from embodied.envs.text.scoring import Scorer, dataset_of, entry_of
+
+POOL = 10_000  # questions to train on
+HELD_OUT_SEED = 1 << 30  # question i of seed s is made by a generator of seed s + i: far from those to train on
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Shared:
+    system: str
+    scorer: Scorer
+    questions: frozenset[str]  # of the held-out ones
+
+
+class ReasoningGym(TextEnv):
+    @classmethod
+    def check(cls, config: Any) -> None:
+        super().check(config)
+        if find_spec("reasoning_gym") is None:
+            raise MissingAsset(
+                f"env.name={config.name} needs reasoning_gym: python -m pip install -c constraints.txt reasoning-gym"
+            )
+        from reasoning_gym.factory import DATASETS
+
+        task = task_of(config)
+        if task not in DATASETS:
+            near = nearest(task, DATASETS) or f" (known: {', '.join(sorted(DATASETS))})"
+            raise ConfigError(f"env.name={config.name}: reasoning_gym has no task {task!r}{near}")
+        if taken := {"size", "seed"} & config.kwargs.keys():
+            raise ConfigError(
+                f"env.kwargs: {', '.join(sorted(taken))} is chosen by env.name=reasoning_gym; leave it out"
+            )
+        try:
+            dataset_of(task, options(config, 0))[0]
+        except Exception as err:  # of its own checks, which assert
+            raise ConfigError(
+                f"env.name={config.name} env.kwargs={config.kwargs}: {type(err).__name__}: {err}"
+            ) from err
+
+    @classmethod
+    def load(cls, config: Any) -> Shared:
+        """The held-out questions, and the process that scores."""
+        from reasoning_gym.utils import SYSTEM_PROMPTS
+
+        held_out = dataset_of(task_of(config), options(config, HELD_OUT_SEED))
+        known = frozenset(held_out[index]["question"] for index in range(cls.num_held_out))
+        return Shared(SYSTEM_PROMPTS["default"], Scorer("reasoning_gym"), known)
+
+    @classmethod
+    def unload(cls, shared: Shared) -> None:
+        shared.scorer.close()
+
+    def reset(self, spec: EpisodeSpec) -> Said:
+        self.options, self.index, self.entry = self.chosen(spec)
+        return (
+            {"role": "system", "content": self.shared.system},
+            {"role": "user", "content": self.entry["question"]},
+        )
+
+    def chosen(self, spec: EpisodeSpec) -> tuple[str, int, dict[str, Any]]:
+        """The options of a data set, the number of a question in it, and the question."""
+        task = task_of(self.config)
+        if spec.init_state_id >= 0:
+            index, of = spec.init_state_id % self.num_held_out, options(self.config, HELD_OUT_SEED)
+            return of, index, entry_of(task, of, index)
+        rng, of = generator(spec.seed, "prompt", spec.task), options(self.config, 0)
+        for index in rng.integers(POOL, size=TRIES).tolist():
+            if (entry := entry_of(task, of, index))["question"] not in self.shared.questions:
+                return of, index, entry
+        raise ConfigError(f"env.name={self.config.name}: it has hardly more questions than the held-out ones")
+
+    def step(self, answer: str) -> Turn:
+        facts, found = {"expected": self.entry["answer"]}, ANSWER.findall(answer)
+        if not found:
+            return Turn(facts={**facts, "problem": "no <answer> tag"})
+        config, given = self.config, found[-1].strip()
+        where = {"name": task_of(config), "options": self.options, "index": self.index}
+        score, problem = self.shared.scorer.score(config.score_s, answer=given, **where, partial=config.partial_scores)
+        facts |= {"given": given, "score": score} | ({"problem": problem} if problem else {})
+        return Turn(reward=score, success=score == 1.0, facts=facts)
+
+    def solution(self) -> str | None:
+        answer = self.entry["answer"]
+        return None if answer is None else f"<answer>{answer}</answer>"
+
+
+def task_of(config: Any) -> str:
+    """The name of the task at reasoning_gym."""
+    return config.name.partition(":")[2]
+
+
+def options(config: Any, seed: int) -> str:
+    """What a data set is made with, as JSON: the process that scores makes the same."""
+    return json.dumps({**config.kwargs, "seed": seed, "size": POOL}, sort_keys=True)

@@ -1,0 +1,27 @@
+"""Sorting digits, a toy: `sort4` shows "sort 98171:", four to six digits, and wants "11789"."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from embodied.core.types import EpisodeSpec
+from embodied.envs.text.base import TextEnv, Turn
+
+
+class Sort(TextEnv):
+    def reset(self, spec: EpisodeSpec) -> str:
+        digits = self.draw(spec, some_digits)
+        self.right = "".join(sorted(digits))
+        return f"sort {digits}:"
+
+    def step(self, answer: str) -> Turn:
+        success = answer.strip() == self.right
+        return Turn(reward=float(success), success=success, facts={"expected": self.right})
+
+    def solution(self) -> str:
+        return self.right
+
+
+def some_digits(rng: np.random.Generator) -> str:
+    """Four to six digits."""
+    return "".join(map(str, rng.integers(0, 10, rng.integers(4, 7))))

@@ -1,0 +1,1 @@
+"""Language policies: causal language models that answer text envs."""

@@ -1,0 +1,134 @@
+"""A step of decoding without the modules' overhead, which is most of what a step of a small model takes.
+
+The same mathematics as transformers' modules for one token of every conversation, for the shapes that are trained most:
+Llama's, Qwen3's and GPT-2's in float32 or less precise. Whatever else a model is runs through its own modules
+(slots.py). Linear layers with adapters are called as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+if TYPE_CHECKING:
+    from embodied.policies.language.slots import KeyValues
+
+Step = Callable[[Tensor, Tensor, "KeyValues"], Tensor]
+
+
+def fast_step(model: Any, length: int) -> Step | None:
+    """A function of the last tokens [N], their places [N] and the cache that returns logits [N, vocabulary], or None
+    for models of other shapes. It holds for as long as the model's parameters are the same objects."""
+    shape = model.config
+    if model.dtype == torch.float64 or torch.is_autocast_enabled(next(model.parameters()).device.type):
+        return None
+    if shape.model_type == "gpt2" and not shape.add_cross_attention:
+        return of_gpt2(model)
+    if shape.model_type not in ("llama", "qwen3") or shape.hidden_act != "silu":
+        return None
+    turns_by_place = model.model.rotary_emb.rope_type in ("default", "linear", "llama3")  # not by length as well
+    return of_llama(model, length) if turns_by_place else None
+
+
+def plain(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A linear layer as a function."""
+    if type(layer) is nn.Linear:
+        weight, bias = layer.weight, layer.bias
+        return lambda x: F.linear(x, weight, bias)
+    if type(layer) is Conv1D:
+        weight, bias = layer.weight, layer.bias
+        return lambda x: torch.addmm(bias, x, weight)
+    return layer
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, layer: int, cache: KeyValues, scale: float) -> Tensor:
+    """Keep a token's keys and values [N, KV, D], and look back from its queries [N, H, D]; [N, H * D].
+
+    Queries that share keys stand where tokens of a sequence would: they see the same."""
+    rows, _, dim = query.shape
+    keys, values = cache.update(keys[:, :, None], values[:, :, None], layer)
+    groups = query.view(rows, keys.shape[1], -1, dim)
+    return F.scaled_dot_product_attention(groups, keys, values, attn_mask=cache.bias, scale=scale).view(rows, -1)
+
+
+def of_llama(model: Any, length: int) -> Step:
+    body = model.model
+    places = torch.arange(length, device=body.embed_tokens.weight.device)[None]
+    cosines, sines = (table[0, :, None] for table in body.rotary_emb(body.embed_tokens.weight[:1], places))
+    half = sines.shape[-1] // 2
+    sines = torch.cat((-sines[..., :half], sines[..., half:]), -1)
+    embeddings, head = body.embed_tokens.weight, plain(model.lm_head)
+    layers = [llama_layer(layer) for layer in body.layers]
+    last = norm(body.norm)
+
+    def step(tokens: Tensor, places: Tensor, cache: KeyValues) -> Tensor:
+        hidden, turn = F.embedding(tokens, embeddings), (cosines[places], sines[places])
+        for index, layer in enumerate(layers):
+            hidden = layer(hidden, turn, index, cache)
+        return head(last(hidden))
+
+    return step
+
+
+def norm(layer: Any) -> Callable[[Tensor], Tensor]:
+    """A root mean square norm as a function."""
+    weight, eps = layer.weight, layer.variance_epsilon
+    size = weight.shape
+    return lambda x: F.rms_norm(x, size, weight, eps)
+
+
+def llama_layer(layer: Any) -> Callable[..., Tensor]:
+    attention, mlp = layer.self_attn, layer.mlp
+    before, behind = norm(layer.input_layernorm), norm(layer.post_attention_layernorm)
+    q, k, v, o = (plain(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
+    gate, up, down = plain(mlp.gate_proj), plain(mlp.up_proj), plain(mlp.down_proj)
+    dim, scale = attention.head_dim, attention.scaling
+    norms = (norm(attention.q_norm), norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
+
+    def run(hidden: Tensor, turn: tuple[Tensor, Tensor], index: int, cache: KeyValues) -> Tensor:
+        x = before(hidden)
+        query, key, value = (part(x).view(len(x), -1, dim) for part in (q, k, v))
+        if norms:
+            query, key = norms[0](query), norms[1](key)
+        heads = query.shape[1]
+        both = torch.cat((query, key), 1)
+        low, high = both.chunk(2, -1)
+        both = torch.addcmul(both * turn[0], torch.cat((high, low), -1), turn[1])
+        hidden = hidden + o(attend(both[:, :heads], both[:, heads:], value, index, cache, scale))
+        x = behind(hidden)
+        return hidden + down(F.silu(gate(x)) * up(x))
+
+    return run
+
+
+def of_gpt2(model: Any) -> Step:
+    body = model.transformer
+    words, positions, head, last = body.wte.weight, body.wpe.weight, plain(model.lm_head), body.ln_f
+    layers = [gpt2_layer(block) for block in body.h]
+
+    def step(tokens: Tensor, places: Tensor, cache: KeyValues) -> Tensor:
+        hidden = F.embedding(tokens, words) + F.embedding(places, positions)
+        for index, layer in enumerate(layers):
+            hidden = layer(hidden, index, cache)
+        return head(last(hidden))
+
+    return step
+
+
+def gpt2_layer(block: Any) -> Callable[..., Tensor]:
+    attention, mlp = block.attn, block.mlp
+    before, behind, act = block.ln_1, block.ln_2, mlp.act
+    into, out, wide, narrow = (plain(part) for part in (attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj))
+    dim, scale = attention.head_dim, attention.scaling
+
+    def run(hidden: Tensor, index: int, cache: KeyValues) -> Tensor:
+        query, key, value = (part.view(len(hidden), -1, dim) for part in into(before(hidden)).chunk(3, -1))
+        hidden = hidden + out(attend(query, key, value, index, cache, scale))
+        return hidden + narrow(act(wide(behind(hidden))))
+
+    return run

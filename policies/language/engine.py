@@ -1,0 +1,121 @@
+"""Engines: what continues conversations for a language policy worker, a token at a time.
+
+`policy.engine` picks one: our own loop over the policy's model (slots.py), or vLLM in the same process
+(vllm_engine.py). Both are used in the same way: `add` while there is `room`, `step` until nothing is `running`, in any
+order, and `abort` to stop between two tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from embodied.core.errors import ConfigError
+from embodied.policies.config import LanguageConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from embodied.policies.language.policy import LanguagePolicy
+
+ENGINES = {  # by what `policy.engine` says; imported when named
+    "transformers": "embodied.policies.language.slots:SlotEngine",
+    "vllm": "embodied.policies.language.vllm_engine:VLLMEngine",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A conversation to be continued."""
+
+    key: Any  # comes back with the answer
+    tokens: Sequence[int]  # the whole stream so far, continued verbatim
+    max_tokens: int  # of the answer
+    episode: int  # with a token's index in the stream it keys the token's noise
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What follows a request's tokens: A tokens, with the stop token where there is one."""
+
+    key: Any
+    tokens: np.ndarray  # int32 [A]
+    logprobs: np.ndarray  # float32 [A], at temperature 1; float64 of a float64 model
+    truncated: bool  # it ended without a stop token: max_tokens, max_length, or aborted
+    dropped: str = ""  # why it cannot be used: then it counts for nothing
+
+
+class Engine:
+    """Continues up to `room + running` conversations at a time."""
+
+    running = 0
+    """Conversations under way."""
+
+    room = 0
+    """How many more it takes now."""
+
+    def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
+        """Start a round of answers by these weights. Nothing may be running."""
+        raise NotImplementedError
+
+    def add(self, request: Request) -> None:
+        """Take a conversation; it needs room."""
+        raise NotImplementedError
+
+    def step(self) -> list[Answer]:
+        """Write a token of every conversation that runs, and return the answers that ended with it."""
+        raise NotImplementedError
+
+    def abort(self) -> list[Answer]:
+        """Give up everything that runs, and return what was written of it so far."""
+        raise NotImplementedError
+
+    def load(self, weights: dict[str, Tensor], version: int) -> None:
+        """Adopt new weights, in an engine that has weights of its own. Nothing may be running."""
+
+    def cache_tensors(self) -> list[Tensor]:
+        """Memory that it keeps between rounds, not what is in it: a device may take it back."""
+        return []
+
+    def numbers(self) -> dict[str, float]:
+        """What it counted since the last call, for the metrics."""
+        return {}
+
+    def close(self) -> None:
+        """End what it started."""
+
+
+def unanswered(request: Request, why: str = "") -> Answer:
+    """The empty answer to a conversation that has no room for one, or that was not begun."""
+    return Answer(request.key, np.zeros(0, np.int32), np.zeros(0, np.float32), not why, why)
+
+
+def token_bytes(model: Any) -> int:
+    """Bytes of one token's keys and values."""
+    shape = model.config
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return 2 * shape.num_hidden_layers * heads * dim * next(model.parameters()).element_size()
+
+
+def cache_bytes(config: LanguageConfig, model: Any, max_length: int) -> int:
+    """Memory for keys and values: `policy.cache_gb`, or what `policy.max_running` whole conversations need."""
+    one = token_bytes(model) * max_length
+    if config.cache_gb is None:
+        return config.max_running * one
+    if (given := int(config.cache_gb * 1e9)) < one:
+        raise ConfigError(
+            f"policy.cache_gb={config.cache_gb:g} has no room for one conversation: {max_length} tokens of "
+            f"{token_bytes(model)} bytes are {one / 1e9:.3g} GB; try policy.max_length={given // token_bytes(model)}"
+        )
+    return given
+
+
+def make_engine(config: LanguageConfig, policy: LanguagePolicy) -> Engine:
+    """The engine that `policy.engine` names."""
+    module, _, name = ENGINES[config.engine].partition(":")
+    return getattr(importlib.import_module(module), name)(config, policy)

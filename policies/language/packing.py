@@ -1,0 +1,196 @@
+"""How conversations share a network's rows: which of them in one pass, and where every token goes. Free of torch.
+
+The conversations of a group begin with the same prompt, which goes through the network once for all. Each goes on from
+there as if it were alone: its positions restart behind the prompt, and it sees the prompt and itself, never another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ROW = 256  # tokens of a row, where no block is longer: attention's work grows with a row's square
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Blocks of conversations in B rows of W places. Prompt 5 6 with the answers 7 8 and 9, of one group:
+
+    ids        5 6 7 8 9        segments   0 0 1 1 2
+    positions  0 1 2 3 2        blocks     0 0 0 0 0
+    sources    1 2              the places whose logits are needed: after "5 6", and after "5 6 7"
+    takes      0 1 0            which of them says how likely each sampled token is
+    scored     2 3 6            the sampled tokens, among those of all conversations: 5 6 7 8 5 6 9
+    """
+
+    ids: np.ndarray  # int64 [B, W]
+    positions: np.ndarray  # int64 [B, W]
+    blocks: np.ndarray  # int64 [B, W], -1 where nothing is
+    segments: np.ndarray  # int64 [B, W], 0: what all of the block see
+    sources: np.ndarray  # int64 [U], places in all rows
+    takes: np.ndarray  # int64 [M]
+    scored: np.ndarray  # int64 [M]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the network, without padding."""
+        return int((self.blocks >= 0).sum())
+
+
+@dataclass(frozen=True)
+class Block:
+    """Conversations, by number, whose first `shared` tokens are the same and go through the network once."""
+
+    members: tuple[int, ...]
+    shared: int
+    size: int  # tokens
+
+
+def lay_out(
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    lengths: np.ndarray,
+    groups: np.ndarray,
+    share: bool = True,
+    row: int = ROW,
+    wide: float = math.inf,
+) -> Packed:
+    """Rows for all of these conversations, one after the other in `tokens` and `mask` [n], which is False where the env
+    spoke. They share what those of a group have in common at the beginning, if `share`; `wide` as for `cheapest`."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    if mask[starts].any():
+        raise ValueError("a conversation begins with a token that was sampled: nothing says how likely that was")
+    whole = blocks_of(tokens, mask, lengths, groups, share)
+    found = [part for block in whole for part in cheapest(block, lengths, wide)]
+    row = max([row, *(block.size for block in found)])
+    bins = evenly([block.size for block in found], row)
+    shape = len(bins), max(sum(found[number].size for number in numbers) for numbers in bins)
+    ids, positions, segments = (np.zeros(shape, np.int64) for _ in range(3))
+    blocks, place = np.full(shape, -1, np.int64), np.empty(len(tokens), np.int64)
+    for at, numbers in enumerate(bins):
+        column = 0
+        for number in numbers:
+            block = found[number]
+            for segment, begin, end in pieces(block, starts, ends):
+                part = slice(column, column + end - begin)
+                ids[at, part], blocks[at, part], segments[at, part] = tokens[begin:end], number, segment
+                positions[at, part] = np.arange(begin, end) - starts[block.members[max(segment - 1, 0)]]
+                place[begin:end] = at * shape[1] + np.arange(part.start, part.stop)
+                column = part.stop
+            for member in block.members[1:]:
+                prompt = slice(starts[member], starts[member] + block.shared)
+                first = starts[block.members[0]]
+                place[prompt] = place[first : first + block.shared]
+    scored = np.flatnonzero(mask)
+    sources, takes = np.unique(place[scored - 1], return_inverse=True)
+    return Packed(ids, positions, blocks, segments, sources, takes.reshape(-1), scored)
+
+
+def pieces(block: Block, starts: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """(segment, first token, behind the last) of what a block is laid out as: what is shared, then each member's."""
+    first = starts[block.members[0]]
+    if block.shared:
+        yield 0, first, first + block.shared
+    for segment, member in enumerate(block.members, 1):
+        yield segment, starts[member] + block.shared, ends[member]
+
+
+def into_passes(
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    lengths: np.ndarray,
+    groups: np.ndarray,
+    most: int,
+    share: bool = True,
+) -> list[list[int]]:
+    """Which conversations, by number, go through the network together: `most` tokens at a time, whole groups where they
+    fit. A group of more is split, and a conversation of more stands alone."""
+    parts = [part for block in blocks_of(tokens, mask, lengths, groups, share) for part in split(block, lengths, most)]
+    bins = first_fit([part.size for part in parts], most)
+    return sorted(sorted(member for number in numbers for member in parts[number].members) for numbers in bins)
+
+
+def blocks_of(
+    tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, share: bool
+) -> list[Block]:
+    """The groups in the order in which they begin; conversations that share nothing are blocks of their own."""
+    starts = np.cumsum(lengths) - lengths
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups.tolist()):
+        members.setdefault(group, []).append(number)
+    found = []
+    for numbers in members.values():
+        shared = shared_prompt(tokens, mask, starts[numbers], lengths[numbers]) if share else 0
+        for some in [tuple(numbers)] if shared else [(number,) for number in numbers]:
+            found.append(Block(some, shared, size_of(some, shared, lengths)))
+    return found
+
+
+def cheapest(block: Block, lengths: np.ndarray, wide: float) -> list[Block]:
+    """A block in as many parts, each with the prompt again, as cost least. A place costs as much as a token in a
+    sequence of no length, and once more for every `wide` places of its block, which attention goes through."""
+    ways, count = [], 1
+    while count <= len(block.members):
+        members = [tuple(some.tolist()) for some in np.array_split(np.array(block.members), count)]
+        ways.append([Block(some, block.shared, size_of(some, block.shared, lengths)) for some in members])
+        count *= 2
+    return min(ways, key=lambda parts: sum(part.size * (1 + part.size / wide) for part in parts))
+
+
+def size_of(members: tuple[int, ...], shared: int, lengths: np.ndarray) -> int:
+    return shared + int((lengths[list(members)] - shared).sum())
+
+
+def shared_prompt(tokens: np.ndarray, mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
+    """How many tokens, none of them sampled, several conversations have in common at their beginnings."""
+    if len(starts) < 2:
+        return 0
+    most = int(lengths.min())
+    at = starts[:, None] + np.arange(most)
+    same = (tokens[at] == tokens[at[:1]]).all(axis=0) & ~mask[at].any(axis=0)
+    return most if same.all() else int(same.argmin())
+
+
+def split(block: Block, lengths: np.ndarray, most: int) -> Iterator[Block]:
+    """A block in parts of at most so many tokens, each with the prompt again; a longer conversation stands alone."""
+    some: list[int] = []
+    size = block.shared
+    for member in block.members:
+        own = int(lengths[member]) - block.shared
+        if some and size + own > most:
+            yield Block(tuple(some), block.shared, size)
+            some, size = [], block.shared
+        some.append(member)
+        size += own
+    yield Block(tuple(some), block.shared, size)
+
+
+def first_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Numbers of things of these sizes in bins that hold `most`: the largest first, each in the first bin with room."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for number in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
+        at = next((at for at, left in enumerate(room) if sizes[number] <= left), len(bins))
+        if at == len(bins):
+            bins.append([])
+            room.append(most)
+        bins[at].append(number)
+        room[at] -= sizes[number]
+    return bins
+
+
+def evenly(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Numbers of things of these sizes in as many rows as it takes where a row holds `most`, about equally full: rows
+    are as wide as the fullest."""
+    count = -(-sum(sizes) // most)
+    rows: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
+    for number in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
+        at = load.index(min(load))
+        rows[at].append(number)
+        load[at] += sizes[number]
+    return [numbers for numbers in rows if numbers]

@@ -1,0 +1,325 @@
+"""Our own engine: continuous batching over the policy's model, whose weights it shares.
+
+Running conversations are the first rows of a cache of keys and values, without gaps. Of each one all tokens but the
+last are in the cache; a step feeds the last ones, wherever they are in their conversations, and so writes the next.
+Whoever ends makes room at once: the last row moves into its place.
+
+A token depends on its conversation, its episode and its index there, never on who runs beside it or was there before:
+its noise is addressed by these, and the model reads nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.core import rng
+from embodied.policies.config import LanguageConfig
+from embodied.policies.language.decoding import Step, fast_step
+from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, token_bytes, unanswered
+
+if TYPE_CHECKING:
+    from embodied.policies.language.policy import LanguagePolicy
+
+PREFILL_TOKENS = 8192  # that go through the model at once, padding included
+NOISE_STEPS = 32  # for which the noise of all rows is drawn in one call
+SHORTEST = 64  # tokens that a row of the cache has room for at first; it doubles when needed
+
+
+class KeyValues:
+    """Keys and values [rows, heads, length, dim] of every layer. The model knows it as `past_key_values`."""
+
+    def __init__(self, rows: int, limit: int) -> None:
+        self.rows, self.limit = rows, limit
+        self.length = 0
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.at: tuple[Tensor, Tensor | slice] = ()  # the rows, and the places there, that the model writes to
+        self.seen = 0  # tokens of every row that attention looks at; 0: those that the model has just made
+        self.bias: Tensor | None = None  # [rows, 1, 1, seen], added to attention's scores: 0 for what a row has
+
+    def reserve(self, length: int) -> None:
+        """Make every row at least this long."""
+        if length <= self.length:
+            return
+        old, self.length = self.length, min(self.limit, max(length, 2 * self.length, SHORTEST))
+        self.layers = [tuple(self._longer(part, old) for part in layer) for layer in self.layers]
+
+    def _longer(self, part: Tensor, old: int) -> Tensor:
+        rows, heads, _, dim = part.shape
+        # Zeros: what is masked is multiplied by 0, and memory as it comes may hold NaN.
+        longer = torch.zeros((rows, heads, self.length, dim), dtype=part.dtype, device=part.device)
+        longer[:, :, :old] = part
+        return longer
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keep new keys and values [rows, heads, new, dim], and return those to attend to. The model calls it."""
+        if layer_idx == len(self.layers):
+            empty = (self.rows, keys.shape[1], 0, keys.shape[3])
+            self.layers.append((self._longer(keys.new_empty(empty), 0), self._longer(values.new_empty(empty), 0)))
+        kept, (rows, places) = self.layers[layer_idx], self.at
+        if not self.seen:
+            for part, new in zip(kept, (keys, values)):
+                part[rows, :, places] = new
+            return keys, values
+        for part, new in zip(kept, (keys, values)):
+            part[rows, :, places] = new[:, :, 0]
+        return kept[0][: len(rows), :, : self.seen], kept[1][: len(rows), :, : self.seen]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before those that the model is given, as transformers asks for it."""
+        return max(self.seen - 1, 0)
+
+    def copy(self, sources: Any, targets: Any, length: int) -> None:
+        """The first `length` tokens of some rows to others."""
+        for layer in self.layers:
+            for part in layer:
+                part[targets, :, :length] = part[sources, :, :length]
+
+    def clear(self, row: int) -> None:
+        for layer in self.layers:
+            for part in layer:
+                part[row] = 0
+
+
+class SlotEngine(Engine):
+    """Continues conversations with the policy's own model."""
+
+    def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
+        self.model, self.device = policy.model, policy.model.device
+        self.stops = np.array(sorted(policy.tokenizer.stops), np.int64)
+        self.max_length = policy.max_length
+        fit = cache_bytes(config, self.model, self.max_length) // (token_bytes(self.model) * self.max_length)
+        self.slots = min(fit, config.max_running)
+        self.cache = KeyValues(self.slots, self.max_length)
+        self.rows: list[Request] = []  # that run, by row
+        self.waiting: list[Request] = []  # added since the last step
+        self.lengths = np.zeros(self.slots, np.int64)  # tokens in the cache
+        self.pending = np.zeros(self.slots, np.int64)  # the token after them
+        self.counts = np.zeros(self.slots, np.int64)  # tokens written
+        self.limits = np.zeros(self.slots, np.int64)  # tokens to be written, at most
+        self.noise = np.zeros((self.slots, NOISE_STEPS))
+        self.phase = 0  # the column of the noise that the next token takes
+        self.written = np.zeros((self.slots, 0), np.int32)
+        exact = next(self.model.parameters()).dtype == torch.float64
+        self.logprobs = np.zeros((self.slots, 0), np.float64 if exact else np.float32)
+        self.seed, self.stream, self.temperature = 0, "", 1.0
+        self.fast: Step | None = None
+        self.counted = dict.fromkeys(("prefilled", "copied"), 0)  # tokens, whose keys and values were
+
+    @property
+    def running(self) -> int:
+        return len(self.rows) + len(self.waiting)
+
+    @property
+    def room(self) -> int:
+        return self.slots - self.running
+
+    def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
+        assert not self.running, "a round begins while answers of the one before are being written"
+        self.seed, self.stream, self.temperature = seed, f"act/{stream}", temperature
+        self.model.eval()
+        self.device = self.model.device
+        if self.model.config._attn_implementation != "sdpa":  # learning may choose another
+            self.model.set_attn_implementation("sdpa")
+        with torch.inference_mode(False), torch.no_grad():
+            self.fast = fast_step(self.model, self.max_length)
+
+    def add(self, request: Request) -> None:
+        assert self.room > 0, "no room for another conversation"
+        if not len(request.tokens):
+            raise ValueError(f"conversation {request.key} is empty: there is nothing to continue")
+        self.waiting.append(request)
+
+    def step(self) -> list[Answer]:
+        # Caches made in inference mode could not be written outside of it, so it never is on in here.
+        with torch.inference_mode(False), torch.no_grad():
+            ended = self.admit()
+            if self.rows:
+                ended += self.keep(*self.next_tokens())
+        return ended
+
+    def abort(self) -> list[Answer]:
+        answers = [self.answer(row, truncated=True) for row in range(len(self.rows))]
+        answers += [unanswered(request) for request in self.waiting]
+        self.rows, self.waiting = [], []
+        return answers
+
+    def cache_tensors(self) -> list[Tensor]:
+        return [part for layer in self.cache.layers for part in layer]
+
+    def numbers(self) -> dict[str, float]:
+        counted, self.counted = self.counted, dict.fromkeys(self.counted, 0)
+        return {name: float(count) for name, count in counted.items()}
+
+    # Conversations come in
+
+    def admit(self) -> list[Answer]:
+        """Give what was added a row each, with its keys and values; returns what has no room for an answer."""
+        if not self.waiting:
+            return []
+        refused = [r for r in self.waiting if self.longest_answer(r) <= 0]
+        first, known = len(self.rows), {prefix(r): row for row, r in reversed([*enumerate(self.rows)])}
+        self.rows += [r for r in self.waiting if self.longest_answer(r) > 0]
+        self.waiting = []
+        fresh: dict[bytes, int] = {}  # the row that each new prefix is computed for
+        copies = []
+        for row in range(first, len(self.rows)):
+            request = self.rows[row]
+            self.lengths[row], self.pending[row] = len(request.tokens) - 1, request.tokens[-1]
+            self.counts[row], self.limits[row] = 0, self.longest_answer(request)
+            if (words := prefix(request)) in known:
+                copies.append((known[words], row))
+            else:
+                known[words] = fresh[words] = row
+        self.widen()
+        self.draw_noise(np.arange(first, len(self.rows)))
+        self.prefill(sorted(fresh.values(), key=lambda row: self.lengths[row]))
+        self.share(copies)
+        return [unanswered(request) for request in refused]
+
+    def longest_answer(self, request: Request) -> int:
+        return min(request.max_tokens, self.max_length - len(request.tokens))
+
+    def widen(self) -> None:
+        """Make room to write the longest answer down."""
+        more = int(self.limits[: len(self.rows)].max(initial=0)) - self.written.shape[1]
+        if more > 0:
+            self.written, self.logprobs = (np.pad(x, ((0, 0), (0, more))) for x in (self.written, self.logprobs))
+
+    def prefill(self, rows: list[int]) -> None:
+        """Compute the keys and values of these rows' prefixes, many at a time."""
+        rows = [row for row in rows if self.lengths[row]]
+        while rows:
+            batch = rows[: max(PREFILL_TOKENS // int(self.lengths[rows[-1]]), 1)]
+            rows = rows[len(batch) :]
+            width = int(self.lengths[batch].max())
+            self.cache.reserve(width)
+            ids = np.zeros((len(batch), width), np.int64)
+            for line, row in zip(ids, batch):
+                line[: self.lengths[row]] = self.rows[row].tokens[:-1]
+            self.cache.at, self.cache.seen = (self.on(np.array(batch)), slice(0, width)), 0
+            # What follows a prefix in its line is seen by nothing: it comes later, and is overwritten.
+            causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
+            places = torch.arange(width, device=self.device).expand(len(batch), -1)
+            self.model.base_model(
+                input_ids=self.on(ids),
+                attention_mask=causal.expand(len(batch), -1, -1, -1),
+                position_ids=places,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+            self.counted["prefilled"] += int(self.lengths[batch].sum())
+
+    def share(self, copies: list[tuple[int, int]]) -> None:
+        """Copy prefixes from the rows that have them to others that begin alike."""
+        if copies:
+            sources, targets = np.array(copies).T
+            self.cache.copy(self.on(sources), self.on(targets), int(self.lengths[targets].max()))
+            self.counted["copied"] += int(self.lengths[targets].sum())
+
+    # A token is written
+
+    def next_tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """The next token of every row, and its log-prob."""
+        count = len(self.rows)
+        if self.phase == NOISE_STEPS:
+            self.phase = 0
+            self.draw_noise(np.arange(count))
+        seen = int(self.lengths[:count].max()) + 1
+        self.cache.reserve(seen)
+        lengths = self.on(self.lengths[:count])
+        self.cache.at, self.cache.seen = (torch.arange(count, device=self.device), lengths), seen
+        mask = torch.arange(seen, device=self.device) <= lengths[:, None]
+        pending = self.on(self.pending[:count])
+        if self.fast:
+            self.cache.bias = torch.where(mask, 0.0, -torch.inf).to(self.model.dtype)[:, None, None]
+            logits = self.fast(pending, lengths, self.cache)
+        else:
+            logits = self.model(
+                input_ids=pending[:, None],
+                attention_mask=mask[:, None, None],
+                position_ids=lengths[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+            ).logits[:, 0]
+        tokens, logprobs = choose(logits, self.temperature, self.on(self.noise[:count, self.phase]))
+        self.phase += 1
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    def keep(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Answer]:
+        """Write the tokens down, and take out the rows that end with them."""
+        count = len(self.rows)
+        here = np.arange(count)
+        bad = ~np.isfinite(logprobs)
+        self.written[here, self.counts[:count]] = tokens
+        self.logprobs[here, self.counts[:count]] = logprobs
+        self.counts[:count] += ~bad
+        self.lengths[:count] += 1
+        self.pending[:count] = tokens
+        stopped = (tokens[:, None] == self.stops).any(1)
+        ended = np.flatnonzero(stopped | bad | (self.counts[:count] >= self.limits[:count]))
+        answers = []
+        for row in map(int, ended):
+            why = "a log-prob is not finite" if bad[row] else ""
+            answers.append(self.answer(row, truncated=not (stopped[row] or why), dropped=why))
+        for row in map(int, ended[::-1]):
+            self.take_out(row, clear=bool(bad[row]))
+        return answers
+
+    def answer(self, row: int, truncated: bool, dropped: str = "") -> Answer:
+        count = self.counts[row]
+        written, logprobs = self.written[row, :count].copy(), self.logprobs[row, :count].copy()
+        return Answer(self.rows[row].key, written, logprobs, truncated, dropped)
+
+    def take_out(self, row: int, clear: bool) -> None:
+        """Free a row; the last one moves into its place. Whatever is not finite has to go: masked it still counts."""
+        if clear:
+            self.cache.clear(row)
+        last = len(self.rows) - 1
+        if row < last:
+            self.rows[row] = self.rows[last]
+            for numbers in (self.lengths, self.pending, self.counts, self.limits, self.noise):
+                numbers[row] = numbers[last]
+            self.written[row], self.logprobs[row] = self.written[last], self.logprobs[last]
+            self.cache.copy(last, row, int(self.lengths[last]))
+        self.rows.pop()
+
+    def draw_noise(self, rows: np.ndarray) -> None:
+        """Draw these rows' noise for the steps that come before it is next drawn for all."""
+        steps = np.arange(NOISE_STEPS - self.phase)
+        if not len(rows) or not len(steps):
+            return
+        episodes = np.array([self.rows[row].episode for row in rows], np.uint64)
+        places = (self.lengths[rows, None] + 1 + steps).ravel()
+        numbers = rng.uniform(self.seed, self.stream, episodes.repeat(len(steps)), places, 1)
+        self.noise[rows, self.phase :] = numbers.reshape(len(rows), len(steps))
+
+    def on(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers.copy()).to(self.device)
+
+
+def prefix(request: Request) -> bytes:
+    """What is to be in the cache before the first step, as a key."""
+    return np.asarray(request.tokens[:-1], np.int32).tobytes()
+
+
+def choose(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [N] at which the cumulative probabilities pass `uniform` [N], and their log-probs at temperature 1.
+
+    Probabilities .2 .5 .3 and the number .6: token 1, since .2 <= .6 < .7. At temperature 0 it is the likeliest.
+    """
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    scores = scores - scores.amax(-1, keepdim=True)
+    sums = scores.exp().cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1]
+    if temperature == 0:
+        tokens = scores.argmax(-1)
+    else:
+        if temperature != 1:
+            sums = (scores.double() / temperature).exp().cumsum(-1)
+        tokens = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
+        tokens = tokens.clamp(max=scores.shape[-1] - 1)
+    return tokens, scores.gather(-1, tokens[:, None])[:, 0].double() - total.log()

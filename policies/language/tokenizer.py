@@ -1,0 +1,142 @@
+"""Text to tokens and back: a model's own tokenizer and chat template, or a small one of characters.
+
+A conversation is encoded turn by turn, and what is encoded stays: what a chat template says of a later turn is what it
+writes behind the answer before it. So a template must only ever append.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from embodied.core.conversations import Message, Said
+from embodied.core.errors import CheckpointError, ConfigError
+
+END, UNKNOWN, PADDING = "<end>", "<unk>", "<pad>"
+CHARACTERS = [*map(chr, range(ord(" "), ord("~") + 1)), "\n", "\t"]
+ANSWER = "ANSWER-1"  # of sample conversations; a template that trims texts leaves it as it is
+THOUGHT = f"<think>\nTHOUGHT-1\n</think>\n\n{ANSWER}"
+ASKED: Message = {"role": "user", "content": "QUESTION-1"}
+ADVICE = "set policy.chat=false, or put a chat_template.jinja that does into a copy of the folder"
+
+
+class Tokenizer:
+    """A tokenizer of transformers, as conversations use it."""
+
+    def __init__(self, own: Any, stops: Iterable[int], chat: bool | None = None) -> None:
+        """`stops` end an answer; `chat`: whether messages go through the chat template, None: if there is one."""
+        self.own = own
+        self.stops = frozenset(stops)
+        if chat and not own.chat_template:
+            raise ConfigError("policy.chat=true, but this model has no chat template; leave it out")
+        self.chat = bool(own.chat_template) if chat is None else chat
+        self.begin = beginning(own)
+
+    def __deepcopy__(self, _: dict) -> Tokenizer:
+        """Nothing changes it: copies of a policy share it."""
+        return self
+
+    def encode(self, said: Said, first: bool, ended: bool = True) -> list[int]:
+        """What is said as tokens: at the beginning of a conversation behind the token that begins one, if the model
+        has that, later as what follows an answer. An answer that was cut off has not `ended`: messages end it."""
+        if isinstance(said, str):
+            ids = self.begin + self.plain(said) if first else self.plain(said)
+        elif not self.chat:
+            return self.encode("\n".join(message["content"] for message in said), first, ended)
+        else:
+            ids = self.plain(self.opening(said) if first else self.continuation(said, ended))
+        # A network needs something to read before it can write.
+        return ids or ([min(self.stops)] if first else [])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, of those too that end an answer."""
+        return self.own.decode(list(map(int, ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def check_turns(self) -> None:
+        """Refuse a chat template that would say what was said before in other words, as soon as there is more."""
+        if not self.chat:
+            return
+        before, more = self.opening((ASKED,)), {"role": "user", "content": "QUESTION-2"}
+        for answer in (ANSWER, THOUGHT):
+            now = self.render((ASKED, {"role": "assistant", "content": answer}, more))
+            if not now.startswith(before + answer):
+                what = "leaves out what the model thought in earlier answers" if answer == THOUGHT else "does not"
+                raise ConfigError(
+                    f"a chat template must say a longer conversation in the same words and more, and this one {what}; "
+                    f"{ADVICE}, or ask for one answer only (env.max_episode_steps=1)"
+                )
+
+    def save(self, folder: Path) -> None:
+        """Write it as transformers reads it."""
+        self.own.save_pretrained(folder)
+
+    # Inside
+
+    def plain(self, text: str) -> list[int]:
+        return self.own(text, add_special_tokens=False)["input_ids"]
+
+    def opening(self, said: Iterable[Message]) -> str:
+        return self.render(said)
+
+    def continuation(self, said: Iterable[Message], ended: bool) -> str:
+        """What a template writes behind an answer, from the token on that ends it, which `ended` says is there."""
+        text = self.render((ASKED, {"role": "assistant", "content": ANSWER}, *said))
+        _, found, behind = text.rpartition(ANSWER)
+        if not found:
+            raise ConfigError(f"the model's chat template does not say what the model answered; {ADVICE}")
+        end = next((end for end in map(self.own.decode, sorted(self.stops)) if end and behind.startswith(end)), "")
+        return behind.removeprefix(end) if ended else behind
+
+    def render(self, messages: Iterable[Message]) -> str:
+        """What the chat template makes of messages that the model is to answer."""
+        try:
+            return self.own.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as err:  # whatever the template raises
+            raise ConfigError(f"the model's chat template refuses this conversation ({err}); {ADVICE}") from None
+
+
+def beginning(own: Any) -> list[int]:
+    """The token that this tokenizer puts before a text; empty where it puts none."""
+    plain, usual = (own("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    return usual[:1] if usual[:1] == [own.bos_token_id] != plain[:1] else []
+
+
+def of_folder(folder: Path, stops: Iterable[int], vocabulary: int, chat: bool | None) -> Tokenizer:
+    """The tokenizer of a published model, whose answers end with `stops` or the tokenizer's own end."""
+    from transformers import AutoTokenizer
+
+    try:
+        own = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as err:  # of many kinds
+        cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+        raise CheckpointError(f"{folder} has no tokenizer that can be read: {cause}") from None
+    if len(own) > vocabulary and max(own.get_vocab().values()) >= vocabulary:
+        raise CheckpointError(
+            f"{folder}: its tokenizer has {len(own)} tokens, its model {vocabulary}; they do not belong together"
+        )
+    ends = {*stops, *([] if own.eos_token_id is None else [own.eos_token_id])}
+    if not ends:
+        raise CheckpointError(f"{folder} names no token that ends an answer: generation_config.json lacks eos_token_id")
+    return Tokenizer(own, ends, chat)
+
+
+def of_characters(chat: bool | None = None) -> Tokenizer:
+    """A token for every printable ASCII character, newline and tab; all others are one and the same."""
+    from tokenizers import Regex
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    known = [PADDING, END, UNKNOWN, *CHARACTERS]
+    fast = Fast(WordLevel({word: number for number, word in enumerate(known)}, unk_token=UNKNOWN))
+    fast.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    fast.decoder = Fuse()
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=fast, eos_token=END, unk_token=UNKNOWN, pad_token=PADDING, clean_up_tokenization_spaces=False
+    )
+    return Tokenizer(own, [own.eos_token_id], chat)

@@ -1,0 +1,161 @@
+"""The policy worker of language models: an engine continues sims' conversations, each answered as soon as it is over.
+
+What it is asked is encoded here, once; the answer goes back as tokens with their log-probs and as text. A token's
+noise is keyed by the episode and the token's place, so an answer depends on the question alone: one that is asked
+again, elsewhere or beside others, is answered alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from embodied.core.conversations import Completion, CompletionBatch, Prompt, PromptBatch
+from embodied.core.types import ActRequest, EnvSpec
+from embodied.policies import make_policy
+from embodied.policies.language.engine import Answer, Request, make_engine
+from embodied.policies.worker import PolicyWorker
+from embodied.runtime import Channel
+from embodied.runtime.device_memory import Belongings
+from embodied.runtime.weights import Publication
+
+SIGN_OF_LIFE_S = 30.0  # after which a sim that waits for long answers hears from us
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt that is being answered."""
+
+    source: str
+    prompt: Prompt
+    said: tuple[int, ...]  # what the env said, encoded
+
+
+class LanguageWorker(PolicyWorker):
+    def build(self, spec: EnvSpec) -> None:
+        """The policy, and the engine that generates with it."""
+        self.belongings = Belongings(self.timers)
+        self.policy = make_policy(self.config, spec).eval().to(self.device)
+        self.engine = make_engine(self.config, self.policy)
+        self.policy.cache_tensors = self.engine.cache_tensors
+        self.tokens, self.busy_s, self.steps, self.running = 0, 0.0, 0, 0  # since the last `numbers`
+
+    def load_weights(self, publication: Publication, route: str, channel: Channel, whole: bool) -> int | None:
+        version = super().load_weights(publication, route, channel, whole)
+        if version is not None:
+            self.engine.load(self.policy.state_dict(), version)
+        return version
+
+    def serve(
+        self,
+        requests: Channel,
+        replies: dict[str, Channel],
+        version: int,
+        temperature: float = 1.0,
+        stream: str = "train",
+    ) -> int:
+        """Continue these sources' conversations with this version until the round is over; returns the number of
+        tokens. Prompts of other sources are of an earlier round."""
+        waiting: deque[tuple[str, Prompt]] = deque()
+        before, heard = self.tokens, time.monotonic()
+        show = stream == "eval"
+        with self.weights.acting(version), torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
+            self.engine.begin(version, self.seed, stream, temperature)
+            while self._take(requests, replies, waiting):
+                finished = self.go_on(waiting, version, show)
+                for source, completions in finished.items():
+                    replies[source].put(CompletionBatch(source, tuple(completions)))
+                if not finished and time.monotonic() - heard > SIGN_OF_LIFE_S:
+                    for source in {*replies}:
+                        replies[source].put(CompletionBatch(source, ()))
+                if finished or time.monotonic() - heard > SIGN_OF_LIFE_S:
+                    heard = time.monotonic()
+                self.tick()
+            self.engine.abort()
+        return self.tokens - before
+
+    def go_on(
+        self, waiting: deque[tuple[str, Prompt]], version: int, show: bool = False
+    ) -> dict[str, list[Completion]]:
+        """Begin what waits as far as there is room, and write a token of all that is under way; returns, by source,
+        the answers that are over."""
+        started, finished = time.perf_counter(), {}
+        with self.timers.measure("act"), self.computing.counted():
+            for source, completion in [*self._begin(waiting, version), *self._step(version, show)]:
+                finished.setdefault(source, []).append(completion)
+        self.busy_s += time.perf_counter() - started
+        return finished
+
+    def _take(self, requests: Channel, known: dict[str, Channel], waiting: deque) -> bool:
+        """Take what has come; wait for something where there is nothing to do. False once the round is over."""
+        while requests.qsize() or not (self.engine.running or waiting):
+            with self.timers.measure("wait"):
+                item = requests.get()
+            if isinstance(item, ActRequest):
+                if item.done:
+                    return False
+            elif isinstance(item, PromptBatch) and item.source in known:
+                waiting += [(item.source, prompt) for prompt in item.prompts]
+        return True
+
+    def _begin(self, waiting: deque, version: int) -> list[tuple[str, Completion]]:
+        """Give the engine as many prompts as it has room for; returns answers to those that cannot be continued."""
+        refused = []
+        while waiting and self.engine.room > 0:
+            source, prompt = waiting.popleft()
+            said = self.policy.tokenizer.encode(prompt.said, first=not len(prompt.tokens)) if prompt.said else []
+            asked = Asked(source, prompt, tuple(said))
+            tokens = [*prompt.tokens.tolist(), *said]
+            room = self.policy.max_length - len(tokens)
+            if room < 1:
+                why = f"{len(tokens)} tokens leave no room for an answer within {self.policy.max_length}"
+                refused.append((source, self._completion(asked, NOTHING, version, "" if len(prompt.tokens) else why)))
+                continue
+            most = min(prompt.max_tokens or self.config.max_tokens, room)
+            self.engine.add(Request(asked, tokens, most, prompt.episode))
+        return refused
+
+    def _step(self, version: int, show: bool) -> list[tuple[str, Completion]]:
+        if not self.engine.running:
+            return []
+        self.running = max(self.running, self.engine.running)
+        self.steps += 1
+        return [
+            (answer.key.source, self._completion(answer.key, answer, version, answer.dropped, show))
+            for answer in self.engine.step()
+        ]
+
+    def _completion(
+        self, asked: Asked, answer: Answer, version: int, dropped: str = "", show: bool = False
+    ) -> Completion:
+        ids, tokenizer = answer.tokens.tolist(), self.policy.tokenizer
+        self.tokens += len(ids)
+        written = ids[:-1] if ids and ids[-1] in tokenizer.stops else ids
+        return Completion(
+            number=asked.prompt.number,
+            tokens=np.array([*asked.said, *ids], np.int32),
+            logprobs=answer.logprobs,
+            version=version,
+            text=tokenizer.decode(written),
+            pieces=tuple(tokenizer.decode([one]) for one in ids) if show else (),
+            truncated=answer.truncated,
+            dropped=dropped,
+        )
+
+    def engine_numbers(self) -> dict[str, float]:
+        """What the engine did since the last call, for the log."""
+        rate = self.tokens / self.busy_s if self.busy_s else 0.0
+        found = {"tokens": self.tokens, "tokens_per_s": rate, "steps": self.steps, "running_max": self.running}
+        self.tokens, self.busy_s, self.steps, self.running = 0, 0.0, 0, 0
+        return {f"engine/{name}": float(value) for name, value in (found | self.engine.numbers()).items()}
+
+    def close(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.close()
+
+
+NOTHING = Answer(None, np.zeros(0, np.int32), np.zeros(0, np.float32), truncated=True)

@@ -1,0 +1,183 @@
+"""Conversations as the sim worker holds them, with a policy that is played by the test."""
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from embodied.core.conversations import Completion, CompletionBatch
+from embodied.core.errors import EmbodiedError
+from embodied.core.types import AskAgain, EpisodeSpec, Route
+from embodied.envs.config import ExternalEnvConfig
+from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.conversations import Talk, play_conversations
+from embodied.runtime import Timers
+
+CONFIG = ExternalEnvConfig(name="my_pkg.mod:Counting", max_episode_steps=3)
+
+
+class Counting(TextEnv):
+    """Asks for a number, then for the next one, until an answer is wrong."""
+
+    def reset(self, spec):
+        self.expected = spec.index
+        return f"{spec.index}?"
+
+    def step(self, answer):
+        right = answer == str(self.expected)
+        self.expected += 1
+        return Turn(float(right), f"{self.expected}?" if right else (), success=right, done=not right)
+
+
+class Queue(deque):
+    """A channel whose other end is the test."""
+
+    def put(self, item):
+        self.append(item)
+
+    def get(self):
+        return self.popleft()
+
+
+class Policy:
+    """Answers what is in its queue, the newest first; tokens are the codes of characters."""
+
+    def __init__(self, num_sources=1):
+        self.requests, self.replies = Queue(), Queue()
+        sources = tuple(f"sim-0/{stage}#1" for stage in range(num_sources))
+        self.route = Route(sources, (self.requests,) * num_sources, (self.replies,) * num_sources)
+        self.asked, self.say = [], lambda prompt: prompt.said.rstrip("?")
+
+    def answer(self, **changes):
+        batch = self.requests.pop()
+        self.asked.append(batch)
+        self.replies.put(CompletionBatch(batch.source, tuple(self.complete(p, **changes) for p in batch.prompts)))
+
+    def complete(self, prompt, **changes):
+        said, text = [ord(one) for one in prompt.said], self.say(prompt)
+        tokens = np.array([*said, *map(ord, text)], np.int32)
+        known = {"number": prompt.number, "tokens": tokens, "logprobs": np.full(len(text), -0.5, np.float32)}
+        return replace(Completion(**known, version=4, text=text), **changes)
+
+
+def held(policy, indices, rows=2, meanwhile=None, **more):
+    """All conversations, by episode, in the order in which they ended."""
+    specs = [EpisodeSpec("counting", -1, 7, index) for index in indices]
+    talk, get = Talk(policy.route, Timers()), policy.replies.get
+
+    def answered():
+        while not policy.replies:
+            (meanwhile or policy.answer)()
+        return get()
+
+    policy.replies.get = answered
+    playing = play_conversations(Counting, CONFIG, None, specs, rows, talk, Timers(), **more)
+    return {one.spec.index: one for ended in playing for one in ended}
+
+
+def test_a_conversation_is_one_stream_of_tokens_of_which_those_of_the_env_are_masked():
+    (one,) = held(Policy(), [8]).values()
+    played = one.trajectory()
+    assert bytes(played.actions.ravel().tolist()).decode() == "8?89?910?10"
+    assert played.mask.ravel().tolist() == [c == "T" for c in "FFTFFTFFFTT"]
+    assert played.rewards.ravel().tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1]
+    assert (played.logprobs.ravel() == np.where(played.mask.ravel(), np.float32(-0.5), 0)).all()
+    assert played.terminated.ravel().tolist() == [False] * 10 + [True] and not played.truncated.any()
+    assert set(played.versions.tolist()) == {4} and set(played.episodes.tolist()) == {8}
+    result = one.result()
+    assert (result.length, result.total_reward, result.tokens) == (3, 3.0, 4)  # three turns: max_episode_steps
+    assert (result.success_once, result.success_at_end, result.truncated) == (True, True, False)
+
+
+def test_earlier_turns_go_to_the_policy_as_tokens_and_only_what_is_new_as_text():
+    policy = Policy()
+    held(policy, [5])
+    prompts = [batch.prompts[0] for batch in policy.asked]
+    assert [prompt.said for prompt in prompts] == ["5?", "6?", "7?"]
+    assert [bytes(prompt.tokens.tolist()).decode() for prompt in prompts] == ["", "5?5", "5?56?6"]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 100])
+@pytest.mark.parametrize("num_sources", [1, 3])
+def test_how_many_go_on_at_a_time_and_who_answers_changes_no_conversation(rows, num_sources):
+    alone = {index: held(Policy(), [index])[index].trajectory() for index in range(7)}
+    together = held(Policy(num_sources), range(7), rows)
+    for index, one in together.items():
+        assert np.array_equal(one.trajectory().actions, alone[index].actions)
+        assert one.result() == replace(one.result(), index=index)
+    assert sorted(together) == [*range(7)]
+
+
+def test_no_more_conversations_go_on_than_there_are_rows():
+    policy, most = Policy(), []
+
+    def answer():
+        most.append(sum(len(batch.prompts) for batch in policy.requests))
+        policy.answer()
+
+    held(policy, range(9), 4, meanwhile=answer)
+    assert max(most) == 4
+
+
+def test_where_a_policy_worker_is_replaced_only_what_is_open_is_asked_again_and_second_answers_are_ignored():
+    policy, other, lost = Policy(), Queue(), []
+
+    def lose_the_first():
+        if lost:
+            if other:
+                policy.requests.put(other.pop())
+            return policy.answer()
+        lost.append(policy.requests.pop())
+        one, *_ = lost[0].prompts
+        first = CompletionBatch(lost[0].source, (policy.complete(one),))
+        for reply in (first, AskAgain(lost[0].source, other), first):
+            policy.replies.put(reply)
+
+    found = held(policy, range(3), 3, meanwhile=lose_the_first)
+    again = policy.asked[0].prompts
+    assert [prompt.number for prompt in again] == [prompt.number for prompt in lost[0].prompts[1:]] + [4]
+    alone = held(Policy(), [0])[0].trajectory().actions
+    assert np.array_equal(found[0].trajectory().actions, alone)
+
+
+def test_an_answer_that_cannot_be_used_ends_its_conversation_which_counts_for_nothing():
+    policy = Policy()
+    (one,) = held(policy, [3], meanwhile=lambda: policy.answer(dropped="a log-prob is NaN")).values()
+    result = one.result()
+    assert (result.error, result.success_once, result.truncated) == ("a log-prob is NaN", None, None)
+
+
+def test_an_answer_that_was_cut_off_is_heard_and_is_the_last():
+    policy = Policy()
+    (one,) = held(policy, [3], meanwhile=lambda: policy.answer(truncated=True)).values()
+    assert one.result().truncated and one.result().total_reward == 1.0 and len(one.turns) == 1
+    assert one.trajectory().truncated.ravel().tolist() == [False, False, True]
+
+
+def test_episodes_that_are_to_be_alone_are():
+    policy, sizes = Policy(), []
+
+    def answer():
+        sizes.append([prompt.episode for batch in policy.requests for prompt in batch.prompts])
+        policy.answer()
+
+    held(policy, range(5), 3, meanwhile=answer, alone=frozenset({3, 4}))
+    assert [episodes for episodes in sizes if {3, 4} & {*episodes}] == [[3]] * 3 + [[4]] * 3
+
+
+def test_what_is_no_turn_or_no_text_is_refused_by_name():
+    class Silent(Counting):
+        def reset(self, spec):
+            return 5
+
+    class Numb(Counting):
+        def step(self, answer):
+            return 1.0
+
+    for kind, message in ((Silent, "Silent says 5; it must be text"), (Numb, "Numb.step returned float")):
+        policy = Policy()
+        specs = [EpisodeSpec("counting", -1, 7, 0)]
+        policy.replies.get = lambda policy=policy: (policy.answer(), policy.replies.popleft())[1]
+        with pytest.raises(EmbodiedError, match=message):
+            list(play_conversations(kind, CONFIG, None, specs, 1, Talk(policy.route, Timers()), Timers()))

@@ -1,0 +1,166 @@
+"""Questions from a file: what is asked, what is compared, and which lines are refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from pydantic import TypeAdapter
+
+from embodied.core.errors import ConfigError
+from embodied.core.types import EpisodeSpec
+from embodied.envs.config import EnvConfig
+from embodied.envs.text.math import INSTRUCTION, Math, Shared, boxed, questions
+from embodied.envs.text.scoring import TIMED_OUT
+
+
+def written(path, *entries):
+    path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in entries) + "\n")
+    return path
+
+
+def config(file, **options):
+    return TypeAdapter(EnvConfig).validate_python({"name": "math", "file": str(file), **options})
+
+
+class Says:
+    """A scorer that finds these equal to everything."""
+
+    def __init__(self, *equal, problem=""):
+        self.equal, self.problem, self.asked = equal, problem, []
+
+    def score(self, seconds, answer, solutions):
+        self.asked.append(answer)
+        return float(answer in self.equal), self.problem
+
+
+def env_of(chosen, scorer=None):
+    return Math(chosen, Shared(*questions(chosen), scorer or Says()))
+
+
+SUM = {"question": "What is 1 + 1?", "answer": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("so \\boxed{5}", "5"),
+        ("\\boxed{1} or \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{5", None),
+        ("5", None),
+        ("\\boxed{}", ""),
+    ],
+)
+def test_the_last_box_counts(text, inside):
+    assert boxed(text) == inside
+
+
+def test_questions_are_asked_as_messages_prompts_as_text(tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    entries = [SUM, {"prompt": "1+1=", "solutions": ["2", "two"]}, {"messages": messages, "answer": "$2$"}]
+    chosen = config(written(tmp_path / "a.jsonl", *entries), held_out=str(tmp_path / "a.jsonl"))
+    env = env_of(chosen)
+    said = [env.reset(EpisodeSpec("math", number, 0, 0)) for number in range(3)]
+    assert said == [({"role": "user", "content": f"What is 1 + 1?\n{INSTRUCTION}"},), "1+1=", tuple(messages)]
+    assert env.question.solutions == ("2",), "dollars do not count"
+
+
+def test_a_box_that_reads_like_a_solution_is_right_without_being_compared(tmp_path):
+    scorer = Says("4/2")
+    env = env_of(config(written(tmp_path / "a.jsonl", SUM, {**SUM, "question": "Again?"})), scorer)
+    env.reset(EpisodeSpec("math", 0, 0, 0))
+    assert env.step("\\boxed{2}").success and not scorer.asked
+    assert env.step("it is \\boxed{4/2}").success and scorer.asked == ["4/2"]
+    turn = env.step("\\boxed{3}")
+    assert (turn.reward, turn.success, turn.facts) == (0.0, False, {"expected": "2", "given": "3"})
+    assert env.step("2").facts["problem"] == "nothing is boxed"
+    assert env.step(env.solution()).success
+
+
+def test_a_comparison_that_takes_too_long_is_a_wrong_answer(tmp_path):
+    env = env_of(config(written(tmp_path / "a.jsonl", SUM, {**SUM, "question": "b"})), Says(problem=TIMED_OUT))
+    env.reset(EpisodeSpec("math", 0, 0, 0))
+    turn = env.step("\\boxed{9^9}")
+    assert (turn.reward, turn.facts["problem"]) == (0.0, "scoring timed out")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: list, it must be an object"),
+        ({"question": "1+1?"}, "line 2: one of answer, solutions is needed, and it has none"),
+        ({"question": "1+1?", "answer": ""}, "it has none"),
+        ({"answer": "2"}, "one of question, prompt, messages is needed, and it has none"),
+        ({**SUM, "prompt": "1+1="}, "and it has question, prompt"),
+        ({"question": "1+1?", "answer": {"a": 1}}, "answer must be text or a number"),
+        ({"question": 5, "answer": "2"}, "question must be text, it is int"),
+        ({"messages": ["hi"], "answer": "2"}, "messages must be a list of"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
+    file = written(tmp_path / "bad.jsonl", SUM, line)
+    with pytest.raises(ConfigError, match=rf"bad\.jsonl, {message if 'line' in message else f'line 2: .*{message}'}"):
+        questions(config(file))
+
+
+def test_a_file_that_is_missing_or_empty_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.jsonl: No such file"):
+        questions(config(tmp_path / "none.jsonl"))
+    with pytest.raises(ConfigError, match=r"empty\.jsonl: no questions"):
+        questions(config(written(tmp_path / "empty.jsonl", "")))
+
+
+def many(count):
+    return [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(count)]
+
+
+def test_the_first_twentieth_is_held_out(tmp_path):
+    chosen = config(written(tmp_path / "a.jsonl", *many(100), many(1)[0]))
+    assert Math.held_out(chosen) == 5 and Math.protocols(chosen)[0].stored_states == 5
+    env = env_of(chosen)
+    held_out = [env.reset(EpisodeSpec("math", number, 0, 0)) for number in range(5)]
+    assert held_out == [f"{number}+1=" for number in range(5)]
+    drawn = {env.reset(EpisodeSpec("math", -1, seed, 0)) for seed in range(3000)}
+    assert len(drawn) == 95 and not drawn & {*held_out}, "0+1= comes twice in the file"
+
+
+def test_what_is_in_a_held_out_file_is_not_trained_on(tmp_path):
+    held_out = written(tmp_path / "b.jsonl", *many(20)[10:])
+    chosen = config(written(tmp_path / "a.jsonl", *many(20)), held_out=str(held_out))
+    train, others = questions(chosen)
+    assert len(train) == len(others) == 10 and not {one.said for one in train} & {one.said for one in others}
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    file = written(tmp_path / "a.jsonl", *many(10))
+    assert len(questions(config(file))[0]) == 9
+    written(file, *many(40))
+    assert len(questions(config(file))[0]) == 38
+
+
+def test_a_file_whose_questions_are_all_held_out_is_refused(tmp_path):
+    pytest.importorskip("math_verify")
+    chosen = config(written(tmp_path / "a.jsonl", SUM))
+    with pytest.raises(ConfigError, match="all are held out"):
+        Math.check(chosen)
+
+
+def test_answers_are_compared_as_mathematics(tmp_path):
+    pytest.importorskip("math_verify")
+    entries = [
+        {"question": "half", "answer": "\\frac{1}{2}"},
+        {"question": "root", "solutions": ["x = 3", "\\boxed{\\sqrt{9}}"]},
+        {"question": "more", "answer": "1"},
+    ]
+    chosen = config(written(tmp_path / "a.jsonl", *entries), held_out=str(tmp_path / "a.jsonl"), score_s=60)
+    shared = Math.load(chosen)
+    try:
+        env = Math(chosen, shared)
+        for number, answer, right in [(0, "0.5", True), (0, "\\frac{2}{4}", True), (0, "0.6", False), (1, "3", True)]:
+            env.reset(EpisodeSpec("math", number, 0, 0))
+            assert env.step(f"\\boxed{{{answer}}}").success == right, (number, answer)
+        env = Math(chosen, replace(shared, train=[]))
+        env.reset(EpisodeSpec("math", 2, 0, 0))
+        assert env.step("\\boxed{2-1}").success
+    finally:
+        Math.unload(shared)

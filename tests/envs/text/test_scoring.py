@@ -1,0 +1,113 @@
+"""The process that scores: it hangs or dies at the cost of one answer, and ends with its worker."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from embodied.envs.text import scoring
+from embodied.envs.text.scoring import DIED, LONGEST, TIMED_OUT, Scorer
+
+LOOPS = "9" * 400 + "^{" + "9" * 400 + "}"  # a number with more digits than there is memory for
+
+
+class Faulty(Scorer):
+    """Its process scores a number, sleeps or dies, as the answer says."""
+
+    CODE = """
+import os, sys, time
+from embodied.envs.text import scoring
+def score(answer):
+    if answer == "hang": time.sleep(1000)
+    if answer == "die": os.kill(os.getpid(), 9)
+    if answer == "print": print("chatter")
+    if answer == "raise": raise ValueError("odd")
+    return float(len(answer))
+scoring.SCORES["faulty"] = ("json", score)
+scoring.main("faulty")
+"""
+
+    def _begin(self):
+        class Own(subprocess.Popen):
+            def __init__(self, command, **options):
+                super().__init__([sys.executable, "-c", Faulty.CODE], **options)
+
+        scoring.subprocess, kept = type("own", (), {"Popen": Own, "PIPE": subprocess.PIPE}), scoring.subprocess
+        try:
+            super()._begin()
+        finally:
+            scoring.subprocess = kept
+
+
+@pytest.fixture
+def scorer():
+    scorer = Faulty("faulty")
+    yield scorer
+    scorer.close()
+
+
+def gone(pid, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(("answer", "problem"), [("hang", TIMED_OUT), ("die", DIED)])
+def test_a_scorer_that_hangs_or_dies_costs_one_answer(scorer, answer, problem):
+    assert scorer.score(30.0, answer="abc") == (3.0, "")
+    before = scorer.pid
+    assert scorer.score(0.5, answer=answer) == (0.0, problem)
+    assert scorer.score(30.0, answer="ab") == (2.0, "")
+    assert scorer.pid != before and gone(before)
+
+
+def test_a_scorer_that_was_killed_between_answers_is_replaced(scorer):
+    assert scorer.score(30.0, answer="abc") == (3.0, "")
+    os.kill(scorer.pid, signal.SIGKILL)
+    assert scorer.score(30.0, answer="abc")[1] == DIED
+    assert scorer.score(30.0, answer="abc") == (3.0, "")
+
+
+def test_what_a_scorer_raises_is_a_wrong_answer_with_the_reason(scorer):
+    assert scorer.score(30.0, answer="raise") == (0.0, "scoring failed: ValueError: odd")
+
+
+def test_what_libraries_print_is_no_reply(scorer):
+    assert scorer.score(30.0, answer="print") == (5.0, "")
+
+
+def test_a_very_long_answer_is_not_compared(scorer):
+    assert scorer.score(30.0, answer="a" * (LONGEST + 1)) == (0.0, f"longer than {LONGEST} characters")
+    assert scorer.score(30.0, answer="é" * LONGEST) == (float(LONGEST), "")
+
+
+def test_a_process_whose_worker_is_gone_ends():
+    code = "import sys; from embodied.envs.text.scoring import Scorer; s = Scorer('math'); print(s.pid, flush=True); "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "import os; os.kill(os.getpid(), 9)"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == -9 and gone(int(done.stdout))
+
+
+def test_mathematics_that_never_ends_costs_one_answer():
+    pytest.importorskip("math_verify")
+    scorer = Scorer("math")
+    try:
+        assert scorer.score(60.0, answer="0.5", solutions=["\\frac{1}{2}"]) == (1.0, "")
+        score, problem = scorer.score(3.0, answer="\\int_0^\\infty x^{x^{x^x}} dx", solutions=[LOOPS])
+        assert score == 0.0
+        score, problem = scorer.score(3.0, answer=LOOPS, solutions=["3"])
+        assert score == 0.0 and problem
+        assert scorer.score(60.0, answer="1/2", solutions=["0.5"]) == (1.0, "")
+    finally:
+        scorer.close()

@@ -1,0 +1,135 @@
+"""Sums and sorting: what they ask, that held-out prompts stay held out, and what counts as right."""
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from embodied.core.errors import ConfigError
+from embodied.core.types import EpisodeList, EpisodeSpec
+from embodied.envs import env_class
+from embodied.envs.config import EnvConfig
+from embodied.envs.text.base import TextEnv
+from embodied.envs.text.check import check_text_env
+
+EVERY = [("sums", "add2"), ("sums", "fewshot_sums"), ("sums", "calc2"), ("sort", "sort4")]
+
+
+def config(name, **options):
+    return TypeAdapter(EnvConfig).validate_python({"name": name, **options})
+
+
+def env_of(name, task):
+    chosen = config(name, task=task)
+    return env_class(chosen)(chosen, env_class(chosen).load(chosen))
+
+
+def asked(env, task, init_state_id=-1, seed=0, index=0):
+    return env.reset(EpisodeSpec(task, init_state_id, seed, index))
+
+
+@pytest.mark.parametrize(("name", "task"), EVERY)
+def test_held_out_prompts_are_never_drawn_for_training(name, task):
+    env = env_of(name, task)
+    held_out = [asked(env, task, number, seed=number) for number in range(200)]
+    assert len({*held_out}) == 200
+    training = [asked(env, task, seed=seed) for seed in range(10_000)]
+    assert not {*held_out} & {*training}
+    assert len({*training}) > 1500, "training sees many different prompts"
+
+
+@pytest.mark.parametrize(("name", "task"), EVERY)
+def test_a_prompt_follows_from_its_number_or_its_seed_alone(name, task):
+    env, other = env_of(name, task), env_of(name, task)
+    first = [asked(env, task, seed=seed, index=seed) for seed in range(50)]
+    assert first == [asked(other, task, seed=seed, index=7) for seed in range(50)]
+    assert asked(env, task, 3, seed=1) == asked(other, task, 3, seed=2) != asked(env, task, 4)
+
+
+def test_without_the_held_out_questions_some_training_prompts_would_be_among_them(monkeypatch):
+    """That the test above can fail."""
+    env = env_of("sums", "add2")
+    held_out = {asked(env, "add2", number) for number in range(200)}
+    key = next(key for key in TextEnv._held_out if key[:2] == (type(env), "add2"))
+    monkeypatch.setitem(TextEnv._held_out, key, (TextEnv._held_out[key][0], set()))
+    assert held_out & {asked(env, "add2", seed=seed) for seed in range(10_000)}
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "prompt", "right", "wrong"),
+    [
+        ("sums", "add2", r"(\d\d)\+(\d\d)=", ["{sum}", " {sum}", "{sum}\n"], ["", "{sum}1", "1{sum}", "={sum}"]),
+        (
+            "sums",
+            "fewshot_sums",
+            r"3 \+ 5 = 8\n12 \+ 7 = 19\n24 \+ 13 = 37\n(\d+) \+ (\d+) =",
+            [" {sum}\n", " {sum}\n3 + 5", "{sum}"],
+            ["\n{sum}", " {sum} +", ""],
+        ),
+    ],
+)
+def test_sums_ask_for_the_sum(name, task, prompt, right, wrong):
+    import re
+
+    env = env_of(name, task)
+    for seed in range(5):
+        numbers = re.fullmatch(prompt, asked(env, task, seed=seed))
+        total = sum(map(int, numbers.groups()))
+        for answer in right:
+            turn = env.step(answer.format(sum=total))
+            assert turn.success and turn.reward == 1.0 and turn.done and turn.facts == {"expected": str(total)}
+        for answer in wrong:
+            turn = env.step(answer.format(sum=total))
+            assert not turn.success and turn.reward == 0.0 and turn.done
+
+
+def test_sorting_asks_for_four_to_six_digits_in_order():
+    env = env_of("sort", "sort4")
+    prompts = [asked(env, "sort4", seed=seed) for seed in range(300)]
+    digits = [prompt.removeprefix("sort ").removesuffix(":") for prompt in prompts]
+    assert {len(each) for each in digits} == {4, 5, 6}
+    assert env.solution() == "".join(sorted(digits[-1]))
+    assert env.step("".join(sorted(digits[-1]))).success
+    assert not env.step("".join(sorted(digits[-1], reverse=True))).success
+
+
+@pytest.mark.parametrize(("name", "task"), EVERY)
+def test_they_keep_the_contract(name, task):
+    chosen = config(name, task=task)
+    seen = check_text_env(env_class(chosen), chosen)
+    assert seen.solution
+
+
+def test_tasks_of_a_list_take_turns():
+    chosen = config("sums", task=["add2", "calc2"])
+    kind = env_class(chosen)
+    specs = EpisodeList(0, "train", kind.tasks(chosen), group_size=2).first(8)
+    env = kind(chosen, None)
+    assert ["*" in env.reset(spec) for spec in specs] == [False, False, True, True] * 2
+    assert kind.env_spec(chosen).max_episode_steps == 2, "a calculator needs two turns"
+    check_text_env(kind, chosen)
+
+
+def test_an_unknown_task_is_refused_with_the_nearest_name():
+    with pytest.raises(ValidationError, match=r"no task of sums.*did you mean 'add2'"):
+        config("sums", task="add3")
+
+
+def test_rewards_that_only_robots_have_are_refused():
+    chosen = config("sums", reward="difference")
+    with pytest.raises(ConfigError, match="there are own, success"):
+        env_class(chosen).check(chosen)
+
+
+def test_too_few_questions_are_refused_with_what_to_change():
+    class Few(TextEnv):
+        def reset(self, spec):
+            return str(self.draw(spec, lambda rng: int(rng.integers(50))))
+
+    with pytest.raises(ConfigError, match="only 50 different questions are drawn, and num_held_out=200"):
+        asked(Few(config("sums")), "few")
+
+    class All(Few):
+        num_held_out = 50
+
+    assert len({asked(All(config("sums")), "all", number) for number in range(50)}) == 50
+    with pytest.raises(ConfigError, match="lower its num_held_out=50"):
+        asked(All(config("sums")), "all")

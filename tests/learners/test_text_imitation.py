@@ -1,0 +1,229 @@
+"""Imitation of answers: what is learned from a conversation, and that it is the same however it is shared out."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.algorithms.config import SFTConfig
+from embodied.core.errors import ConfigError
+from embodied.core.rng import generator
+from embodied.core.types import EpisodeSpec
+from embodied.envs.config import ExternalEnvConfig
+from embodied.envs.text.base import TextEnv, Turn
+from embodied.learners.config import LearnerConfig
+from embodied.learners.examples import read_examples, solved
+from embodied.learners.rendezvous import RendezvousRoom
+from embodied.learners.text_imitation import ExampleTokens, TextImitationLearner, packs, written
+from embodied.policies import make_policy
+from embodied.policies.config import ExternalPolicyConfig
+from embodied.runtime.timers import Timers
+from tests.imitating_policy import Characters
+
+HERE = "tests.learners.test_text_imitation"
+
+
+class Doubling(TextEnv):
+    """Asks for twice a number."""
+
+    def reset(self, spec: EpisodeSpec):
+        self.number = int(generator(spec.seed, "doubling").integers(100))
+        return f"2*{self.number}="
+
+    def step(self, answer):
+        right = answer == str(2 * self.number)
+        return Turn(reward=float(right), success=right)
+
+    def solution(self):
+        return str(2 * self.number)
+
+
+class Counting(Doubling):
+    """Asks for the next number twice."""
+
+    def reset(self, spec):
+        self.turns = 0
+        return "1,"
+
+    def step(self, answer):
+        self.turns += 1
+        return Turn(said=",3,", done=False) if self.turns == 1 else Turn(1.0)
+
+    def solution(self):
+        return "24"[self.turns]
+
+
+class Riddle(Doubling):
+    def solution(self):
+        return None
+
+
+def env(kind="Doubling"):
+    return ExternalEnvConfig(name=f"{HERE}:{kind}")
+
+
+def learner(config, env_config=None, rank=0, ranks=1, room=None, pack_tokens=4096, **kwargs):
+    policy = ExternalPolicyConfig(name="tests.imitating_policy:ImitatingPolicy", kwargs=kwargs)
+    options = LearnerConfig(pack_tokens=pack_tokens)
+    made = TextImitationLearner(env_config or env(), policy, config, options, 3, room)
+    made.rank, made.world_size, made.timers = rank, ranks, Timers()
+    made.build(Doubling.env_spec(env_config or env()), f"test-{rank}", False)
+    return made
+
+
+def trained(config, passes=2, **options):
+    one = learner(config, **options)
+    one.open_data()
+    numbers = [one.imitate(iteration, config.epochs) for iteration in range(passes)]
+    weights = {name: tensor.clone() for name, tensor in one.policy.state_dict().items()}
+    one.close()
+    return numbers, weights
+
+
+def sft(**changes):
+    return SFTConfig(**{"episodes": 45, "epochs": 2, "minibatch_size": 16, "lr": 1e-2} | changes)
+
+
+def equal(one, other):
+    assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-10) for name in one)
+
+
+def test_an_answer_is_learned_with_the_token_that_ends_it():
+    tokens, mask = written(Characters(), (("5+6=", "11"),))
+    assert tokens.tolist() == [2, *map(ord, "5+6=11"), 0]
+    assert mask.tolist() == [False] * 5 + [True] * 3
+
+
+def test_of_several_turns_all_answers_are_learned():
+    (example,) = solved(env("Counting"), 0, range(1))
+    assert example == (("1,", "2"), (",3,", "4"))
+    tokens, mask = written(Characters(), example)
+    assert tokens.tolist() == [2, *map(ord, "1,2"), 0, *map(ord, ",3,4"), 0]
+    assert np.flatnonzero(mask).tolist() == [3, 4, 8, 9]
+
+
+def test_the_same_number_and_seed_are_the_same_prompt_whoever_asks():
+    assert solved(env(), 3, range(4, 9)) == solved(env(), 3, range(12))[4:9] != solved(env(), 4, range(4, 9))
+
+
+def test_conversations_go_through_the_network_as_the_tokens_allow():
+    cuts = packs([3, 2, 4, 9, 1], 6)
+    assert [(cut.start, cut.stop) for cut in cuts] == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert packs([], 6) == []
+
+
+def test_the_loss_is_the_mean_over_the_answers_tokens():
+    one = learner(sft(episodes=3, epochs=1, minibatch_size=3, lr=0.0))
+    one.open_data()
+    sizes, policy = one.demos.sizes, one.policy
+    assert len({*sizes[:, 1].tolist()}) > 1, "answers of several lengths"
+    with torch.no_grad():
+        losses = [policy.imitate(one.demos.batch(torch.tensor([item])), None).sum() for item in range(3)]
+    (numbers,) = [one.imitate(0, 1)]
+    assert numbers["train/loss"] == pytest.approx(float(sum(losses)) / sizes[:, 1].sum(), abs=1e-12)
+    one.close()
+
+
+@pytest.mark.parametrize("pack_tokens", [1, 20])
+def test_small_passes_add_up_to_the_same_steps(pack_tokens):
+    whole, one = trained(sft()), trained(sft(), pack_tokens=pack_tokens)
+    equal(whole[1], one[1])
+    assert whole[0][1]["train/loss"] == pytest.approx(one[0][1]["train/loss"], abs=1e-10)
+
+
+def test_two_learners_take_the_steps_of_one():
+    config, room = sft(warmup_steps=3, weight_decay=0.1), RendezvousRoom(2, 30.0)
+    alone = trained(config)
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(trained, config, rank=rank, ranks=2, room=room) for rank in range(2)]
+        found = [one.result(60) for one in ranks]
+    equal(alone[1], found[0][1])
+    equal(found[0][1], found[1][1])
+    assert found[0][0][1]["train/loss"] == pytest.approx(alone[0][1]["train/loss"], abs=1e-10)
+
+
+def test_a_policy_learns_the_answers():
+    numbers, _ = trained(sft(episodes=400, epochs=12, lr_schedule="constant"), passes=12)
+    losses = [row["train/loss"] for row in numbers]
+    assert losses[-1] < 0.4 * losses[0]
+
+
+def test_learning_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    config = sft(epochs=3)
+    _, straight = trained(config, passes=3)
+    first = learner(config)
+    first.open_data()
+    first.imitate(0, 3)
+    first.save(tmp_path)
+    first.close()
+    second = learner(config)
+    second.open_data()
+    second.load(tmp_path)
+    for iteration in (1, 2):
+        second.imitate(iteration, 3)
+    assert all(torch.equal(straight[name], tensor) for name, tensor in second.policy.state_dict().items())
+    second.close()
+
+
+def test_a_file_holds_prompts_or_messages(tmp_path):
+    path = tmp_path / "examples.jsonl"
+    chat = [{"role": "user", "content": "1+1?"}]
+    lines = [{"prompt": "1+2=", "answer": "3"}, {"messages": chat, "answer": "2", "source": "mine"}]
+    path.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    assert read_examples(path) == [(("1+2=", "3"),), ((tuple(chat), "2"),)]
+    assert len(read_examples(path, 1)) == 1
+    one = learner(sft(data=path, episodes=None, minibatch_size=1, epochs=1))
+    assert one.open_data() == 2
+    one.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("", "holds no examples"),
+        ("{", "line 1: "),
+        ("[]", 'line 1: it should have either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": [], "answer": "b"}', 'either "prompt" or "messages"'),
+        ('{"prompt": "a"}', '"answer" should be text'),
+        ('{"prompt": "", "answer": "b"}', '"prompt" should be text'),
+        ('{"messages": [], "answer": "b"}', '"messages" should be a list'),
+        ('{"messages": [{"role": "robot", "content": "a"}], "answer": "b"}', "system, user, assistant"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_with_its_line(tmp_path, line, reason):
+    path = tmp_path / "examples.jsonl"
+    path.write_text(line)
+    with pytest.raises(ConfigError, match=r"examples\.jsonl.*sft\.data is JSONL") as caught:
+        read_examples(path)
+    assert reason in str(caught.value)
+
+
+def test_an_env_without_solutions_names_both_ways_out():
+    with pytest.raises(ConfigError, match=r"sft\.data=FILE\.jsonl .* or let the env's method `solution`.*'2\*\d+='"):
+        learner(sft(), env("Riddle")).open_data()
+
+
+def test_answers_that_the_policy_could_not_say_are_refused():
+    policy = make_policy(ExternalPolicyConfig(name="tests.imitating_policy:ImitatingPolicy"), None, 0)
+    policy.config, policy.max_length = SimpleNamespace(max_tokens=3), 9
+    assert len(ExampleTokens(policy, [(("1234=", "56"),)], 0, 1)) == 1
+    with pytest.raises(ConfigError, match=r"example 8 \('1='\): an answer of 4 tokens.*try policy\.max_tokens=4"):
+        ExampleTokens(policy, [(("1=", "567"),)], 7, 8)
+    with pytest.raises(ConfigError, match="a conversation of 10 tokens does not fit into the model's 9"):
+        ExampleTokens(policy, [(("123456=", "5"),)], 0, 1)
+
+
+def test_a_warm_up_that_never_ends_and_too_few_examples_are_refused():
+    with pytest.raises(ConfigError, match=r"6 gradient steps of sft\.epochs=2 over 45 conversations"):
+        learner(sft(warmup_steps=6)).open_data()
+    with pytest.raises(ConfigError, match="2 learners share 1 examples"):
+        of_two().open_data()
+
+
+def of_two():
+    one = learner(sft(episodes=1))
+    one.world_size = 2
+    return one

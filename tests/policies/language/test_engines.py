@@ -1,0 +1,264 @@
+"""Our own engine: what it writes is the model's, and nobody's neighbours, order or interruptions change a token."""
+
+import numpy as np
+import pytest
+import torch
+from language_models import (
+    STOP,
+    WORDS,
+    answers,
+    drained,
+    engine_of,
+    gpt2,
+    llama,
+    logprobs_by_the_model,
+    question,
+    qwen3,
+)
+
+from embodied.core import rng
+from embodied.core.errors import ConfigError
+from embodied.policies.language.engine import Request
+from embodied.policies.vla.lora import add_lora
+
+MODELS = {
+    "qwen3": qwen3,  # in float32, a step without modules
+    "llama": llama,
+    "gpt2": lambda: gpt2(torch.float32),
+    "qwen3_modules": lambda: qwen3(torch.float64),
+    "gpt2_modules": gpt2,
+}
+SHAPES = pytest.mark.parametrize("name", MODELS)
+
+
+def tolerance(name):
+    """Qwen3's norms compute in float32 always."""
+    return 1e-9 if name == "gpt2_modules" else 1e-6
+
+
+def questions(count=12, seed=0):
+    """Prompts of 1 to 30 tokens, every third asked three times, with 1 to 30 tokens for the answer."""
+    draws = np.random.default_rng(seed)
+    prompts = [draws.integers(2, WORDS, draws.integers(1, 31)).tolist() for _ in range(count)]
+    asked = [prompt for i, prompt in enumerate(prompts) for _ in range(1 if i % 3 else 3)]
+    return [question(i, prompt, int(draws.integers(1, 31))) for i, prompt in enumerate(asked)]
+
+
+def written(found):
+    return {key: (answer.tokens.tolist(), answer.truncated) for key, answer in found.items()}
+
+
+@SHAPES
+def test_logprobs_are_those_of_one_forward_pass(name):
+    model = MODELS[name]()
+    asked = questions()
+    found = answers(engine_of(model), asked)
+    exact = next(model.parameters()).dtype == torch.float64
+    for request in asked:
+        answer = found[request.key]
+        assert answer.tokens.dtype == np.int32
+        assert answer.logprobs.dtype == (np.float64 if exact else np.float32)
+        want = logprobs_by_the_model(model, request, answer)
+        np.testing.assert_allclose(answer.logprobs, want, rtol=0, atol=tolerance(name))
+
+
+@SHAPES
+def test_greedy_answers_are_those_of_generate(name):
+    model = MODELS[name]()
+    found = answers(engine_of(model), questions(), temperature=0)
+    for request in questions():
+        ids = torch.tensor([request.tokens])
+        settings = {"do_sample": False, "eos_token_id": STOP, "pad_token_id": 0}
+        with torch.no_grad():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_tokens, **settings
+            )
+            out = out[0, len(request.tokens) :]
+        assert found[request.key].tokens.tolist() == out.tolist()
+
+
+def test_adapters_take_part():
+    model = qwen3()
+    before = written(answers(engine_of(model), questions(3)))
+    add_lora({"model": model}, 4, 2.0, targets="linear")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    found = answers(engine_of(model), questions(3))
+    assert written(found) != before
+    for request in questions(3):
+        want = logprobs_by_the_model(model, request, found[request.key])
+        np.testing.assert_allclose(found[request.key].logprobs, want, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_half_precision_writes_too(how):
+    model = qwen3(torch.bfloat16 if how == "weights" else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        found = answers(engine_of(model), questions(3))
+        for request in questions(3):
+            assert not found[request.key].dropped
+            want = logprobs_by_the_model(model, request, found[request.key])
+            np.testing.assert_allclose(found[request.key].logprobs, want, rtol=0, atol=0.1)
+
+
+def random_drain(model, asked, draws):
+    """The answers when requests come in any order and number, into any number of rows, and are at times interrupted."""
+    engine = engine_of(model, max_running=int(draws.integers(1, 20)))
+    engine.begin(1, 3, "train", 1.0)
+    waiting = [(request, [], []) for request in asked]
+    draws.shuffle(waiting)
+    found, begun = {}, {}
+
+    def note(answer, done):
+        request, tokens, logprobs = begun.pop(answer.key)
+        tokens, logprobs = [*tokens, *answer.tokens.tolist()], [*logprobs, *answer.logprobs.tolist()]
+        if done:
+            found[answer.key] = tokens, logprobs, answer.truncated
+        else:
+            waiting.append((request, tokens, logprobs))
+
+    while waiting or engine.running:
+        for _ in range(min(int(draws.integers(0, 5)), engine.room, len(waiting))):
+            request, tokens, _ = known = waiting.pop(0)
+            begun[request.key] = known
+            stream = [*request.tokens, *tokens]
+            engine.add(Request(request.key, stream, request.max_tokens - len(tokens), request.episode))
+        for answer in engine.step():
+            note(answer, done=True)
+        if draws.random() < 0.05:
+            for answer in engine.abort():
+                note(answer, done=False)
+    return found
+
+
+@SHAPES
+def test_no_order_batch_row_or_interruption_changes_a_token(name):
+    model, asked = MODELS[name](), questions(6)
+    want = answers(engine_of(model), asked)
+    for seed in range(50 if name == "qwen3" else 5):
+        found = random_drain(model, asked, np.random.default_rng(seed))
+        assert {k: (tokens, cut) for k, (tokens, _, cut) in found.items()} == written(want)
+        for key, (_, logprobs, _) in found.items():
+            np.testing.assert_allclose(logprobs, want[key].logprobs, rtol=0, atol=tolerance(name))
+
+
+def test_a_token_is_the_inverse_cdf_at_the_noise_of_its_episode_and_place():
+    model = gpt2()
+    request = Request("q", [5, 6, 7], 8, episode=11)
+    answer = answers(engine_of(model), [request], temperature=0.7, seed=9, stream="eval")["q"]
+    stream = [5, 6, 7]
+    for token in answer.tokens.tolist():
+        with torch.no_grad():
+            chances = (model(torch.tensor([stream])).logits[0, -1] / 0.7).softmax(-1).numpy()
+        noise = rng.uniform(9, "act/eval", np.array([11]), np.array([len(stream)]), 1)[0, 0]
+        assert token == np.searchsorted(np.cumsum(chances), noise, side="right")
+        stream.append(token)
+
+
+def test_tokens_come_as_often_as_the_model_says():
+    model, tries = gpt2(), 4000
+    found = answers(engine_of(model, max_running=500), [question(i, [5, 6], 1) for i in range(tries)])
+    with torch.no_grad():
+        chances = model(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1).numpy()
+    counts = np.bincount([int(answer.tokens[0]) for answer in found.values()], minlength=WORDS)
+    assert (((counts - tries * chances) ** 2) / (tries * chances)).sum() < 90  # chi squared of 49: p = .0003
+
+
+def test_a_prompt_that_several_ask_is_computed_once():
+    engine = engine_of(qwen3(), max_running=8)
+    answers(engine, [question(i, [7] * 21, 5) for i in range(6)])
+    assert engine.numbers() == {"prefilled": 20, "copied": 100}
+    engine.begin(1, 0, "train", 1.0)
+    engine.add(question(0, [7] * 21, 30))
+    engine.step()
+    engine.add(question(1, [7] * 21, 30))  # while the other runs
+    engine.step()
+    assert engine.numbers() == {"prefilled": 20, "copied": 20}
+    engine.abort()
+
+
+def test_an_answer_ends_with_its_stop_token_or_is_cut_off():
+    model = gpt2()
+    (free,) = answers(engine_of(model, stops=()), [question(0, [5, 6], 10)]).values()
+    assert len(free.tokens) == 10 and free.truncated
+    stop = int(free.tokens[3])
+    assert stop not in free.tokens[:3]
+    (answer,) = answers(engine_of(model, stops=(stop,)), [question(0, [5, 6], 10)]).values()
+    assert answer.tokens.tolist() == free.tokens[:4].tolist()
+    assert not answer.truncated and len(answer.logprobs) == 4
+    (answer,) = answers(engine_of(model, stops=(stop,)), [question(0, [5, 6], 4)]).values()
+    assert not answer.truncated  # the stop token is the last that it may write
+
+
+def test_a_conversation_never_becomes_longer_than_max_length():
+    found = answers(engine_of(gpt2(), stops=(), max_length=16), [question(0, [5] * 10), question(1, [5] * 16)])
+    assert [len(found[0].tokens), found[0].truncated] == [6, True]
+    assert [len(found[1].tokens), found[1].truncated, found[1].dropped] == [0, True, ""]
+
+
+def test_what_is_aborted_comes_back_with_what_was_written():
+    engine = engine_of(gpt2(), stops=(), max_running=3)
+    engine.begin(1, 3, "train", 1.0)
+    for number in range(2):
+        engine.add(question(number, [5, 6, number]))
+    engine.step(), engine.step()
+    engine.add(question(2, [5]))
+    assert (engine.running, engine.room) == (3, 0)
+    back = {answer.key: answer for answer in engine.abort()}
+    assert {key: len(answer.tokens) for key, answer in back.items()} == {0: 2, 1: 2, 2: 0}
+    assert all(answer.truncated for answer in back.values())
+    assert (engine.running, engine.room) == (0, 3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_answer_with_numbers_that_are_not_finite_is_dropped_and_harms_nobody(value):
+    model = gpt2()
+    fine = [question(i, [5, 6, i]) for i in range(2, 6)]
+    want = written(answers(engine_of(model), fine))
+    with torch.no_grad():
+        model.transformer.wte.weight = torch.nn.Parameter(model.transformer.wte.weight.clone())  # not the head's
+        model.transformer.wte.weight[STOP + 40] = value
+    asked = [question(0, [5, 41, 6]), *fine[:2], question(1, [5, 6, 41]), *fine[2:]]
+    found = answers(engine_of(model, max_running=3), asked)
+    assert found[0].dropped == found[1].dropped == "a log-prob is not finite"
+    found = {key: answer for key, answer in found.items() if key > 1 and 41 not in answer.tokens}
+    assert len(found) > 1
+    assert written(found) == {key: want[key] for key in found}
+
+
+def test_room_is_what_cache_gb_holds():
+    token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, dim, bytes
+    assert engine_of(qwen3(), max_length=100, cache_gb=5.5 * 100 * token / 1e9).room == 5
+    assert engine_of(qwen3(), max_length=100, cache_gb=1.0, max_running=7).room == 7
+    with pytest.raises(ConfigError, match=r"no room for one conversation.*try policy.max_length=50"):
+        engine_of(qwen3(), max_length=100, cache_gb=50.5 * token / 1e9)
+
+
+def test_new_weights_of_the_policy_write_the_next_round():
+    model = gpt2()
+    engine = engine_of(model)
+    with torch.inference_mode():  # as a worker acts
+        before = answers(engine, questions(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter + 0.1
+            parameter.data[0] += 0.5
+    after = answers(engine, questions(3))
+    assert written(before) != written(after)
+    for request in questions(3):
+        np.testing.assert_allclose(
+            after[request.key].logprobs, logprobs_by_the_model(model, request, after[request.key]), rtol=0, atol=1e-9
+        )
+
+
+def test_a_round_may_begin_only_when_nothing_runs():
+    engine = engine_of(gpt2())
+    engine.begin(1, 0, "train", 1.0)
+    engine.add(question(0, [5]))
+    with pytest.raises(AssertionError, match="of the one before"):
+        engine.begin(2, 0, "train", 1.0)
+    assert len(drained(engine, [])) == 1
+    with pytest.raises(ValueError, match="nothing to continue"):
+        engine.add(question(1, []))

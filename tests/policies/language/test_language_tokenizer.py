@@ -1,0 +1,160 @@
+"""Text to tokens and back: of characters, of a model's own tokenizer, through chat templates, turn after turn."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_language import PLAIN, SPEC, TALKS, build, publish
+
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.policies.language.tokenizer import CHARACTERS, END, Tokenizer, of_characters
+
+OWN = of_characters()
+END_ID = min(OWN.stops)
+QWEN3 = (  # leaves out what was thought before the last question, as Qwen3's does
+    "{% for m in messages %}[{{ m['role'] }}]"
+    "{{ m['content'].split('</think>\n\n')[-1] if m['role'] == 'assistant' else m['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+
+
+def with_template(template, spec=None, chat=None):
+    own = of_characters().own
+    own.chat_template = template
+    return Tokenizer(own, [END_ID], chat)
+
+
+def said(*texts, role="user"):
+    return tuple({"role": role, "content": text} for text in texts)
+
+
+@given(st.text(alphabet=CHARACTERS))
+def test_characters_go_there_and_back(text):
+    ids = OWN.encode(text, first=False)
+    assert len(ids) == len(text) and OWN.decode(ids) == text
+
+
+def test_the_empty_text_is_nothing_later_and_something_to_begin_with():
+    assert OWN.encode("", first=False) == []
+    assert OWN.encode("", first=True) == [END_ID]
+
+
+def test_unknown_characters_become_one_that_says_so():
+    assert OWN.decode(OWN.encode("é=✓", first=True)) == "<unk>=<unk>"
+
+
+def test_a_special_token_in_words_is_not_one_of_an_env():
+    assert OWN.decode([*OWN.encode("95", first=False), END_ID]) == f"95{END}"
+
+
+def test_without_a_template_messages_are_their_contents():
+    assert OWN.encode(said("be brief", "1+1="), first=True) == OWN.encode("be brief\n1+1=", first=True)
+    with pytest.raises(ConfigError, match=r"policy\.chat=true, but this model has no chat template"):
+        of_characters(chat=True)
+
+
+def test_messages_go_through_the_template_with_the_answers_beginning():
+    tokenizer = with_template(PLAIN)
+    assert tokenizer.decode(tokenizer.encode(said("1+1="), first=True)) == "[user]1+1=<end>\n[assistant]"
+
+
+def test_a_later_turn_appends_what_the_template_writes_behind_an_answer():
+    tokenizer = with_template(PLAIN)
+    first = tokenizer.encode(said("1+1="), first=True)
+    answer = [*tokenizer.encode("2", first=False), END_ID]
+    stream = first + answer + tokenizer.encode(said("and +1?"), first=False)
+    whole = tokenizer.render([*said("1+1="), *said("2", role="assistant"), *said("and +1?")])
+    assert tokenizer.decode(stream) == whole
+    cut_off = first + answer[:-1] + tokenizer.encode(said("and +1?"), first=False, ended=False)
+    assert cut_off == stream
+
+
+def test_plain_text_of_a_later_turn_is_appended_as_it_is():
+    tokenizer = with_template(PLAIN)
+    assert tokenizer.decode(tokenizer.encode("\n24 + 13 =", first=False)) == "\n24 + 13 ="
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [(QWEN3, "leaves out what the model thought in earlier answers"), (STRICT, None), (PLAIN, None)],
+)
+def test_a_template_that_says_earlier_turns_otherwise_is_refused(template, why):
+    tokenizer = with_template(template)
+    if why is None:
+        tokenizer.check_turns()
+        return
+    with pytest.raises(ConfigError, match=f"{why}.*policy.chat=false.*env.max_episode_steps=1"):
+        tokenizer.check_turns()
+
+
+def test_a_template_that_cannot_take_a_conversation_says_so():
+    with pytest.raises(ConfigError, match=r"refuses this conversation \(no\)"):
+        with_template(STRICT).encode(said("hm", role="tool"), first=True)
+
+
+def test_chat_can_be_left_out():
+    assert with_template(PLAIN, chat=False).encode(said("1+1="), first=True) == OWN.encode("1+1=", first=True)
+
+
+# Tokenizers of folders
+
+
+def begins_with_a_token(folder):
+    """As Llama's tokenizer: `<pad>` before each text."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    pieces = [{"SpecialToken": {"id": "<pad>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<pad>": {"id": "<pad>", "ids": [0], "tokens": ["<pad>"]}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": special,
+    }  # fmt: skip
+    path.write_text(json.dumps(content))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": "<pad>"}))
+
+
+def test_a_text_begins_with_the_models_own_beginning_once(tmp_path):
+    folder = publish(tmp_path, "llama", False, template=PLAIN)
+    begins_with_a_token(folder)
+    tokenizer = build(pretrained=str(folder)).tokenizer
+    assert tokenizer.encode("1+1=", first=True) == [0, *OWN.encode("1+1=", first=True)]
+    assert tokenizer.encode("1+1=", first=False) == OWN.encode("1+1=", first=False)
+    assert tokenizer.encode("", first=True) == [0]
+    assert 0 not in tokenizer.encode(said("1+1="), first=True)  # the template says how a conversation begins
+
+
+def test_all_ends_that_a_folder_names_end_an_answer(tmp_path):
+    folder = publish(tmp_path, "llama", False)
+    assert build(pretrained=str(folder)).tokenizer.stops == {1, 3}
+    (folder / "generation_config.json").unlink()
+    assert build(pretrained=str(folder)).tokenizer.stops == {1}
+
+
+def test_a_folder_without_a_tokenizer_or_with_another_models_is_refused(tmp_path):
+    folder = publish(tmp_path, "llama", False)
+    own = build(pretrained=str(folder)).tokenizer.own
+    own.add_tokens(["<more>"])
+    own.save_pretrained(folder)
+    with pytest.raises(CheckpointError, match="101 tokens, its model 100"):
+        build(pretrained=str(folder))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer that can be read"):
+        build(pretrained=str(folder))
+
+
+def test_the_template_travels_with_a_saved_policy(tmp_path):
+    folder = publish(tmp_path / "theirs", "qwen3", True, template=PLAIN)
+    policy = build(TALKS, pretrained=str(folder))
+    policy.save_pretrained(tmp_path / "ours")
+    again = build(TALKS, pretrained=str(tmp_path / "ours"))
+    assert again.tokenizer.encode(said("a"), first=True) == policy.tokenizer.encode(said("a"), first=True)
+    assert again.tokenizer.chat
+
+
+def test_one_answer_only_asks_nothing_of_a_template(tmp_path):
+    folder = publish(tmp_path, "qwen3", True, template=QWEN3)
+    assert build(SPEC, pretrained=str(folder)).tokenizer.chat
+    with pytest.raises(ConfigError, match="leaves out what the model thought"):
+        build(TALKS, pretrained=str(folder))

@@ -1,0 +1,134 @@
+"""Where tokens of conversations go in a network's rows, and which conversations go through it together."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_language import answers, build, inputs_of
+from torch.nn.attention.flex_attention import create_mask
+
+from embodied.policies.language.attention import dense, rule
+from embodied.policies.language.packing import first_fit, into_passes, lay_out
+
+
+def flat(inputs):
+    return [inputs[name].reshape(-1) for name in ("actions", "mask", "lengths", "groups")]
+
+
+def passes(conversations, most, share=True):
+    return into_passes(*flat(inputs_of(*conversations)), most, share)
+
+
+def test_a_prompt_is_laid_out_once_and_answers_restart_behind_it():
+    packed = lay_out(*flat(inputs_of(*answers([7, 8], [9], prompt=(5, 6)))))
+    assert packed.ids.tolist() == [[5, 6, 7, 8, 9]]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 2]]
+    assert packed.segments.tolist() == [[0, 0, 1, 1, 2]]
+    assert packed.sources.tolist() == [1, 2]
+    assert packed.takes.tolist() == [0, 1, 0]
+    assert packed.scored.tolist() == [2, 3, 6]
+
+
+def test_only_prompts_are_shared_however_alike_answers_are():
+    packed = lay_out(*flat(inputs_of(*answers([7, 8], [7, 8]))))
+    assert packed.num_tokens == 3 + 2 + 2
+
+
+def test_conversations_of_a_group_with_different_prompts_share_what_is_alike():
+    some = [(0, [(False, [5, 6, 7]), (True, [8])]), (0, [(False, [5, 9]), (True, [8])])]
+    assert lay_out(*flat(inputs_of(*some))).num_tokens == 1 + 3 + 2
+
+
+def test_without_sharing_every_conversation_is_laid_out_whole():
+    assert lay_out(*flat(inputs_of(*answers([7, 8], [9]))), share=False).num_tokens == 5 + 4
+
+
+def test_blocks_fill_rows_as_wide_as_the_widest():
+    some = [(group, [(False, [5, 6]), (True, [7])]) for group in range(5)]
+    packed = lay_out(*flat(inputs_of(*some)), row=7)
+    assert packed.ids.shape == (3, 6)
+    assert packed.num_tokens == 15
+
+
+LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+GROUPS = st.lists(st.tuples(st.integers(1, 9), LENGTHS), min_size=1, max_size=5)
+
+
+def drawn(groups):
+    """Groups (tokens of the prompt, tokens of each answer) as conversations whose prompts differ."""
+    return [
+        (number, [(False, [number + 3] * prompt), (True, [50 + at] * size)])
+        for number, (prompt, sizes) in enumerate(groups)
+        for at, size in enumerate(sizes)
+    ]
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(4, 60))
+def test_tokens_are_those_of_prompts_once_and_of_all_answers(groups, row):
+    packed = lay_out(*flat(inputs_of(*drawn(groups))), row=row)
+    assert packed.num_tokens == sum(prompt + sum(sizes) for prompt, sizes in groups)
+    assert len(packed.scored) == sum(sum(sizes) for _, sizes in groups)
+
+
+@settings(deadline=None, max_examples=30)
+@given(GROUPS, st.integers(4, 60))
+def test_both_kernels_see_alike_and_nobody_sees_nothing(groups, row):
+    packed = lay_out(*flat(inputs_of(*drawn(groups))), row=row)
+    blocks, segments = torch.from_numpy(packed.blocks), torch.from_numpy(packed.segments)
+    mask, (rows, width) = dense(blocks, segments), blocks.shape
+    assert torch.equal(mask, create_mask(rule(blocks, segments), rows, 1, width, width, device="cpu"))
+    assert mask.any(dim=-1).all()
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(4, 60))
+def test_each_conversation_is_in_one_pass_that_is_not_too_large(groups, most):
+    conversations = drawn(groups)
+    inputs = inputs_of(*conversations)
+    found = passes(conversations, most)
+    assert sorted(one for part in found for one in part) == list(range(len(conversations)))
+    for part in found:
+        count = lay_out(*flat(inputs_of(*(conversations[one] for one in part)))).num_tokens
+        assert count <= most or len(part) == 1
+    # A group that fits is never split.
+    for number, (prompt, sizes) in enumerate(groups):
+        if prompt + sum(sizes) <= most:
+            members = set(np.flatnonzero(inputs["groups"] == number).tolist())
+            assert any(members <= set(part) for part in found)
+
+
+def test_a_large_group_is_split_with_its_prompt_in_each_part():
+    some = answers([8] * 3, [9] * 3, [10] * 3, prompt=[5] * 4)
+    assert passes(some, 10) == [[0, 1], [2]]
+    assert passes(some, 13) == [[0, 1, 2]]
+    assert passes(some, 5) == [[0], [1], [2]]
+
+
+def test_things_go_into_the_first_bin_with_room_the_largest_first():
+    assert first_fit([3, 7, 2, 5], 9) == [[1, 2], [3, 0]]
+
+
+def test_a_group_is_split_where_attention_would_cost_more_than_the_prompt_again():
+    four = flat(inputs_of(*answers([8] * 10, [9] * 10, [10] * 10, [11] * 10, prompt=[5] * 6)))
+    assert lay_out(*four).num_tokens == 46
+    # 46 (1 + 46/50) = 88.3; two of 26 (1 + 26/50) = 79.0; four of 16 (1 + 16/50) = 84.5
+    assert lay_out(*four, wide=50).num_tokens == 52
+    # 64 (1 + 16/4) = 320
+    assert lay_out(*four, wide=4).num_tokens == 64
+
+
+def test_groups_need_not_stand_together():
+    one, two = answers([8], [9]), answers([8], [9], prompt=(20, 21), group=1)
+    mixed = [one[0], two[0], one[1], two[1]]
+    assert lay_out(*flat(inputs_of(*mixed))).num_tokens == 3 + 2 + 2 + 2
+    assert passes(mixed, 5) == [[0, 2], [1, 3]]
+
+
+def test_the_policy_packs_as_it_will_score():
+    policy = build()
+    inputs = inputs_of(*answers([8] * 3, [9] * 3, prompt=[5] * 4))
+    arrays = [inputs[name] for name in ("actions", "mask", "lengths", "groups")]
+    assert policy.pack(*arrays, 10) == [[0, 1]]
+    policy.share_prompts = False
+    assert policy.pack(*arrays, 10) == [[0], [1]]

@@ -1,0 +1,80 @@
+"""vLLM in a policy worker's process: its log-probs are the learner's after every load of new weights."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from language_models import engine_of, gpt2, qwen3
+
+from embodied.core.errors import ConfigError
+
+installed = importlib.util.find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not installed, reason="vLLM is not installed (make vllm)")
+SCRIPT = Path(__file__).parents[2] / "vllm_answers.py"
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def said(request):
+    one_thread = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), request.param]
+    done = subprocess.run(command, env=os.environ | one_thread, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_vllm
+def test_logprobs_are_the_models_at_temperature_1_after_every_load(said):
+    assert max(said["gaps"]) <= 1e-5
+
+
+@needs_vllm
+def test_greedy_answers_are_those_of_our_own_engine(said):
+    same = [said["greedy"][key] == said["greedy_of_ours"][key] for key in said["greedy"]]
+    assert all(same)
+
+
+@needs_vllm
+def test_a_round_that_is_repeated_writes_the_same(said):
+    assert said["first"] == said["again"]
+    assert len({tuple(tokens) for tokens, *_ in said["first"].values()}) > 5  # every conversation has noise of its own
+
+
+@needs_vllm
+def test_answers_end_with_their_stop_token_or_are_cut_off(said):
+    for tokens, truncated, dropped, count in said["first"].values():
+        assert not dropped and len(tokens) == count <= 12
+        assert truncated == (said["stop"] not in tokens)
+        assert said["stop"] not in tokens[:-1]
+    cut, full = said["full"]["0"], said["full"]["1"]
+    assert len(cut[0]) == 6 or not cut[1]  # 256 tokens at most
+    assert full[:2] == [[], True]
+
+
+@needs_vllm
+def test_what_is_aborted_comes_back_with_what_was_written(said):
+    assert said["room"] == said["left"] == 0
+    assert all(truncated and 1 <= len(tokens) <= 3 for tokens, truncated, *_ in said["aborted"].values())
+
+
+@needs_vllm
+def test_an_answer_with_numbers_that_are_not_finite_is_dropped_and_others_go_on(said):
+    if "broken" in said:
+        assert said["broken"]["0"][2] == "a log-prob is not finite"
+        others = [said["broken"][key] for key in "123"]
+        assert all(not dropped and tokens for tokens, _, dropped, _ in others if 40 not in tokens)
+
+
+@pytest.mark.skipif(installed, reason="vLLM is installed")
+def test_a_recipe_for_vllm_without_it_names_the_command_that_installs_it():
+    with pytest.raises(ConfigError, match="Run: make vllm"):
+        engine_of(qwen3(), engine="vllm")
+
+
+@needs_vllm
+def test_float64_is_refused():
+    with pytest.raises(ConfigError, match=r"try policy\.dtype=float32"):
+        engine_of(gpt2(), engine="vllm", dtype="float64")

@@ -1,0 +1,230 @@
+"""Pages on language policies: conversations, rates over prompts, training's text metrics, and two policies compared."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from embodied.core.types import EpisodeResult
+from embodied.report import main
+from embodied.reporting.comparison_page import comparison
+from embodied.reporting.console import Console
+from embodied.reporting.partial_evaluation import PartialEvaluation
+from embodied.reporting.results import write_results
+from embodied.reporting.run_page import report
+from embodied.reporting.runs import read_run
+from embodied.reporting.success_stats import summarize, text_numbers
+from embodied.reporting.transcripts import PARTS, TRANSCRIPTS, TranscriptWriter, join_transcripts
+
+EVIL = '<script>alert("x")</script><b onclick=y>'
+
+
+def spoken(index, success, prompt=None, truncated=False, tokens=3):
+    number = index if prompt is None else prompt
+    return EpisodeResult(
+        index, "add2", number, 7 + number, 1, float(success), success, success, None, "", truncated, tokens
+    )
+
+
+def turn(answer, said="37+58=", **more):
+    given = {"tokens": [*answer], "logprobs": [-0.01] * len(answer), "truncated": False, "reward": 0.0}
+    return {"said": said, "answer": answer, "facts": {"expected": "95"}, **given, **more}
+
+
+def write_evaluation(folder, told, temperature=1.0, videos=1, version=3):
+    """An evaluation on disk: `told` holds an episode and its turns each."""
+    with TranscriptWriter(folder / PARTS, "sim-0") as writer:
+        for episode, turns in told:
+            writer.add(episode, turns)
+    join_transcripts(folder, {episode.index for episode, _ in told})
+    protocol = {"name": "held-out-v1", "eval": {"temperature": temperature, "videos": videos}, "max_episode_steps": 1}
+    episodes = [episode for episode, _ in told]
+    write_results(folder, {"policy_version": version, "protocol": protocol, **summarize(episodes)}, episodes)
+    return folder
+
+
+@pytest.fixture
+def page_of(tmp_path, page_checker):
+    def page(told, **more):
+        return page_checker(report(read_run(write_evaluation(tmp_path / "e", told, **more)), tmp_path / "e"))
+
+    return page
+
+
+def classes(page, tag, key="class"):
+    return [value for name, attribute, value in page.attributes if (name, attribute) == (tag, key)]
+
+
+def test_a_reader_sees_prompt_answer_reward_and_what_was_expected(page_of):
+    page = page_of([(spoken(0, False), [turn("85")]), (spoken(1, True), [turn("95", reward=1.0)])])
+    for words in ("37+58=", "85", "expected: 95", "reward 1", "mean log-prob -0.01", "prompt 1, episode 1"):
+        assert words in page.text
+    assert TRANSCRIPTS in classes(page, "a", "href")
+
+
+def test_failures_come_first_and_as_many_as_asked_for_are_unfolded(page_of):
+    page = page_of([(spoken(0, True), [turn("a")]), (spoken(1, False), [turn("b")]), (spoken(2, False), [turn("c")])])
+    assert classes(page, "details")[:3] == ["conversation failure", "conversation failure", "conversation success"]
+    assert [name for name, key, _ in page.attributes if (name, key) == ("details", "open")] == ["details"]
+
+
+def test_conversations_are_filtered_without_a_script(page_of):
+    page = page_of([(spoken(0, True), [turn("a")]), (spoken(1, False, truncated=True), [turn("b", truncated=True)])])
+    assert classes(page, "input", "id") == ["only-any", "only-failure", "only-success", "only-cut-off"]
+    assert "conversation failure cut-off" in classes(page, "details") and "cut off 1" in page.text
+    style = (Path(__file__).parents[2] / "assets" / "report.css").read_text()
+    for kind in ("failure", "success", "played", "error", "cut-off"):
+        assert f"#only-{kind}:checked ~ details:not(.{kind})" in style
+
+
+def test_markup_in_prompts_answers_tokens_facts_and_roles_is_text(page_of):
+    said = [{"role": EVIL, "content": EVIL}]
+    evil = turn(EVIL, said=said, tokens=[EVIL, EVIL], logprobs=[-5.0, -0.1], facts={EVIL: EVIL})
+    plain = turn(EVIL, tokens=[], logprobs=[])
+    page = page_of([(spoken(0, False), [evil]), (spoken(1, False), [plain])])
+    assert page.text.count(EVIL) >= 6 and not classes(page, "b", "onclick")
+
+
+def test_unlikely_tokens_are_marked_the_more_the_less_likely(page_of):
+    chances = [0.95, 0.7, 0.2, 0.05, 0.001]
+    page = page_of([(spoken(0, True), [turn("abcde", logprobs=[math.log(p) for p in chances])])])
+    legend = ["p1", "p2", "p3", "p4"]
+    assert [kind for kind in classes(page, "span") if re.fullmatch(r"p\d", kind)] == 2 * legend
+    assert "probability 0.05, log-prob -3.00" in classes(page, "span", "title")
+
+
+def test_marks_differ_without_colour_too():
+    style = (Path(__file__).parents[2] / "assets" / "report.css").read_text()
+    lines = re.findall(r"\.p\d[^{]*\{[^}]*border-bottom(?:-style)?: ([^;]*);", style)
+    assert len(set(lines)) == 4
+
+
+def test_a_token_of_unknown_probability_is_marked_and_shown(page_of):
+    page = page_of([(spoken(0, True), [turn("ab", logprobs=[float("nan"), 0.0])])])
+    assert "probability unknown" in classes(page, "span", "title")
+
+
+def test_answers_without_tokens_or_too_long_are_plain(page_of):
+    page = page_of([(spoken(0, True), [turn("95", tokens=[])]), (spoken(1, True), [turn("x" * 70_000)])])
+    assert "50,000 more characters" in page.text
+
+
+def test_a_transcript_of_another_shape_is_left_out(tmp_path, page_checker):
+    told = [(spoken(0, True), [turn("95")]), (spoken(1, True), [{"said": 7}]), (spoken(2, True), [])]
+    folder = write_evaluation(tmp_path / "e", told)
+    page = page_checker(report(read_run(folder), folder))
+    assert "1 of 3 are shown" in page.text
+
+
+def test_rates_over_prompts_stand_in_tiles_and_table(page_of):
+    told = [(spoken(i, i % 2 == 0, prompt=i // 4), [turn("9")]) for i in range(40)]
+    page = page_of(told, temperature=1.0)
+    for words in ("avg@4, T=1", "pass@4, T=1", "pass@2", "4 to each of 10 prompts", "at most 1 turns", "1 - C(n-c, k)"):
+        assert words in page.text
+    assert "success_at_end" not in page.text
+
+
+def test_greedy_answers_say_so(page_of):
+    page = page_of([(spoken(0, True), [turn("95")])], temperature=0.0)
+    assert "success, greedy" in page.text and "pass@" not in page.text
+
+
+def test_an_evaluation_without_transcripts_still_has_its_figures(tmp_path, page_checker):
+    folder = tmp_path / "e"
+    folder.mkdir()
+    episodes = [spoken(0, True)]
+    write_results(folder, {"policy_version": 3, **summarize(episodes)}, episodes)
+    page = page_checker(report(read_run(folder), folder))
+    assert "tokens an answer" in page.text and "Conversations" not in page.text
+
+
+def test_training_metrics_of_text_are_those_of_the_iteration():
+    finished = [replace(spoken(0, True, tokens=4), length=2), spoken(1, False, truncated=True, tokens=8)]
+    assert text_numbers(finished, 2.0) == {"text/truncated": 0.5, "text/tokens": 4.0, "text/tokens_per_s": 6.0}
+    assert text_numbers([EpisodeResult(0, "reach", -1, 5, 9, 1.0, True, True)], 2.0) == {}
+
+
+def test_the_console_shows_them_and_the_row_holds_them():
+    stream, state = StringIO(), {"iteration": 1, "version": 1, "env_steps": 12, "train_s": 2.0}
+    finished = [spoken(0, True, tokens=4), spoken(1, False, truncated=True, tokens=8)]
+    row = Console(Path("run"), stream=stream).iteration(state, finished, {"env_steps": 12.0}, 2.0, 3)
+    assert "success 50%  return 0.50  50% cut off  6.0 tokens an answer  6 tokens/s  ETA" in stream.getvalue()
+    assert row["text/truncated"] == 0.5
+
+
+def write_run(folder, told, **more):
+    """A run of three iterations with one evaluation."""
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"state": "finished", "started": "2026-01-01T00:00:00+00:00"}))
+    (folder / "config.yaml").write_text("env: {name: sums, task: add2}\nalgo: {name: grpo}\n")
+    rows = [
+        {"iteration": i, "policy_version": i, "env_steps": 100 * i, "train_s": 2.0 * i, "steps_per_s": 50.0}
+        | {"success_once": i / 10, "success_at_end": i / 10, "return": 0.1, "length": 1.0, "recent_episodes": 20}
+        | {"text/truncated": 0.1, "text/tokens": 4.0 + i, "text/tokens_per_s": 500.0}
+        for i in range(1, 4)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_evaluation(folder / "eval" / "v000003", told, **more)
+    return folder
+
+
+def test_a_runs_page_has_the_curves_of_text(tmp_path, page_checker):
+    run = write_run(tmp_path / "run", [(spoken(i, i > 0), [turn("95")]) for i in range(3)])
+    page = page_checker(report(read_run(run), run))
+    for words in ("answers cut off", "tokens an answer", "sampled tokens per second", "reward of a conversation"):
+        assert words in page.text
+    assert {"training", "evaluation"} <= set(classes(page, "g", "data-name") + classes(page, "polyline", "data-name"))
+
+
+def test_two_evaluations_at_other_temperatures_stand_apart(tmp_path, page_checker):
+    run = write_run(tmp_path / "run", [(spoken(i, True), [turn("95")]) for i in range(3)])
+    write_evaluation(run / "eval" / "v000003-greedy", [(spoken(0, True), [turn("95")])], temperature=0.0)
+    page = page_checker(report(read_run(run), run))
+    assert "greedy" in page.text and "T=1" in page.text
+
+
+def compared(tmp_path, page_checker, first, second, **more):
+    folders = [write_evaluation(tmp_path / name, told, **more) for name, told in {"a": first, "b": second}.items()]
+    return page_checker(comparison([read_run(folder) for folder in folders], tmp_path))
+
+
+def test_two_policies_are_compared_on_the_same_prompts_with_answers_side_by_side(tmp_path, page_checker):
+    first = [(spoken(i, False, prompt=i // 2), [turn("85", said=f"{i // 2}+1=")]) for i in range(8)]
+    second = [(spoken(i, i % 2 == 0, prompt=i // 2), [turn("95", said=f"{i // 2}+1=")]) for i in range(8)]
+    page = compared(tmp_path, page_checker, first, second)
+    assert "+50.0 pp" in page.text and "avg@k" in page.text
+    assert "a, prompt 3" in page.text and "b, prompt 3" in page.text
+    assert len([kind for kind in classes(page, "details") if "conversation" in kind]) == 8
+    assert main([str(tmp_path / "a"), str(tmp_path / "b"), f"out={tmp_path / 'page.html'}"]) == 0
+
+
+def test_answers_of_different_outcome_come_first(tmp_path, page_checker):
+    first = [(spoken(i, False), [turn("85")]) for i in range(3)]
+    second = [(spoken(i, i == 2), [turn("95")]) for i in range(3)]
+    page = compared(tmp_path, page_checker, first, second)
+    assert page.text.index("a, prompt 2") < page.text.index("a, prompt 0")
+
+
+def test_prompts_of_the_same_number_that_read_otherwise_are_left_out(tmp_path, page_checker):
+    first = [(spoken(i, False), [turn("85", said="1+1=")]) for i in range(4)]
+    second = [(spoken(i, True), [turn("95", said="1+1=" if i else "2+2=")]) for i in range(4)]
+    page = compared(tmp_path, page_checker, first, second)
+    assert "1 prompts read otherwise in b than in a: left out" in page.text
+    assert "only this one 3" in page.text and "a, prompt 0" not in page.text
+
+
+def test_an_evaluation_begun_anew_in_a_folder_removes_the_old_transcripts(tmp_path):
+    folder = write_evaluation(tmp_path / "e", [(spoken(0, True), [turn("95")])])
+    PartialEvaluation(folder, {"eval": {"episodes": 3}}, {})
+    assert not (folder / TRANSCRIPTS).exists()
+    kept = PartialEvaluation(folder, {"eval": {"episodes": 3}}, {})
+    kept.add([spoken(0, True)])
+    kept.write()
+    with TranscriptWriter(folder / PARTS, "sim-0") as writer:
+        writer.add(spoken(0, True), [turn("95")])
+    PartialEvaluation(folder, {"eval": {"episodes": 3}}, {})
+    assert (folder / PARTS / "sim-0.jsonl").exists()

@@ -1,0 +1,141 @@
+"""The page on reasoning, followed from a user's folder: an env is checked, imitated, trained, evaluated, compared."""
+
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from embodied.config.recipe import RunConfig
+from embodied.config.schema import leaves, root
+from embodied.core.types import EpisodeResult
+from embodied.envs.config import ENV_CONFIGS
+from embodied.reporting.success_stats import summarize
+from embodied.reporting.transcripts import TranscriptWriter, read_transcripts
+
+PAGE = (Path(__file__).parents[1] / "docs" / "reasoning.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
+COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+TRAIN, CHECK, TRAIN_OWN, SAMPLED, GREEDY, REPORT, PERIODIC = COMMANDS
+SHORT = ["run.iterations=1", "env.num_envs=8", "algo.groups=2", "algo.group_size=4", "eval.episodes=4"]
+SHORT += ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
+IMITATE = (
+    "python -m embodied.sft recipe={} sft.episodes=64 sft.epochs=1 sft.warmup_steps=0 env.num_envs=8 eval.episodes=4"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A user's folder with the files of the page, and nothing else."""
+    folder = tmp_path_factory.mktemp("mine")
+    for kind, text in BLOCKS:
+        if kind in ("python", "yaml"):
+            (folder / text.splitlines()[0].removeprefix("# ")).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch, capsys):
+    """Runs a command of the page in this process; returns what it printed."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+
+    def here(command, *more):
+        replaced = {word.partition("=")[0] for word in more}
+        _, _, module, *words = shlex.split(with_dates(command, folder))
+        words = [word for word in words if word.partition("=")[0] not in replaced]
+        assert importlib.import_module(module).main([*words, *more]) == 0, capsys.readouterr().err
+        return " ".join(capsys.readouterr().out.split())
+
+    return here
+
+
+def with_dates(command, folder):
+    """The command with the newest run for each NAME-DATE."""
+    for name in re.findall(r"runs/(\w+)-DATE", command):
+        command = command.replace(f"runs/{name}-DATE", str(newest(folder, name).relative_to(folder)))
+    return command
+
+
+def newest(folder, name):
+    return max(folder.glob(f"runs/{name}-2*"), key=lambda path: path.stat().st_mtime)
+
+
+@pytest.fixture
+def imitated(folder, here):
+    """The folder of a short run of backwards_sft."""
+    if not list(folder.glob("runs/backwards_sft-*")):
+        here(IMITATE.format("./backwards_sft.yaml"), "cluster.backend=inline")
+    return newest(folder, "backwards_sft")
+
+
+def test_the_env_has_a_dozen_lines():
+    env = next(text for kind, text in BLOCKS if text.startswith("# my_text.py"))
+    lines = [line for line in env.partition("class ")[2].splitlines() if line.strip()]
+    assert len(lines) <= 12
+
+
+def test_the_env_keeps_the_contract(here):
+    assert "contract kept" in here(CHECK)
+
+
+def test_a_policy_that_has_imitated_is_evaluated_and_its_answers_can_be_read(imitated, folder, here):
+    said = here(SAMPLED.replace("backwards-DATE", "backwards_sft-DATE"), "eval.episodes=8", "cluster.backend=inline")
+    assert "T=1: avg@4" in said and "pass@4" in said and "(2 prompts)" in said
+    said = here(GREEDY.replace("backwards-DATE", "backwards_sft-DATE"), "eval.episodes=4", "cluster.backend=inline")
+    assert "greedy: success" in said
+    sampled, greedy = sorted(imitated.glob("eval/v*-evaluate*"))
+    results = json.loads((sampled / "results.json").read_text())
+    assert results["protocol"]["eval"]["temperature"] == 1.0 and "policy_version" in results
+    assert set(results["overall"]["text"]) == {"prompts", "samples", "avg", "pass", "truncated", "tokens"}
+    told = read_transcripts(sampled)
+    assert len(told) == 8 and {one["turns"][0]["said"][-1] for one in told.values()} == {">"}
+    assert "Conversations" in (sampled / "report.html").read_text()
+    page = here(f"python -m embodied.report {sampled} {greedy}")
+    assert "Answers to the same prompts" in Path(page).read_text()
+
+
+def test_the_example_of_a_transcript_is_what_is_written(tmp_path):
+    (text,) = (text for kind, text in BLOCKS if kind == "json")
+    example = json.loads(text)
+    success, reward = example["success"], example["reward"]
+    result = EpisodeResult(example["index"], example["task"], 3, 7, 1, reward, success, success)
+    with TranscriptWriter(tmp_path / "transcripts", "sim-0") as writer:
+        writer.add(result, example["turns"])
+    assert read_transcripts(tmp_path) == {3: example}
+
+
+def test_the_figures_that_are_named_are_those_of_the_file():
+    named = re.search(r"these are `overall.text`: ([^;]*);", PAGE)[1]
+    answer = EpisodeResult(0, "t", 0, 0, 1, 1.0, True, True, truncated=False, tokens=2)
+    assert re.findall(r"`(\w+)`", named) == list(summarize([answer])["overall"]["text"])
+
+
+def test_keys_and_envs_that_are_named_are_there():
+    keys = {key for key, _, _ in leaves(root(RunConfig))}
+    named = set(re.findall(r"`((?:algo|eval|policy|run|env|sft|pipeline)\.\w+)", PAGE))
+    assert named and not {key for key in named if key not in keys}
+    envs = re.findall(r"^\| `(\w+)` \|", PAGE, re.M)
+    assert set(envs) <= {*ENV_CONFIGS, "vllm", "http"}
+
+
+def test_the_env_is_trained_and_two_policies_are_compared(imitated, folder, here):
+    here(TRAIN_OWN, *SHORT, f"run.start_from={imitated}")
+    here(SAMPLED, "eval.episodes=8", "cluster.backend=inline")
+    first, second = newest(folder, "backwards"), imitated
+    pages = [max((run / "eval").iterdir()) for run in (first, second)]
+    assert Path(here(f"python -m embodied.report {pages[0]} {pages[1]}")).is_file()
+    row = json.loads((first / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"text/truncated", "text/tokens", "text/tokens_per_s"} <= row.keys()
+
+
+@pytest.mark.parametrize("command", [TRAIN, PERIODIC])
+def test_sums_are_trained(command, folder, here):
+    if not list(folder.glob("runs/sft-sums_sft-*")):
+        here(IMITATE.format("sums_sft"), "cluster.backend=inline")
+    words = [*SHORT, f"run.start_from={newest(folder, 'sft-sums_sft')}"]
+    if "periodic" in command:
+        words = [word for word in words if not word.startswith(("placement", "cluster"))]
+    assert "cut off" in here(command, *words)

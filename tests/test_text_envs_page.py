@@ -1,0 +1,63 @@
+"""The page on text envs, followed from a user's folder: its envs are checked, its file is read, its commands run."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from embodied.envs.config import ENV_CONFIGS, TOY_TASKS
+
+PAGE = (Path(__file__).parents[1] / "docs" / "text_envs.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
+CHECK, TRAIN, CHECK_FILE = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    """Runs a command in a user's folder with the files of the page; returns what it printed."""
+    for kind, text in BLOCKS:
+        if kind == "python":
+            (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
+        if kind == "json":
+            (tmp_path / "questions.jsonl").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def here(command, *more, code=0):
+        _, _, module, *words = shlex.split(command)
+        ended = importlib.import_module(module).main([*words, *more])
+        printed = capsys.readouterr()
+        assert ended == code, printed
+        return " ".join((printed.out if code == 0 else printed.err).split())
+
+    return here
+
+
+def test_the_env_of_the_page_keeps_the_contract(here):
+    printed = here(CHECK)
+    assert "contract kept" in printed and "held out 200 prompts" in printed
+
+
+def test_the_env_of_the_page_can_be_trained_on(here):
+    assert "task my_envs:Doubling" in here(TRAIN, "run.start_from=null")
+
+
+def test_the_env_with_a_tool_keeps_the_contract(here):
+    printed = here("python -m embodied.check env.name=my_tools:Products")
+    assert "contract kept" in printed and "at most 3 answers" in printed and "<calc>" in printed
+
+
+def test_the_file_of_the_page_is_read_and_answered(here):
+    pytest.importorskip("math_verify")
+    printed = here(CHECK_FILE)
+    assert "1/2 + 1/3" in printed and "contract kept" in printed
+
+
+def test_every_env_and_task_of_the_page_is_there_and_the_other_way_round():
+    table = re.findall(r"^\| `([\w:]+)` \| (.*) \|", PAGE, re.M)
+    assert {name.partition(":")[0] for name, _ in table} == {"sums", "sort", "math", "reasoning_gym"}
+    assert {"sums", "sort", "math"} <= {*ENV_CONFIGS}
+    for name, tasks in TOY_TASKS.items():
+        assert name == "sort" or all(task in dict(table)[name] for task in tasks)

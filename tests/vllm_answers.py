@@ -1,0 +1,76 @@
+"""Let vLLM answer, in a process of its own since it keeps threads and process groups; prints what it wrote as JSON.
+
+`gaps`: the largest distance of its log-probs from the model's own, after each of three loads.
+"""
+
+import json
+import sys
+
+import numpy as np
+import torch
+from language_models import STOP, answers, drained, engine_of, logprobs_by_the_model, question, qwen3
+
+LONGER_THAN_A_BLOCK = [5, 6] * 70  # what vLLM remembers of prompts is in blocks of 128 tokens
+ASKED = [question(i, [*LONGER_THAN_A_BLOCK, i], max_tokens=12) for i in range(10)]
+
+
+def weights_of(model):
+    tied = model.config.tie_word_embeddings
+    return {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+
+
+def gaps(engine, model, temperature):
+    found = answers(engine, ASKED, temperature)
+    return max(
+        float(np.abs(found[r.key].logprobs - logprobs_by_the_model(model, r, found[r.key])).max()) for r in ASKED
+    )
+
+
+def train(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+
+
+def answered(found):
+    return {key: [a.tokens.tolist(), a.truncated, a.dropped, len(a.logprobs)] for key, a in sorted(found.items())}
+
+
+def main(tied):
+    torch.manual_seed(0)
+    model = qwen3(tied=tied)
+    engine = engine_of(model, engine="vllm", max_running=4, max_length=256)
+    said = {"gaps": []}
+    for version, temperature in ((1, 1.0), (1, 0.7), (1, 1.0)):
+        engine.load(weights_of(model), version)
+        said["gaps"].append(gaps(engine, model, temperature))
+        train(model)
+    engine.load(weights_of(model), 1)
+    said["greedy"] = answered(answers(engine, ASKED, temperature=0))
+    said["greedy_of_ours"] = answered(answers(engine_of(model, max_length=256), ASKED, temperature=0))
+    said["first"], said["again"] = (answered(answers(engine, ASKED)) for _ in range(2))
+    said["full"] = answered(answers(engine, [question(0, [5] * 250), question(1, [5] * 256)], temperature=0))
+    engine.begin(1, 0, "train", 1.0)
+    for number in range(4):
+        engine.add(question(number, [5, 6, 7], 100))
+    said["room"] = engine.room
+    for _ in range(3):
+        engine.step()
+    said["aborted"] = answered({answer.key: answer for answer in engine.abort()})
+    said["left"] = engine.running
+    broken = dict(weights_of(model))
+    name = "model.embed_tokens.weight"
+    broken[name] = broken[name].clone()
+    broken[name][40] = float("nan")
+    if not tied:
+        engine.load(broken, 1)
+        engine.begin(1, 0, "train", 1.0)
+        asked = [question(0, [5, 40, 6]), *(question(i, [5, 6, i], 5) for i in range(1, 4))]
+        said["broken"] = answered(drained(engine, asked))
+    engine.close()
+    said["stop"] = STOP
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(tied=sys.argv[1] == "tied")
