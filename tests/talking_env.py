@@ -3,8 +3,9 @@
 With `env.kwargs` a fault strikes one sim worker, as in `faulty_env`.
 """
 
-from embodied.envs.text.base import TextEnv, Turn
 from faulty_env import Fault
+
+from embodied.envs.text.base import TextEnv, Turn
 
 
 class Digits(TextEnv):
@@ -36,10 +37,11 @@ class Digits(TextEnv):
 
 
 class Persistent(Digits):
-    """Asks up to three times, until there is an even digit."""
+    """Asks up to three times, until an answer has a third character, a sixth or so at its end."""
 
     max_turns = 3
 
     def step(self, answer):
-        turn = super().step(answer)
-        return turn if turn.success else Turn(said=" again: ", done=False)
+        if len(answer) % 3 == 0:
+            return Turn(reward=1.0, success=True)
+        return Turn(said=" again: ", done=False)

@@ -256,6 +256,11 @@ def test_adapters_with_the_last_layers_are_in_these_alone(folders):
     assert {name.split(".")[2] for name in trained(policy)} == {"1"}
 
 
+def test_a_model_without_linear_layers_takes_no_adapters():
+    with pytest.raises(ConfigError, match=r"a gpt2 are no linear layers.* try policy.train_layers"):
+        build(preset="tiny_gpt2", lora_rank=2)
+
+
 def test_a_tied_head_takes_no_adapter(folders):
     with pytest.raises(ConfigError, match="tied to its embeddings"):
         build(pretrained=str(folders["qwen3", True]), lora_rank=2, lora_targets="reference")
