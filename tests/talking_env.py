@@ -3,9 +3,14 @@
 With `env.kwargs` a fault strikes one sim worker, as in `faulty_env`.
 """
 
+import os
+import subprocess
+import sys
+
 from faulty_env import Fault
 
 from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.scoring import Scorer
 
 
 class Digits(TextEnv):
@@ -45,3 +50,40 @@ class Persistent(Digits):
         if len(answer) % 3 == 0:
             return Turn(reward=1.0, success=True)
         return Turn(said=" again: ", done=False)
+
+
+class EvenDigits(Scorer):
+    """Scores as `Digits` does, in a process of its own."""
+
+    CODE = """
+from embodied.envs.text import scoring
+scoring.SCORES["digits"] = ("json", lambda answer: float(any(digit in answer for digit in "02468")))
+scoring.main("digits")
+"""
+
+    def _begin(self):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
+        self._process = subprocess.Popen([sys.executable, "-c", self.CODE], **pipes)
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._ready, self._rest = False, b""
+
+
+class Scored(Digits):
+    """Has its answers scored elsewhere; before the seventh the process that does is sent the signal of env.kwargs."""
+
+    @classmethod
+    def load(cls, config):
+        shared = EvenDigits("digits")
+        shared.asked = 0
+        return shared
+
+    @classmethod
+    def unload(cls, shared):
+        shared.close()
+
+    def step(self, answer):
+        self.shared.asked += 1
+        if self.shared.asked == 7 and "signal" in self.config.kwargs:
+            os.kill(self.shared.pid, self.config.kwargs["signal"])
+        score, problem = self.shared.score(5.0, answer=answer)
+        return Turn(reward=score, success=score == 1.0, facts={"problem": problem})

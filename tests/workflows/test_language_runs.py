@@ -338,6 +338,18 @@ def test_an_env_that_raises_is_named_with_its_line(backend, tmp_path, capsys):
     assert "sim-0: collect failed: RuntimeError: the gripper fell off (faulty_env.py:" in line
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_process_that_scores_costs_one_answer_at_most_where_it_dies(sync, how, tmp_path):
+    options = ["env.name=talking_env:Scored", "env.task=Digits", f"env.kwargs={{signal: {int(how)}}}"]
+    with Talk(tmp_path, *options, placement=ONE_OF_EACH) as run:
+        ((episodes, row),) = run.some(1)
+    theirs = sync[0][0][0]
+    assert [(e.index, e.tokens) for e in episodes] == [(e.index, e.tokens) for e in theirs]
+    changed = [e.total_reward - other.total_reward for e, other in zip(episodes, theirs, strict=True)]
+    assert sum(map(bool, changed)) <= 1 and set(changed) <= {0.0, -1.0}
+    assert row["faults/restarts"] == 0
+
+
 # Devices that policies and learners take in turns
 
 
@@ -346,12 +358,12 @@ def test_an_engine_leaves_its_device_to_the_learner_and_answers_alike(backend, s
     apart = {"sim": "fake:0", "policy": "fake:1", "learner": "fake:1"}
     with Talk(tmp_path / "roomy", placement=apart) as run:
         run.some(1)
-        claims = run.loop.turns.coordinator.claims
-        cache, learner = (claims[worker].num_bytes for worker in ("policy-0", "learner-0"))
-        assert cache > 0 and not run.loop.turns.moves
-    limit = f"cluster.memory_gb={(learner + cache / 2) / 1e9}"
+        learner = run.loop.turns.coordinator.claims["learner-0"].num_bytes
+        assert not run.loop.turns.moves
+    limit = f"cluster.memory_gb={(learner + 1e6) / 1e9}"
     with Talk(tmp_path / "tight", limit, placement=apart, backend=backend) as run:
         rows = run.some(2)
+        assert run.loop.turns.coordinator.claims["policy-0"].num_bytes > 1e6
         assert {("offload", "policy-0"), ("onload", "policy-0")} <= {(m.verb, m.worker) for m in run.loop.turns.moves}
         assert told(rows) == told(sync[0])
         assert far(run.weights(), sync[1]) < 1e-10
