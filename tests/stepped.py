@@ -1,5 +1,7 @@
-"""Short runs in float64 of which a test plays the iterations one by one."""
+"""Short runs in float64 of which a test plays the iterations one by one, and strikes at their workers."""
 
+import os
+import signal
 from dataclasses import replace
 
 from embodied.config.recipe import load
@@ -32,7 +34,7 @@ class Run:
 
     def __init__(self, folder, *arguments, placement=TWO_SIMS, backend="inline", kind=EmbodiedLoop):
         self.config = load([*arguments, f"cluster.backend={backend}"]).config
-        plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, 1)
+        plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, self.config.pipeline.stages)
         self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
         self.folder, self.kind, self.lines = folder, kind, []
 
@@ -51,6 +53,31 @@ class Run:
     def train(self):
         return [self.loop.iterate(n, ITERATIONS)[1] for n in range(ITERATIONS)]
 
+    def pid(self, worker):
+        """Of the process that runs this worker now."""
+        return int(self.cluster._backend.where(self.cluster._host_of(worker)).split(",")[0].removeprefix("pid "))
+
     def weights(self):
-        self.loop.learners[0].save(self.folder / "saved").wait()
+        self.loop.learners.save(self.folder / "saved").wait()
         return read_weights(self.folder / "saved" / "policy")
+
+
+def strike(run, moment, worker, how=signal.SIGKILL):
+    """SIGKILL at the next moment of this kind: when all were asked to play, learners to update or to publish, or
+    policies to load."""
+    target, name = {
+        "update": (run.loop.source, "update"),
+        "publish": (run.loop.learners, "publish"),
+        "load": (run.loop.weight_sync, "_load"),
+        "rollout": (run.loop.rollouts, "_losses"),
+    }[moment]
+    method = getattr(target, name)
+
+    def struck(*args, **kwargs):
+        setattr(target, name, method)
+        if moment == "publish":
+            publishing = method(*args, **kwargs)
+        os.kill(run.pid(worker), how)
+        return publishing if moment == "publish" else method(*args, **kwargs)
+
+    setattr(target, name, struck)

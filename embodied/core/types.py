@@ -321,6 +321,7 @@ class RolloutStats:
     step_s: float
     reset_s: float
     wait_s: float  # for the policy's answers
+    problems: tuple[str, ...] = ()  # of other episodes that ended: why each counts for nothing
 
 
 @dataclass(frozen=True)

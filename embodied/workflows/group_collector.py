@@ -61,6 +61,11 @@ class GroupedEpisodes:
         return sorted((result for part in self.stats for result in part.finished), key=lambda result: result.index)
 
     @property
+    def problems(self) -> list[str]:
+        """Why episodes that ended count for nothing."""
+        return [problem for part in self.stats for problem in part.problems]
+
+    @property
     def episodes(self) -> np.ndarray:
         return np.array([episode for group in self.groups for episode in group.episodes], np.int64)
 
@@ -77,6 +82,8 @@ class GroupCollector:
         self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
         self.text = False  # episodes are conversations
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
+        self.unusable = ""  # why no episode of the last batch counts
+        self.warned = False  # that some do not
         self.handed = 0  # times that episodes were handed over
 
     def start(self, workers: Workers) -> None:
@@ -97,6 +104,8 @@ class GroupCollector:
     @property
     def exhausted(self) -> str:
         """Why the run should end here; empty while there is something to learn from."""
+        if self.unusable:
+            return self.unusable
         if self.empty < self.algo.max_empty:
             return ""
         return (
@@ -163,6 +172,7 @@ class GroupCollector:
             "time/reset_s": sum(part.reset_s for part in batch.stats) / sims,
             "time/act_s": sum(part.wait_s for part in batch.stats) / sims,
             "faults/lost_episodes": len(batch.lost),
+            **({"faults/unusable_answers": len(batch.problems)} if self.text else {}),
             "groups/used": len(batch.groups),
             "groups/kept": counts["kept"],
             "groups/dropped_equal": counts["equal"],
@@ -283,6 +293,13 @@ class GroupCollector:
 
     def _count_empty(self, batch: GroupedEpisodes) -> None:
         self.empty = 0 if batch.groups else self.empty + 1
+        if problems := batch.problems:
+            total = len(problems) + len(batch.finished)
+            why = f"{len(problems)} of {total} conversations count for nothing, the first because {problems[0]}"
+            self.unusable = "" if batch.finished else why
+            if batch.finished and not self.warned:
+                self.warned = True
+                self.rollouts.tell(f"warning: {why}; metrics.jsonl counts them as faults/unusable_answers")
         if not batch.groups:
             returns = [result.total_reward for result in batch.finished]
             counts = ", ".join(f"{count} {name}" for name, count in sorted(batch.counts.items()))

@@ -79,6 +79,7 @@ class TextWorker(EpisodeKeeper):
                 "a text env holds whole conversations, and algo.name=ppo wants slices; try algo.name=grpo"
             )
         before, results, kept, steps = self.timers.totals(), [], [], 0
+        problems: list[str] = []
         talk = Talk(route, self.timers)
         rows = max(1, self.config.num_envs // self.world_size)
         playing = play_conversations(
@@ -89,7 +90,7 @@ class TextWorker(EpisodeKeeper):
             for one in ended:
                 steps += len(one.turns)
                 if one.problem:
-                    print(f"episode {one.spec.index} counts for nothing: {one.problem}", flush=True)
+                    problems.append(one.problem)
                     continue
                 results.append(one.result())
                 if noted:
@@ -100,14 +101,16 @@ class TextWorker(EpisodeKeeper):
                 self.journal.put(Note(route.sources[0], finished=over))
         if kept:
             self.whole = join([self.whole, *kept] if self.whole else kept)
-        return self._stats(before, results, steps)
+        return self._stats(before, results, steps, problems)
 
-    def _stats(self, before: dict[str, Total], results: list[EpisodeResult], steps: int) -> RolloutStats:
+    def _stats(
+        self, before: dict[str, Total], results: list[EpisodeResult], steps: int, problems: list[str]
+    ) -> RolloutStats:
         now, nothing = self.timers.totals(), Total(0, 0.0, 0.0)
         step_s, reset_s, wait_s = (
             now.get(part, nothing).seconds - before.get(part, nothing).seconds for part in ("step", "reset", "wait")
         )
-        return RolloutStats(steps, tuple(results), step_s, reset_s, wait_s)
+        return RolloutStats(steps, tuple(results), step_s, reset_s, wait_s, tuple(problems))
 
     def evaluate(
         self,

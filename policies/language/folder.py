@@ -8,6 +8,7 @@ transformers gives them. A folder of adapters alone is no model to others: `save
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.*",
 )
+BUILDING = threading.Lock()  # transformers replaces functions of torch meanwhile, for all threads of the process
 LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # no weights, in older files
 
 
@@ -66,18 +68,25 @@ def describe(config: PreTrainedConfig) -> dict[str, Any]:
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """The model on the meta device, which costs no memory."""
-    options = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": False}
-    with torch.device("meta"), no_init_weights():
-        return AutoModelForCausalLM.from_config(config, **options).eval()
+    # transformers would make this dtype the whole process' default meanwhile, in which other threads compute.
+    options = {"dtype": torch.get_default_dtype(), "attn_implementation": "sdpa", "trust_remote_code": False}
+    with BUILDING, torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, **options).eval()
+    model.config.dtype = dtype
+    for weight in model.state_dict(keep_vars=True).values():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(dtype)
+    return model
 
 
 def allocate(model: Any) -> None:
     """Give a model memory on the CPU for weights that are still to come; what is computed and not learned (angles of
     positions) it gets at once."""
     model.to_empty(device="cpu")
-    for module in model.modules():
-        if module._non_persistent_buffers_set and not list(module.parameters(recurse=False)):
-            model._init_weights(module)
+    with BUILDING:
+        for module in model.modules():
+            if module._non_persistent_buffers_set and not list(module.parameters(recurse=False)):
+                model._init_weights(module)
 
 
 def tie(model: Any) -> bool:

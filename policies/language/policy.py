@@ -77,6 +77,11 @@ class LanguagePolicy(PublishedPolicy):
                 part.requires_grad_(True)
         if not config.lora_rank:
             return
+        if not any(isinstance(part, nn.Linear) for block in files.blocks_of(model) for part in block.modules()):
+            raise ConfigError(
+                f"policy.lora_rank={config.lora_rank}: the layers of a {model.config.model_type} are no linear layers, "
+                "which alone take adapters; leave it out, or try policy.train_layers"
+            )
         with torch.device("meta"):
             add_lora({"model": model}, config.lora_rank, config.lora_scale, targets=config.lora_targets)
         for layer in (layer for layer in model.modules() if hasattr(layer, "lora_A")):

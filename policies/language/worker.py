@@ -112,7 +112,10 @@ class LanguageWorker(PolicyWorker):
             tokens = [*prompt.tokens.tolist(), *said]
             room = self.policy.max_length - len(tokens)
             if room < 1:
-                why = f"{len(tokens)} tokens leave no room for an answer within {self.policy.max_length}"
+                why = (
+                    f"a prompt of {len(tokens)} tokens leaves no room for an answer within {self.policy.max_length}, "
+                    "the most that policy.max_length or the model allows"
+                )
                 refused.append((source, self._completion(asked, NOTHING, version, "" if len(prompt.tokens) else why)))
                 continue
             most = min(prompt.max_tokens or self.config.max_tokens, room)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stepped import strike
 
 from embodied.config.recipe import load
 from embodied.core.errors import WorkerFailed
@@ -256,25 +257,6 @@ def test_a_learner_that_is_stopped_ends_the_run_after_hang_s(tmp_path):
         with pytest.raises(WorkerFailed, match=r"learner-1: hung: no sign of life for [345] s.*so it was killed"):
             run.iterate(1)
         assert time.monotonic() - started < 60
-
-
-def strike(run, moment, worker):
-    """SIGKILL at the next moment of this kind: when learners are asked to update or to publish, or policies to load."""
-    target, name = {
-        "update": (run.loop.source, "update"),
-        "publish": (run.loop.learners, "publish"),
-        "load": (run.loop.weight_sync, "_load"),
-    }[moment]
-    method = getattr(target, name)
-
-    def struck(*args, **kwargs):
-        setattr(target, name, method)
-        if moment == "publish":
-            publishing = method(*args, **kwargs)
-        os.kill(run.pid(worker), signal.SIGKILL)
-        return publishing if moment == "publish" else method(*args, **kwargs)
-
-    setattr(target, name, struck)
 
 
 @pytest.mark.chaos

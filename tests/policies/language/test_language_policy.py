@@ -1,6 +1,7 @@
 """Language models as policies: their folders, what is trained of them, and heads that are embeddings."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
 import numpy as np
@@ -255,6 +256,11 @@ def test_adapters_with_the_last_layers_are_in_these_alone(folders):
     assert {name.split(".")[2] for name in trained(policy)} == {"1"}
 
 
+def test_a_model_without_linear_layers_takes_no_adapters():
+    with pytest.raises(ConfigError, match=r"a gpt2 are no linear layers.* try policy.train_layers"):
+        build(preset="tiny_gpt2", lora_rank=2)
+
+
 def test_a_tied_head_takes_no_adapter(folders):
     with pytest.raises(ConfigError, match="tied to its embeddings"):
         build(pretrained=str(folders["qwen3", True]), lora_rank=2, lora_targets="reference")
@@ -303,3 +309,18 @@ def test_models_for_one_answer_need_no_template_that_goes_on(tmp_path):
     with pytest.raises(ConfigError, match="chat template must say a longer conversation in the same words and more"):
         build(TALKS, pretrained=str(folder))
     assert not build(TALKS, pretrained=str(folder), chat=False).tokenizer.chat
+
+
+def test_policies_that_are_built_in_threads_do_not_disturb_each_other(folders):
+    """As those of an inline run are, or a policy and a learner of one process."""
+    begin = torch.get_default_dtype(), torch.nn.init.normal_
+    options = [
+        {"dtype": dtype, "pretrained": str(folders["qwen3", False])} for dtype in ("float64", "bfloat16", "float32")
+    ]
+    with ThreadPoolExecutor(6) as threads:
+        built = list(threads.map(lambda chosen: build(**chosen), options * 6))
+    assert (torch.get_default_dtype(), torch.nn.init.normal_) == begin
+    for policy, chosen in zip(built, options * 6, strict=True):
+        assert {str(p.dtype) for p in policy.parameters()} == {f"torch.{chosen['dtype']}"}
+        angles = dict(policy.named_buffers())["model.rotary_emb.inv_freq"]
+        assert angles.dtype == torch.float32 and angles[0] == 1 and 0 < angles[-1] < 1

@@ -1,0 +1,89 @@
+"""Text envs whose rewards even fresh policies earn at times: `env.name=talking_env:Digits`.
+
+With `env.kwargs` a fault strikes one sim worker, as in `faulty_env`.
+"""
+
+import os
+import subprocess
+import sys
+
+from faulty_env import Fault
+
+from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.scoring import Scorer
+
+
+class Digits(TextEnv):
+    """Rewards an answer that contains an even digit."""
+
+    num_held_out = 20
+
+    def __init__(self, config, shared=None):
+        super().__init__(config, shared)
+        self.fault = Fault(**config.kwargs) if "fault" in config.kwargs else None
+
+    def reset(self, spec):
+        self.training = spec.init_state_id < 0
+        self.strike("reset" if self.training else "evaluation")
+        return "{}+{}=".format(*self.draw(spec, lambda rng: tuple(rng.integers(0, 100, 2).tolist())))
+
+    def step(self, answer):
+        if self.training:
+            self.strike("rollout")
+        even = any(digit in answer for digit in "02468")
+        return Turn(reward=float(even), success=even)
+
+    def solution(self):
+        return "2"
+
+    def strike(self, place):
+        if self.fault:
+            self.fault.strike(place)
+
+
+class Persistent(Digits):
+    """Asks up to three times, until an answer has a third character, a sixth or so at its end."""
+
+    max_turns = 3
+
+    def step(self, answer):
+        if len(answer) % 3 == 0:
+            return Turn(reward=1.0, success=True)
+        return Turn(said=" again: ", done=False)
+
+
+class EvenDigits(Scorer):
+    """Scores as `Digits` does, in a process of its own."""
+
+    CODE = """
+from embodied.envs.text import scoring
+scoring.SCORES["digits"] = ("json", lambda answer: float(any(digit in answer for digit in "02468")))
+scoring.main("digits")
+"""
+
+    def _begin(self):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
+        self._process = subprocess.Popen([sys.executable, "-c", self.CODE], **pipes)
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._ready, self._rest = False, b""
+
+
+class Scored(Digits):
+    """Has its answers scored elsewhere; before the seventh the process that does is sent the signal of env.kwargs."""
+
+    @classmethod
+    def load(cls, config):
+        shared = EvenDigits("digits")
+        shared.asked = 0
+        return shared
+
+    @classmethod
+    def unload(cls, shared):
+        shared.close()
+
+    def step(self, answer):
+        self.shared.asked += 1
+        if self.shared.asked == 7 and "signal" in self.config.kwargs:
+            os.kill(self.shared.pid, self.config.kwargs["signal"])
+        score, problem = self.shared.score(5.0, answer=answer)
+        return Turn(reward=score, success=score == 1.0, facts={"problem": problem})

@@ -1,0 +1,384 @@
+"""Runs in which a language policy talks keep what runs of robots keep: the same batches and steps wherever and however
+they are collected, and nothing lost or counted twice where a worker dies."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from stepped import ITERATIONS, Run, strike
+
+from embodied import evaluate, train
+from embodied.policies.folder import read_weights
+from embodied.workflows.embodied import EmbodiedLoop
+
+TALK = [
+    "recipe=sums_grpo",
+    "run.start_from=null",
+    "env.name=talking_env:Digits",
+    "env.num_envs=8",
+    "policy.preset=tiny_gpt2",
+    "policy.dtype=float64",
+    "policy.max_tokens=4",
+    "policy.max_running=8",
+    "algo.groups=5",
+    "algo.group_size=4",
+    "algo.adam_eps=0.1",  # with a small one, Adam steps as far whatever the gradient is divided by
+    "algo.lr=0.01",
+    "eval.episodes=6",
+    "eval.videos=0",
+    "faults.timeout_s=60",
+    "faults.hang_s=20",
+    f"run.iterations={ITERATIONS}",
+]
+ONE_OF_EACH = {"sim": "cpu:0", "policy": "cpu:1", "learner": "cpu:2"}
+APART = {"sim": "cpu:0-1*2", "policy": "cpu:1-2*2", "learner": "cpu:2-3*2"}
+
+
+class Talk(Run):
+    """A run of conversations."""
+
+    def __init__(self, folder, *arguments, placement=APART, backend="inline", **more):
+        changed = {argument.partition("=")[0] for argument in arguments}
+        own = [argument for argument in TALK if argument.partition("=")[0] not in changed]
+        folder.mkdir(exist_ok=True)
+        super().__init__(folder, *own, *arguments, placement=placement, backend=backend, **more)
+
+    def iterate(self, number):
+        return self.loop.iterate(number, ITERATIONS)
+
+    def some(self, count):
+        return [self.iterate(number) for number in range(count)]
+
+
+def far(ours, theirs):
+    """The largest difference of a weight, relative to the largest weight of its tensor."""
+    sizes = {name: np.abs(array).max() or 1.0 for name, array in theirs.items()}
+    return max(float(np.abs(ours[name] - theirs[name]).max() / sizes[name]) for name in theirs)
+
+
+def told(rows):
+    """What episodes came to: their number, tokens and reward."""
+    return [[(e.index, e.tokens, e.total_reward) for e in episodes] for episodes, _ in rows]
+
+
+@pytest.fixture(scope="module")
+def sync(tmp_path_factory):
+    with Talk(tmp_path_factory.mktemp("sync"), placement=ONE_OF_EACH) as run:
+        return run.some(2), run.weights()
+
+
+def test_the_run_that_others_are_compared_with_learns(sync):
+    for episodes, row in sync[0]:
+        assert np.var([episode.total_reward for episode in episodes]) > 0
+        assert row["train/grad_norm"] > 1e-3 and row["train/staleness"] == 0 and row["groups/used"] > 1
+        assert row["train/logprob_gap"] < 1e-6  # log-probs travel in float32
+    assert len({episode.index for episodes, _ in sync[0] for episode in episodes}) == 2 * 20
+
+
+@pytest.mark.parametrize("schedule", ["sync", "periodic"])
+def test_two_learners_and_any_schedule_of_this_version_take_the_same_step(sync, schedule, tmp_path):
+    with Talk(tmp_path, f"pipeline.schedule={schedule}") as run:
+        rows = run.some(2)
+        assert told(rows) == told(sync[0])
+        assert far(run.weights(), sync[1]) < 1e-10
+
+
+# Faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "level"), [("sync", 0), ("periodic", 0), *(("async", level) for level in (1, 2, 3))]
+)
+def test_staleness_is_exact_where_an_engine_is_killed(schedule, level, tmp_path):
+    asked = [f"pipeline.schedule={schedule}", *([f"pipeline.async_level={level}"] if level else [])]
+    with Talk(tmp_path, *asked, backend="local", placement=ONE_OF_EACH) as run:
+        staleness = []
+        for number in range(ITERATIONS):
+            if number == 2:
+                os.kill(run.pid("policy-0"), signal.SIGKILL)
+            staleness.append(run.iterate(number)[1]["train/staleness"])
+        assert staleness == [min(number, level) for number in range(ITERATIONS)]
+        assert len(run.lines) == 1 and "policy-0" in run.lines[0]
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "hung"]
+)
+def test_who_replaces_an_engine_gives_the_same_answers(sync, how, tmp_path):
+    with Talk(tmp_path, "faults.hang_s=3", backend="local") as run:
+        strike(run, "rollout", "policy-1", how)
+        rows = run.some(2)
+        assert [row["faults/restarts"] for _, row in rows] == [1, 0] and "policy-1 is started again" in run.lines[0]
+        assert told(rows) == told(sync[0]) and rows[0][1]["faults/lost_episodes"] == 0
+        assert far(run.weights(), sync[1]) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", ["sim-0", "policy-0"])
+@pytest.mark.parametrize("moment", ["update", "publish", "load"])
+def test_who_dies_between_rollouts_costs_nothing(sync, moment, worker, tmp_path):
+    """But a sim whose end is seen only after it was asked to play."""
+    with Talk(tmp_path, placement=ONE_OF_EACH, backend="local") as run:
+        rows = [run.iterate(0)]
+        strike(run, moment, worker)
+        rows += [run.iterate(1), run.iterate(2)]
+        assert sum(row["faults/restarts"] for _, row in rows) == len(run.lines) == 1
+        if worker == "policy-0" or moment == "update":
+            assert told(rows[:2]) == told(sync[0])
+        check_counts(rows)
+
+
+def check_counts(rows):
+    """No conversation is counted twice, and what is lost is counted as such."""
+    played = [episode.index for episodes, _ in rows for episode in episodes]
+    lost = sum(row["faults/lost_episodes"] for _, row in rows)
+    assert len({*played}) == len(played) and max(played) + 1 - len(played) <= lost
+    for episodes, row in rows:
+        assert row["env_steps"] >= sum(episode.length for episode in episodes)
+        assert row["groups/used"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["sync", "periodic"])
+def test_conversations_of_a_sim_that_dies_are_lost_or_held_again_and_never_count_twice(schedule, tmp_path):
+    fault = f"{{fault: sigkill, place: rollout, worker: sim-1, once: {tmp_path}/struck}}"
+    with Talk(tmp_path, f"env.kwargs={fault}", f"pipeline.schedule={schedule}", backend="local") as run:
+        rows = run.some(2)
+        assert [row["faults/restarts"] for _, row in rows] == [1, 0]
+        check_counts(rows)
+        first = rows[0][1]
+        assert first["env_steps"] == len(rows[0][0]) and first["groups/used"] >= 2
+        assert first["faults/lost_episodes"] > 0 and first["groups/dropped_incomplete"] > 0
+
+
+# Placements
+
+
+MANY_LEARNERS = {"sim,policy": "cpu:0", "learner": "cpu:0-3*4"}
+STAGES = {"sim": "cpu:0", "policy": "cpu:1-2*2", "learner": "cpu:3"}
+ANYWHERE = {
+    "collocated": ("collocated", ()),
+    "disaggregated": ("disaggregated", ()),
+    "hybrid": ("hybrid", ()),
+    "one_sim_asks_two": (STAGES, ("pipeline.stages=2",)),
+    "an_odd_number_at_a_time": (ONE_OF_EACH, ("env.num_envs=7",)),
+    "one_at_a_time": (ONE_OF_EACH, ("env.num_envs=1", "eval.num_envs=1")),
+    "all_at_a_time": (ONE_OF_EACH, ("env.num_envs=20",)),
+    "fewer_places_than_conversations": (APART, ("policy.max_running=3",)),
+}
+
+
+@pytest.mark.parametrize(("placement", "options"), ANYWHERE.values(), ids=ANYWHERE)
+def test_every_plan_gives_the_same_conversations_and_weights(sync, placement, options, tmp_path):
+    with Talk(tmp_path, *options, placement=placement) as run:
+        rows = run.some(2)
+        assert told(rows) == told(sync[0])
+        assert far(run.weights(), sync[1]) < 1e-10
+
+
+@pytest.mark.parametrize("schedule", ["sync", "periodic"])
+def test_more_learners_than_groups_give_the_same_weights(schedule, tmp_path):
+    few = ["env.num_envs=6", "algo.groups=2", "algo.group_size=3", "seed=1", f"pipeline.schedule={schedule}"]
+    found = []
+    for name, placement in (("one", ONE_OF_EACH), ("four", MANY_LEARNERS)):
+        with Talk(tmp_path / name, *few, placement=placement) as run:
+            rows = run.some(4)
+            assert any(row.get("train/grad_norm", 0) > 1e-3 for _, row in rows)
+            found.append(run.weights())
+    assert far(*found) < 1e-10
+
+
+# Ways to train and to talk
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("policy.lora_rank=4",),
+        ("policy.train_layers=1",),
+        ("policy.dtype=bfloat16",),
+        ("policy.dtype=float32", "learner.precision=bf16"),
+        pytest.param(("learner.shard=true",), marks=pytest.mark.slow),
+        ("learner.checkpoint_activations=true",),
+        pytest.param(("policy.lora_rank=4", "learner.shard=true"), marks=pytest.mark.slow),
+        ("learner.pack_tokens=8",),
+        ("learner.share_prompts=false",),
+    ],
+    ids=str,
+)
+def test_every_way_to_train_learns_and_says_what_it_scored(sync, options, tmp_path):
+    backend = "local" if "learner.shard=true" in options else "inline"
+    shape = "tiny" if "policy.lora_rank=4" in options else "tiny_gpt2"  # GPT-2's layers take no adapters
+    with Talk(tmp_path, *options, f"policy.preset={shape}", backend=backend) as run:
+        rows = run.some(2)
+        assert all(np.isfinite(row["train/grad_norm"]) and row["train/grad_norm"] > 1e-4 for _, row in rows)
+        gap = max(row["train/logprob_gap"] for _, row in rows)
+        weights = run.weights()
+    if options[0].startswith("learner."):
+        assert told(rows) == told(sync[0]) and far(weights, sync[1]) < 1e-10
+    print(options, gap)
+
+
+def test_conversations_of_several_turns_are_learned_from(tmp_path):
+    found = []
+    for name, options in (("one", ()), ("apart", ("pipeline.schedule=periodic",))):
+        with Talk(
+            tmp_path / name,
+            "env.name=talking_env:Persistent",
+            "policy.max_tokens=60",
+            *options,
+            placement=APART if options else ONE_OF_EACH,
+        ) as run:
+            rows = run.some(2)
+            for episodes, row in rows:
+                assert {1, 3} <= {episode.length for episode in episodes} <= {1, 2, 3}
+                assert row["env_steps"] == sum(episode.length for episode in episodes)
+                assert row["train/grad_norm"] > 1e-3
+            found.append((told(rows), run.weights()))
+    assert found[0][0] == found[1][0] and far(found[0][1], found[1][1]) < 1e-10
+
+
+def test_answers_of_one_token_are_learned_from_though_all_are_cut_off(tmp_path):
+    with Talk(tmp_path, "policy.max_tokens=1", "algo.groups=10", "algo.group_size=8", placement=ONE_OF_EACH) as run:
+        ((episodes, row),) = run.some(1)
+        assert {episode.tokens for episode in episodes} == {1}
+        assert np.mean([episode.truncated for episode in episodes]) > 0.9
+        assert row["train/grad_norm"] > 1e-3
+
+
+# Whole programs
+
+
+ONE_PROCESS = ["cluster.backend=inline", "placement={'sim,policy': 'cpu:0', learner: 'cpu:1'}", "run.keep=null"]
+
+
+def program(folder, *arguments):
+    """The arguments of a run of three iterations with a checkpoint and an evaluation after each."""
+    often = ["run.iterations=3", "run.save_every=1", "run.eval_every=1", "eval.temperature=1", f"run.dir={folder}"]
+    changed = {argument.partition("=")[0] for argument in arguments}
+    short = [one for one in TALK if not one.startswith("run.iterations")]
+    usual = [one for one in (*short, *ONE_PROCESS, *often) if one.partition("=")[0] not in changed]
+    return [*usual, *arguments]
+
+
+def final_weights(run):
+    return read_weights(run / "checkpoints" / "v000003" / "policy")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing has stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train.main(program(folder)) == 0
+    (run,) = folder.iterdir()
+    return run
+
+
+def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(whole, tmp_path, monkeypatch):
+    iterate = EmbodiedLoop.iterate
+
+    def stopped(loop, iteration, total):
+        if iteration == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return iterate(loop, iteration, total)
+
+    monkeypatch.setattr(EmbodiedLoop, "iterate", stopped)
+    train.main(program(tmp_path))
+    monkeypatch.undo()
+    (run,) = tmp_path.iterdir()
+    assert not (run / "checkpoints" / "v000003").exists()
+    assert train.main([f"resume={run}"]) == 0
+    ours, theirs = final_weights(run), final_weights(whole)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+    assert transcripts(run / "eval" / "v000003") == transcripts(whole / "eval" / "v000003")
+
+
+@pytest.mark.parametrize("options", [(), ("eval.num_envs=1",), ("eval.num_envs=5",)], ids=str)
+def test_an_evaluation_in_mid_run_equals_one_of_its_checkpoint(whole, options):
+    before = {*(whole / "eval").iterdir()}
+    asked = [f"checkpoint={whole / 'checkpoints' / 'v000002'}", "eval.videos=0", "cluster.backend=inline"]
+    assert evaluate.main([*asked, "eval.temperature=1", *options]) == 0
+    (folder,) = {*(whole / "eval").iterdir()} - before
+    first = (whole / "eval" / "v000002" / "episodes.csv").read_text()
+    assert (folder / "episodes.csv").read_text() == first
+    assert transcripts(folder) == transcripts(whole / "eval" / "v000002")
+
+
+def transcripts(evaluation):
+    """All conversations of an evaluation, in order."""
+    found = [json.loads(line) for line in (evaluation / "transcripts.jsonl").read_text().splitlines()]
+    assert len(found) == 6
+    return found
+
+
+def test_a_run_whose_prompts_are_all_too_long_ends_and_says_so(tmp_path, capsys):
+    assert train.main(program(tmp_path, "policy.max_length=4")) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error"))
+    assert "conversations count for nothing, the first because a prompt of 6 tokens leaves no room" in line
+    (run,) = tmp_path.iterdir()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_prompts_that_are_too_long_are_counted_and_reported_once(tmp_path):
+    with Talk(tmp_path, "policy.max_length=6", placement=ONE_OF_EACH) as run:
+        rows = run.some(6)
+    assert any(row["faults/unusable_answers"] and len(episodes) for episodes, row in rows)
+    (line,) = run.lines
+    assert line.startswith("warning: ") and "leaves no room for an answer within 6" in line
+
+
+@pytest.mark.parametrize("backend", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+def test_an_env_that_raises_is_named_with_its_line(backend, tmp_path, capsys):
+    fault = "{fault: exception, place: rollout, worker: sim-0}"
+    assert train.main(program(tmp_path, f"env.kwargs={fault}", f"cluster.backend={backend}")) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error"))
+    assert "sim-0: collect failed: RuntimeError: the gripper fell off (faulty_env.py:" in line
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_process_that_scores_costs_one_answer_at_most_where_it_dies(sync, how, tmp_path):
+    options = ["env.name=talking_env:Scored", "env.task=Digits", f"env.kwargs={{signal: {int(how)}}}"]
+    with Talk(tmp_path, *options, placement=ONE_OF_EACH) as run:
+        ((episodes, row),) = run.some(1)
+    theirs = sync[0][0][0]
+    assert [(e.index, e.tokens) for e in episodes] == [(e.index, e.tokens) for e in theirs]
+    changed = [e.total_reward - other.total_reward for e, other in zip(episodes, theirs, strict=True)]
+    assert sum(map(bool, changed)) <= 1 and set(changed) <= {0.0, -1.0}
+    assert row["faults/restarts"] == 0
+
+
+# Devices that policies and learners take in turns
+
+
+@pytest.mark.parametrize("backend", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+def test_an_engine_leaves_its_device_to_the_learner_and_answers_alike(backend, sync, tmp_path):
+    apart = {"sim": "fake:0", "policy": "fake:1", "learner": "fake:1"}
+    with Talk(tmp_path / "roomy", placement=apart) as run:
+        run.some(1)
+        learner = run.loop.turns.coordinator.claims["learner-0"].num_bytes
+        assert not run.loop.turns.moves
+    limit = f"cluster.memory_gb={(learner + 1e6) / 1e9}"
+    with Talk(tmp_path / "tight", limit, placement=apart, backend=backend) as run:
+        rows = run.some(2)
+        assert run.loop.turns.coordinator.claims["policy-0"].num_bytes > 1e6
+        assert {("offload", "policy-0"), ("onload", "policy-0")} <= {(m.verb, m.worker) for m in run.loop.turns.moves}
+        assert told(rows) == told(sync[0])
+        assert far(run.weights(), sync[1]) < 1e-10
+
+
+# Ray
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+def test_so_it_is_on_ray(schedule, tmp_path):
+    with Talk(tmp_path, f"pipeline.schedule={schedule}", placement=ONE_OF_EACH, backend="ray") as run:
+        rows = [run.iterate(0)]
+        os.kill(run.pid("policy-0"), signal.SIGKILL)
+        rows += [run.iterate(1), run.iterate(2)]
+        assert [row["train/staleness"] for _, row in rows] == ([0, 1, 1] if schedule == "async" else [0, 0, 0])
+        assert sum(row["faults/restarts"] for _, row in rows) == len(run.lines) == 1
+        check_counts(rows)
