@@ -17,6 +17,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class
 from embodied.envs.protocols import AS_TRAINED
+from embodied.envs.text.base import TextEnv
 from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize
 from embodied.run import launch
@@ -37,6 +38,11 @@ def start(argv: list[str]) -> int:
     loaded = load(argv, entry="collect")
     if loaded is None:
         return 0
+    if issubclass(env_class(loaded.config.env), TextEnv):
+        raise ConfigError(
+            f"env.name={loaded.config.env.name} asks in words, and demonstrations are robots' only so far; "
+            "embodied.sft imitates the env's own solutions, or sft.data=FILE.jsonl with lines of prompt and answer"
+        )
     out, checkpoint = place_of(loaded), one_of(loaded)
     target = find(checkpoint, loaded) if checkpoint else find("random")  # of which an expert asks nothing
     expert = None if checkpoint else loaded.config.collect.expert

@@ -19,7 +19,7 @@ from embodied.core.errors import ConfigError
 from embodied.envs import PLUGINS
 from embodied.envs.maniskill.bridge.tasks import source_of
 from embodied.run import launch
-from embodied.system.machine import ENVS, RAY, ROOT, TEXT_ENVS, Machine, absent, install, normal
+from embodied.system.machine import ENVS, RAY, ROOT, TEXT_ENVS, VLLM, Machine, absent, install, normal, why_no_engine
 
 OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
 GIB = 1 << 30
@@ -243,6 +243,25 @@ def check_scoring(machine: Machine) -> list[Finding]:
     return findings
 
 
+def check_language(machine: Machine) -> list[Finding]:
+    """Finds the engines that write answers, and language models that are on this machine."""
+    transformers = machine.version("transformers")
+    if transformers is None:
+        return [Finding("engines", ABSENT, "not installed: transformers; only policy.name=language needs it", set_up())]
+    findings = [Finding("engines", OK, f"transformers {transformers}")]
+    if why_no_engine("vllm", machine):
+        findings.append(Finding("engines", ABSENT, "vllm is not installed; only policy.engine=vllm needs it", VLLM_FIX))
+    else:
+        version = next(filter(None, map(machine.version, VLLM)))
+        findings.append(Finding("engines", OK, f"vllm {version}"))
+    named = ", ".join(machine.models())
+    told = named or "none here; policy.pretrained=ORG/NAME fetches one from the Hugging Face hub"
+    return [*findings, Finding("language models", OK if named else ABSENT, told)]
+
+
+VLLM_FIX = f"cd {ROOT} && make vllm"
+
+
 def check_ray(machine: Machine) -> list[Finding]:
     """Starts Ray. It is only for several machines, so a failure is a warning."""
     if absent(RAY, machine):
@@ -346,6 +365,7 @@ CHECKS: tuple[Check, ...] = (
     check_egl,
     check_assets,
     check_scoring,
+    check_language,
     check_ray,
 )
 

@@ -1,4 +1,4 @@
-"""List what there is, what it needs and whether it runs here: python -m embodied.list [recipes|envs|tasks|policies]"""
+"""List what there is, what it needs and whether it runs here: python -m embodied.list [recipes|envs|tasks|...]"""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from embodied.envs.libero.suites import SUITES
 from embodied.envs.maniskill.bridge.tasks import asset_folder, source_of
 from embodied.policies import FAMILIES
 from embodied.run import launch
-from embodied.system.machine import ENVS, POLICIES, TEXT_ENVS, Machine, Requirement, why_not
+from embodied.system.machine import ENVS, NO_VLLM, POLICIES, TEXT_ENVS, Machine, Requirement, why_no_engine, why_not
 
 NVIDIA = "/dev/nvidiactl"
 USAGE = """List what there is, what it needs, and whether it runs here.
 
-usage: python -m embodied.list [recipes|envs|tasks|policies] [--help]
+usage: python -m embodied.list [recipes|envs|tasks|policies|models|engines] [--help]
 
   recipes                       recipe=NAME: what a run trains
   envs                          env.name=NAME: simulators, and envs that ask in words
   tasks                         env.task=NAME, by simulator (takes some seconds: it starts the simulators)
-  policies                      policy.name=NAME: families of robot policies
+  policies                      policy.name=NAME: families of robot policies, and language models
+  models                        policy.pretrained=NAME: language models that are on this machine
+  engines                       policy.engine=NAME: what writes a language model's answers
 
-Without a word: recipes, envs and policies."""
+Without a word: all but tasks."""
 NOTHING = Requirement()
 ALL_ENVS = ENVS | TEXT_ENVS
 LACKS = "lacks "
@@ -55,7 +57,7 @@ def start(argv: list[str]) -> int:
         raise ConfigError(f"{unknown[0]}: there are {', '.join(LISTS)}; see python -m embodied.list --help")
     machine = Machine()
     problems = set()
-    for name in argv or ["recipes", "envs", "policies"]:
+    for name in argv or ["recipes", "envs", "policies", "models", "engines"]:
         items = list(LISTS[name](machine))
         show(name, items)
         problems |= {item.problem for item in items}
@@ -66,7 +68,9 @@ def start(argv: list[str]) -> int:
 
 def advice(problems: set[str], machine: Machine) -> Iterable[str]:
     """Lines that say how to get what is missing."""
-    if any(problem.startswith("not installed") for problem in problems):
+    if NO_VLLM in problems:
+        yield "vLLM is installed by: make vllm"
+    if any(problem.startswith("not installed") for problem in problems - {NO_VLLM}):
         yield "What is not installed: python -m embodied.doctor says how to."
     if any(problem.startswith(LACKS) for problem in problems):
         here = asset_folder(machine.environ)
@@ -89,6 +93,8 @@ def recipes(machine: Machine) -> Iterable[Item]:
         config = load([f"recipe={name}"]).config
         problem = problem_of_env(config.env, machine) or why_not(POLICIES.get(config.policy.name, NOTHING), machine)
         large = config.policy.published and config.policy.preset == "full"
+        if config.policy.name == "language":
+            problem = problem or why_no_engine(config.policy.engine, machine)
         if (config.env.on_gpu or config.learner.device == "cuda" or large) and not machine.exists(NVIDIA):
             problem = problem or "no NVIDIA GPU"
         yield Item(name, comment(name), problem)
@@ -100,6 +106,23 @@ def envs(machine: Machine) -> Iterable[Item]:
 
 def policies(machine: Machine) -> Iterable[Item]:
     return plugins(FAMILIES, POLICIES, machine)
+
+
+def models(machine: Machine) -> Iterable[Item]:
+    found = machine.models()
+    yield from (Item(name, f"A language model of the kind {kind}.", "") for name, kind in found.items())
+    if not found:
+        yield Item("none", "ORG/NAME is fetched from the Hugging Face hub; python scripts/smollm2.py makes one.", "")
+
+
+def engines(machine: Machine) -> Iterable[Item]:
+    return (Item(name, purpose, why_no_engine(name, machine)) for name, purpose in ENGINES.items())
+
+
+ENGINES = {
+    "transformers": "Our own loop over the policy's weights, on cores and GPUs.",
+    "vllm": "vLLM in the policy worker's process, for models that fill a GPU.",
+}
 
 
 def plugins(places: dict[str, str], needs: dict[str, Requirement], machine: Machine) -> Iterable[Item]:
@@ -199,6 +222,8 @@ LISTS: dict[str, Callable[[Machine], Iterable[Item]]] = {
     "envs": envs,
     "tasks": tasks,
     "policies": policies,
+    "models": models,
+    "engines": engines,
 }
 
 

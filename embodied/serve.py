@@ -96,6 +96,11 @@ def load(config: ServeConfig, protocol: list[str]) -> Policy:
     if published_family(here):
         return load_published(here, protocol)
     target = find(config.checkpoint)
+    if target.config.name == "language":
+        raise ConfigError(
+            f"checkpoint={config.checkpoint} is a language model, and this server answers robots only so far; its "
+            f"folder {target.folder} is one that transformers and vLLM read: vllm serve {target.folder}"
+        )
     if protocol:
         raise ConfigError(f"{protocol[0]} has no effect: {config.checkpoint} says itself how it acts; leave it out")
     if target.folder is None:

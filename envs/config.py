@@ -413,8 +413,8 @@ class ReverseTextConfig(TextConfig):
 class MathConfig(TextConfig):
     name: Literal["math"] = Field(description="Questions from a file, whose boxed answers are compared as mathematics.")
     task: str = Field("math", description="How results name it.")
-    file: LocalPath = Field(
-        description="JSONL, a question a line: {question or prompt or messages, answer or solutions}."
+    file: LocalPath | None = Field(
+        None, description="JSONL, a question a line: {question or prompt or messages, answer or solutions}."
     )
     held_out: LocalPath | None = Field(
         None, description="Another such file for evaluations; unset: the first 5% of the questions, at most 500."

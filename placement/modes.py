@@ -57,7 +57,7 @@ def choose(
     meanwhile: str = "",
 ) -> tuple[dict[str, Any], str]:
     """The map, and the reason where there was a choice. `networks` compute on "cpu" or "gpu"; `rows` is the least
-    that a sim worker beside GPUs plays, `most_sims` how many of these the machines' memory holds; where it `draws`, on
+    that a sim worker beside GPUs plays, `most_sims` how many of these there are; where it `draws`, on
     the GPUs of its machine. `meanwhile`: the key by which learners work while the others do."""
     cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu")
     asked = Asked(f"placement={mode}")
@@ -101,7 +101,7 @@ def resolved(mode: str, networks: str, gpu_sims: bool, meanwhile: str) -> tuple[
     if meanwhile:
         return meanwhile, f"with {meanwhile} learners work while the others do, on {kind} of their own"
     if networks == "gpu" and not gpu_sims:
-        return "hybrid", "hybrid: sims on all cores; policy and learner of a GPU share its weights"
+        return "hybrid", "hybrid: sims on cores; policy and learner of a GPU share its weights"
     who = "all" if networks == "gpu" else "sims and learners"
     return "collocated", f"collocated: {who} take turns on all {kind}"
 

@@ -310,6 +310,10 @@ class LanguageConfig(PolicyOptions):
     def mixed_precision(self) -> bool:
         return False
 
+    @property
+    def merged_rows(self) -> int:
+        return self.max_running
+
 
 class ExternalPolicyConfig(PolicyOptions):
     chunk: ClassVar[int] = 1

@@ -56,6 +56,11 @@ def test_an_experts_successes_become_demonstrations(demos):
         assert episode.done.tolist() == [False] * (len(episode) - 1) + [True]
 
 
+def test_conversations_are_refused(tmp_path, capsys):
+    assert collect(["recipe=sums_grpo", f"out={tmp_path}/out"]) == 2
+    assert "env.name=sums asks in words, and demonstrations are robots' only so far" in capsys.readouterr().err
+
+
 def test_however_long_an_expert_plays_no_policy_waits_for_it(tmp_path, monkeypatch):
     monkeypatch.setattr("embodied.policies.worker.PolicyWorker.serve", None)  # to call it would fail
     assert collect([*TOY, f"out={tmp_path / 'demos'}", "collect.episodes=2"]) == 0

@@ -7,8 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tiny_language import publish
 
-from embodied.config.recipe import RunConfig
+from embodied.config.recipe import RunConfig, load
 from embodied.config.schema import leaves, root
 from embodied.core.types import EpisodeResult
 from embodied.envs.config import ENV_CONFIGS
@@ -18,7 +19,8 @@ from embodied.reporting.transcripts import TranscriptWriter, read_transcripts
 PAGE = (Path(__file__).parents[1] / "docs" / "reasoning.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
-TRAIN, CHECK, TRAIN_OWN, SAMPLED, GREEDY, REPORT, PERIODIC = COMMANDS
+TRAIN, CHECK, TRAIN_OWN, SAMPLED, GREEDY, REPORT, PERIODIC, *MORE = COMMANDS
+PROFILE, PLAN, FOR_GPUS, MAKE_SMOL, SMOL = MORE
 SHORT = ["run.iterations=1", "env.num_envs=8", "algo.groups=2", "algo.group_size=4", "eval.episodes=4"]
 SHORT += ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
 IMITATE = (
@@ -139,3 +141,31 @@ def test_sums_are_trained(command, folder, here):
     if "periodic" in command:
         words = [word for word in words if not word.startswith(("placement", "cluster"))]
     assert "cut off" in here(command, *words)
+
+
+@pytest.mark.slow
+def test_a_language_recipe_is_measured_and_planned(here):
+    few = ["env.num_envs=8", "algo.groups=2", "algo.group_size=4"]
+    assert "policy" in here(PROFILE.replace("profiling", "profiling.measure"), *few, "seconds=5")
+    assert "collocated" in here(PLAN, *few)
+
+
+def test_a_model_that_is_not_here_is_planned_for_machines_that_are_not_here(folder, here, monkeypatch):
+    monkeypatch.setattr("embodied.envs.text.math.find_spec", lambda name: True)  # nothing is scored in a dry run
+    about = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+    about |= {"num_hidden_layers": 28, "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2}
+    about |= {"intermediate_size": 8960, "vocab_size": 151936, "max_position_embeddings": 32768}
+    (folder / "MODEL").mkdir()
+    (folder / "MODEL" / "config.json").write_text(json.dumps(about))
+    lines = [json.dumps({"question": f"1 + {number}?", "answer": str(1 + number)}) for number in range(3)]
+    (folder / "questions.jsonl").write_text("\n".join(lines))
+    said = here(FOR_GPUS)
+    assert "32 x sim on cores" in said and "8 x policy + learner on gpu:0-7" in said
+    assert "gpu:0 and 7 more alike" in said and "vLLM 19.1" in said and "of 80 GB" in said
+
+
+def test_the_small_published_model_is_made_by_the_script_and_trained(folder, here):
+    script = Path(__file__).parents[1] / MAKE_SMOL.split()[1]
+    assert str(load(["recipe=smol_grpo"]).config.policy.pretrained) in script.read_text()
+    publish(folder / "models" / "SmolLM2-135M-Instruct", "llama", tied=True)
+    assert "tokens an answer" in here(SMOL, *SHORT, "policy.train_layers=1")

@@ -311,6 +311,12 @@ class RunConfig(Strict):
                 f"algo.overlong={algo.overlong} is more than policy.max_tokens={self.policy.max_tokens}, so every "
                 f"answer would pay; try algo.overlong={max(1, self.policy.max_tokens // 4)}"
             )
+        idle = {"stages": self.pipeline.stages > 1, "merge_rows": self.pipeline.merge_rows is not None}
+        if given := [f"pipeline.{key}={getattr(self.pipeline, key)}" for key, asked in idle.items() if asked]:
+            raise ValueError(
+                f"{' and '.join(given)} has no effect with policy.name=language: each conversation goes on as soon as "
+                "it is answered, and policy.max_running says how many are answered at a time; leave it out"
+            )
         if self.learner.micro_batch_size:
             raise ValueError(
                 f"learner.micro_batch_size={self.learner.micro_batch_size} counts decisions, but conversations pass "

@@ -73,7 +73,7 @@ def estimate(config: RunConfig, items: int = 1) -> Memory | None:
     if policy is None:
         return None
     rows = config.learner.micro_batch_size or config.algo.minibatch_size or items
-    inputs = conversations(config.learner.pack_tokens) if kind.speaks else made_up(policy, rows)
+    inputs = conversations(longest_pass(policy, config.learner)) if kind.speaks else made_up(policy, rows)
     copied = size_of(p for p in policy.parameters() if p.requires_grad)
     found = count(policy, config.learner, inputs)
     return replace(found, reference=copied) if config.algo.kl_coef else found
@@ -98,7 +98,7 @@ def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memo
         training=sum(p.numel() * training_bytes(p) for p in trained),
         trained=size_of(trained),
         gathered=weights - sum(blocks) + max(blocks, default=0),
-        acting=acting_bytes(policy, parameters),
+        acting=acting_bytes(policy, parameters, config),
         activations=saved_bytes(policy, config, inputs),
     )
 
@@ -107,11 +107,11 @@ def size_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def acting_bytes(policy: Policy, parameters: list[Tensor]) -> int:
+def acting_bytes(policy: Policy, parameters: list[Tensor], config: LearnerConfig) -> int:
     """Keys and values of one env row, of policies that keep them and read images and prompt with a Llama, or of the
     longest conversation."""
     if policy.speaks:
-        return policy.max_length * policy.token_bytes
+        return longest_conversation(policy, config) * policy.token_bytes
     llama = getattr(getattr(policy, "settings", None), "llama", None)
     if llama is None or type(policy).cache_tensors is Policy.cache_tensors:
         return 0
@@ -147,9 +147,22 @@ def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -
     return total
 
 
+def longest_conversation(policy: Policy, config: LearnerConfig) -> int:
+    """Tokens that a conversation may have: `policy.max_length`; where that is not set, as many as a pack, unless the
+    engine reserves room for all that the model has positions for."""
+    if policy.config.max_length or policy.config.engine == "vllm":
+        return policy.max_length
+    return min(policy.max_length, config.pack_tokens)
+
+
+def longest_pass(policy: Policy, config: LearnerConfig) -> int:
+    """Tokens that pass through the network at once: a pack, or a conversation that is longer."""
+    return max(config.pack_tokens, longest_conversation(policy, config))
+
+
 def conversations(tokens: int) -> dict[str, Any]:
-    """Inputs of so many tokens for a policy that speaks: one conversation, half of which it said."""
-    said = np.arange(tokens)[:, None] >= tokens // 2
+    """Inputs of so many tokens for a policy that speaks: one conversation, all of which it said but a short prompt."""
+    said = np.arange(tokens)[:, None] >= min(PROMPT, tokens // 2)
     one = np.zeros(1, np.int64)
     return {"actions": np.zeros((tokens, 1, 1), np.int32), "mask": said, "lengths": one + tokens, "groups": one}
 

@@ -1,7 +1,7 @@
-"""The same for text envs and language models: what it costs to hold conversations and to learn from them.
+"""What the parts of a language recipe cost: to ask and score, to write answers, to learn from conversations.
 
-An item is a conversation: a sim's part of it is to ask and to score, an engine's to write all of its answers. So its
-cost is that of a round divided by nothing, by how many conversations a worker has; an engine's steps are not counted.
+An item is a conversation, whole: a sim's part of it is to ask and to score all of its turns, an engine's to write all
+of its answers. How many tokens those have is what the policy's first weights make of it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.conversations import CompletionBatch, PromptBatch
+from embodied.core.conversations import Completion, CompletionBatch, PromptBatch
 from embodied.core.types import EpisodeList, Route, Trajectory
 from embodied.envs.text.worker import TextWorker
 from embodied.policies import make_policy
 from embodied.policies.language.worker import LanguageWorker
 from embodied.profiling.role_probe import Kept, ProbedPart, ProbeWorker, Samples, real, tasks_of, used_bytes
+
+NUMBER = "\\boxed{7}"
 
 
 class ConversationProbe(ProbeWorker):
@@ -26,7 +28,7 @@ class ConversationProbe(ProbeWorker):
         part = self._part(num_envs)
         samples = self.samples.setdefault(num_envs, Samples(bytes=part.bytes, horizon=1))
         for repeat in range(repeats + 1):
-            direct = AnsweredDirectly(part.policy)
+            direct = AnsweredDirectly(part.policy) if part.policy else AnsweredWithNothing()
             started = perf_counter()
             self._play(part, num_envs, 1, Route(("probe",), (direct,), (direct,)))
             wall = perf_counter() - started
@@ -37,7 +39,7 @@ class ConversationProbe(ProbeWorker):
                 for name, seconds in (("sim", wall - direct.busy_s), ("policy", direct.busy_s)):
                     if name in self.measured:
                         samples.seconds.setdefault(name, []).append(seconds)
-        samples.policy_bytes = part.policy.needs().num_bytes
+        samples.policy_bytes = part.policy.needs().num_bytes if part.policy else 0.0
         return samples
 
     def _rows(self, num_envs: int) -> int:
@@ -63,7 +65,8 @@ class ConversationProbe(ProbeWorker):
             sim = real(TextWorker, self.config.env.model_copy(update={"num_envs": rows}), tick=self.tick)
             spec = sim.spec()
             taken = max(used_bytes("cpu") - before, 0)
-            self.parts[rows] = ProbedPart(sim, Kept(), self._policy(sim), taken, spec.max_episode_steps)
+            policy = self._policy(sim) if "policy" in self.measured else None
+            self.parts[rows] = ProbedPart(sim, Kept(), policy, taken, spec.max_episode_steps)
         return self.parts[rows]
 
     def _policy(self, sim: Any) -> LanguageWorker:
@@ -74,6 +77,23 @@ class ConversationProbe(ProbeWorker):
         policy.weights.version = 0
         policy.engine.load(policy.policy.state_dict(), 0)
         return policy
+
+
+class AnsweredWithNothing:
+    """A channel to nobody, both ways: every question has a number for an answer, at no cost."""
+
+    def __init__(self) -> None:
+        self.waiting: deque = deque()
+        self.busy_s = 0.0
+
+    def put(self, batch: PromptBatch) -> None:
+        self.waiting.append(batch)
+
+    def get(self) -> CompletionBatch:
+        batch = self.waiting.popleft()
+        tokens, logprobs = np.zeros(2, np.int32), np.zeros(1, np.float32)
+        answers = (Completion(prompt.number, tokens, logprobs, 0, NUMBER) for prompt in batch.prompts)
+        return CompletionBatch(batch.source, tuple(answers))
 
 
 class AnsweredDirectly:

@@ -107,7 +107,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             "nodes": nodes,
             "load": round(os.getloadavg()[0], 1),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0],
+            "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0 and (n == 1 or not talks(config))],
         }
         if config.algo.name != "ppo":
             # While a policy knows nothing, episodes last as long as they may.
@@ -229,8 +229,7 @@ def probe_site(
                 for name, taken in (("sim", samples.bytes), ("policy", samples.policy_bytes)):
                     used_bytes[name][num_envs] = max(used_bytes[name][num_envs], taken)
                 resets += samples.reset_s if place == 0 else []
-            minibatch = max(1, round((config.algo.minibatch_size or decisions) * num_envs / config.env.num_envs))
-            minibatch = min(minibatch, num_envs * decisions)
+            minibatch = share_of_step(config, num_envs, decisions)
             for learned in probes.update(num_envs, minibatch, 1).wait() if learns else []:
                 found["step"][minibatch] += learned["step"]
                 found["whole"][minibatch] += learned["whole"]
@@ -258,9 +257,23 @@ def probe_site(
     return Probed({name: {str(site.on): cost} for name, cost in costs.items()}, horizon, median(resets or [0.0]))
 
 
+def share_of_step(config: RunConfig, num_envs: int, decisions: int) -> int:
+    """Items of a gradient step that so many envs of all have collected; conversations in whole groups."""
+    whole = config.algo.minibatch_size or decisions * config.env.num_envs
+    share = max(1, round(whole * num_envs / config.env.num_envs))
+    if talks(config):
+        share = max(share // config.algo.group_size, 1) * config.algo.group_size
+    return min(share, num_envs * decisions)
+
+
+def talks(config: RunConfig) -> bool:
+    """Whether sims hold conversations, each of which goes on as soon as it is answered: stages would add nothing."""
+    return config.policy.name == "language"
+
+
 def prober(config: RunConfig) -> str:
     """The worker that measures the parts of this recipe."""
-    if config.policy.name == "language":
+    if talks(config):
         return "embodied.profiling.conversation_probe:ConversationProbe"
     return "embodied.profiling.role_probe:ProbeWorker"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from embodied.core.errors import CheckpointError
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # No code; the last is read as tensors only.
 FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja", "*--*_checkpoint.pt"]
+SHAPE = ["config.json"]
+MADE_HERE = {"models/SmolLM2-135M-Instruct": "python scripts/smollm2.py"}  # folder -> the command that makes it
 
 
 def is_hub_id(checkpoint: str) -> bool:
@@ -23,8 +26,8 @@ def folder_of(checkpoint: str) -> Path:
     return fetch(checkpoint) if is_hub_id(checkpoint) else Path(checkpoint).expanduser()
 
 
-def fetch(repository: str, key: str = "checkpoint") -> Path:
-    """The folder of the policy `ORG/NAME`."""
+def fetch(repository: str, key: str = "checkpoint", files: Sequence[str] = FILES) -> Path:
+    """The folder of the policy `ORG/NAME`, with these files."""
     by_hand = f"hf download {repository} --local-dir DIR, then {key}=DIR"
     try:
         from huggingface_hub import snapshot_download
@@ -35,7 +38,7 @@ def fetch(repository: str, key: str = "checkpoint") -> Path:
             "pip install huggingface_hub"
         ) from None
     try:
-        return Path(snapshot_download(repository, allow_patterns=FILES))
+        return Path(snapshot_download(repository, allow_patterns=[*files]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as err:
         cause = str(err).strip().splitlines()[0]
         raise CheckpointError(
@@ -44,11 +47,15 @@ def fetch(repository: str, key: str = "checkpoint") -> Path:
         ) from None
 
 
-def with_folder(policy: Any) -> Any:
-    """The policy's options, `policy.pretrained` being a folder: a model that is named by its hub id is fetched."""
+def with_folder(policy: Any, dry: bool = False) -> Any:
+    """The policy's options, `policy.pretrained` being a folder: a model that is named by its hub id is fetched; where
+    nothing will run (`dry`), of a language model only what says of what shape it is."""
     name = policy.pretrained if policy.published else None
     if name is None or Path(name).expanduser().exists():
         return policy
+    if name in MADE_HERE:
+        raise CheckpointError(f"policy.pretrained={name}: there is no such folder; make it: {MADE_HERE[name]}")
     if not is_hub_id(name):
         raise CheckpointError(f"policy.pretrained={name}: there is no such folder, and a hub id is ORG/NAME")
-    return policy.model_copy(update={"pretrained": str(fetch(name, "policy.pretrained"))})
+    files = SHAPE if dry and policy.name == "language" else FILES
+    return policy.model_copy(update={"pretrained": str(fetch(name, "policy.pretrained", files))})

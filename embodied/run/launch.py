@@ -125,7 +125,7 @@ def planned(
     if ":" in config.env.reward:
         import_class(config.env.reward, "env.reward")
     config = config.model_copy(update={"env": kind.resolve(env)})
-    config = config.model_copy(update={"policy": with_folder(config.policy)})
+    config = config.model_copy(update={"policy": with_folder(config.policy, dry)})
     if config.eval.dataset:
         from embodied.datasets.lerobot_layout import check_pyarrow
 

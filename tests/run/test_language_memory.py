@@ -1,0 +1,131 @@
+"""What a language model takes of memory, counted from its config.json alone, and what is refused because of it."""
+
+import json
+
+import pytest
+import torch
+from tiny_language import answers, build, inputs_of
+
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.learners.config import LearnerConfig
+from embodied.learners.memory_estimate import Memory, count, longest_conversation, longest_pass
+from embodied.run import hub, launch
+from embodied.run.memory_check import acting_bytes
+
+SHAPES = {  # layers, width, heads, of keys, mlp
+    "Qwen2.5-1.5B": (28, 1536, 12, 2, 8960),
+    "Qwen2.5-7B": (28, 3584, 28, 4, 18944),
+    "Qwen2.5-32B": (64, 5120, 40, 8, 27648),
+}
+RECIPE = ("recipe=sums_grpo", "run.start_from=null", "policy.max_length=2048", "learner.pack_tokens=2048")
+
+
+@pytest.fixture
+def shape_of(tmp_path):
+    """A folder that says what shape a model has, and holds nothing of it."""
+
+    def shape_of(name):
+        layers, width, heads, keys, mlp = SHAPES[name]
+        about = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064}
+        about |= {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+        about |= {"num_key_value_heads": keys, "intermediate_size": mlp, "max_position_embeddings": 32768}
+        about |= {"tie_word_embeddings": name == "Qwen2.5-1.5B"}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(about))
+        return tmp_path / name
+
+    return shape_of
+
+
+def planned(folder, cluster, *more):
+    config = load([*RECIPE, f"policy.pretrained={folder}", f"cluster.machines={cluster}", *more]).config
+    return launch.planned(config, dry=True)[1]
+
+
+def test_seven_billion_weights_are_planned_for_machines_that_are_not_here(shape_of):
+    folder = shape_of("Qwen2.5-7B")
+    sharded = ("learner.shard=true", "learner.checkpoint_activations=true", "policy.dtype=bfloat16")
+    told = " ".join(planned(folder, "8xGPU", *sharded).memory)
+    # 7.6e9 weights: an eighth of 20 bytes each, and a whole gradient of 4; keys and values of 16 conversations of 2048
+    # tokens are 28 layers x 2 x 4 heads x 128 numbers of two bytes
+    assert "gpu:0 and 7 more alike" in told and "of 80 GB" in told
+    learner, policy = (float(told.partition(f" {role} ")[2].split(" ")[0]) for role in ("learner", "policy"))
+    assert 7.6 * (20 / 8 + 4) < learner < 7.6 * (20 / 8 + 4) + 12
+    assert policy == pytest.approx(15.2 + 16 * 2048 * 28 * 2 * 4 * 128 * 2 / 1e9, abs=0.1)
+    with pytest.raises(ConfigError) as refused:
+        planned(folder, "1xGPU")
+    assert "gpu:0: CUDA 0.5 + weights of both 30.5 + learner 1" in str(refused.value)
+    assert "of 80 GB" in str(refused.value)
+    assert "that is more than there is; try policy.lora_rank=32 policy.dtype=bfloat16" in str(refused.value)
+
+
+@pytest.mark.slow
+def test_what_is_advised_for_32_billion_weights_works(shape_of):
+    folder = shape_of("Qwen2.5-32B")
+    with pytest.raises(ConfigError, match=r"that is more than there is; try policy\.lora_rank=32") as refused:
+        planned(folder, "4x8xGPU")
+    assert "weights of both 131" in str(refused.value)
+    advised = str(refused.value).rpartition("try ")[2].split()
+    assert "weights of both 65." in " ".join(planned(folder, "4x8xGPU", *advised).memory)
+
+
+def test_vllm_stays_on_its_gpu_with_weights_of_its_own(shape_of):
+    folder = shape_of("Qwen2.5-1.5B")
+    given = ("policy.engine=vllm", "policy.cache_gb=16", "policy.dtype=bfloat16")
+    (told, *_) = planned(folder, "1xGPU", *given).memory
+    assert "weights of both 3.09" in told and "vLLM 19.1" in told and " policy " not in told
+
+
+def config(*more):
+    return load([*RECIPE, *more]).config
+
+
+def test_keys_and_values_are_those_of_the_conversations_that_go_on_at_a_time():
+    each = Memory(1, 1, 1, 1, 1, acting=10**9)
+    assert acting_bytes(config("policy.max_running=8"), each, 128) == 8e9
+    assert acting_bytes(config("policy.max_running=8"), each, 4) == 4e9
+    assert acting_bytes(config("policy.max_running=8", "policy.engine=vllm"), each, 4) == 8e9  # reserved at the start
+    assert acting_bytes(config("policy.max_running=8", "policy.cache_gb=2.5"), each, 128) == 2.5e9
+
+
+def test_a_conversation_of_unknown_length_counts_as_a_pack_unless_vllm_reserves_all_of_it():
+    learner = LearnerConfig(pack_tokens=300)
+    assert longest_conversation(build(), learner) == longest_pass(build(), learner) == 300
+    assert longest_conversation(build(max_length=512), learner) == longest_pass(build(max_length=512), learner) == 512
+    assert longest_conversation(build(engine="vllm"), learner) == 1024  # positions
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny_gpt2"])
+def test_what_is_counted_is_what_a_pass_keeps(preset):
+    inputs, kept = inputs_of(*answers([7] * 60, [8] * 60, prompt=[5] * 20)), {}
+    policy = build(preset=preset)
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (tensor, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy(inputs).logprobs.sum()
+    held = sum(size for _, size in kept.values())
+    counted = count(build(preset=preset), LearnerConfig(), inputs)
+    assert 0.8 * held <= counted.activations <= 1.1 * held  # on cores tables of who sees whom are kept, too
+    again = count(build(preset=preset), LearnerConfig(checkpoint_activations=True), inputs)
+    assert again.activations < 0.6 * counted.activations
+
+
+def test_a_dry_run_fetches_of_a_language_model_only_its_shape(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(hub, "fetch", lambda name, key, files: asked.append(files) or tmp_path)
+    policy = load(["recipe=math_grpo"]).config.policy
+    assert hub.with_folder(policy, dry=True).pretrained == hub.with_folder(policy).pretrained == str(tmp_path)
+    assert asked == [["config.json"], hub.FILES]
+
+
+def test_a_model_that_a_script_makes_is_asked_of_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exception, match=r"there is no such folder; make it: python scripts/smollm2\.py"):
+        launch.planned(load(["recipe=smol_grpo"]).config)
