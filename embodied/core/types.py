@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,17 @@ class EpisodeList:
 
     def __getitem__(self, index: int) -> EpisodeSpec:
         turn, task = divmod(index // self.group_size, len(self.tasks))
-        seed = int(generator(self.seed, "episode", self.stream, turn).integers(2**31 - 1))
+        seed = episode_seed(self.seed, self.stream, turn)
         return EpisodeSpec(self.tasks[task], turn % self.stored_states if self.stored_states else -1, seed, index)
 
     def first(self, count: int) -> list[EpisodeSpec]:
         return [self[index] for index in range(count)]
+
+
+@lru_cache(maxsize=1024)
+def episode_seed(seed: int, stream: str, turn: int) -> int:
+    """The seed of the episodes that begin alike; those of a group ask for it one after the other."""
+    return int(generator(seed, "episode", stream, turn).integers(2**31 - 1))
 
 
 def head_start(env_ids: np.ndarray, max_episode_steps: int) -> np.ndarray:

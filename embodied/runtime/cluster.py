@@ -407,7 +407,8 @@ def _channels_in(item: Any) -> Iterable[Channel]:
         yield item
     elif isinstance(item, (list, tuple)):
         for part in item:
-            yield from _channels_in(part)
+            if not isinstance(part, (str, int, float)):  # a thousand episodes are many of these
+                yield from _channels_in(part)
     elif isinstance(item, dict):
         yield from _channels_in(list(item.values()))
     elif is_dataclass(item) and not isinstance(item, type):

@@ -10,6 +10,7 @@ from embodied.core.errors import ConfigError
 from embodied.policies.config import LanguageConfig
 
 DIM, LAYERS, HEADS, MLP, POSITIONS = 128, 3, 4, 384, 1024
+SPREAD = 0.05  # of fresh weights: from large models' 0.02, one so narrow takes twice as many steps to learn anything
 KINDS = {"full_attention", "sliding_attention"}  # of layers
 SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of a head that is more than a product
 
@@ -17,6 +18,7 @@ SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of a he
 def fresh(preset: str, vocabulary: int, end: int) -> PreTrainedConfig:
     """The sizes of a small model; `end` is the token that ends an answer."""
     words: dict[str, Any] = {"vocab_size": vocabulary, "eos_token_id": end, "bos_token_id": None}
+    words["initializer_range"] = SPREAD
     if preset == "tiny_gpt2":
         sizes = {"n_embd": DIM, "n_layer": LAYERS, "n_head": HEADS, "n_inner": MLP, "n_positions": POSITIONS}
         return GPT2Config(**words, **sizes, tie_word_embeddings=True, architectures=["GPT2LMHeadModel"])

@@ -1,0 +1,131 @@
+"""What one command makes of a small language model on two cores: imitation, then GRPO, seed by seed.
+
+    python -m benchmarks.learning.sums [--seeds 0 1 2] [--task sums] [--schedules sync periodic async] [--resume]
+
+Each seed is `python -m embodied.train recipe=sums_grpo`, timed as a whole: nothing is there before. Then the policy
+that GRPO began with and its result answer the same 200 held-out prompts, at temperature 1 and greedily. Control is the
+first seed once more, a few iterations with lr=0, which must leave all answers as they were. Writes
+results/TASK_grpo/SCHEDULE-seed-S.json and control.json as each is done.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import (
+    RESULTS,
+    ROOT,
+    config_hash,
+    environment,
+    markdown,
+    measure,
+    read_metrics,
+    resolved,
+    train_command,
+)
+from benchmarks.learning.grpo_gain import in_order, interval, paired_gain, summary, weights_digest
+from benchmarks.learning.seeds import HELD_OUT, TIMEOUT_S, once, outcomes, parser, program, rate
+
+TASKS = ("sums", "sort")
+SCHEDULES = ("sync", "periodic", "async")
+TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
+CONTROL = ("algo.lr=0", "run.iterations=3")
+
+
+def main() -> None:
+    ask = parser(__doc__, (0, 1, 2))
+    ask.add_argument("--task", choices=TASKS, default="sums")
+    ask.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=("sync",))
+    options = ask.parse_args()
+    recipe, env, done = f"{options.task}_grpo", environment(), []
+    arms = [(f"{schedule}-seed-{seed}", schedule, seed, ()) for seed in options.seeds for schedule in options.schedules]
+    for name, schedule, seed, changes in [*arms, ("control", "sync", options.seeds[0], CONTROL)]:
+        given = (f"pipeline.schedule={schedule}", *changes)
+        about = {"seed": seed, "schedule": schedule, "config": hash_of(options.task, given)}
+        run = lambda name=name, seed=seed, given=given: learned(recipe, name, seed, given, env)  # noqa: E731
+        result = once(RESULTS / recipe / f"{name}.json", about, options.resume, run)
+        done.append((name, result))
+        print(describe(name, result), flush=True)
+    print(report(done))
+
+
+def hash_of(task: str, given: Sequence[str]) -> str:
+    """Names what both recipes of a task say."""
+    return config_hash(resolved(f"{task}_grpo", *given) | {"start": resolved_start(task)})
+
+
+def resolved_start(task: str) -> dict:
+    """What imitation is asked to do."""
+    from embodied.config.recipe import load
+
+    config = load([f"recipe={task}_sft"], entry="sft").config.model_dump(mode="json")
+    return {key: config[key] for key in ("env", "policy", "sft", "learner")}
+
+
+def learned(recipe: str, name: str, seed: int, given: Sequence[str], env: dict) -> dict:
+    """The whole command in a folder of its own, then both policies on the held-out prompts."""
+    runs = ROOT / "runs" / recipe
+    runs.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=runs))
+    cost = measure(train_command(recipe, f"seed={seed}", f"run.dir={folder}", *given), env, TIMEOUT_S)
+    (start,), (run,) = folder.glob("sft-*"), folder.glob(f"{recipe}-*")
+    rows = read_metrics(run)
+    return {
+        "wall_s": round(cost.wall_s, 1),
+        "cpu_s": round(cost.cpu_s, 1),
+        "imitation": part_of(read_metrics(start)),
+        "grpo": part_of(rows),
+        **{word: compared(recipe, start, run, word, env) for word in TEMPERATURES},
+        "weights_changed": weights_digest(start) != weights_digest(run),
+        "curve": [[row["train_s"], row["success_once"]] for row in rows],
+    }
+
+
+def part_of(rows: Sequence[dict]) -> dict:
+    return {"iterations": len(rows), "train_s": round(rows[-1]["train_s"], 1)}
+
+
+def compared(recipe: str, start: Path, run: Path, word: str, env: dict) -> dict:
+    """Success of both on the held-out prompts, and what the one has gained on the other."""
+    out = run / word
+    asked = (f"recipe={recipe}", f"run.dir={out}", *HELD_OUT, f"eval.temperature={TEMPERATURES[word]}")
+    measure(program("evaluate", f"checkpoint=[{start},{run}]", *asked), env, TIMEOUT_S)
+    before, after = (outcomes(folder) for folder in in_order(out / "compare"))
+    return {"start": summary(before), "final": summary(after), "gain": paired_gain(before, after)}
+
+
+def describe(name: str, result: dict) -> str:
+    one = result["sampled"]
+    return f"{name}: {rate(one['start'])} -> {rate(one['final'])}, gain {interval(one['gain'])}, {result['wall_s']} s"
+
+
+def report(done: Sequence[tuple[str, dict]]) -> str:
+    header = ["run", "start, T=1", "after GRPO", "gain on the same prompts", "greedy", "whole command s", "CPU s"]
+    rows = []
+    for name, result in done:
+        one, greedy = result["sampled"], result["greedy"]
+        both = f"{greedy['start']['rate']:.1%} -> {greedy['final']['rate']:.1%}"
+        costs = [f"{result['wall_s']:.0f}", f"{result['cpu_s']:.0f}"]
+        rows.append([name, rate(one["start"]), rate(one["final"]), interval(one["gain"]), both, *costs])
+    seeds = [result for name, result in done if name != "control"]
+    apart = sum(map(is_apart, seeds))
+    controls = ["exactly" if is_flat(result) else "NOT" for name, result in done if name == "control"]
+    ends = f"{apart} of {len(seeds)} end with their interval above the start's; control is {controls[0]} its start"
+    return f"{markdown(header, rows)}\n\n{ends}"
+
+
+def is_apart(result: dict) -> bool:
+    """Whether the intervals of start and result at temperature 1 do not meet."""
+    return result["sampled"]["final"]["interval"][0] > result["sampled"]["start"]["interval"][1]
+
+
+def is_flat(result: dict) -> bool:
+    """Whether nothing has changed: neither weights nor any answer's success."""
+    still = {"mean": 0.0, "bootstrap_interval": [0.0, 0.0]}
+    return not result["weights_changed"] and all(result[word]["gain"] == still for word in TEMPERATURES)
+
+
+if __name__ == "__main__":
+    main()
