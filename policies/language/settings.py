@@ -10,7 +10,7 @@ from embodied.core.errors import ConfigError
 from embodied.policies.config import LanguageConfig
 
 DIM, LAYERS, HEADS, MLP, POSITIONS = 128, 3, 4, 384, 1024
-SPREAD = 0.05  # of fresh weights: from large models' 0.02, one so narrow takes twice as many steps to learn anything
+SPREAD = 0.05  # of fresh weights: from 0.02, as in large models, one so narrow learns more slowly
 KINDS = {"full_attention", "sliding_attention"}  # of layers
 SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of a head that is more than a product
 
