@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import Any
 
 from embodied.config.recipe import RunConfig, load
-from embodied.envs import env_class
+from embodied.envs import env_class, speaks
 from embodied.run import launch
 from embodied.run.devices import check_simulator, machines
 
@@ -53,12 +53,6 @@ def check(config: RunConfig) -> None:
             env.close()
     for number, line in enumerate(kind.prove(config.env, launch.proofs(config))):
         show("" if number else "physics", line)
-
-
-def speaks(kind: type) -> bool:
-    from embodied.envs.text.base import TextEnv
-
-    return issubclass(kind, TextEnv)
 
 
 def converse(kind: Any, env: Any) -> None:

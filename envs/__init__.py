@@ -28,7 +28,7 @@ PUBLIC = {  # what an env of one's own needs, by the module that defines it; imp
     "check_text_env": "embodied.envs.text.check",
     "check_vector_env": "embodied.envs.check",
 }
-__all__ = ["PLUGINS", "env_class", "env_that_knows", "import_class", "make_env", *PUBLIC]
+__all__ = ["PLUGINS", "env_class", "env_that_knows", "import_class", "make_env", "speaks", *PUBLIC]
 
 PLUGINS = {
     "maniskill": "embodied.envs.maniskill.env:ManiSkillEnv",
@@ -64,6 +64,13 @@ def env_that_knows(tasks: str | Sequence[str]) -> str | None:
 def plugin(name: str) -> type[VectorEnv]:
     module, _, cls = PLUGINS[name].partition(":")
     return getattr(importlib.import_module(module), cls)
+
+
+def speaks(kind: type) -> bool:
+    """Whether this is a class of text envs."""
+    from embodied.envs.text.base import TextEnv
+
+    return issubclass(kind, TextEnv)
 
 
 def env_class(config: Any) -> type[VectorEnv]:

@@ -470,9 +470,11 @@ SIMULATORS = ("maniskill", "libero", "robosuite")  # whose tasks can be the user
 def kind_of(value: Any) -> str:
     """The tag of the model that an env section belongs to."""
     name = value.get("name", "maniskill") if isinstance(value, dict) else getattr(value, "name", "maniskill")
+    name = str(name)  # "gym:" in YAML is a mapping
     if name in ENV_CONFIGS:
-        return str(name)
-    return next((kind for kind in ("gym", "reasoning_gym") if str(name).startswith(f"{kind}:")), "external")
+        return name
+    kinds = ("gym", "reasoning_gym")
+    return next((kind for kind in kinds if name.startswith(f"{kind}:") and name != f"{kind}:"), "external")
 
 
 EnvConfig = Annotated[

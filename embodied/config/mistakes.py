@@ -39,6 +39,8 @@ def explain(errors: list[ErrorDetails], root: Section, tree: Tree, incomplete: b
 def _explain(error: ErrorDetails, root: Section, tree: Tree) -> list[str]:
     path = key_of(error["loc"], root)
     kind = error["type"]
+    if kind == "union_tag_invalid":  # a section of a name that no variant has
+        path, error = f"{path}.name", {**error, "input": error["ctx"]["tag"]}
     if kind == "extra_forbidden":
         set_below = [key for key in tree.sources if key == path or key.startswith(path + ".")]
         return [unknown_key(key, root, tree) for key in set_below or [path]]
@@ -56,7 +58,7 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
     """What is wrong with the value, and a value that works."""
     kind, value = error["type"], error["input"]
     if kind in ("literal_error", "union_tag_invalid"):
-        known = [str(word) for word in allowed_words(path, root, tree)]
+        known = [*dict.fromkeys(str(word) for word in allowed_words(path, root, tree))]
         return f"unknown{nearest_key(str(value), known) or ';'} known: {', '.join(known)}"
     if kind == "string_type":
         return f"should be text; write {path}='\"{value}\"'" if value is not None else "should be text, not empty"

@@ -61,7 +61,10 @@ class Console:
         self, state: dict, finished: list[EpisodeResult], numbers: dict[str, float], elapsed_s: float, total: int
     ) -> dict:
         """Show one iteration and return its row for metrics.jsonl."""
-        self.recent.extend(finished)
+        if any(episode.truncated is not None for episode in finished):  # conversations are many: this iteration's alone
+            self.recent = deque(finished)
+        else:
+            self.recent.extend(finished)
         steps = numbers["env_steps"]
         row = {
             "iteration": state["iteration"],

@@ -122,10 +122,13 @@ def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, f
     }
 
 
-def pass_rate(answers: Iterable[list[bool]], k: int) -> dict[str, Any] | None:
+def pass_rate(by_prompt: Iterable[list[bool]], k: int) -> dict[str, Any] | None:
     """pass@k over the prompts that have at least k answers."""
-    enough = [right for right in answers if len(right) >= k]
-    return rate_over_prompts([pass_at(k, sum(right), len(right)) for right in enough], sum(map(len, enough)))
+    enough = [right for right in by_prompt if len(right) >= k]
+    answers = (
+        sum(map(len, enough)) if k == 1 else len(enough)
+    )  # of several answers to a prompt only the best one counts
+    return rate_over_prompts([pass_at(k, sum(right), len(right)) for right in enough], answers)
 
 
 def pass_at(k: int, right: int, answers: int) -> float:

@@ -25,7 +25,7 @@ from embodied.core.errors import (
     ConfigError,
     EmbodiedError,
 )
-from embodied.envs import env_class, import_class
+from embodied.envs import env_class, import_class, speaks
 from embodied.envs.protocols import choose_protocol
 from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED
@@ -131,6 +131,7 @@ def planned(
 
         check_pyarrow()
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
+    check_speech(config, kind)
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
     config = chosen_cluster(config, len(there.nodes) > 1)
@@ -203,6 +204,28 @@ def meanwhile(config: RunConfig) -> str:
     """The key by which learners learn while sims and policies collect; empty where they take turns."""
     schedule = config.pipeline.schedule
     return f"pipeline.schedule={schedule}" if schedule in ("periodic", "async") else ""
+
+
+def check_speech(config: RunConfig, kind: Any) -> None:
+    """Refuse a policy of actions for an env that speaks, and the other way round; and what only answers have."""
+    text, name, options = speaks(kind), config.policy.name, config.eval
+    if text != (name == "language"):
+        ways = ("asks in words", "answers with actions") if text else ("takes actions", "answers in words")
+        raise ConfigError(
+            f"env.name={config.env.name} {ways[0]}, and policy.name={name} {ways[1]}; "
+            f"{'try policy.name=language, or a checkpoint of such a policy' if text else 'try env.name=sums'}"
+        )
+    if options.episodes % options.samples:
+        fit = max(options.episodes // options.samples, 1) * options.samples
+        raise ConfigError(
+            f"eval.episodes={options.episodes} counts all answers and is not a multiple of "
+            f"eval.samples={options.samples}; try eval.episodes={fit}"
+        )
+    if options.samples > 1 and not text:
+        raise ConfigError(
+            f"eval.samples={options.samples} is for text envs: with env.name={config.env.name} every episode begins "
+            "in a state of its own; leave it out"
+        )
 
 
 def proofs(config: RunConfig) -> Path:

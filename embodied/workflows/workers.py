@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeSpec
-from embodied.envs import env_class
+from embodied.envs import env_class, speaks
 from embodied.envs.protocols import choose_protocol
 from embodied.policies import WORKERS
 from embodied.run import devices
@@ -149,7 +149,10 @@ def fixed_episodes(
 ) -> list[EpisodeSpec]:
     """The evaluation's episodes that are of these tasks."""
     fixed = EpisodeList(config.eval.seed, "eval", all_tasks, stored_states, config.eval.samples)
-    return [spec for spec in fixed.first(config.eval.episodes) if spec.task in tasks]
+    count = config.eval.episodes
+    if speaks(env_class(config.env)):  # the same prompt once more would say nothing new
+        count = min(count, stored_states * len(all_tasks) * config.eval.samples)
+    return [spec for spec in fixed.first(count) if spec.task in tasks]
 
 
 def eval_rows(num_episodes: int, num_envs: int, num_sims: int) -> int:

@@ -44,8 +44,12 @@ class Turn:
     reward: float = 0.0
     said: Said = ()  # what it replies; the conversation goes on where there is something
     success: bool = False
-    done: bool = True
+    done: bool | None = None  # None: unless something was said
     facts: dict[str, Any] | None = None  # more to show of it in a transcript: {"expected": "95"}
+
+    def __post_init__(self) -> None:
+        if self.done is None:
+            object.__setattr__(self, "done", not self.said)
 
 
 class TextEnv(BeforeARun):
