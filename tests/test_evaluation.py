@@ -67,6 +67,22 @@ def test_finished_rows_are_neither_stepped_nor_shown_to_the_policy(tmp_path):
     Fails.asked.clear()
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["eval.samples=2", "eval.episodes=4"], "eval.samples=2 is for text envs"),
+        (["eval.samples=3", "eval.episodes=4"], "try eval.episodes=3"),
+        (["recipe=sums_grpo"], "answers with actions; try policy.name=language"),
+    ],
+)
+def test_what_only_answers_have_is_refused_for_robots(given, message, capsys):
+    inline = [
+        one for one in INLINE if not (given[0].startswith("recipe") and one.startswith(("recipe", "env", "policy")))
+    ]
+    run("checkpoint=random", *inline, *given, code=2)
+    assert message in capsys.readouterr().err
+
+
 def test_the_same_call_gives_the_same_episodes_to_the_byte(tmp_path):
     for _ in range(2):
         run("checkpoint=random", *INLINE, "eval.episodes=12", "eval.videos=0")

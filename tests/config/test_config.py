@@ -158,6 +158,8 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ("env.discrete=maybe", "should be true or false"),
         ("policy.hidden=[1", "the value is not YAML"),
         ("env.name=pontmass", "did you mean 'pointmass'?"),
+        ("env.name=reasoning_gym:", "did you mean 'reasoning_gym:'?"),
+        ("policy.name=mpl", "policy.name='mpl': unknown, did you mean 'mlp'?"),
         ("algo.name=pop", "did you mean 'ppo'?"),
         ("placement=hybird", "try placement=hybrid."),
         ("placement.sim=cpu:0", "'policy' has no place"),

@@ -4,6 +4,7 @@ import os
 from io import StringIO
 from pathlib import Path
 
+from embodied.core.types import EpisodeResult
 from embodied.reporting.console import Console
 
 STATE = {"iteration": 1, "version": 1, "env_steps": 8, "train_s": 1.0}
@@ -46,3 +47,16 @@ def test_what_was_collected_ahead_of_a_resumed_run_is_counted_in_words():
         "; 1 batch that was collected ahead was dropped",
         "; 2 batches that were collected ahead were dropped",
     ]
+
+
+def test_success_is_of_the_last_100_episodes_of_robots_and_of_all_conversations_of_an_iteration():
+    def episodes(count, success, truncated=None):
+        return [
+            EpisodeResult(i, "t", -1, 0, 1, success, bool(success), None, truncated=truncated) for i in range(count)
+        ]
+
+    for truncated, wanted in ((None, (100, 0.0)), (False, (150, 0.3333))):
+        console = Console(Path("run"), stream=StringIO())
+        finished = [*episodes(50, 1.0, truncated), *episodes(100, 0.0, truncated)]
+        row = console.iteration(STATE, finished, {"env_steps": 8.0}, 1.0, 3)
+        assert (row["recent_episodes"], row["success_once"]) == wanted

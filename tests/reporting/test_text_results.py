@@ -52,10 +52,17 @@ def test_avg_and_pass_are_means_over_prompts():
     assert list(found["pass"]) == ["1", "2", "4"] and found["pass"]["4"]["of"] == 3
 
 
+def test_the_interval_of_a_best_answer_is_as_wide_as_there_are_prompts_few():
+    found = text(answered([[1] * 19 + [0]] * 20))["pass"]
+    assert (
+        found["16"]["interval"][0] >= found["8"]["interval"][0] == pytest.approx(wilson(20 * found["8"]["rate"], 20)[0])
+    )
+
+
 def test_a_prompt_with_too_few_answers_counts_for_fewer():
     lost = answered([[1, 0], [0, 1], [0]])
     found = text(lost)
-    assert found["pass"]["2"] == rate_over_prompts([1.0, 1.0], 4) and found["pass"]["1"]["of"] == 3
+    assert found["pass"]["2"] == rate_over_prompts([1.0, 1.0], 2) and found["pass"]["1"]["of"] == 3
 
 
 def test_with_one_answer_to_each_prompt_the_interval_is_wilsons():

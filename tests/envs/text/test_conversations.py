@@ -166,6 +166,10 @@ def test_episodes_that_are_to_be_alone_are():
     assert [episodes for episodes in sizes if {3, 4} & {*episodes}] == [[3]] * 3 + [[4]] * 3
 
 
+def test_a_turn_that_says_something_goes_on_unless_it_says_that_it_is_done():
+    assert Turn().done and not Turn(said="more").done and Turn(said="more", done=True).done
+
+
 def test_what_is_no_turn_or_no_text_is_refused_by_name():
     class Silent(Counting):
         def reset(self, spec):
