@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
-from embodied.core.types import Trajectory, arrays_of, choose, join, trajectory_from
+from embodied.core.types import EpisodeResult, RolloutStats, Trajectory, arrays_of, choose, join, trajectory_from
 from embodied.runtime import Channel, Worker, served_while_busy
+from embodied.runtime.timers import Total
 
 
 class EpisodeKeeper(Worker):
     def __init__(self) -> None:
         self.whole: Trajectory | None = None  # whole episodes that the learners may still want
         self.ended: dict[int, Trajectory] = {}  # the same one by one, where they are handed on while others are played
+
+    def stats(
+        self,
+        before: dict[str, Total],
+        env_steps: int,
+        finished: Iterable[EpisodeResult],
+        problems: Iterable[str] = (),
+    ) -> RolloutStats:
+        """What was done, and where the time went since the timers were at `before`."""
+        now, nothing = self.timers.totals(), Total(0, 0.0, 0.0)
+        spent = (
+            now.get(part, nothing).seconds - before.get(part, nothing).seconds for part in ("step", "reset", "wait")
+        )
+        return RolloutStats(env_steps, tuple(finished), *spent, tuple(problems))
 
     def kept(self) -> list[int]:
         """The whole episodes that are kept."""

@@ -30,7 +30,6 @@ from embodied.envs.evaluation import ExpertActions, PolicyActions, play_episodes
 from embodied.envs.rollout import EpisodeStream, PolicyClient, Record, Refill, Stage, take_turns
 from embodied.runtime import Channel, Needs, served_while_busy
 from embodied.runtime.device_memory import Taken
-from embodied.runtime.timers import Total
 
 
 class SimWorker(EpisodeKeeper):
@@ -107,7 +106,8 @@ class SimWorker(EpisodeKeeper):
         elif not noted:
             played = [record.trajectory() for record in records if record.decisions]
             self.whole = join([self.whole, *played] if self.whole else played)
-        return self._stats(before, records)
+        finished = tuple(result for record in records for result in record.finished)
+        return self.stats(before, sum(record.env_steps for record in records), finished)
 
     def _go_on(self, episodes: EpisodeList) -> list[Refill]:
         """Open episodes go on; every row has its own next one."""
@@ -123,15 +123,6 @@ class SimWorker(EpisodeKeeper):
             stage.playing[:] = False
             stage.refill(np.arange(stage.env.num_envs), waiting=waiting)
         return [partial(stage.refill, waiting=waiting) for stage, waiting in zip(self.stages, queues, strict=True)]
-
-    def _stats(self, before: dict[str, Total], records: list[Record]) -> RolloutStats:
-        """What was done and where the time went since `before`."""
-        now, nothing = self.timers.totals(), Total(0, 0.0, 0.0)
-        step_s, reset_s, wait_s = (
-            now.get(part, nothing).seconds - before.get(part, nothing).seconds for part in ("step", "reset", "wait")
-        )
-        finished = tuple(result for record in records for result in record.finished)
-        return RolloutStats(sum(record.env_steps for record in records), finished, step_s, reset_s, wait_s)
 
     def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
         """Take over from a worker that died, whose env rows had begun so many episodes: begin their next ones."""

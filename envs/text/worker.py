@@ -26,7 +26,6 @@ from embodied.envs.episode_keeper import EpisodeKeeper
 from embodied.envs.text.conversations import Talk, play_conversations
 from embodied.reporting.transcripts import TranscriptWriter
 from embodied.runtime import Channel, Needs, served_while_busy
-from embodied.runtime.timers import Total
 
 TRANSCRIPTS = "transcripts"  # beside the folder of videos
 
@@ -101,16 +100,7 @@ class TextWorker(EpisodeKeeper):
                 self.journal.put(Note(route.sources[0], finished=over))
         if kept:
             self.whole = join([self.whole, *kept] if self.whole else kept)
-        return self._stats(before, results, steps, problems)
-
-    def _stats(
-        self, before: dict[str, Total], results: list[EpisodeResult], steps: int, problems: list[str]
-    ) -> RolloutStats:
-        now, nothing = self.timers.totals(), Total(0, 0.0, 0.0)
-        step_s, reset_s, wait_s = (
-            now.get(part, nothing).seconds - before.get(part, nothing).seconds for part in ("step", "reset", "wait")
-        )
-        return RolloutStats(steps, tuple(results), step_s, reset_s, wait_s, tuple(problems))
+        return self.stats(before, steps, results, problems)
 
     def evaluate(
         self,
