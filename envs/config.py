@@ -474,7 +474,7 @@ def kind_of(value: Any) -> str:
     if name in ENV_CONFIGS:
         return name
     kinds = ("gym", "reasoning_gym")
-    return next((kind for kind in kinds if name.startswith(f"{kind}:") and name != f"{kind}:"), "external")
+    return next((kind for kind in kinds if name.startswith(f"{kind}:")), "external")
 
 
 EnvConfig = Annotated[

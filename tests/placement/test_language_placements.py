@@ -47,7 +47,7 @@ def test_a_conversation_is_an_item_for_all_roles():
     found = dataflow_of(recipe())
     sim, policy, learner = found["sim"], found["policy"], found["learner"]
     assert (sim.calls, sim.items) == (policy.calls, policy.items) == (2, 8)  # 16 conversations, 8 at a time
-    assert policy.merges == 128  # as many as an engine continues at a time
+    assert policy.merges == 256  # as many as an engine continues at a time
     assert (learner.calls, learner.items) == (1, 16)
     assert (found.groups, found.group_size) == (4, 4)
     steps = dataflow_of(recipe("algo.minibatch_size=8"))["learner"]

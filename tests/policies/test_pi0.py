@@ -319,7 +319,7 @@ def test_memory_of_a_recipe_is_counted_without_its_folder():
 
 def test_a_model_named_by_its_hub_id_is_fetched(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(hub, "fetch", lambda name, key: asked.append((name, key)) or tmp_path)
+    monkeypatch.setattr(hub, "fetch", lambda name, key, *more: asked.append((name, key)) or tmp_path)
     config = Pi0Config(name="pi0", pretrained="lab/pi0")
     assert hub.with_folder(config).pretrained == str(tmp_path) and asked == [("lab/pi0", "policy.pretrained")]
     assert hub.with_folder(Pi0Config(name="pi0", pretrained=str(tmp_path))).pretrained == str(tmp_path)

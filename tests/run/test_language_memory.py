@@ -47,12 +47,12 @@ def test_seven_billion_weights_are_planned_for_machines_that_are_not_here(shape_
     folder = shape_of("Qwen2.5-7B")
     sharded = ("learner.shard=true", "learner.checkpoint_activations=true", "policy.dtype=bfloat16")
     told = " ".join(planned(folder, "8xGPU", *sharded).memory)
-    # 7.6e9 weights: an eighth of 20 bytes each, and a whole gradient of 4; keys and values of 16 conversations of 2048
+    # 7.6e9 weights: an eighth of 20 bytes each, and a whole gradient of 4; keys and values of 32 conversations of 2048
     # tokens are 28 layers x 2 x 4 heads x 128 numbers of two bytes
     assert "gpu:0 and 7 more alike" in told and "of 80 GB" in told
     learner, policy = (float(told.partition(f" {role} ")[2].split(" ")[0]) for role in ("learner", "policy"))
     assert 7.6 * (20 / 8 + 4) < learner < 7.6 * (20 / 8 + 4) + 12
-    assert policy == pytest.approx(15.2 + 16 * 2048 * 28 * 2 * 4 * 128 * 2 / 1e9, abs=0.1)
+    assert policy == pytest.approx(15.2 + 32 * 2048 * 28 * 2 * 4 * 128 * 2 / 1e9, abs=0.1)
     with pytest.raises(ConfigError) as refused:
         planned(folder, "1xGPU")
     assert "gpu:0: CUDA 0.5 + weights of both 30.5 + learner 1" in str(refused.value)

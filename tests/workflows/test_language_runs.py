@@ -160,12 +160,10 @@ def test_conversations_of_a_sim_that_dies_are_lost_or_held_again_and_never_count
 
 
 MANY_LEARNERS = {"sim,policy": "cpu:0", "learner": "cpu:0-3*4"}
-STAGES = {"sim": "cpu:0", "policy": "cpu:1-2*2", "learner": "cpu:3"}
 ANYWHERE = {
     "collocated": ("collocated", ()),
     "disaggregated": ("disaggregated", ()),
     "hybrid": ("hybrid", ()),
-    "one_sim_asks_two": (STAGES, ("pipeline.stages=2",)),
     "an_odd_number_at_a_time": (ONE_OF_EACH, ("env.num_envs=7",)),
     "one_at_a_time": (ONE_OF_EACH, ("env.num_envs=1", "eval.num_envs=1")),
     "all_at_a_time": (ONE_OF_EACH, ("env.num_envs=20",)),
