@@ -42,7 +42,7 @@ class TextWorker(EpisodeKeeper):
         self.journal = journal
         self.stages = stages
         self.kind = env_class(config)
-        self.shared: dict[int, Any] = {}  # what conversations of a config share, by the config's id
+        self.shared: dict[str, Any] = {}  # what conversations of a config share, by the config as JSON
         self.stopped = False
 
     def spec(self) -> EnvSpec:
@@ -54,8 +54,8 @@ class TextWorker(EpisodeKeeper):
         return self._spec(self.eval_config)
 
     def _spec(self, config: Any) -> EnvSpec:
-        if id(config) not in self.shared:
-            self.shared[id(config)] = self.kind.load(config)
+        if (key := config.model_dump_json()) not in self.shared:  # evaluations are mostly of the same
+            self.shared[key] = self.kind.load(config)
         return self.kind.env_spec(config)
 
     def needs(self, shared: bool = False) -> Needs:
@@ -82,7 +82,7 @@ class TextWorker(EpisodeKeeper):
         talk = Talk(route, self.timers)
         rows = max(1, self.config.num_envs // self.world_size)
         playing = play_conversations(
-            self.kind, self.config, self.shared[id(self.config)], episodes, rows, talk, self.timers
+            self.kind, self.config, self.shared[self.config.model_dump_json()], episodes, rows, talk, self.timers
         )
         for ended in playing:
             self.tick()
@@ -123,7 +123,7 @@ class TextWorker(EpisodeKeeper):
         playing = play_conversations(
             self.kind,
             self.eval_config,
-            self.shared[id(self.eval_config)],
+            self.shared[self.eval_config.model_dump_json()],
             episodes,
             self.eval_rows,
             Talk(route, self.timers),
