@@ -3,8 +3,8 @@
     python -m benchmarks.learning.schedules ppo [--seeds 0 1 2] [--schedules sync async async-decoupled] [--resume]
 
 Cases: ppo is maniskill_ppo as it is; grpo is maniskill_grpo from a policy that succeeds at times, with one gradient
-step an iteration, which periodic asks for; libero is libero_grpo in the same way, whose rollouts take most of the time: its success is that of
-held-out episodes after every iteration, without noise.
+step an iteration, which periodic asks for; libero is libero_grpo in the same way, whose rollouts take most of the time:
+its success is that of held-out episodes after every iteration, without noise.
 Every schedule gets the placement that `placement=auto` gives it. Writes results/schedules/CASE-SCHEDULE-seed-S.json.
 """
 
