@@ -3,7 +3,8 @@
     python -m benchmarks.learning.schedules ppo [--seeds 0 1 2] [--schedules sync async async-decoupled] [--resume]
 
 Cases: ppo is maniskill_ppo as it is; grpo is maniskill_grpo from a policy that succeeds at times, with one gradient
-step an iteration, which periodic asks for; libero is libero_grpo in the same way, whose rollouts take most of the time.
+step an iteration, which periodic asks for; libero is libero_grpo in the same way, whose rollouts take most of the time:
+its success is that of held-out episodes after every iteration, without noise.
 Every schedule gets the placement that `placement=auto` gives it. Writes results/schedules/CASE-SCHEDULE-seed-S.json.
 """
 
@@ -31,8 +32,8 @@ from benchmarks.learning.grpo_gain import find_start, weights_digest
 from benchmarks.learning.seeds import TIMEOUT_S, evaluate, new_folder, once, parser, rate
 
 PLACE, RUNS = RESULTS / "schedules", ROOT / "runs" / "schedules"
-UNJUDGED = ("eval.episodes=8", "eval.videos=0")
-GOAL, OVER = 0.9, 3  # success of the episodes of so many iterations in a row
+UNJUDGED = ("eval.episodes=8", "eval.videos=0")  # without the first where training itself is judged
+GOAL = 0.9
 ONE_STEP = ("algo.epochs=1", "algo.minibatch_size=null", "algo.surplus=discard")
 
 
@@ -42,7 +43,11 @@ class Case:
     schedules: tuple[str, ...]
     options: tuple[str, ...] = ()
     start: str = ""  # in grpo_gain
+    judged: bool = False  # by held-out episodes after every iteration, which take no part in the seconds
 
+
+OVER = 3  # iterations in a row whose episodes count for the goal where they are not judged
+LIBERO = ("algo.lr=1e-4", "run.eval_every=1", "eval.episodes=64")
 
 ARMS = {
     "sync": ("pipeline.schedule=sync",),
@@ -53,7 +58,7 @@ ARMS = {
 CASES = {
     "ppo": Case("maniskill_ppo", ("sync", "async", "async-decoupled")),
     "grpo": Case("maniskill_grpo", ("sync", "periodic", "async"), (*ONE_STEP, "algo.lr=1e-3"), "pushcube"),
-    "libero": Case("libero_grpo", ("sync", "periodic", "async"), (*ONE_STEP[:2], "algo.lr=1e-4"), "libero"),
+    "libero": Case("libero_grpo", ("sync", "periodic", "async"), (*ONE_STEP[:2], *LIBERO), "libero", judged=True),
 }
 
 
@@ -72,18 +77,20 @@ def main() -> None:
                 start = find_start(case.start, STARTS[case.start], seed, env)
                 about["start"] = weights_digest(start)
                 given.append(f"run.start_from={start}")
-            train = lambda name=name, seed=seed, given=given: trained(name, seed, case.recipe, given, env)  # noqa: E731
+            train = lambda name=name, seed=seed, given=given: trained(name, seed, case, given, env)  # noqa: E731
             result = once(PLACE / f"{name}.json", about, options.resume, train)
             done.append(result)
             print(f"{name}: {rate(result['success_once'])}, {result['train_s']:.1f} s", flush=True)
-    print(report(done))
+    print(report(done, 1 if case.judged else OVER))
 
 
-def trained(name: str, seed: int, recipe: str, options: Sequence[str], env: dict) -> dict:
-    """Train, then evaluate the final checkpoint on episodes of its own."""
-    command = train_command(recipe, f"seed={seed}", f"run.dir={RUNS}", f"run.name={name}", *UNJUDGED, *options)
-    run = new_folder(RUNS, name, lambda: measure(command, env, TIMEOUT_S))
-    found, rows = evaluate(run, env)["overall"], read_metrics(run)
+def trained(name: str, seed: int, case: Case, options: Sequence[str], env: dict) -> dict:
+    """Train, then evaluate the final checkpoint on episodes of its own where that has not been done."""
+    asked = [f"seed={seed}", f"run.dir={RUNS}", f"run.name={name}", *UNJUDGED[int(case.judged) :], *options]
+    run = new_folder(RUNS, name, lambda: measure(train_command(case.recipe, *asked), env, TIMEOUT_S))
+    rows = read_metrics(run)
+    rates = evaluations(run) if case.judged else [row["success_once"] for row in rows]
+    found = json.loads(results_of(run)[-1].read_text())["overall"] if case.judged else evaluate(run, env)["overall"]
     return {
         "placement": placement_of(run),
         "success_once": found["success_once"],
@@ -91,8 +98,17 @@ def trained(name: str, seed: int, recipe: str, options: Sequence[str], env: dict
         "env_steps": rows[-1]["env_steps"],
         "train_s": rows[-1]["train_s"],
         "staleness": max(row.get("train/staleness", 0.0) for row in rows),
-        "curve": [[row["env_steps"], row["train_s"], row["success_once"]] for row in rows],
+        "curve": [[row["env_steps"], row["train_s"], success] for row, success in zip(rows, rates, strict=True)],
     }
+
+
+def evaluations(run: Path) -> list[float]:
+    """Success of each version on the held-out episodes."""
+    return [json.loads(path.read_text())["overall"]["success_once"]["rate"] for path in results_of(run)]
+
+
+def results_of(run: Path) -> list[Path]:
+    return sorted(run.glob("eval/v*/results.json"))
 
 
 def placement_of(run: Path) -> list[str]:
@@ -101,21 +117,21 @@ def placement_of(run: Path) -> list[str]:
     return [f"{'+'.join(host['roles'])} on {host['gpu'] or host['cores']}" for host in hosts]
 
 
-def reached(curve: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+def reached(curve: Sequence[Sequence[float]], over: int) -> tuple[float, float] | None:
     """Env steps and seconds after which training's episodes succeed so often; None: never."""
     rates = [row[2] or 0.0 for row in curve]
-    for at in range(OVER - 1, len(curve)):
-        if sum(rates[at - OVER + 1 : at + 1]) / OVER >= GOAL:
+    for at in range(over - 1, len(curve)):
+        if sum(rates[at - over + 1 : at + 1]) / over >= GOAL:
             return curve[at][0], curve[at][1]
     return None
 
 
-def report(done: Sequence[dict]) -> str:
+def report(done: Sequence[dict], over: int) -> str:
     header = ["schedule", "seeds", "success_once", "success_at_end", "env steps", "training s", f"s to {GOAL:.0%}"]
     rows = []
     for schedule in dict.fromkeys(result["schedule"] for result in done):
         mine = [result for result in done if result["schedule"] == schedule]
-        to_goal = [at[1] if (at := reached(result["curve"])) else None for result in mine]
+        to_goal = [at[1] if (at := reached(result["curve"], over)) else None for result in mine]
         rows.append(
             [
                 schedule,
