@@ -41,13 +41,6 @@ def born(cluster: Cluster, *roles: str) -> list[dict]:
     return [cluster.launch(Born, role).about().wait()[0] for role in roles]
 
 
-@pytest.fixture(autouse=True)
-def without_servers():
-    fork_server.close_all()
-    yield
-    fork_server.close_all()
-
-
 def server() -> fork_server.ForkServer:
     (only,) = fork_server._servers.values()
     return only
