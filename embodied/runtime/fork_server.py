@@ -1,14 +1,13 @@
 """A process that has imported what hosts take seconds to import, and becomes a host by forking.
 
 The driver never imports torch, and four hosts that each import it take four times as long on busy cores. So one process
-does it for all, and for every later cluster of the same driver. A fork is a child of the driver like a host that is
+does it for all hosts of a cluster, and ends when they are there. A fork is a child of the driver like a host that is
 started fresh: the server's own child ends at once, and while it does the driver adopts what is left behind. What native
 libraries read when they are loaded is the server's, so there is one for each such environment.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import json
 import os
@@ -108,8 +107,7 @@ class ForkServer:
     def close(self) -> None:
         """End the server; hosts that came out of it go on."""
         self._socket.close()
-        with suppress(ProcessLookupError):
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
 
 
@@ -129,33 +127,35 @@ class _Adopting:
 
 
 _adopting = _Adopting()
-_servers: dict[tuple, ForkServer] = {}
-_lock = threading.Lock()
 
 
-def fork(boot: dict[str, Any], env: dict[str, str], modules: Sequence[str], fds: dict[str, int]) -> Forked | None:
-    """A host from the server that has these modules and this environment, which is started where there is none; None
-    where that fails: then a fresh process does what this one would have."""
-    once = {name: value for name, value in env.items() if name.startswith(READ_ONCE)}
-    key = (tuple(modules), tuple(sorted(once.items())), os.getpid())
-    with _lock:
-        server = _servers.get(key)
-        if server is None or server.process.poll() is not None:
-            if server is not None:
-                server.close()
-            server = _servers[key] = ForkServer(env, modules, boot["path"])
-        forked = server.fork(boot, env, fds)
+class ForkServers:
+    """Those of a cluster, while its hosts are started for the first time."""
+
+    def __init__(self) -> None:
+        self._servers: dict[tuple, ForkServer] | None = {}
+
+    def fork(
+        self, boot: dict[str, Any], env: dict[str, str], modules: Sequence[str], fds: dict[str, int]
+    ) -> Forked | None:
+        """A host from the server that has these modules and this environment; None where that fails, or when they have
+        ended: then a fresh process does what this one would have."""
+        if self._servers is None:
+            return None
+        once = {name: value for name, value in env.items() if name.startswith(READ_ONCE)}
+        key = (tuple(modules), tuple(sorted(once.items())))
+        if key not in self._servers:
+            self._servers[key] = ForkServer(env, modules, boot["path"])
+        forked = self._servers[key].fork(boot, env, fds)
         if forked is None:
-            _servers.pop(key).close()
+            self._servers.pop(key).close()
         return forked
 
-
-@atexit.register
-def close_all() -> None:
-    """End all servers of this process."""
-    with _lock:
-        for key in [key for key in _servers if key[-1] == os.getpid()]:
-            _servers.pop(key).close()
+    def close(self) -> None:
+        """End all of them."""
+        servers, self._servers = self._servers or {}, None
+        for server in servers.values():
+            server.close()
 
 
 # The server's own end

@@ -13,12 +13,13 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embodied.runtime.fork_server import Forked, fork
+from embodied.runtime.fork_server import Forked, ForkServers
 from embodied.runtime.host import DRIVER, Host, HostPlan, Links
 from embodied.runtime.payload import Payload, decode, encode, segments
 from embodied.runtime.processes import (
@@ -62,8 +63,12 @@ class LocalProcess(HostProcess):
 class LocalBackend(Processes):
     name = "local"
 
-    def __init__(self, run: str, log_dir: Path | None, timeout_s: float, events: Events) -> None:
+    def __init__(
+        self, run: str, plans: Sequence[HostPlan], log_dir: Path | None, timeout_s: float, events: Events
+    ) -> None:
         super().__init__()
+        self._first = {plan.name for plan in plans}  # which are not started yet
+        self._fork_servers = ForkServers()
         self.pack, self.unpack = encode, decode
         self._run = run
         self._log_dir = log_dir
@@ -104,6 +109,9 @@ class LocalBackend(Processes):
         self._processes[plan.name] = process
         if before is not None:
             before.free()
+        self._first.discard(plan.name)
+        if not self._first:
+            self._fork_servers.close()
         self._events.on_start(plan.name, popen.pid)
         self._control.add(control, lambda message, payload, _: self._told(process, message, payload), lambda: None)
         self._control.watch(os.pidfd_open(popen.pid), lambda: self._died(process))
@@ -119,6 +127,7 @@ class LocalBackend(Processes):
     # Inside
 
     def _close(self) -> None:
+        self._fork_servers.close()
         for loop in (self._control, self._channels):
             loop.stop()
         for thread in self._threads:
@@ -134,7 +143,7 @@ class LocalBackend(Processes):
                 out = err = stack.enter_context(open(log, "ab")).fileno()
             if plan.imports and not plan.gpu:  # what CUDA makes of a fork is not tried here
                 fds = {"control_fd": control_fd, "progress_fd": memory_fd, "out_fd": out, "err_fd": err}
-                if (forked := fork(boot, env, plan.imports, fds)) is not None:
+                if (forked := self._fork_servers.fork(boot, env, plan.imports, fds)) is not None:
                     return forked
             # A process is signalled at the end of the *thread* that started it, so only the main thread's counts.
             driver = os.getpid() if threading.current_thread() is threading.main_thread() else None

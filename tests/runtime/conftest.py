@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from embodied.runtime import Cluster, HostPlan, fork_server
+from embodied.runtime import Cluster, HostPlan
 from embodied.runtime.payload import segments
 
 TWO_HOSTS = (HostPlan("left", ("a", "mate")), HostPlan("right", ("b",)))
@@ -49,7 +49,6 @@ def descriptors() -> list[str]:
 
 def traces() -> dict[str, list[str]]:
     segments.drop()  # a process keeps some for as long as its cluster lasts
-    fork_server.close_all()  # and these for clusters to come
     return {
         "processes": child_processes(),
         "shared memory": Path("/proc/self/maps").read_text().count("memfd:embodied ("),

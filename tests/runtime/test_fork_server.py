@@ -41,11 +41,6 @@ def born(cluster: Cluster, *roles: str) -> list[dict]:
     return [cluster.launch(Born, role).about().wait()[0] for role in roles]
 
 
-def server() -> fork_server.ForkServer:
-    (only,) = fork_server._servers.values()
-    return only
-
-
 def test_a_fork_is_a_host_like_any_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hosts = [plan("one", cores=(CORES[-1],), env={"MINE": "1"}), plan("two")]
@@ -60,42 +55,44 @@ def test_a_fork_is_a_host_like_any_other(tmp_path, monkeypatch):
     assert not Path(f"/proc/{one['pid']}").exists()
 
 
-def test_later_clusters_fork_from_the_same_server_and_others_threads_from_another(tmp_path):
-    with Cluster("local", [plan("one")], timeout_s=60) as cluster:
-        (first,) = born(cluster, "one")
-    before = server().process.pid
-    with Cluster("local", [plan("one"), plan("two", threads=2)], timeout_s=60) as cluster:
-        again, two = born(cluster, "one", "two")
-    assert before in {one.process.pid for one in fork_server._servers.values()} and len(fork_server._servers) == 2
-    assert first["pid"] != again["pid"]
-    assert (first["threads"], again["threads"], two["threads"]) == (1, 1, 2)
+def test_hosts_of_other_threads_come_from_another_server_and_none_stays(monkeypatch):
+    servers, start = [], fork_server.ForkServer.__init__
+
+    def noted(self, *arguments):
+        start(self, *arguments)
+        servers.append(self)
+
+    monkeypatch.setattr(fork_server.ForkServer, "__init__", noted)
+    with Cluster("local", [plan("one"), plan("two", threads=2), plan("three")], timeout_s=60) as cluster:
+        assert len(servers) == 2 and all(one.process.poll() is not None for one in servers)
+        assert [one["threads"] for one in born(cluster, "one", "two", "three")] == [1, 2, 1]
 
 
-def test_a_killed_fork_is_reported_and_replaced_without_another_import(tmp_path):
+def test_a_killed_fork_is_reported_and_replaced(tmp_path):
     with Cluster("local", [plan("one"), plan("two")], log_dir=tmp_path, timeout_s=60) as cluster:
         group = cluster.launch(Born, "one")
         cluster.supervise([group], [], Budget(5, 1800.0, 180.0))
         first = group.about().wait()[0]["pid"]
-        before = server().process.pid
         os.kill(first, signal.SIGKILL)
-        losses = cluster.settle(group.about())
-        assert "was killed by SIGKILL" in losses["one"].cause
+        assert "was killed by SIGKILL" in cluster.settle(group.about())["one"].cause
         cluster.rebuilt_by("one", cluster.replace("one"), [])
-        assert group.about().wait()[0]["pid"] != first and server().process.pid == before
+        assert group.about().wait()[0]["pid"] != first
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_without_a_server_hosts_are_started_fresh_or_by_a_new_one(how, tmp_path, monkeypatch):
+def test_where_the_server_fails_hosts_are_started_fresh(how, monkeypatch):
+    servers, start = [], fork_server.ForkServer.__init__
+
+    def struck(self, *arguments):
+        start(self, *arguments)
+        servers.append(self)
+        os.kill(self.process.pid, how)
+
+    monkeypatch.setattr(fork_server.ForkServer, "__init__", struck)
+    monkeypatch.setattr(fork_server, "FORK_S", 0.5)
     with Cluster("local", [plan("one")], timeout_s=60) as cluster:
-        born(cluster, "one")
-    before = server().process
-    os.kill(before.pid, how)
-    time.sleep(0.1)
-    monkeypatch.setattr(fork_server, "FORK_S", 0.5 if how == signal.SIGSTOP else 60.0)
-    with Cluster("local", [plan("one")], log_dir=tmp_path, timeout_s=60) as cluster:
         (one,) = born(cluster, "one")
-    assert one["parent"] == os.getpid()
-    assert before.poll() is not None and before not in [one.process for one in fork_server._servers.values()]
+    assert one["parent"] == os.getpid() and servers[0].process.poll() is not None
 
 
 def test_a_module_that_is_not_there_keeps_nobody_from_starting():
@@ -105,22 +102,20 @@ def test_a_module_that_is_not_there_keeps_nobody_from_starting():
 
 DRIVER = """
     import json, os, sys, time
-    from embodied.runtime import Cluster, HostPlan, fork_server
+    from embodied.runtime import Cluster
     from tests.runtime.test_fork_server import Born, plan
 
     cluster = Cluster("local", [plan("one"), plan("two")], timeout_s=60)
-    pids = [cluster.launch(Born, role).about().wait()[0]["pid"] for role in ("one", "two")]
-    print(json.dumps([*pids, *(one.process.pid for one in fork_server._servers.values())]), flush=True)
+    print(json.dumps([cluster.launch(Born, role).about().wait()[0]["pid"] for role in ("one", "two")]), flush=True)
     time.sleep(60)
 """
 
 
-def test_a_driver_that_is_killed_leaves_neither_hosts_nor_the_server():
+def test_a_driver_that_is_killed_leaves_none_of_its_forks():
     command = [sys.executable, "-c", textwrap.dedent(DRIVER)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as driver:
         pids = json.loads(driver.stdout.readline())
         driver.kill()
-    assert len(pids) == 3
     until = time.monotonic() + 10
     while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
         time.sleep(0.02)
