@@ -5,6 +5,7 @@ Everything that plans asks `machines` (modes, `auto`, profiles, benchmarks, memo
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -95,12 +96,13 @@ def environment(host: PlannedHost) -> dict[str, str]:
     return found | ({"EMBODIED_RENDER": host.render} if host.render else {})
 
 
-def host_plans(plan: PlacementPlan) -> list[HostPlan]:
-    """What a cluster starts for this plan."""
+def host_plans(plan: PlacementPlan, with_policy: Collection[str] = ("policy", "learner")) -> list[HostPlan]:
+    """What a cluster starts for this plan. Roles `with_policy` have networks."""
     return [
         HostPlan(
             *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),
             host.gpu.memory_bytes if host.device and host.gpu else float("inf"),
+            imports=("torch",) if {*with_policy} & {*host.roles} else (),
         )
         for host in plan.hosts
     ]

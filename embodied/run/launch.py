@@ -372,7 +372,8 @@ def cluster(
     """The processes of a plan; `program` is the workflow."""
     options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.address)
     own = modules_of(config, program)
-    return Cluster(options.backend, host_plans(plan), *about, own, options.start_s, on_start)
+    plans = host_plans(plan) if program is None else host_plans(plan, [r.name for r in program.roles if r.holds_policy])
+    return Cluster(options.backend, plans, *about, own, options.start_s, on_start)
 
 
 def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:

@@ -121,7 +121,7 @@ def make_backend(
     if name == "local":
         from embodied.runtime.local import LocalBackend
 
-        return LocalBackend(run, log_dir, timeout_s, events)
+        return LocalBackend(run, plans, log_dir, timeout_s, events)
     from embodied.runtime.ray.actors import RayBackend
 
     return RayBackend(run, log_dir, timeout_s, events, address, modules, start_s)

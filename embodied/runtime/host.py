@@ -47,6 +47,7 @@ class HostPlan:
     node: str = ""  # of a Ray cluster; "" is the machine the driver is on
     devices: tuple[str, ...] = ()  # that its workers hold, each by itself, while they are at work
     device_bytes: float = float("inf")  # of memory on each, where that is limited
+    imports: tuple[str, ...] = ()  # modules its workers need that take seconds to import
 
     @property
     def gpu(self) -> str:

@@ -1,4 +1,5 @@
-"""Hosts as processes of this machine: spawned fresh, wired to the driver and to each other by socket pairs.
+"""Hosts as processes of this machine, wired to the driver and to each other by socket pairs. They are started fresh, or
+forked from a process that has imported torch already (fork_server.py).
 
 A host gets its environment and its cores before it imports anything, ends with the driver however the driver ends, and
 runs in a session of its own, so that Ctrl-C reaches the driver alone.
@@ -12,11 +13,13 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from embodied.runtime.fork_server import Forked, ForkServers
 from embodied.runtime.host import DRIVER, Host, HostPlan, Links
 from embodied.runtime.payload import Payload, decode, encode, segments
 from embodied.runtime.processes import (
@@ -48,7 +51,7 @@ main(boot)
 
 @dataclass
 class LocalProcess(HostProcess):
-    popen: subprocess.Popen
+    popen: subprocess.Popen | Forked
     control: MessageSocket
     channels: MessageSocket  # the driver's own end
 
@@ -60,8 +63,12 @@ class LocalProcess(HostProcess):
 class LocalBackend(Processes):
     name = "local"
 
-    def __init__(self, run: str, log_dir: Path | None, timeout_s: float, events: Events) -> None:
+    def __init__(
+        self, run: str, plans: Sequence[HostPlan], log_dir: Path | None, timeout_s: float, events: Events
+    ) -> None:
         super().__init__()
+        self._first = {plan.name for plan in plans}  # which are not started yet
+        self._fork_servers = ForkServers()
         self.pack, self.unpack = encode, decode
         self._run = run
         self._log_dir = log_dir
@@ -102,6 +109,9 @@ class LocalBackend(Processes):
         self._processes[plan.name] = process
         if before is not None:
             before.free()
+        self._first.discard(plan.name)
+        if not self._first:
+            self._fork_servers.close()
         self._events.on_start(plan.name, popen.pid)
         self._control.add(control, lambda message, payload, _: self._told(process, message, payload), lambda: None)
         self._control.watch(os.pidfd_open(popen.pid), lambda: self._died(process))
@@ -117,37 +127,36 @@ class LocalBackend(Processes):
     # Inside
 
     def _close(self) -> None:
+        self._fork_servers.close()
         for loop in (self._control, self._channels):
             loop.stop()
         for thread in self._threads:
             thread.join(timeout=5)
         segments.drop()
 
-    def _start(self, plan: HostPlan, control_fd: int, memory_fd: int, log: str | None) -> subprocess.Popen:
-        boot = {
-            **boot_order(self._run, plan, self._timeout_s),
-            "control_fd": control_fd,
-            "progress_fd": memory_fd,
+    def _start(self, plan: HostPlan, control_fd: int, memory_fd: int, log: str | None) -> subprocess.Popen | Forked:
+        boot, env = boot_order(self._run, plan, self._timeout_s), {**os.environ, **plan.environment()}
+        with ExitStack() as stack:
+            out, err = 1, 2
+            if log is not None:
+                os.makedirs(os.path.dirname(log), exist_ok=True)
+                out = err = stack.enter_context(open(log, "ab")).fileno()
+            if plan.imports and not plan.gpu:  # what CUDA makes of a fork is not tried here
+                fds = {"control_fd": control_fd, "progress_fd": memory_fd, "out_fd": out, "err_fd": err}
+                if (forked := self._fork_servers.fork(boot, env, plan.imports, fds)) is not None:
+                    return forked
             # A process is signalled at the end of the *thread* that started it, so only the main thread's counts.
-            "driver": os.getpid() if threading.current_thread() is threading.main_thread() else None,
-        }
-        output = None
-        if log is not None:
-            os.makedirs(os.path.dirname(log), exist_ok=True)
-            output = open(log, "ab")  # noqa: SIM115  (closed below)
-        try:
+            driver = os.getpid() if threading.current_thread() is threading.main_thread() else None
+            boot |= {"control_fd": control_fd, "progress_fd": memory_fd, "driver": driver}
             return subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, json.dumps(boot)],
-                env={**os.environ, **plan.environment()},
+                env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if output is not None else None,
+                stdout=out,
+                stderr=err,
                 pass_fds=(control_fd, memory_fd),
                 start_new_session=True,
             )
-        finally:
-            if output is not None:
-                output.close()
 
     def _connect_to_driver(self, name: str, control: MessageSocket) -> MessageSocket:
         mine, theirs = socket_pair()
@@ -182,7 +191,7 @@ class LocalBackend(Processes):
         self._channels.submit(tell)
 
 
-def _kill_session(popen: subprocess.Popen) -> None:
+def _kill_session(popen: subprocess.Popen | Forked) -> None:
     """Kills what is left of a host and of the processes it started."""
     with suppress(ProcessLookupError):
         os.killpg(popen.pid, signal.SIGKILL)

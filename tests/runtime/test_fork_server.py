@@ -1,0 +1,122 @@
+"""Hosts that fork from a process which has imported torch are like those that are started fresh, but there at once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied.runtime import Budget, Cluster, HostPlan, Worker, fork_server
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+class Born(Worker):
+    def about(self) -> dict:
+        import torch
+
+        return {
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "session": os.getsid(0),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "folder": os.getcwd(),
+            "mine": os.environ.get("MINE"),
+            "threads": torch.get_num_threads(),
+            "draw": float(np.random.random()),
+        }
+
+
+def plan(name: str, **changes) -> HostPlan:
+    return HostPlan(name, (name,), **{"imports": ("torch",), **changes})
+
+
+def born(cluster: Cluster, *roles: str) -> list[dict]:
+    return [cluster.launch(Born, role).about().wait()[0] for role in roles]
+
+
+def test_a_fork_is_a_host_like_any_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hosts = [plan("one", cores=(CORES[-1],), env={"MINE": "1"}), plan("two")]
+    with Cluster("local", hosts, log_dir=tmp_path, timeout_s=60) as cluster:
+        one, two = born(cluster, "one", "two")
+        command = Path(f"/proc/{one['pid']}/cmdline").read_bytes().rstrip(b"\0").decode()
+        assert command == "embodied one" and Path(f"/proc/{one['pid']}/comm").read_text() == "one\n"
+    assert one["parent"] == two["parent"] == os.getpid() and one["session"] == one["pid"]
+    assert one["cores"] == [CORES[-1]] and two["cores"] == CORES
+    assert (one["mine"], two["mine"]) == ("1", None) and one["folder"] == str(tmp_path)
+    assert one["draw"] != two["draw"]
+    assert not Path(f"/proc/{one['pid']}").exists()
+
+
+def test_hosts_of_other_threads_come_from_another_server_and_none_stays(monkeypatch):
+    servers, start = [], fork_server.ForkServer.__init__
+
+    def noted(self, *arguments):
+        start(self, *arguments)
+        servers.append(self)
+
+    monkeypatch.setattr(fork_server.ForkServer, "__init__", noted)
+    with Cluster("local", [plan("one"), plan("two", threads=2), plan("three")], timeout_s=60) as cluster:
+        assert len(servers) == 2 and all(one.process.poll() is not None for one in servers)
+        assert [one["threads"] for one in born(cluster, "one", "two", "three")] == [1, 2, 1]
+
+
+def test_a_killed_fork_is_reported_and_replaced(tmp_path):
+    with Cluster("local", [plan("one"), plan("two")], log_dir=tmp_path, timeout_s=60) as cluster:
+        group = cluster.launch(Born, "one")
+        cluster.supervise([group], [], Budget(5, 1800.0, 180.0))
+        first = group.about().wait()[0]["pid"]
+        os.kill(first, signal.SIGKILL)
+        assert "was killed by SIGKILL" in cluster.settle(group.about())["one"].cause
+        cluster.rebuilt_by("one", cluster.replace("one"), [])
+        assert group.about().wait()[0]["pid"] != first
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_where_the_server_fails_hosts_are_started_fresh(how, monkeypatch):
+    servers, start = [], fork_server.ForkServer.__init__
+
+    def struck(self, *arguments):
+        start(self, *arguments)
+        servers.append(self)
+        os.kill(self.process.pid, how)
+
+    monkeypatch.setattr(fork_server.ForkServer, "__init__", struck)
+    monkeypatch.setattr(fork_server, "FORK_S", 0.5)
+    with Cluster("local", [plan("one")], timeout_s=60) as cluster:
+        (one,) = born(cluster, "one")
+    assert one["parent"] == os.getpid() and servers[0].process.poll() is not None
+
+
+def test_a_module_that_is_not_there_keeps_nobody_from_starting():
+    with Cluster("local", [plan("one", imports=("no_such_module_at_all", "torch"))], timeout_s=60) as cluster:
+        assert born(cluster, "one")[0]["parent"] == os.getpid()
+
+
+DRIVER = """
+    import json, os, sys, time
+    from embodied.runtime import Cluster
+    from tests.runtime.test_fork_server import Born, plan
+
+    cluster = Cluster("local", [plan("one"), plan("two")], timeout_s=60)
+    print(json.dumps([cluster.launch(Born, role).about().wait()[0]["pid"] for role in ("one", "two")]), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_driver_that_is_killed_leaves_none_of_its_forks():
+    command = [sys.executable, "-c", textwrap.dedent(DRIVER)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as driver:
+        pids = json.loads(driver.stdout.readline())
+        driver.kill()
+    until = time.monotonic() + 10
+    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not left
