@@ -437,6 +437,25 @@ class ReasoningGymConfig(TextConfig):
         return with_task(values, str(values.get("name", "")).partition(":")[2])
 
 
+class VerifiersConfig(TextConfig):
+    name: str = Field(pattern=r"^verifiers:[\w./-]+$", description="verifiers:<environment>, as the package loads it.")
+    task: str = Field("", description="How results name it; unset: the environment's name.")
+    python: LocalPath | None = Field(
+        None, description="The interpreter that has verifiers and the environment: FOLDER/bin/python."
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to its load_environment as they are.")
+    full_score: float = Field(1.0, description="The reward from which on an answer is a success.")
+    score_s: float = Field(
+        60.0, gt=0, description="Seconds that it may take to reply or to score; then the conversation is dropped."
+    )
+    start_s: float = Field(600.0, gt=0, description="Seconds that loading it may take, data sets included.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _task_is_the_name(cls, values: Any) -> Any:
+        return with_task(values, str(values.get("name", "")).partition(":")[2])
+
+
 def check_privileged(config: Any) -> None:
     if config.privileged and config.state == "full":
         raise ValueError("env.privileged=true, but env.state=full hides nothing from the actor; try env.state=proprio")
@@ -448,8 +467,11 @@ def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
 
 def unknown_env(name: str) -> str:
     """The message for a name that is neither ours nor a class."""
-    known = f"known: {', '.join(ENV_CONFIGS)}, reasoning_gym:<task>, gym:<id>, my_pkg.my_module:MyEnv"
-    return f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'reasoning_gym:', 'gym:'])}"
+    more = "reasoning_gym:<task>, verifiers:<environment>, gym:<id>, my_pkg.my_module:MyEnv"
+    known = f"known: {', '.join(ENV_CONFIGS)}, {more}"
+    return (
+        f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'reasoning_gym:', 'verifiers:', 'gym:'])}"
+    )
 
 
 ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
@@ -473,7 +495,7 @@ def kind_of(value: Any) -> str:
     name = str(name)  # "gym:" in YAML is a mapping
     if name in ENV_CONFIGS:
         return name
-    kinds = ("gym", "reasoning_gym")
+    kinds = ("gym", "reasoning_gym", "verifiers")
     return next((kind for kind in kinds if name.startswith(f"{kind}:")), "external")
 
 
@@ -487,6 +509,7 @@ EnvConfig = Annotated[
     | Annotated[ReverseTextConfig, Tag("reverse_text")]
     | Annotated[MathConfig, Tag("math")]
     | Annotated[ReasoningGymConfig, Tag("reasoning_gym")]
+    | Annotated[VerifiersConfig, Tag("verifiers")]
     | Annotated[GymConfig, Tag("gym")]
     | Annotated[ExternalEnvConfig, Tag("external")],
     Discriminator(kind_of),
