@@ -311,21 +311,20 @@ class RobosuiteConfig(CommonEnvConfig):
         return ROBOSUITE_BYTES + rows * (ROW_WITH_IMAGES_BYTES if self.cameras else ROW_BYTES)
 
 
-class GymConfig(CommonEnvConfig):
-    name: str = Field(pattern=r"^gym:\S+$", description="gym:<id>, any registered Gymnasium env.")
-    task: str = Field(description="How results name the task; unset: the Gymnasium id.")
-    on_success: OnSuccess = Field(
-        "terminate",
-        description="As for all envs, where the env reports success.",
-    )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")
+class NamedWithKind(CommonEnvConfig):
+    """Envs whose name is KIND:NAME: the task is NAME, unless results are to call it something else."""
 
     @model_validator(mode="before")
     @classmethod
-    def _task_is_the_id(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return with_task(values, str(values.get("name", "")).removeprefix("gym:"))
+    def _task_is_the_name(cls, values: Any) -> Any:
+        return with_task(values, str(values.get("name", "")).partition(":")[2]) if isinstance(values, dict) else values
+
+
+class GymConfig(NamedWithKind):
+    name: str = Field(pattern=r"^gym:\S+$", description="gym:<id>, any registered Gymnasium env.")
+    task: str = Field(description="How results name the task; unset: the Gymnasium id.")
+    on_success: OnSuccess = Field("terminate", description="As for all envs, where the env reports success.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")
 
 
 class ExternalEnvConfig(CommonEnvConfig):
@@ -422,38 +421,22 @@ class MathConfig(TextConfig):
     score_s: float = Field(5.0, gt=0, description="Seconds that comparing an answer may take; then it counts as wrong.")
 
 
-class ReasoningGymConfig(TextConfig):
+class ReasoningGymConfig(TextConfig, NamedWithKind):
     name: str = Field(pattern=r"^reasoning_gym:\w+$", description="reasoning_gym:<name>, any of its tasks.")
     task: str = Field("", description="How results name it; unset: the task's name.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Options of that task, as reasoning_gym has them.")
-    partial_scores: bool = Field(
-        False, description="Reward the task's own scores between 0 and 1 too; a success is a score of 1 in any case."
-    )
+    partial_scores: bool = Field(False, description="Reward the task's scores below 1 too; only 1 is a success.")
     score_s: float = Field(5.0, gt=0, description="As for math.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _task_is_the_name(cls, values: Any) -> Any:
-        return with_task(values, str(values.get("name", "")).partition(":")[2])
 
-
-class VerifiersConfig(TextConfig):
+class VerifiersConfig(TextConfig, NamedWithKind):
     name: str = Field(pattern=r"^verifiers:[\w./-]+$", description="verifiers:<environment>, as the package loads it.")
     task: str = Field("", description="How results name it; unset: the environment's name.")
-    python: LocalPath | None = Field(
-        None, description="The interpreter that has verifiers and the environment: FOLDER/bin/python."
-    )
+    python: LocalPath | None = Field(None, description="The interpreter that has the package: FOLDER/bin/python.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to its load_environment as they are.")
     full_score: float = Field(1.0, description="The reward from which on an answer is a success.")
-    score_s: float = Field(
-        60.0, gt=0, description="Seconds that it may take to reply or to score; then the conversation is dropped."
-    )
+    score_s: float = Field(60.0, gt=0, description="Seconds for a reply or a score; then the conversation is dropped.")
     start_s: float = Field(600.0, gt=0, description="Seconds that loading it may take, data sets included.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _task_is_the_name(cls, values: Any) -> Any:
-        return with_task(values, str(values.get("name", "")).partition(":")[2])
 
 
 def check_privileged(config: Any) -> None:

@@ -5,6 +5,9 @@ python -m venv FOLDER && FOLDER/bin/python -m pip install "verifiers>=0.1.14,<0.
 
 import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -179,6 +182,32 @@ def test_one_that_hangs_is_dropped_and_the_other_goes_on(opened):
     env.shared.config = env.config
     assert beside.step("8").said[0]["content"] == "8 is wrong, 1 left"
     assert beside.step("113").success
+
+
+WORKER = """
+import sys, time
+from types import SimpleNamespace
+from embodied.envs.text.verifiers_bridge import Bridge, Example
+
+python, kwargs = sys.argv[1], {"kind": "single"}
+config = SimpleNamespace(name="verifiers:my-sums", python=python, kwargs=kwargs, start_s=600, score_s=600)
+bridge = Bridge(config)
+example = Example(bridge, True, 0)
+example.begin()
+print(bridge.child.process.pid, flush=True)
+example.answer("hang")
+"""
+
+
+def test_one_that_hangs_ends_when_its_worker_is_killed(environments):
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, PYTHON], stdout=subprocess.PIPE, text=True)
+    with worker:
+        pid = int(worker.stdout.readline())
+        worker.kill()
+    deadline = time.monotonic() + 100
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_tools(opened):
