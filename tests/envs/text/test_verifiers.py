@@ -6,6 +6,7 @@ import sys
 import textwrap
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
@@ -18,6 +19,7 @@ from embodied.envs.config import EnvConfig
 from embodied.envs.text import verifiers
 from embodied.envs.text.check import check_text_env
 from embodied.envs.text.verifiers import Verifiers
+from embodied.envs.text.verifiers_child import Problem, splits, turns_of, what_counts
 from tests.verifiers_stand_in import stand_in
 
 
@@ -197,7 +199,7 @@ def test_the_endpoint_wants_its_key_and_knows_no_other_conversation(opened):
     def code(key, number=10**6, path="v1/chat/completions", body=b"{}"):
         request = urllib.request.Request(f"{url}/{number}/{path}", body, {"Authorization": f"Bearer {key}"})
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(request)
+            urllib.request.urlopen(request, timeout=60)
         with caught.value as refused:
             return refused.code
 
@@ -226,6 +228,55 @@ def test_calls_that_are_not_well_formed_are_text(opened, call):
     env.reset(spec(8))
     turn = env.step(f"<tool_call>{call}</tool_call>")
     assert turn.done and not turn.success and not turn.dropped
+
+
+# What the process makes of an environment
+
+
+def examples(*prompts, **more):
+    return [{"prompt": [{"role": "user", "content": prompt}], **more} for prompt in prompts]
+
+
+def split(dataset, eval_dataset=None):
+    train, held_out = splits(SimpleNamespace(dataset=dataset, eval_dataset=eval_dataset))
+    return [[one["prompt"][0]["content"] for one in part] for part in (train, held_out)]
+
+
+def test_the_eval_dataset_is_held_out_and_what_it_repeats_is_not_trained_on():
+    assert split(examples(*"abcd"), examples(*"cx")) == [["a", "b", "d"], ["c", "x"]]
+
+
+def test_without_one_the_first_examples_are_held_out():
+    assert split(examples(*"aba")) == [["b"], ["a"]]
+    train, held_out = split(examples(*map(str, range(100))))
+    assert (len(train), held_out) == (95, [*"01234"])
+
+
+def test_games_that_ask_all_the_same_differ_in_what_is_to_be_found():
+    first, other = examples("Guess.", answer="cat") + examples("Guess.", answer="dog"), examples("Guess.", answer="cow")
+    assert split(first + other, first) == [["Guess."], ["Guess.", "Guess."]]
+
+
+def test_an_environment_that_only_evaluates_what_it_trains_on_is_refused():
+    with pytest.raises(Problem, match="no example is left to train on: all 2 are held out"):
+        split(examples(*"ab"), examples(*"ab"))
+
+
+def test_an_environment_has_as_many_turns_as_its_longest_part_or_does_not_say():
+    one, three, endless = (SimpleNamespace(max_turns=turns) for turns in (1, 3, -1))
+    assert [turns_of(env) for env in (one, endless, SimpleNamespace())] == [1, 0, 0]
+    assert turns_of(SimpleNamespace(envs=[one, three])) == 3
+    assert turns_of(SimpleNamespace(envs=[one, endless])) == 0
+
+
+def test_an_error_or_no_reward_is_no_score():
+    assert what_counts({"reward": 0.0, "error": {"error": "ToolError"}, "error_chain": "a -> b"}) == {"error": "a -> b"}
+    assert "error" in what_counts({"reward": None})
+    assert what_counts({"reward": 2, "metrics": {"right": 1, "note": "x"}, "answer": "4"}) == {
+        "reward": 2,
+        "metrics": {"right": 1},
+        "answer": "4",
+    }
 
 
 # Before a run
