@@ -145,6 +145,8 @@ def tasks(machine: Machine) -> Iterable[Item]:
             yield Item("gym", GYM, problem)
         elif env == "reasoning_gym":
             yield Item("reasoning_gym", REASONING_GYM, problem)
+        elif env == "verifiers":
+            yield Item("verifiers", VERIFIERS, problem)
         else:
             yield from (Item(f"{env} {task}".strip(), text, problem) for task, text in tasks_of_options(env))
 
@@ -153,6 +155,10 @@ GYM = 'env.name=gym:ID for any ID of: python -c "import gymnasium; gymnasium.ppr
 REASONING_GYM = (
     "env.name=reasoning_gym:NAME for any NAME of: "
     'python -c "import reasoning_gym.factory as f; print(*sorted(f.DATASETS))"'
+)
+VERIFIERS = (
+    "env.name=verifiers:NAME env.python=FOLDER/bin/python for any NAME that the package verifiers loads there "
+    "(docs/text_envs.md)"
 )
 
 

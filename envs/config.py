@@ -311,21 +311,20 @@ class RobosuiteConfig(CommonEnvConfig):
         return ROBOSUITE_BYTES + rows * (ROW_WITH_IMAGES_BYTES if self.cameras else ROW_BYTES)
 
 
-class GymConfig(CommonEnvConfig):
-    name: str = Field(pattern=r"^gym:\S+$", description="gym:<id>, any registered Gymnasium env.")
-    task: str = Field(description="How results name the task; unset: the Gymnasium id.")
-    on_success: OnSuccess = Field(
-        "terminate",
-        description="As for all envs, where the env reports success.",
-    )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")
+class NamedWithKind(CommonEnvConfig):
+    """Envs whose name is KIND:NAME: the task is NAME, unless results are to call it something else."""
 
     @model_validator(mode="before")
     @classmethod
-    def _task_is_the_id(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return with_task(values, str(values.get("name", "")).removeprefix("gym:"))
+    def _task_is_the_name(cls, values: Any) -> Any:
+        return with_task(values, str(values.get("name", "")).partition(":")[2]) if isinstance(values, dict) else values
+
+
+class GymConfig(NamedWithKind):
+    name: str = Field(pattern=r"^gym:\S+$", description="gym:<id>, any registered Gymnasium env.")
+    task: str = Field(description="How results name the task; unset: the Gymnasium id.")
+    on_success: OnSuccess = Field("terminate", description="As for all envs, where the env reports success.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")
 
 
 class ExternalEnvConfig(CommonEnvConfig):
@@ -422,19 +421,22 @@ class MathConfig(TextConfig):
     score_s: float = Field(5.0, gt=0, description="Seconds that comparing an answer may take; then it counts as wrong.")
 
 
-class ReasoningGymConfig(TextConfig):
+class ReasoningGymConfig(TextConfig, NamedWithKind):
     name: str = Field(pattern=r"^reasoning_gym:\w+$", description="reasoning_gym:<name>, any of its tasks.")
     task: str = Field("", description="How results name it; unset: the task's name.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Options of that task, as reasoning_gym has them.")
-    partial_scores: bool = Field(
-        False, description="Reward the task's own scores between 0 and 1 too; a success is a score of 1 in any case."
-    )
+    partial_scores: bool = Field(False, description="Reward the task's scores below 1 too; only 1 is a success.")
     score_s: float = Field(5.0, gt=0, description="As for math.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _task_is_the_name(cls, values: Any) -> Any:
-        return with_task(values, str(values.get("name", "")).partition(":")[2])
+
+class VerifiersConfig(TextConfig, NamedWithKind):
+    name: str = Field(pattern=r"^verifiers:[\w./-]+$", description="verifiers:<environment>, as the package loads it.")
+    task: str = Field("", description="How results name it; unset: the environment's name.")
+    python: LocalPath | None = Field(None, description="The interpreter that has the package: FOLDER/bin/python.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to its load_environment as they are.")
+    full_score: float = Field(1.0, description="The reward from which on an answer is a success.")
+    score_s: float = Field(60.0, gt=0, description="Seconds for a reply or a score; then the conversation is dropped.")
+    start_s: float = Field(600.0, gt=0, description="Seconds that loading it may take, data sets included.")
 
 
 def check_privileged(config: Any) -> None:
@@ -448,8 +450,11 @@ def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
 
 def unknown_env(name: str) -> str:
     """The message for a name that is neither ours nor a class."""
-    known = f"known: {', '.join(ENV_CONFIGS)}, reasoning_gym:<task>, gym:<id>, my_pkg.my_module:MyEnv"
-    return f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'reasoning_gym:', 'gym:'])}"
+    more = "reasoning_gym:<task>, verifiers:<environment>, gym:<id>, my_pkg.my_module:MyEnv"
+    known = f"known: {', '.join(ENV_CONFIGS)}, {more}"
+    return (
+        f"env.name={name!r} is unknown ({known}){nearest(name, [*ENV_CONFIGS, 'reasoning_gym:', 'verifiers:', 'gym:'])}"
+    )
 
 
 ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
@@ -473,7 +478,7 @@ def kind_of(value: Any) -> str:
     name = str(name)  # "gym:" in YAML is a mapping
     if name in ENV_CONFIGS:
         return name
-    kinds = ("gym", "reasoning_gym")
+    kinds = ("gym", "reasoning_gym", "verifiers")
     return next((kind for kind in kinds if name.startswith(f"{kind}:")), "external")
 
 
@@ -487,6 +492,7 @@ EnvConfig = Annotated[
     | Annotated[ReverseTextConfig, Tag("reverse_text")]
     | Annotated[MathConfig, Tag("math")]
     | Annotated[ReasoningGymConfig, Tag("reasoning_gym")]
+    | Annotated[VerifiersConfig, Tag("verifiers")]
     | Annotated[GymConfig, Tag("gym")]
     | Annotated[ExternalEnvConfig, Tag("external")],
     Discriminator(kind_of),

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ConfigError, EmbodiedError, nearest
-from embodied.envs.config import EXTERNAL, SIMULATORS, unknown_env
+from embodied.envs.config import EXTERNAL, SIMULATORS, kind_of, unknown_env
 from embodied.system.vulkan_driver import ensure_vulkan
 
 if TYPE_CHECKING:
@@ -115,7 +115,12 @@ def simulator_of(found: Any) -> str | None:
 def as_a_task(name: Any) -> str | None:
     """The simulator whose task `env.name=my_tasks:Class` is: then it means env.name=SIMULATOR env.task=my_tasks:Class.
     None where the class is an env of its own, or no class can be meant."""
-    return simulator_of(import_class(name)) if isinstance(name, str) and EXTERNAL.fullmatch(name) else None
+    return simulator_of(import_class(name)) if isinstance(name, str) and names_a_class(name) else None
+
+
+def names_a_class(name: str) -> bool:
+    """Whether this `env.name` is a class of the user's, and not gym:<id> or the like."""
+    return EXTERNAL.fullmatch(name) is not None and kind_of({"name": name}) == "external"
 
 
 def is_own(task: str) -> bool:
@@ -142,7 +147,7 @@ def own_modules(env: Any) -> list[str]:
     """All modules of the user's that this env section names, for machines that have to be sent them."""
     tasks = [env.task] if isinstance(env.task, str) else list(env.task)
     named = tasks if env.name in SIMULATORS else []
-    named += [where for where in (env.name, env.reward) if EXTERNAL.fullmatch(where) and where[:4] != "gym:"]
+    named += [where for where in (env.name, env.reward) if names_a_class(where)]
     return list(dict.fromkeys([*env.modules, *(where.partition(":")[0] for where in named if is_own(where))]))
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from embodied.envs.config import ENV_CONFIGS, TOY_TASKS
+from tests.verifiers_stand_in import stand_in
 
 PAGE = (Path(__file__).parents[1] / "docs" / "text_envs.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
-CHECK, TRAIN, CHECK_FILE = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+CHECK, TRAIN, CHECK_FILE, CHECK_VERIFIERS, TRAIN_VERIFIERS = [
+    line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()
+]
 
 
 @pytest.fixture
@@ -55,9 +58,19 @@ def test_the_file_of_the_page_is_read_and_answered(here):
     assert "1/2 + 1/3" in printed and "contract kept" in printed
 
 
+def test_an_environment_of_verifiers_is_looked_at_and_trained_on(here, tmp_path):
+    interpreter = tmp_path / "verifiers-env" / "bin" / "python"
+    interpreter.parent.mkdir(parents=True)
+    stand_in(interpreter)
+    printed = here(CHECK_VERIFIERS)
+    assert "held out 0?" in printed and "contract kept" in printed
+    printed = here(TRAIN_VERIFIERS.rpartition(" run.start_from=")[0], "run.start_from=null", "--dry-run")
+    assert "verifiers:my_vf_sums" in printed
+
+
 def test_every_env_and_task_of_the_page_is_there_and_the_other_way_round():
     table = re.findall(r"^\| `([\w:]+)` \| (.*) \|", PAGE, re.M)
-    assert {name.partition(":")[0] for name, _ in table} == {"sums", "sort", "math", "reasoning_gym"}
+    assert {name.partition(":")[0] for name, _ in table} == {"sums", "sort", "math", "reasoning_gym", "verifiers"}
     assert {"sums", "sort", "math"} <= {*ENV_CONFIGS}
     for name, tasks in TOY_TASKS.items():
         assert name == "sort" or all(task in dict(table)[name] for task in tasks)

@@ -46,6 +46,7 @@ class Turn:
     success: bool = False
     done: bool | None = None  # None: unless something was said
     facts: dict[str, Any] | None = None  # more to show of it in a transcript: {"expected": "95"}
+    dropped: str = ""  # why the conversation is over and counts for nothing: it could not be scored
 
     def __post_init__(self) -> None:
         if self.done is None:
@@ -76,6 +77,11 @@ class TextEnv(BeforeARun):
     def step(self, answer: str) -> Turn:
         """Hear an answer, without the token that ended it. An answer that was cut off comes like any other."""
         raise NotImplementedError
+
+    def cut_short(self, turn: Turn) -> Turn:
+        """The conversation ends with this turn, though `step` went on: the answer was cut off, or it was the last one
+        there may be. What it is worth."""
+        return turn
 
     def solution(self) -> str | None:
         """A right answer to what was said last, to learn from by imitation; None where it is not known."""

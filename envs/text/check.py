@@ -200,6 +200,8 @@ class Checker:
             raise violation("step", f"step({answer!r:.60}) raised after {spec}", err) from err
         if not isinstance(turn, Turn):
             fail("turn", f"step returned {type(turn).__name__}, it must be a Turn")
+        if turn.dropped:
+            fail("score", f"the answer {answer!r:.60} to {spec} cannot be scored: {turn.dropped}")
         number = isinstance(turn.reward, int | float) or hasattr(turn.reward, "item")
         if not number or not math.isfinite(turn.reward):
             fail("reward", f"{turn.reward!r} after the answer {answer!r:.60}; a reward is a finite number")

@@ -229,11 +229,18 @@ def hear(one: Conversation, completion: Completion, config: Any, turns: int) -> 
     turn = one.env.step(completion.text)
     if not isinstance(turn, Turn):
         raise EmbodiedError(f"{type(one.env).__name__}.step returned {type(turn).__name__}, it must be a Turn")
+    last = completion.truncated or len(one.turns) + 1 >= turns
+    if last and not turn.done:
+        turn = one.env.cut_short(turn)
+    if turn.dropped:
+        one.problem = turn.dropped
+        one.hear(completion, Turn(), 0.0)
+        return True
     reward = float(turn.success) if config.reward == "success" else float(turn.reward)
     if not np.isfinite(reward):
         raise EmbodiedError(f"{type(one.env).__name__}.step gave the reward {reward} for {completion.text[:80]!r}")
     one.hear(completion, turn, reward)
-    over = turn.done or not turn.said or completion.truncated or len(one.turns) >= turns
+    over = turn.done or not turn.said or last
     if not over:
         checked_said(turn.said, type(one.env))
     return over

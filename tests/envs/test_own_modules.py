@@ -7,8 +7,8 @@ import pytest
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
-from embodied.envs.config import ExternalEnvConfig, GymConfig, ManiSkillConfig
-from embodied.envs.own_modules import import_module, own_modules, simulator_of
+from embodied.envs.config import ExternalEnvConfig, GymConfig, ManiSkillConfig, ReasoningGymConfig, VerifiersConfig
+from embodied.envs.own_modules import as_a_task, import_module, own_modules, simulator_of
 
 TASK = """
 from mani_skill.envs.tasks.tabletop.push_cube import PushCubeEnv
@@ -71,6 +71,9 @@ def test_the_modules_that_other_machines_need_are_those_the_env_section_names():
     assert own_modules(GymConfig(name="gym:CartPole-v1")) == []
     assert own_modules(ExternalEnvConfig(name="my_pkg.env:Mine", task="stage:2")) == ["my_pkg.env"]
     assert own_modules(ManiSkillConfig()) == []
+    assert own_modules(ReasoningGymConfig(name="reasoning_gym:chain_sum")) == []
+    assert own_modules(VerifiersConfig(name="verifiers:gsm8k")) == []
+    assert as_a_task("verifiers:gsm8k") is None  # nothing is imported here
 
 
 def test_a_class_is_known_by_its_bases_without_importing_their_simulator():

@@ -185,3 +185,43 @@ def test_what_is_no_turn_or_no_text_is_refused_by_name():
         policy.replies.get = lambda policy=policy: (policy.answer(), policy.replies.popleft())[1]
         with pytest.raises(EmbodiedError, match=message):
             list(play_conversations(kind, CONFIG, None, specs, 1, Talk(policy.route, Timers()), Timers()))
+
+
+class Undecided(Counting):
+    """Goes on after a wrong answer too, cannot score "?", and pays a little for what is cut short."""
+
+    def step(self, answer):
+        if answer == "?":
+            return Turn(dropped="it cannot be scored")
+        return replace(super().step(answer), done=False, said="on?")
+
+    def cut_short(self, turn):
+        return replace(turn, reward=turn.reward + 0.25, done=True)
+
+
+def held_by(kind, policy, monkeypatch):
+    monkeypatch.setitem(held.__globals__, "Counting", kind)
+    (one,) = held(policy, [0]).values()
+    return one
+
+
+def test_an_env_says_what_a_conversation_is_worth_that_had_enough_turns(monkeypatch):
+    policy = Policy()
+    policy.say = lambda prompt: "no"
+    one = held_by(Undecided, policy, monkeypatch)
+    assert [turn["reward"] for turn in one.turns] == [0.0, 0.0, 0.25]
+
+
+def test_an_env_says_what_a_conversation_is_worth_whose_answer_was_cut_off(monkeypatch):
+    policy = Policy()
+    policy.answer, answer = lambda: answer(truncated=True), policy.answer
+    one = held_by(Undecided, policy, monkeypatch)
+    assert [turn["reward"] for turn in one.turns] == [1.25]
+
+
+def test_a_conversation_that_cannot_be_scored_counts_for_nothing(monkeypatch):
+    policy = Policy()
+    policy.say = lambda prompt: "?"
+    one = held_by(Undecided, policy, monkeypatch)
+    result = one.result()
+    assert (result.error, result.success_once, result.total_reward) == ("it cannot be scored", None, 0.0)

@@ -1,0 +1,370 @@
+"""Plays environments of the package `verifiers` in a process of their own interpreter.
+
+An environment calls the model and not the other way round, so the sim worker serves an OpenAI endpoint, on loopback and
+for who knows the token. A chat request waits there until the policy has answered. `Bridge` holds the process
+(`verifiers_child.py`) and the endpoint; `Example` is one conversation: it begins, hears answers, and ends.
+
+A process that dies, or does not come back with a request or a score in time, is replaced. That costs the conversation
+it was at: the others are said again to the new one, which must ask what the old one asked.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from embodied.core.conversations import Said
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.envs.text.verifiers_tools import heard, in_words
+
+CHILD = Path(__file__).with_name("verifiers_child.py")
+# Where Python finds modules, the first place is the working directory: a script's own would be this folder.
+BOOT = "import sys; path = sys.argv[1]; exec(compile(open(path).read(), path, 'exec'))"
+END_S = 15.0  # until a process that was told to end is gone: an environment may have something to clean up
+PARKED_S = 86_400.0  # that a request waits for the policy: the longest pause of a run, not of an answer
+LARGEST = 64 << 20  # bytes of a request
+ROUTE = re.compile(r"/(\d+)/v1/(.+)")
+FULL = {"message": "the context length of the policy is reached", "code": "context_length_exceeded"}
+
+
+class Lost(Exception):
+    """A conversation that cannot go on and counts for nothing; why."""
+
+
+@dataclass
+class Request:
+    """A request that waits to be answered."""
+
+    route: str
+    body: dict[str, Any]
+    replies: SimpleQueue = field(default_factory=SimpleQueue)
+
+    def answer(self, status: int, reply: dict[str, Any]) -> None:
+        self.replies.put((status, reply))
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process is gone."""
+
+
+class Child:
+    """The process, and what it says: to `mail[number]` what concerns an example."""
+
+    def __init__(self, config: Any, url: str = "", key: str = "") -> None:
+        self.name, self.start_s = config.name, config.start_s
+        self.first: SimpleQueue = SimpleQueue()
+        self.mail: dict[int, SimpleQueue] = {}
+        self.over = threading.Event()
+        quiet = {"VF_LOG_LEVEL": "ERROR", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        try:
+            self.process = subprocess.Popen(
+                [str(config.python), "-c", BOOT, str(CHILD)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is the worker's, and what it starts ends with it
+                env={**quiet, **os.environ, "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+        except OSError as err:
+            raise ConfigError(f"env.python={config.python}: {err.strerror}; {how_to_install(config.python)}") from None
+        environment = config.name.partition(":")[2]
+        self.say(environment=environment, kwargs=config.kwargs, url=url, key=key)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ready(self) -> dict[str, Any]:
+        """What the environment says of itself, once it is loaded."""
+        try:
+            found = self.first.get(timeout=self.start_s)
+        except Empty:
+            self.kill()
+            raise EmbodiedError(f"env.name={self.name} was not loaded within env.start_s={self.start_s:g}") from None
+        if isinstance(found, Died):
+            self.process.wait(END_S)
+            raise EmbodiedError(
+                f"env.name={self.name}: its process ended with code {self.process.returncode} while loading; "
+                "what it printed is above, or in the sim worker's log"
+            )
+        if "problem" in found:
+            raise ConfigError(f"env.name={self.name}: {found['problem']}")
+        return found
+
+    def say(self, **message: Any) -> None:
+        with suppress(BrokenPipeError, ValueError):  # it is gone, which `_listen` says, or was let go of
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """End the process and what it has started, at once."""
+        if self.process.returncode is None:  # it was not waited for, so its number is nobody else's yet
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(END_S)
+        self._let_go()
+
+    def close(self) -> None:
+        """Let the process clean up and end."""
+        self._let_go()
+        self.over.wait(END_S)
+        self.kill()
+
+    def _let_go(self) -> None:
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def _listen(self) -> None:
+        with self.process.stdout as lines:
+            for line in lines:
+                message = json.loads(line)
+                if "ended" not in message:
+                    self.first.put(message)
+                elif mail := self.mail.get(message["ended"]):
+                    mail.put(message)
+        self.over.set()
+        self.first.put(Died())
+        for mail in [*self.mail.values()]:
+            mail.put(Died())
+
+
+def how_to_install(python: Path) -> str:
+    """The commands that make an interpreter there."""
+    return f'python -m venv {python.parent.parent} && {python} -m pip install "verifiers>=0.1.14,<0.4" makes one'
+
+
+class Bridge:
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.key = secrets.token_urlsafe(32)
+        self.numbers = count(1)
+        self.server = Endpoint(self)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.child: Child | None = None
+        try:
+            self.facts = self._begin()
+        except EmbodiedError:
+            self.close()
+            raise
+
+    def begin(self, held_out: bool, number: int) -> tuple[Child, int, SimpleQueue]:
+        """Let this example be rolled out; -> by whom, its number there, and where what it asks arrives."""
+        if self.child is not None and self.child.over.is_set():
+            self.replace()
+        if self.child is None:
+            self._begin()
+        at, mail = next(self.numbers), SimpleQueue()
+        self.child.mail[at] = mail
+        if self.child.over.is_set():  # and had told everybody before this one was there
+            mail.put(Died())
+        self.child.say(begin=at, held_out=held_out, number=number)
+        return self.child, at, mail
+
+    def replace(self) -> None:
+        """Another process is started when the next example begins."""
+        if self.child is not None:
+            self.child.kill()
+        self.child = None
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        if self.child is not None:
+            self.child.close()
+
+    def _begin(self) -> dict[str, Any]:
+        self.child = Child(self.config, "http://{}:{}".format(*self.server.server_address), self.key)
+        return self.child.ready()
+
+
+class Example:
+    """One that is rolled out, with the policy's answers."""
+
+    def __init__(self, bridge: Bridge, held_out: bool, number: int) -> None:
+        self.bridge, self.where = bridge, (held_out, number)
+        self.answers: list[str] = []
+        self._begin()
+
+    def begin(self) -> Said:
+        """What it asks first. A process that does not come so far is replaced once."""
+        try:
+            said = self._next()
+        except Lost:
+            if self.bridge.child is not None:
+                raise
+            self._begin()
+            said = self._next()
+        if isinstance(said, dict):
+            raise Lost("it ended before it asked anything")
+        return said
+
+    def answer(self, text: str) -> Said | dict[str, Any]:
+        """What it asks then, or how it has ended."""
+        if self.child is not self.bridge.child or self.child.over.is_set():
+            self._say_again()
+        self.answers.append(text)
+        return self._answer(text)
+
+    def stop(self) -> dict[str, Any] | None:
+        """Let it end where it is, and say how; None where it wants to go on."""
+        self.request.answer(400, {"error": {**FULL, "type": "invalid_request_error"}})
+        ended = self._next()
+        return ended if isinstance(ended, dict) else None
+
+    def forget(self) -> None:
+        """Nobody wants the rest of it."""
+        self.child.mail.pop(self.at, None)
+        self.child.say(end=self.at)
+        if self.request is not None:
+            self.request.answer(503, {"error": {"message": "this conversation is over"}})
+
+    def _begin(self) -> None:
+        self.child, self.at, self.mail = self.bridge.begin(*self.where)
+        self.known: list[dict[str, Any]] = []  # all messages so far, as the environment has them
+        self.tools: list[dict[str, Any]] = []
+        self.request: Request | None = None
+
+    def _answer(self, text: str) -> Said | dict[str, Any]:
+        # The package takes an empty answer for a server's failure.
+        message = heard(text or " ", self.tools, len(self.known))
+        self.known.append(plain(message, self))
+        reason = "tool_calls" if "tool_calls" in message else "stop"
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        reply = {"id": f"{self.at}", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+        self.request.answer(200, reply)
+        return self._next()
+
+    def _next(self) -> Said | dict[str, Any]:
+        """What comes next: something to answer, or the end."""
+        config, self.request = self.bridge.config, None
+        try:
+            event = self.mail.get(timeout=config.score_s)
+        except Empty:
+            self.bridge.replace()
+            raise Lost(f"the environment did nothing for env.score_s={config.score_s:g}") from None
+        if isinstance(event, Died):
+            self.bridge.replace()
+            raise Lost("the environment's process died")
+        if isinstance(event, dict):
+            self.child.mail.pop(self.at, None)
+            if "error" in event:
+                raise Lost(f"the environment failed: {event['error']}")
+            return event
+        self.request = event
+        return self._new(event)
+
+    def _new(self, request: Request) -> Said:
+        """What a request says that was not said before."""
+        body = request.body
+        if request.route != "chat/completions" or body.get("stream") or body.get("n") not in (None, 1):
+            wanted = {"route": request.route, "stream": body.get("stream"), "n": body.get("n")}
+            self.refuse(f"it asks for something else than one chat completion: {wanted}")
+        messages, tools = [plain(one, self) for one in body["messages"]], body.get("tools") or []
+        known = self.known
+        if messages[: len(known)] != known or len(messages) == len(known) or (known and tools != self.tools):
+            at = next((at for at, (a, b) in enumerate(zip(known, messages, strict=False)) if a != b), len(messages))
+            was, now = (repr(one[at])[:120] if at < len(one) else "nothing" for one in (known, messages))
+            what = "its tools" if messages[: len(known)] == known and len(messages) > len(known) else f"message {at}"
+            self.refuse(
+                f"it changes what was said before, and a conversation here only appends: {what}, {was}, is {now} now"
+            )
+        new = messages[len(known) :]
+        said = in_words(new, () if known else tools)
+        self.known, self.tools = messages, tools
+        return said
+
+    def refuse(self, why: str) -> None:
+        """Raise since this kind of environment cannot be played here."""
+        raise EmbodiedError(f"env.name={self.bridge.config.name} ({self.bridge.facts['kind']}): {why}")
+
+    def _say_again(self) -> None:
+        """To the process that has taken the place of the one that knew this conversation."""
+        before = self.known
+        self._begin()
+        said = self._next()
+        for answer in self.answers:
+            if isinstance(said, dict):
+                break
+            said = self._answer(answer)
+        if isinstance(said, dict) or self.known != before:
+            raise Lost("the environment's process was replaced, and the new one asks something else")
+
+
+def plain(message: dict[str, Any], example: Example) -> dict[str, Any]:
+    """A message with what is said in it, and nothing else."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        if other := {part.get("type") for part in content} - {"text"}:
+            example.refuse(f"it says {', '.join(map(str, other))}, and a conversation here is text")
+        content = "".join(part["text"] for part in content)
+    calls = [
+        {"id": one["id"], "function": {name: one["function"][name] for name in ("name", "arguments")}}
+        for one in message.get("tool_calls") or ()
+    ]
+    return {"role": message["role"], "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Parks requests until they are answered; a thread for each."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, bridge: Bridge) -> None:
+        super().__init__(("127.0.0.1", 0), Asked)
+        self.bridge = bridge
+
+    def park(self, number: int, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Wait for the answer to a request."""
+        child = self.bridge.child
+        mail = child.mail.get(number) if child is not None else None
+        if mail is None:
+            return 404, {"error": {"message": f"there is no conversation {number}"}}
+        request = Request(route, body)
+        mail.put(request)
+        try:
+            return request.replies.get(timeout=PARKED_S)
+        except Empty:
+            return 503, {"error": {"message": "nobody has answered"}}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks is the end of who asked, and the process is watched elsewhere."""
+
+
+class Asked(BaseHTTPRequestHandler):
+    server: Endpoint
+    protocol_version = "HTTP/1.1"
+    timeout = 60  # between requests of a connection
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        found = ROUTE.fullmatch(self.path)
+        if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.server.bridge.key}"):
+            status, reply = 401, {"error": {"message": "the key is wrong"}}
+            self.close_connection = True
+        elif found is None or length > LARGEST:
+            status, reply = 400, {"error": {"message": "this is no request to a conversation"}}
+            self.close_connection = True
+        else:
+            body = json.loads(self.rfile.read(length))
+            status, reply = self.server.park(int(found[1]), found[2], body)
+        data = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing is logged."""

@@ -1,0 +1,354 @@
+"""Environments of the package `verifiers`, against a stand-in for their process: it speaks the same lines and asks the
+endpoint over HTTP, and needs nothing to be installed."""
+
+import os
+import sys
+import textwrap
+import urllib.error
+import urllib.request
+from types import SimpleNamespace
+
+import pytest
+from pydantic import TypeAdapter
+
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.types import EpisodeSpec
+from embodied.envs import env_class
+from embodied.envs.check import ContractViolation
+from embodied.envs.config import EnvConfig
+from embodied.envs.text import verifiers
+from embodied.envs.text.check import check_text_env
+from embodied.envs.text.verifiers import Verifiers
+from embodied.envs.text.verifiers_child import Problem, splits, turns_of, what_counts
+from tests.verifiers_stand_in import stand_in
+
+
+@pytest.fixture
+def python(tmp_path):
+    stand_in(tmp_path / "python")
+    return tmp_path / "python"
+
+
+def config(python, name="verifiers:stand-in", **options):
+    verifiers._facts.clear()
+    return TypeAdapter(EnvConfig).validate_python({"name": name, "python": python, **options})
+
+
+@pytest.fixture
+def opened(python):
+    bridges = []
+
+    def open_env(plays="one turn", **options):
+        chosen = config(python, kwargs={"plays": plays}, **options)
+        bridges.append(Verifiers.load(chosen))
+        return Verifiers(chosen, bridges[-1])
+
+    yield open_env
+    for bridge in bridges:
+        bridge.close()
+
+
+def spec(number=-1, seed=0):
+    return EpisodeSpec("stand-in", number, seed, 0)
+
+
+def other(env):
+    return Verifiers(env.config, env.shared)
+
+
+def patient_for(seconds, env):
+    env.shared.config = env.config.model_copy(update={"score_s": seconds})
+
+
+def test_an_example_is_asked_answered_and_scored(opened):
+    env = opened()
+    assert env.reset(spec(3)) == ({"role": "system", "content": "Add."}, {"role": "user", "content": "held out 3?"})
+    turn = env.step("3")
+    assert (turn.reward, turn.success, turn.done) == (1.0, True, True)
+    assert turn.facts == {"max_tokens asked for": 7, "expected": "3", "scores": {"right": 1.0}}
+    env.reset(spec(3))
+    wrong = env.step("4")
+    assert (wrong.reward, wrong.success, wrong.done, wrong.dropped) == (0.0, False, True, "")
+
+
+def test_training_examples_are_drawn_by_the_seed(opened):
+    env = opened()
+    asked = [env.reset(spec(seed=seed))[1]["content"] for seed in (1, 2, 1)]
+    assert asked[0] == asked[2] != asked[1] and all(one.startswith("train ") for one in asked)
+
+
+def test_held_out_examples_are_taken_in_turn_when_more_are_asked_for(opened):
+    env = opened()
+    assert env.reset(spec(23)) == env.reset(spec(3))
+
+
+def test_a_second_turn_says_only_what_is_new(opened):
+    env = opened("two turns")
+    env.reset(spec(5))
+    turn = env.step("perhaps 5")
+    assert turn.said == ({"role": "user", "content": "again, perhaps 5?"},) and not turn.done
+    assert env.step("5").success
+
+
+def test_an_empty_answer_is_an_answer(opened):
+    env = opened("two turns")
+    env.reset(spec(5))
+    assert env.step("").said == ({"role": "user", "content": "again,  ?"},)
+
+
+def test_conversations_go_on_beside_each_other(opened):
+    first = opened("two turns")
+    second = other(first)
+    first.reset(spec(1)), second.reset(spec(2))
+    assert second.step("b").said[0]["content"] == "again, b?"
+    assert first.step("a").said[0]["content"] == "again, a?"
+    assert first.step("1").success and second.step("2").success
+
+
+@pytest.mark.parametrize(("full", "success"), [(0.5, True), (0.6, False)])
+def test_what_a_full_score_is_can_be_said(opened, full, success):
+    env = opened(full_score=full)
+    env.reset(spec(4))
+    turn = env.step("4 in part")
+    assert (turn.reward, turn.success) == (0.5, success)
+
+
+def test_a_conversation_that_is_cut_short_is_scored_as_it_is(opened):
+    env = opened("two turns")
+    env.reset(spec(6))
+    turn = env.cut_short(env.step("thinking"))
+    assert (turn.reward, turn.done, turn.said) == (0.5, True, ())
+
+
+def test_one_that_was_left_in_the_middle_is_forgotten(opened):
+    env = opened("two turns")
+    for number in range(3):
+        env.reset(spec(number))
+        env.step("and now")
+    assert len(env.shared.child.mail) == 1
+
+
+# What goes wrong
+
+
+def test_one_that_hangs_is_dropped_and_the_others_go_on_in_a_new_process(opened):
+    stuck = opened("two turns")
+    beside, pid = other(stuck), stuck.shared.child.process.pid
+    stuck.reset(spec(1)), beside.reset(spec(2))
+    assert beside.step("half way").said[0]["content"] == "again, half way?"
+    patient_for(0.2, stuck)
+    turn = stuck.step("hang")
+    patient_for(60, stuck)
+    assert turn.dropped == "the environment did nothing for env.score_s=0.2" and turn.done
+    assert beside.step("2").success
+    assert stuck.shared.child.process.pid != pid
+    assert stuck.reset(spec(1))[1]["content"] == "held out 1?"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_one_whose_process_dies_is_dropped_and_the_process_replaced(opened):
+    env = opened()
+    env.reset(spec(1))
+    assert env.step("die").dropped == "the environment's process died"
+    env.reset(spec(1))
+    assert env.step("1").success
+
+
+def test_a_process_that_dies_while_nothing_is_asked_of_it_is_replaced(opened):
+    env = opened("two turns", score_s=1000)
+
+    def killed():
+        os.kill(env.shared.child.process.pid, 9)
+        env.shared.child.over.wait(60)
+
+    killed()
+    assert env.reset(spec(1))[1]["content"] == "held out 1?"
+    assert env.step("perhaps").said[0]["content"] == "again, perhaps?"
+    killed()
+    assert env.step("1").success
+
+
+def test_an_environment_that_fails_drops_the_conversation_with_the_reason(opened):
+    env = opened()
+    env.reset(spec(1))
+    turn = env.step("fail")
+    assert turn.dropped == "the environment failed: RuntimeError: no sandbox is left" and turn.reward == 0
+
+
+@pytest.mark.parametrize(
+    ("plays", "why"),
+    [
+        ("rewrites", "it changes what was said before, and a conversation here only appends: message 1, "),
+        ("pictures", "it says image_url, and a conversation here is text"),
+        ("streams", "it asks for something else than one chat completion: "),
+    ],
+)
+def test_what_cannot_be_played_is_refused_by_name(opened, plays, why):
+    env = opened(plays)
+    with pytest.raises(EmbodiedError) as caught:  # by what it asks first, or after an answer
+        env.step("1" if env.reset(spec(1)) else "")
+    assert f"env.name=verifiers:stand-in (StandInEnv): {why}" in str(caught.value)
+
+
+def test_the_endpoint_wants_its_key_and_knows_no_other_conversation(opened):
+    env = opened()
+    url = "http://{}:{}".format(*env.shared.server.server_address)
+    assert url.startswith("http://127.0.0.1:")
+
+    def code(key, number=10**6, path="v1/chat/completions", body=b"{}"):
+        request = urllib.request.Request(f"{url}/{number}/{path}", body, {"Authorization": f"Bearer {key}"})
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=60)
+        with caught.value as refused:
+            return refused.code
+
+    env.reset(spec(1))
+    assert code("guessed", number=1) == 401
+    assert code(env.shared.key) == 404
+    assert code(env.shared.key, path="nothing") == 400
+    assert env.step("1").success
+
+
+# Tools
+
+
+def test_tools_are_described_called_and_answered_in_words(opened):
+    env = opened("tools")
+    system, user = env.reset(spec(8))
+    assert system["role"] == "system" and '"name": "double"' in system["content"] and user["content"] == "held out 8?"
+    turn = env.step('Let me see. <tool_call>\n{"name": "double", "arguments": {"x": 4}}\n</tool_call>')
+    assert turn.said == ({"role": "user", "content": "<tool_response>\n8\n</tool_response>"},)
+    assert env.step("8").success
+
+
+@pytest.mark.parametrize("call", ['{"name": "double", "arguments": 4}', "{double}", '{"arguments": {}}'])
+def test_calls_that_are_not_well_formed_are_text(opened, call):
+    env = opened("tools")
+    env.reset(spec(8))
+    turn = env.step(f"<tool_call>{call}</tool_call>")
+    assert turn.done and not turn.success and not turn.dropped
+
+
+# What the process makes of an environment
+
+
+def examples(*prompts, **more):
+    return [{"prompt": [{"role": "user", "content": prompt}], **more} for prompt in prompts]
+
+
+def split(dataset, eval_dataset=None):
+    train, held_out = splits(SimpleNamespace(dataset=dataset, eval_dataset=eval_dataset))
+    return [[one["prompt"][0]["content"] for one in part] for part in (train, held_out)]
+
+
+def test_the_eval_dataset_is_held_out_and_what_it_repeats_is_not_trained_on():
+    assert split(examples(*"abcd"), examples(*"cx")) == [["a", "b", "d"], ["c", "x"]]
+
+
+def test_without_one_the_first_examples_are_held_out():
+    assert split(examples(*"aba")) == [["b"], ["a"]]
+    train, held_out = split(examples(*map(str, range(100))))
+    assert (len(train), held_out) == (95, [*"01234"])
+
+
+def test_games_that_ask_all_the_same_differ_in_what_is_to_be_found():
+    first, other = examples("Guess.", answer="cat") + examples("Guess.", answer="dog"), examples("Guess.", answer="cow")
+    assert split(first + other, first) == [["Guess."], ["Guess.", "Guess."]]
+
+
+def test_an_environment_that_only_evaluates_what_it_trains_on_is_refused():
+    with pytest.raises(Problem, match="no example is left to train on: all 2 are held out"):
+        split(examples(*"ab"), examples(*"ab"))
+
+
+def test_an_environment_has_as_many_turns_as_its_longest_part_or_does_not_say():
+    one, three, endless = (SimpleNamespace(max_turns=turns) for turns in (1, 3, -1))
+    assert [turns_of(env) for env in (one, endless, SimpleNamespace())] == [1, 0, 0]
+    assert turns_of(SimpleNamespace(envs=[one, three])) == 3
+    assert turns_of(SimpleNamespace(envs=[one, endless])) == 0
+
+
+def test_an_error_or_no_reward_is_no_score():
+    assert what_counts({"reward": 0.0, "error": {"error": "ToolError"}, "error_chain": "a -> b"}) == {"error": "a -> b"}
+    assert "error" in what_counts({"reward": None})
+    assert what_counts({"reward": 2, "metrics": {"right": 1, "note": "x"}, "answer": "4"}) == {
+        "reward": 2,
+        "metrics": {"right": 1},
+        "answer": "4",
+    }
+
+
+# Before a run
+
+
+def test_the_contract_is_kept(opened, python):
+    chosen = config(python)
+    assert env_class(chosen) is Verifiers
+    seen = check_text_env(Verifiers, chosen)
+    assert "held out 0?" in seen.said and Verifiers.held_out(chosen) == 20 and Verifiers.longest_episode(chosen) == 1
+
+
+def test_answers_that_cannot_be_scored_break_the_contract(python, monkeypatch):
+    monkeypatch.setattr("embodied.envs.text.check.ODD", ("", "garbage", "fail"))
+    with pytest.raises(ContractViolation, match=r"the answer 'fail' to .* cannot be scored: the environment failed"):
+        check_text_env(Verifiers, config(python))
+
+
+def test_the_name_gives_the_task(python):
+    chosen = config(python, "verifiers:primeintellect/gsm8k")
+    assert (chosen.task, Verifiers.tasks(chosen)) == ("primeintellect/gsm8k", ("primeintellect/gsm8k",))
+
+
+def test_without_an_interpreter_the_commands_that_make_one_are_said(python, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"env.python=FOLDER/bin/python: python -m venv FOLDER && FOLDER/bin/python -m"
+    ):
+        Verifiers.check(config(None))
+    with pytest.raises(ConfigError, match=f"python -m venv {tmp_path}/none && {tmp_path}/none/bin/python -m pip"):
+        Verifiers.check(config(tmp_path / "none" / "bin" / "python"))
+
+
+def test_an_interpreter_without_the_package_is_told_how_to_get_it(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")
+    mend = f"{sys.executable} cannot import verifiers .*: {sys.executable} -m pip install"
+    with pytest.raises(ConfigError, match=mend):
+        Verifiers.check(config(sys.executable))
+
+
+PACKAGE = """
+def load_environment(name, **kwargs):
+    module = name.replace("-", "_")
+    try:
+        __import__(module)
+    except ImportError as err:
+        raise ValueError("Could not import") from err
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "environment", "why"),
+    [
+        ("__version__ = '0.4.0'", "gsm8k", "verifiers 0.4.0 has no load_environment any more: "),
+        (PACKAGE, "word-game", "there is no module word_game, which is installed like a package .*word_game.py"),
+        (PACKAGE, "broken", "broken.load_environment: ModuleNotFoundError: No module named 'not_there'"),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_one_line(tmp_path, monkeypatch, package, environment, why):
+    (tmp_path / "verifiers.py").write_text(textwrap.dedent(package))
+    (tmp_path / "broken.py").write_text("import not_there")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"env.name=verifiers:{environment}: {why}") as caught:
+        Verifiers.check(config(sys.executable, f"verifiers:{environment}"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_process_that_ends_or_hangs_while_it_loads_is_named(tmp_path):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexit 7\n")
+    script.chmod(0o755)
+    with pytest.raises(EmbodiedError, match="its process ended with code 7 while loading"):
+        Verifiers.check(config(script))
+    script.write_text("#!/bin/sh\nexec sleep 1000\n")
+    with pytest.raises(EmbodiedError, match=r"was not loaded within env.start_s=0.2"):
+        Verifiers.check(config(script, start_s=0.2))

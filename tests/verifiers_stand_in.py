@@ -1,0 +1,99 @@
+"""Stands in for a process that plays an environment of `verifiers`: the same lines in and out, and real requests to the
+endpoint, without the package. What it plays is said in `env.kwargs`: {plays: two turns}.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+
+def stand_in(script):
+    """Make an interpreter there whose only program is this one."""
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} {__file__}\n")
+    script.chmod(0o755)
+
+
+class Chat:
+    def __init__(self, start, number):
+        self.start, self.number, self.messages, self.more = start, number, [], {}
+
+    def ask(self, *messages):
+        """Append these and the answer."""
+        self.messages += messages
+        body = json.dumps({"model": "policy", "messages": self.messages, "max_tokens": 7, **self.more}).encode()
+        headers = {"Authorization": "Bearer " + self.start["key"]}
+        where = f"{self.start['url']}/{self.number}/v1/chat/completions"
+        with urllib.request.urlopen(urllib.request.Request(where, body, headers)) as reply:
+            message = json.load(reply)["choices"][0]["message"]
+        self.messages.append(message)
+        return message
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def play(plays, chat, example, right):
+    """Hold a conversation; returns the answer that is scored."""
+    if plays == "tools":
+        chat.more["tools"] = [{"type": "function", "function": {"name": "double", "parameters": {}}}]
+        message = chat.ask(user(f"{example}?"))
+        while "tool_calls" in message:
+            call = message["tool_calls"][0]
+            doubled = json.loads(call["function"]["arguments"])["x"] * 2
+            message = chat.ask({"role": "tool", "tool_call_id": call["id"], "content": str(doubled)})
+        return message["content"]
+    if plays == "pictures":
+        return chat.ask({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})["content"]
+    if plays == "streams":
+        chat.more["stream"] = True
+    answer = chat.ask({"role": "system", "content": "Add."}, user(f"{example}?"))["content"]
+    if answer == "hang":
+        time.sleep(1000)
+    if answer == "die":
+        os._exit(3)
+    if answer == "fail":
+        raise RuntimeError("no sandbox is left")
+    if plays == "rewrites":
+        chat.messages[1] = user("something else?")
+    if plays in ("two turns", "rewrites"):
+        try:
+            answer = chat.ask(user(f"again, {answer}?"))["content"]
+        except urllib.error.HTTPError as err:
+            told_to_end = err.code == 400 and b"context length" in err.read()
+            return f"{right} in part" if told_to_end else ""
+    return answer
+
+
+def main():
+    start, lock = json.loads(sys.stdin.readline()), threading.Lock()
+    plays = start["kwargs"].get("plays", "one turn")
+
+    def say(**line):
+        with lock:
+            print(json.dumps(line), flush=True)
+
+    def roll(number, held_out, index):
+        try:
+            example = f"{'held out' if held_out else 'train'} {index}"
+            answer = play(plays, Chat(start, number), example, index)
+        except Exception as err:
+            return say(ended=number, error=f"{type(err).__name__}: {err}")
+        reward = {str(index): 1.0, f"{index} in part": 0.5}.get(answer, 0.0)
+        say(ended=number, reward=reward, metrics={"right": reward}, answer=str(index), raised=[])
+
+    say(train=950, held_out=20, turns=1 if plays == "one turn" else 2, kind="StandInEnv", version="0")
+    if start["url"]:
+        for line in sys.stdin:
+            asked = json.loads(line)
+            if "begin" in asked:
+                rest = asked["begin"], asked["held_out"], asked["number"]
+                threading.Thread(target=roll, args=rest, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()
