@@ -23,7 +23,7 @@ WIDTH = 118
 
 def help_text(command: Command, schema: Section) -> str:
     """The answer to --help."""
-    first = next((key for key in command.own if key != "program"), "recipe")
+    first = "recipe" if "program" in command.own else next(iter(command.own), "recipe")
     recipes = f"  {'recipe':<{INDENT}}{recipe_words()}"
     lines = [
         f"{command.purpose}",
