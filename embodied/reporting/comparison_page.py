@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from shlex import join as join_words
@@ -59,33 +59,36 @@ class ComparedRun:
 
 def comparison(found: Sequence[Run | SeedSet], beside: Path, group: Group | None = None) -> str:
     """The page as text; links are relative to the folder `beside`. `group`: what all of these are."""
-    names = iter(labels([one for one in found if isinstance(one, Run)]))
-    sets = [alone(one, next(names)) if isinstance(one, Run) else one for one in found]
+    sets = with_names(found)
     colors = {one.label: place for place, one in enumerate(sets)}
     runs = [run for one in sets for run in one.runs]
-    parts = [heading(sets, runs, group)]
     singles = len(sets) > 1 and all(len(one.runs) == 1 and not one.missing for one in sets)
+    parts = [heading(sets, runs, group)]
     if (group and group.swept) or (len(sets) > 1 and not singles):
-        note = f"{groups_page.verdict(sets)} {groups_page.ALONE_NOTE if singles else iqm_note(sets)}"
-        parts.append(
-            section("Settings" if group else "Figures", groups_page.ranking_table(sets, colors), note=note.strip())
-        )
+        shown = tag("p", groups_page.verdict(sets)), groups_page.ranking_table(sets, colors)
+        note = groups_page.ALONE_NOTE if singles else groups_page.iqm_note(sets)
+        parts.append(section("Settings" if group else "Over seeds", *shown, tag("p", note, class_="note")))
     elif not singles:
-        parts += [groups_page.tiles(sets[0]), tag("p", iqm_note(sets), class_="note")]
+        note = tag("p", groups_page.iqm_note(sets), class_="note")
+        parts.append(section("Over seeds", groups_page.tiles(sets[0]), note))
     if singles:
         parts += of_single_runs([ComparedRun(one.runs[0], one.label, colors[one.label]) for one in sets], beside)
     elif runs:
-        parts.append(section("Curves", groups_page.curves(sets, colors), note=groups_page.CURVES_NOTE))
+        note = groups_page.CURVES_NOTE + groups_page.DOTS_NOTE * (len(sets) == 1)
+        parts.append(section("Curves", groups_page.curves(sets, colors), note=note))
         parts.append(section("Runs", groups_page.runs_table(sets, beside, colors), note=groups_page.RUNS_NOTE))
     if len(sets) > 1:
         parts.append(section("What differs", *what_differs(sets)))
-    made = [
-        (one.label if singles else run_label(one, place, sets), run)
-        for one in sets
-        for place, run in enumerate(one.runs)
-    ]
-    parts.append(section("Where they come from", groups_page.made_table(made), recipe_of(group, runs)))
+    parts.append(section("Where they come from", groups_page.made_table(sets), recipe_of(group, runs)))
     return page(f"{group.folder.resolve().name if group else ', '.join(colors)} - comparison", *parts)
+
+
+def with_names(found: Sequence[Run | SeedSet]) -> list[SeedSet]:
+    """All as sets of seeds, with labels that tell them apart."""
+    names = iter(labels([one for one in found if isinstance(one, Run)]))
+    sets = [alone(one, next(names)) if isinstance(one, Run) else one for one in found]
+    same = {one.label for one in sets if [other.label for other in sets].count(one.label) > 1}
+    return [replace(one, label=f"{one.label} ({i})") if one.label in same else one for i, one in enumerate(sets, 1)]
 
 
 def of_single_runs(entries: list[ComparedRun], beside: Path) -> list[Html]:
@@ -117,15 +120,6 @@ def heading(sets: list[SeedSet], runs: list[Run], group: Group | None) -> Html:
         tag("p", tag("code", f"python -m {join_words(group.command)}")) if group and group.command else None,
         *[problem(text) for text in (*groups_page.problems(sets), *mixed)],
     )
-
-
-def iqm_note(sets: list[SeedSet]) -> str:
-    fewest = min(len(one.runs) + len(one.missing) for one in sets)
-    return groups_page.IQM_NOTE + groups_page.FEW_NOTE.format(groups_page.FEW) * (fewest < groups_page.FEW)
-
-
-def run_label(one: SeedSet, place: int, sets: list[SeedSet]) -> str:
-    return one.name(place) if len(sets) == 1 else f"{one.label}, {one.name(place)}"
 
 
 def recipe_of(group: Group | None, runs: list[Run]) -> Html | None:

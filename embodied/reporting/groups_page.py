@@ -33,8 +33,9 @@ IQM_NOTE = (
 FEW_NOTE = " Of so few seeds such an interval is little more than their range: take at least {} where it matters."
 CURVES_NOTE = (
     "Thick: the mean over seeds with the bootstrap's 95% interval of that mean, as far as all of them have come. Thin: "
-    "each run. Training explores; its rates are over its last 100 episodes. Dots: evaluations of single runs."
+    "each run. Training explores; its rates are over its last 100 episodes."
 )
+DOTS_NOTE = " Dots: evaluations, with 95% Wilson intervals."
 ALONE_NOTE = "One run each: the intervals are over its episodes, and another seed may change the order."
 
 
@@ -123,7 +124,8 @@ def ranking_table(sets: Sequence[SeedSet], colors: dict[str, int]) -> Html:
         cost = [mean_of(one.done, key) for key in ("env_steps", "train_s")]
         seeds = f"{len(one.done)} of {total}" if len(one.done) < total else str(total)
         label = join(tag("i", class_=f"swatch c{colors[one.label] % COLORS}"), one.label)
-        rows.append([label, places.get(one.label, "-"), seeds, *figures, *cost])
+        place = places.get(one.label, "-")
+        rows.append([label, tag("b", place) if place == "best" else place, seeds, *figures, *cost])
     head = ["setting", "", "runs", *(f"{name}, IQM" for name in SCORES), "env steps", "training s"]
     return table(head, rows)
 
@@ -137,6 +139,12 @@ def iqm_cell(found: dict[str, Any] | None, name: str) -> object:
     return join(
         show(found["iqm"]), " ", tag("small", f"[{show(interval[0])}, {show(interval[1])}]") if interval else ""
     )
+
+
+def iqm_note(sets: Sequence[SeedSet]) -> str:
+    """What the figures over seeds mean, and how sure they are."""
+    fewest = min(len(one.runs) + len(one.missing) for one in sets)
+    return IQM_NOTE + FEW_NOTE.format(FEW) * (fewest < FEW)
 
 
 def mean_of(runs: Sequence[Run], key: str) -> str:
@@ -189,7 +197,7 @@ def set_curves(one: SeedSet, sets: Sequence[SeedSet], name: str, x: str, colors:
     shown = list(enumerate(one.runs)) if single or len(all_of(sets)) <= MOST_LINES else []
     series = []
     for place, run in shown:
-        label = one.name(place) if single else f"{one.label}, {one.name(place)}"
+        label = label_of(one, place, sets)
         color = 1 + place if single else own
         found = curve(run, name, label, color, x)
         series.append(Series(label, found.x, found.y, color=color, faint=len(one.runs) > 1))
@@ -198,13 +206,13 @@ def set_curves(one: SeedSet, sets: Sequence[SeedSet], name: str, x: str, colors:
         elif single and x == "env_steps" and name == "return":
             series.append(mean_in_evaluations(run, name, f"{label}, evaluation", color))
     if len(one.runs) > 1:
-        series += mean_curve(one, name, x, own, band=len(sets) <= MOST_BANDS)
+        series += mean_curve(one, name, x, own, len(sets) <= MOST_BANDS, "" if single else one.label)
     elif not shown and one.runs:
         series.append(curve(one.runs[0], name, one.label, own, x))
     return [found for found in series if len(found.x)]
 
 
-def mean_curve(one: SeedSet, name: str, x: str, color: int, band: bool) -> list[Series]:
+def mean_curve(one: SeedSet, name: str, x: str, color: int, band: bool, label: str = "") -> list[Series]:
     """The mean over the runs that have come to their end, or over all while fewer than two have, where all have
     numbers."""
     done = one.done if len(one.done) > 1 else one.runs
@@ -218,7 +226,7 @@ def mean_curve(one: SeedSet, name: str, x: str, color: int, band: bool) -> list[
         return []
     at = np.array(at) if len(at) <= MOST_POINTS else np.linspace(first, last, MOST_POINTS)
     mean, low, high = mean_with_interval([np.interp(at, each.x, each.y) for each in found])
-    label = one.label if band and not one.label else f"{one.label}, mean of {len(found)}"
+    label = f"{label}, mean of {len(found)}" if label else f"mean of {len(found)}"
     bounds = (low.tolist(), high.tolist()) if band else ((), ())
     return [Series(label, at.tolist(), mean.tolist(), *bounds, color=color)]
 
@@ -233,8 +241,8 @@ def runs_table(sets: Sequence[SeedSet], beside: Path, colors: dict[str, int]) ->
         for place, run in enumerate(one.runs):
             figures = run.last.results["overall"] if run.last else {}
             color = 1 + place if len(sets) == 1 else colors[one.label]
-            label = one.name(place) if len(sets) == 1 else ", ".join(filter(None, [one.label, one.name(place)]))
-            name = join(tag("i", class_=f"swatch c{color % COLORS}"), report_link(run, label, beside))
+            link = report_link(run, label_of(one, place, sets), beside)
+            name = join(tag("i", class_=f"swatch c{color % COLORS}"), link)
             cost = [f"{run.metrics[-1][key]:,.0f}" if run.metrics else "-" for key in ("env_steps", "train_s")]
             state = run.info.get("state", "evaluation")
             rows.append([name, *figure_cells(figures, SCORES), *cost, tag("span", state, class_=f"state {state}")])
@@ -247,10 +255,10 @@ def report_link(run: Run, label: str, beside: Path) -> Html | str:
     return tag("a", label, href=relative(report, beside)) if report.is_file() else label
 
 
-def made_table(runs: Sequence[tuple[str, Run]]) -> Html:
+def made_table(sets: Sequence[SeedSet]) -> Html:
     """When each run was made, of which code, and where."""
     rows = []
-    for label, run in runs:
+    for label, run in [(label_of(one, place, sets), run) for one in sets for place, run in enumerate(one.runs)]:
         made_by = run.provenance
         began = str(run.info.get("started", "-"))[:16].replace("T", " ")
         again = len(run.info.get("resumed", []))
@@ -262,16 +270,23 @@ def made_table(runs: Sequence[tuple[str, Run]]) -> Html:
     return table(["run", "folder", "began (UTC)", "resumed", "commit", "machine"], rows, numeric=False)
 
 
+def label_of(one: SeedSet, place: int, sets: Sequence[SeedSet]) -> str:
+    """What a run is called on the page."""
+    if len(sets) == 1:
+        return one.name(place)
+    return one.label if one.seeds[place] is None else f"{one.label}, {one.name(place)}"
+
+
 def problems(sets: Sequence[SeedSet]) -> list[str]:
     """What did not end well, by name."""
     found = []
     for one in sets:
         prefix = f"{one.label}, " if len(sets) > 1 else ""
         for place, run in enumerate(one.runs):
-            state, cause = run.info.get("state"), run.info.get("cause")
+            name, state, cause = label_of(one, place, sets), run.info.get("state"), run.info.get("cause")
             if state in ("failed", "killed") or (state == "stopped" and cause):
-                found.append(f"{prefix}{one.name(place)} {state}: {cause or 'it does not say why'}")
-            found += [f"{prefix}{one.name(place)}: {problem}" for problem in run.problems]
+                found.append(f"{name} {state}: {cause or 'it does not say why'}")
+            found += [f"{name}: {problem}" for problem in run.problems]
         found += [f"{prefix}{line}" for line in one.missing]
     return found
 

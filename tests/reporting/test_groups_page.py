@@ -54,7 +54,7 @@ def write_group(parent, rates, swept="algo.lr", **more):
     group = Group(
         parent / "group", "toy", {"recipe": "toy"}, (swept,) if swept else (), tuple(members), ("embodied.sweep", "x=1")
     )
-    group.folder.mkdir()
+    group.folder.mkdir(parents=True)
     group.write()
     return group
 
@@ -117,7 +117,7 @@ def test_a_page_of_seeds_tells_iqm_intervals_curves_and_every_run(tmp_path, page
     assert "success_once, IQM" in page.text and "90%" in page.text and "[80%, 100%], 3 seeds" in page.text
     assert "Of so few seeds" in page.text and "python -m embodied.sweep x=1" in page.text
     lines = [value for _, key, value in page.attributes if key == "data-name"]
-    assert {"seed 0", "seed 1", "seed 2", "group, mean of 3", "seed 0, evaluation"} <= {*lines}
+    assert {"seed 0", "seed 1", "seed 2", "mean of 3", "seed 0, evaluation"} <= {*lines}
     assert "success_once over env steps" in page.text and "success_once over seconds" in page.text
     assert "8/10" in page.text and "[49%, 94.3%]" in page.text  # Wilson of seed 0
     assert "abc" in page.text and "desk Linux, 2 cores" in page.text and "2026-01-01 10:20" in page.text
