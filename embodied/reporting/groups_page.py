@@ -88,24 +88,27 @@ def verdict(sets: Sequence[SeedSet]) -> str:
     """Which setting is best, and which of the others that may also be."""
     if tasks_differ(sets):
         return "The settings play different tasks, so none of them is the best."
-    name, places = ranked_by(sets), places_of(sets)
+    places = places_of(sets)
     if not places:
         return "No run has come to its end yet."
-    best, *others = sorted(places, key=lambda label: -summary_of(sets, label, name)["iqm"])
-    if not others:
+    if len(places) == 1:
         return ""
-    near = [label for label in others if places[label] == "not apart"]
-    if len(near) == len(others):
-        return f"By {name}, no setting is apart from the best, {best}: their 95% intervals overlap."
-    also = f" Not apart from it, their 95% intervals overlap: {'; '.join(near)}." if near else ""
-    behind = [label for label in others if label not in near]
-    return f"By {name}, {best} is best.{also} Behind: {'; '.join(behind)}."
-
-
-def summary_of(sets: Sequence[SeedSet], label: str, name: str | None) -> dict[str, Any]:
-    found = summary(next(one for one in sets if one.label == label), name or "")
-    assert found is not None, "it has a place"
-    return found
+    by_place: dict[str, list[str]] = {}
+    for one in in_order(sets):
+        by_place.setdefault(places.get(one.label, "-"), []).append(one.label)
+    near, behind = (by_place.get(place, []) for place in ("not apart", "behind"))
+    if not behind:
+        said = "no setting is apart from the one with the highest figure: their 95% intervals overlap."
+    elif "best" in by_place:
+        said = f"{by_place['best'][0]} is best: its 95% interval lies above all others."
+    elif "highest" in by_place:
+        said = (
+            f"{by_place['highest'][0]} is highest, and not apart from {'; '.join(near)}: their 95% intervals overlap."
+        )
+    else:
+        said = f"{'; '.join(near)} are not apart: their 95% intervals overlap."
+    after = f" Behind: {'; '.join(behind)}." if near and behind else ""
+    return f"By {ranked_by(sets)}, {said}{after}"
 
 
 def tasks_differ(sets: Sequence[SeedSet]) -> bool:
@@ -125,7 +128,7 @@ def ranking_table(sets: Sequence[SeedSet], colors: dict[str, int]) -> Html:
         seeds = f"{len(one.done)} of {total}" if len(one.done) < total else str(total)
         label = join(tag("i", class_=f"swatch c{colors[one.label] % COLORS}"), one.label)
         place = places.get(one.label, "-")
-        rows.append([label, tag("b", place) if place == "best" else place, seeds, *figures, *cost])
+        rows.append([label, tag("b", place) if place in ("best", "highest") else place, seeds, *figures, *cost])
     head = ["setting", "", "runs", *(f"{name}, IQM" for name in SCORES), "env steps", "training s"]
     return table(head, rows)
 
@@ -260,14 +263,27 @@ def made_table(sets: Sequence[SeedSet]) -> Html:
     rows = []
     for label, run in [(label_of(one, place, sets), run) for one in sets for place, run in enumerate(one.runs)]:
         made_by = run.provenance
-        began = str(run.info.get("started", "-"))[:16].replace("T", " ")
+        began = str(run.info.get("started", "-"))[:16].replace("T", "\u00a0")
         again = len(run.info.get("resumed", []))
         machine = (
             f"{made_by.get('host') or ''} {made_by.get('platform') or ''}, {made_by.get('cores', '?')} cores".strip()
         )
         resumed = f"{again} time{'s' * (again > 1)}" if again else "-"
-        rows.append([label, run.name, began, resumed, made_by.get("commit") or "-", machine])
+        rows.append([label.replace(" ", "\u00a0"), run.name, began, resumed, made_by.get("commit") or "-", machine])
     return table(["run", "folder", "began (UTC)", "resumed", "commit", "machine"], rows, numeric=False)
+
+
+def in_words(sets: Sequence[SeedSet]) -> list[str]:
+    """A line per setting for the console, the best first: its success, or the return of an env without."""
+    name = ranked_by(sets)
+    known = [(one, found) for one in in_order(sets) if name and (found := summary(one, name))]
+    show = short if name == "return" else percent
+    return [
+        f"{one.label}: {name} {show(found['iqm'])}"
+        + (f" [{show(found['interval'][0])}, {show(found['interval'][1])}]" if found["interval"] else "")
+        + (f", IQM of {found['seeds']} seeds" if found["seeds"] > 1 else ", one seed")
+        for one, found in known
+    ]
 
 
 def label_of(one: SeedSet, place: int, sets: Sequence[SeedSet]) -> str:

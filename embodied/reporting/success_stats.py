@@ -287,13 +287,15 @@ def mean_with_interval(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, n
 
 
 def standings(found: dict[str, tuple[float, Sequence[float] | None]]) -> dict[str, str]:
-    """By name: `best` for the highest figure, `not apart` where its interval overlaps the best one's or one of the two
-    is not known, else `behind`. One figure alone is no best."""
+    """By name, for figures with their intervals: `behind` where an interval lies below that of the highest figure, else
+    `not apart`. The highest is `best` where all others are behind, else `highest`; several as high have neither."""
     if len(found) < 2:
         return dict.fromkeys(found, "-")
-    best = max(found, key=lambda name: found[name][0])
-    low = (found[best][1] or (-math.inf,))[0]
+    top = max(found, key=lambda name: found[name][0])
+    low = (found[top][1] or (-math.inf,))[0]
     places = {
         name: "behind" if interval and interval[1] < low else "not apart" for name, (_, interval) in found.items()
     }
-    return places | {best: "best"}
+    tied = sum(figure == found[top][0] for figure, _ in found.values()) > 1
+    alone = all(place == "behind" for name, place in places.items() if name != top)
+    return places | {top: "not apart" if tied else "best" if alone else "highest"}

@@ -21,6 +21,8 @@ from shlex import join
 
 from embodied.config.cli import write_yaml
 from embodied.placement.grammar import number
+from embodied.reporting.groups import sets_of
+from embodied.reporting.groups_page import in_words
 from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.run import launch
 from embodied.run.ending import Interruption
@@ -215,6 +217,8 @@ class Children:
             where = self.group.path(member) or (self.log_of(member) if member.problem else "")
             cause = f", {member.problem}" if member.problem else ""
             launch.say(f"  {member}: {states[member.key]}{cause}{f' ({where})' if where else ''}")
+        for line in in_words(sets_of(self.group)):
+            launch.say(f"  result      {line}")
         launch.say(f"  report      {self.group.folder / REPORT}")
         if left:
             launch.say(f"  go on       python -m {join(self.group.command)}")

@@ -9,7 +9,7 @@ from embodied.core.types import EpisodeResult
 from embodied.report import main
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.groups import sets_of
-from embodied.reporting.groups_page import in_order, mean_curve, places_of, summary, verdict
+from embodied.reporting.groups_page import in_order, in_words, mean_curve, places_of, summary, verdict
 from embodied.reporting.results import write_results
 from embodied.reporting.run_page import write_report
 from embodied.reporting.success_stats import iqm, mean_with_interval, over_seeds, standings, summarize
@@ -101,7 +101,9 @@ def test_the_mean_curve_lies_inside_its_interval():
 
 def test_a_setting_whose_interval_overlaps_the_best_ones_is_not_behind():
     found = standings({"a": (0.9, [0.8, 1.0]), "b": (0.7, [0.6, 0.85]), "c": (0.5, [0.4, 0.6]), "d": (0.1, None)})
-    assert found == {"a": "best", "b": "not apart", "c": "behind", "d": "not apart"}
+    assert found == {"a": "highest", "b": "not apart", "c": "behind", "d": "not apart"}
+    assert standings({"a": (0.9, [0.8, 1.0]), "b": (0.5, [0.4, 0.6])}) == {"a": "best", "b": "behind"}
+    assert {*standings({"a": (1.0, [1.0, 1.0]), "b": (1.0, [1.0, 1.0])}).values()} == {"not apart"}
     assert standings({"a": (0.9, None)}) == {"a": "-"}
     assert (
         standings({"a": (0.9, None), "b": (0.5, [0.4, 0.6])})["b"] == "not apart"
@@ -120,7 +122,7 @@ def test_a_page_of_seeds_tells_iqm_intervals_curves_and_every_run(tmp_path, page
     assert {"seed 0", "seed 1", "seed 2", "mean of 3", "seed 0, evaluation"} <= {*lines}
     assert "success_once over env steps" in page.text and "success_once over seconds" in page.text
     assert "8/10" in page.text and "[49%, 94.3%]" in page.text  # Wilson of seed 0
-    assert "abc" in page.text and "desk Linux, 2 cores" in page.text and "2026-01-01 10:20" in page.text
+    assert "abc" in page.text and "desk Linux, 2 cores" in page.text and "2026-01-01\u00a010:20" in page.text
     assert "What differs" not in page.text
 
 
@@ -128,16 +130,21 @@ def test_a_sweep_has_the_best_first_and_says_what_is_not_apart(tmp_path, page_of
     group = write_group(tmp_path, {1e-4: [0.1, 0.2, 0.1], 1e-3: [0.9, 1.0, 0.9], 1e-2: [0.8, 0.9, 0.7]})
     sets = sets_of(group)
     assert [one.label for one in in_order(sets)] == ["algo.lr=0.001", "algo.lr=0.01", "algo.lr=0.0001"]
-    assert places_of(sets) == {"algo.lr=0.001": "best", "algo.lr=0.01": "not apart", "algo.lr=0.0001": "behind"}
+    assert in_words(sets)[1] == "algo.lr=0.01: success_once 80% [70%, 90%], IQM of 3 seeds"
+    assert places_of(sets) == {"algo.lr=0.001": "highest", "algo.lr=0.01": "not apart", "algo.lr=0.0001": "behind"}
     page = page_of(group)
-    assert "By success_once, algo.lr=0.001 is best." in page.text
-    assert "intervals overlap: algo.lr=0.01." in page.text and "Behind: algo.lr=0.0001." in page.text
+    assert (
+        "By success_once, algo.lr=0.001 is highest, and not apart from algo.lr=0.01: their 95% intervals" in page.text
+    )
+    assert "Behind: algo.lr=0.0001." in page.text
     assert "algo.lr" in page.text.partition("What differs")[2]
 
 
 def test_settings_that_overlap_have_no_winner(tmp_path):
     group = write_group(tmp_path, {1e-4: [0.8, 1.0], 1e-3: [0.9, 1.0]})
-    assert verdict(sets_of(group)).startswith("By success_once, no setting is apart from the best, algo.lr=0.001")
+    assert verdict(sets_of(group)).startswith("By success_once, no setting is apart from the one with the highest")
+    group = write_group(tmp_path / "clear", {1e-4: [0.1, 0.2], 1e-3: [0.9, 1.0]})
+    assert verdict(sets_of(group)) == "By success_once, algo.lr=0.001 is best: its 95% interval lies above all others."
 
 
 def test_one_seed_each_has_intervals_over_episodes_and_is_compared_on_the_same_ones(tmp_path, page_of):
@@ -198,7 +205,7 @@ def test_groups_and_runs_are_compared_by_the_command(tmp_path, capsys, page_chec
     run = write_run(tmp_path / "run", 0.3, commit="xyz")
     assert main([str(run), str(one.folder), f"out={tmp_path}/page.html"]) == 0
     page = page_checker((tmp_path / "page.html").read_text())
-    assert "run is best" not in page.text and "group is best" in page.text.replace("By success_once, ", "")
+    assert "By success_once, group is best" in page.text or "group is highest" in page.text
     assert "xyz" in page.text and "group, seed 1" in page.text
     assert main([str(one.folder)]) == 0
     assert Path(capsys.readouterr().out.splitlines()[-1]) == one.folder / "report.html"
