@@ -129,8 +129,8 @@ def compare_placements(argv: list[str], program: type[Workflow]) -> Path:
     options, rest = read_options(argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0])
-    about = {"recipe": configs[0].run.name, "rounds": options.rounds, "warm_up": WARM_UP, "processor": processor()}
-    about |= {"date": now(), **provenance(), "load": {"before": load_before()}}
+    about: dict[str, Any] = {"recipe": configs[0].run.name, "rounds": options.rounds, "warm_up": WARM_UP}
+    about |= {"date": now(), "processor": processor(), **provenance(), "load": {"before": load_before()}}
     results = [benchmark(config, options, folder, program) for config in configs]
     about["load"]["during"] = during(results)
     write_report(results, about, folder)

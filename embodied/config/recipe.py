@@ -383,12 +383,7 @@ COMMANDS = {
     "train": Command(
         "train",
         "Train a policy.",
-        {
-            "program": "A workflow of your own, my_pkg.my_module:MyLoop; unset: collect, update, publish.",
-            "seeds": "0-4 or 0,2,5: a run for each, and a page of all; the same command goes on.",
-            "at_once": "How many of these go on at once, each on cores of its own [as the machine allows].",
-            "group": "The folder that names these runs [the newest of this command, else a new one].",
-        },
+        {"program": "A workflow of your own, my_pkg.my_module:MyLoop; unset: collect, update, publish."},
         unused=("sft", "collect"),
     ),
     "sft": Command(
