@@ -109,7 +109,7 @@ def of_single_runs(entries: list[ComparedRun], beside: Path) -> list[Html]:
 def heading(sets: list[SeedSet], runs: list[Run], group: Group | None) -> Html:
     """What is compared, from when to when, of which code, and what did not end well."""
     code = groups_page.commits(runs)
-    said = [f"{len(runs)} runs"] + [f"of commit {one}" for one in code if len(code) == 1]
+    said = [f"{len(runs)} runs"] * bool(group) + [f"of commit {one}" for one in code if len(code) == 1]
     if dates := sorted(str(run.info["started"]) for run in runs if run.info.get("started")):
         said.append(" to ".join(dict.fromkeys(date[:16].replace("T", " ") for date in (dates[0], dates[-1]))) + " UTC")
     mixed = [f"Code of {len(code)} commits made these runs: {', '.join(code)}."] if len(code) > 1 and group else []
