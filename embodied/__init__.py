@@ -4,6 +4,7 @@
 
     run = embodied.train("pointmass_ppo", "env.num_envs=64")  # words as on the command line; -> what is in its folder
     results = embodied.evaluate(run, "eval.episodes=200")
+    group = embodied.sweep("pointmass_ppo", "algo.lr=3e-4,1e-3", "seeds=0-2")  # -> its runs (docs/comparing.md)
     bench = embodied.benchmark("pointmass_ppo", "seconds=30")
 
 What a program of one's own is made of (docs/workflows.md) and what envs and policies of one's own derive from is named
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from embodied.workflows.contract import Workflow as Workflow
     from embodied.workflows.embodied import EmbodiedLoop as EmbodiedLoop
 
-_COMMANDS = ("train", "evaluate", "benchmark")  # modules that can be called
+_COMMANDS = ("train", "sweep", "evaluate", "benchmark")  # modules that can be called
 _HOMES = {
     "ActionSpec": "core.types",
     "BatchSource": "workflows.contract",

@@ -7,6 +7,7 @@ runs all of them, in turns, and puts predicted next to measured. What does not f
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -28,13 +29,23 @@ from embodied.placement.profile import Profile, read_profile, write_profile
 from embodied.placement.reasons import describe_layout, idle_shares, why_not
 from embodied.plan import Planned, plan
 from embodied.profiling.measure import measure as measure_profile
-from embodied.profiling.store import describe_devices, fitted_to, in_turns, profile_for, profile_path, repeated
+from embodied.profiling.store import (
+    describe_devices,
+    fitted_to,
+    in_turns,
+    processor,
+    profile_for,
+    profile_path,
+    repeated,
+)
 from embodied.profiling.timed_run import Round, Trial
-from embodied.reporting.benchmark_page import describe, write_report
+from embodied.reporting.benchmark_page import describe, warnings, write_report
+from embodied.reporting.console import now
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.folder import provenance
 from embodied.run.program import program_of
+from embodied.system.load import LoadMeter, load_before
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -88,6 +99,8 @@ class Result:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
     traces: dict[str, str] = field(default_factory=dict)  # of one more iteration, by mode
+    others: float | None = None  # cores that other programs kept busy meanwhile
+    profile: dict[str, Any] = field(default_factory=dict)  # how, when and under what load the parts were measured
 
     @property
     def where(self) -> str:
@@ -116,11 +129,15 @@ def compare_placements(argv: list[str], program: type[Workflow]) -> Path:
     options, rest = read_options(argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0])
+    about: dict[str, Any] = {"recipe": configs[0].run.name, "rounds": options.rounds, "warm_up": WARM_UP}
+    about |= {"date": now(), "processor": processor(), **provenance(), "load": {"before": load_before()}}
     results = [benchmark(config, options, folder, program) for config in configs]
-    about = {"recipe": configs[0].run.name, "rounds": options.rounds, "warm_up": WARM_UP, **provenance()}
+    about["load"]["during"] = during(results)
     write_report(results, about, folder)
     for result in results:
         print("\n".join(describe(result)))
+    for line in warnings(results, about):
+        print(f"\nwarning     {line}")
     print(f"\nresults     {folder / 'bench.html'}, bench.png, bench.json")
     return folder
 
@@ -147,6 +164,7 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type[W
     expected = {name: predicted(planned, name, choice) for name, choice in in_order(chosen).items()}
     used = {str(c): c.count for c in planned.planner.classes}
     result = Result(str(config.env.task), config.env.num_envs, used, len(there.nodes), expected, refused)
+    result.profile = dict(profile.made)
     name = f"expected-{len(list(folder.glob('expected-*.json')))}.json"
     (folder / name).write_text(json.dumps({"task": result.task, **asdict(result)}, indent=1) + "\n")
     print(
@@ -155,8 +173,16 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type[W
     )
     for mode, forecast in expected.items():
         print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['layout']}")
+    meter = LoadMeter()
     run_all(config, planned, chosen, options.rounds, result, folder, program)
+    result.others = None if config.cluster.backend == "ray" else meter.others()  # whose workers are nobody's children
     return result
+
+
+def during(results: Sequence[Result]) -> dict[str, Any]:
+    """The load of the machine while the modes took turns."""
+    others = [result.others for result in results if result.others is not None]
+    return {"others": max(others, default=None), "average": round(os.getloadavg()[0], 2)}
 
 
 def in_order(chosen: dict[str, Choice]) -> dict[str, Choice]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,30 @@ from embodied.placement import PlacementError, Role, roles_of
 from embodied.placement.dataflow import SCHEDULES
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.grammar import EMBODIED
+from embodied.placement.layout import DeviceClass
 from embodied.placement.planner import STAGES, Choice, Planner
 from embodied.placement.profile import Profile, read_profile
-from embodied.placement.reasons import describe_layout, idle_shares, why_it_wins, why_not, why_not_apart
+from embodied.placement.reasons import (
+    describe_layout,
+    equal_to_the_fastest,
+    idle_shares,
+    why_it_wins,
+    why_not,
+    why_not_apart,
+    words,
+)
 from embodied.placement.schedules import overlaps
 from embodied.placement.simulate import Schedule, simulate
 from embodied.placement.topology import Topology, read_topology
-from embodied.profiling.store import counted, fitted_to, limited, newest_profile, profile_for
+from embodied.profiling.store import (
+    counted,
+    describe_devices,
+    fitted_to,
+    homes,
+    limited,
+    newest_profile,
+    profile_for,
+)
 from embodied.reporting import gantt
 from embodied.reporting.html import page, section, table, tag
 from embodied.run import launch
@@ -72,6 +89,21 @@ class Planned:
         mode = min(found, key=lambda name: found[name].price.seconds)
         return mode, found[mode]
 
+    @property
+    def equal(self) -> list[str]:
+        """The modes that are predicted as fast as the fastest, which comes first."""
+        return equal_to_the_fastest({mode: choice.price.seconds for mode, choice in self.modes.items() if choice})
+
+    @property
+    def slower(self) -> dict[str, Choice]:
+        """The modes that are not."""
+        return {mode: choice for mode, choice in self.modes.items() if choice and mode not in self.equal}
+
+    @property
+    def verdict(self) -> str:
+        """Which mode wins; those that are predicted equal have no winner among them."""
+        return f"{words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
+
     def steps_per_s(self, choice: Choice) -> float:
         return self.profile.dataflow.env_steps / choice.price.seconds
 
@@ -92,6 +124,9 @@ def start(argv: list[str], roles: Sequence[Role] = EMBODIED) -> int:
         config = recipe_of(own.get("profile"), rest)
         topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
         profile, name = find_profile(own.get("profile"), config, topology, roles)
+        where = homes(config, topology, roles) if config else None
+        if why := why_not_measured(profile, topology, name, where):
+            raise ConfigError(why)
         about = (config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()) if config else ()
         planned = plan(profile, topology, *about)
     except PlacementError as err:
@@ -123,6 +158,32 @@ def find_profile(
     path = packaged(named) if named else profile_for(config, topology, roles)[0] or newest_profile(config, roles)
     profile = read_profile(path)
     return fitted_to(config, profile, path, roles) if config else profile, path.stem
+
+
+def why_not_measured(
+    profile: Profile, topology: Topology, name: str, where: Mapping[str, Sequence[DeviceClass]] | None = None
+) -> str:
+    """What has to be measured before this profile can price these machines; "" where nothing is missing. `where`: the
+    devices that each role of the recipe runs on."""
+    classes = [c for c in topology.classes() if c.count]
+    found: dict[str, list[str]] = {}
+    for role, on in profile.missing(classes, where):
+        found.setdefault(str(on), []).append(role)
+    if not found:
+        return ""
+    recipe = profile.made.get("recipe", "NAME")
+    lacks = "; ".join(f"{words(roles)} on {kind}" for kind, roles in found.items())
+    measured = profile.made.get("devices")
+    known = (
+        describe_devices(measured) if measured else ", ".join(sorted({k for on in profile.costs.values() for k in on}))
+    )
+    lines = [
+        f"{name} was measured on {known}; {topology.name} would need what was not: {lacks}",
+        f"measure it on a machine with {words([*found])}: python -m embodied.profiling recipe={recipe}",
+    ]
+    if all("cpu" in on for on in profile.costs.values()) and topology.cores:
+        lines.append(f"or plan for its cores alone: cluster={topology.cores}xCPU")
+    return "\n".join(lines)
 
 
 def packaged(name: str) -> Path:
@@ -175,7 +236,7 @@ def under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> C
 
 
 def describe(planned: Planned, name: str) -> list[str]:
-    mode, winner = planned.winner
+    _, winner = planned.winner
     lines = [
         f"profile     {name}: {planned.profile.made.get('name', '')}".rstrip(": "),
         f"cluster     {planned.topology.name}: {'; '.join(planned.topology.describe())}",
@@ -201,10 +262,10 @@ def describe(planned: Planned, name: str) -> list[str]:
         else:
             row = f"{schedule:<14}{found.price.seconds:>12.4g}{planned.steps_per_s(found):>13.4g}{'':>6}"
             lines.append(f"{row}  {describe_layout(found.layout)}")
-    others = {one: choice for one, choice in planned.modes.items() if choice and one != mode}
+    others = planned.slower
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
-    lines += [f"the profile has no costs on {name}, so none is used" for name in left if name != "cpu"]
-    lines += ["", f"{mode} wins", *(f"  {line}" for line in why_it_wins(planned.planner.pricer, winner, others))]
+    lines += [f"nothing of this recipe runs on {one} (learner.device, env.backend)" for one in left if one != "cpu"]
+    lines += ["", planned.verdict, *(f"  {line}" for line in why_it_wins(planned.planner.pricer, winner, others))]
     placement = as_placement(planned.planner.pricer, winner.layout, planned.topology, planned.draws)
     pieces = granularity(winner.layout, planned.profile.dataflow)
     cut = f" pipeline.granularity={pieces}" if pieces else ""
@@ -259,7 +320,8 @@ def as_json(planned: Planned, name: str) -> dict:
         for name, choice in planned.schedules.items()
     }
     refused = {m: why_not(planned.planner, m) for m in MODES[:3] if planned.modes.get(m) is None}
-    about = {"profile": name, "cluster": planned.topology.name, "winner": planned.winner[0]}
+    about = {"profile": name, "cluster": planned.topology.name}
+    about |= {"winner": planned.winner[0] if len(planned.equal) == 1 else None, "equal": planned.equal}
     return {**about, "modes": found, "schedules": schedules} | ({"refused": refused} if refused else {})
 
 
@@ -274,7 +336,7 @@ def choice_as_json(planned: Planned, choice: Choice) -> dict:
 
 
 def html(planned: Planned, name: str, png: bytes | None) -> str:
-    mode, winner = planned.winner
+    _, winner = planned.winner
 
     def rows(choices: dict[str, Choice | str]) -> list[list[str]]:
         return [
@@ -285,11 +347,11 @@ def html(planned: Planned, name: str, png: bytes | None) -> str:
 
     head = ["s per iteration", "env steps/s", "layout"]
     modes = {one: planned.modes[one] for one in ranked(planned)}
-    others = {one: choice for one, choice in planned.modes.items() if choice and one != mode}
+    others = planned.slower
     reasons = [tag("li", line) for line in why_it_wins(planned.planner.pricer, winner, others)]
     return page(
         f"Plan of {name} on {planned.topology.name}",
-        tag("h1", f"{mode} wins"),
+        tag("h1", planned.verdict),
         tag("p", f"{planned.profile.made.get('name', name)}, on {planned.topology.name}"),
         section("Predicted", table(["mode", *head], rows(modes))),
         section("Under each schedule", table(["schedule", *head], rows(planned.schedules))),

@@ -7,16 +7,19 @@ from pathlib import Path
 from embodied.core.errors import ConfigError
 from embodied.core.files import replace_text
 from embodied.reporting.comparison_page import comparison
-from embodied.reporting.run_page import REPORT, report
-from embodied.reporting.runs import read_run
+from embodied.reporting.groups import SeedSet, sets_of
+from embodied.reporting.run_page import REPORT, page_of
+from embodied.reporting.runs import Run, read_run
 from embodied.run import launch
+from embodied.run.group import is_group, read_group
 
 USAGE = """Write report.html of a run or an evaluation: curves, tables, videos, where the time went, provenance.
-Of several: one page that compares them.
+Of several: one page that compares them, by name, date, commit and what differs in their recipes.
 
 usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--help]
 
-  RUN                           a run's folder (runs/NAME-DATE) or an evaluation's (runs/NAME-DATE/eval/v000100)
+  RUN                           a run's folder (runs/NAME-DATE) or an evaluation's (runs/NAME-DATE/eval/v000100), or
+                                that of a group of seeds or settings, which counts as what it reaches on average
   out=FILE                      where the page goes; else report.html in the folder of the one RUN, or
                                 comparison.html beside the first of several
 
@@ -41,16 +44,20 @@ def start(argv: list[str]) -> int:
 
 def write(folders: list[Path], out: Path | None) -> Path:
     """Write the page of one run, or of several compared; returns its path."""
-    runs = [read_run(folder) for folder in folders]
-    if len(runs) == 1:
-        out = out or folders[0] / REPORT
-        text = report(runs[0], out.parent)
-    else:
-        out = out or folders[0].resolve().parent / COMPARISON
-        text = comparison(runs, out.parent)
+    if out is None:
+        out = folders[0] / REPORT if len(folders) == 1 else folders[0].resolve().parent / COMPARISON
+    text = page_of(folders[0], out.parent) if len(folders) == 1 else comparison(read_all(folders), out.parent)
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_text(out, text)
     return out
+
+
+def read_all(folders: list[Path]) -> list[Run | SeedSet]:
+    """The runs, and the sets of seeds of groups, in the order in which they are named."""
+    found: list[Run | SeedSet] = []
+    for folder in folders:
+        found += sets_of(read_group(folder), beside_others=True) if is_group(folder) else [read_run(folder)]
+    return found
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from embodied.reporting.partial_evaluation import partial_in
 from embodied.reporting.results import RESULTS
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run, read_run
-from embodied.run import launch
+from embodied.run import launch, several
 from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims
 from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, starting_from
@@ -43,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
+    if several.asked(argv):
+        return several.run_several(argv)[0]
     program, rest = program_of(argv, EmbodiedLoop)
     loaded = load(rest)
     return 0 if loaded is None else follow(loaded, program)
@@ -54,6 +56,8 @@ def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop
     embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})
     """
     program, rest = program_of(from_python(words), program)
+    if several.asked(rest):
+        raise ConfigError("seeds=, at_once= and group= make several runs: embodied.sweep(...) returns them")
     loaded = load(rest)
     if loaded is None or loaded.dry_run:
         raise ConfigError("--help, --cfg and --dry-run are for the command line")

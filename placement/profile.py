@@ -8,7 +8,7 @@ learner.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from embodied.placement.layout import DeviceClass
 FORMAT = "embodied-profile/1"
 NOTHING = constant(0)
 CURVES = ("bytes", "last_s", "exchange_s")  # of a Cost, besides `seconds`
+NETWORKS = ("policy", "learner")  # components that run on one kind of device
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,27 @@ class Profile:
 
     def knows(self, on: DeviceClass) -> bool:
         return any(self.cost(name, on) for name in self.costs)
+
+    def missing(
+        self, classes: Sequence[DeviceClass], homes: Mapping[str, Sequence[DeviceClass]] | None = None
+    ) -> list[tuple[str, DeviceClass]]:
+        """What was not measured and would be needed to use all of these devices: component and class. `homes`: where
+        each component runs. Where nobody says: what runs on other devices than cores somewhere does so here, policies
+        where learners do; on devices that were there when this was measured, and that nothing has costs on, nothing."""
+        if homes is not None:
+            wanted = [(name, c) for name in self.costs for c in homes.get(name, ())]
+        else:
+            new = [
+                c for c in classes if c.kind != "cpu" and (self.knows(c) or str(c) not in self.made.get("devices", {}))
+            ]
+            movable = [name for name, on in self.costs.items() if {*on} - {"cpu"}] or list(self.costs)
+            networks = [name for name in NETWORKS if name in self.costs]
+            wanted = [(name, c) for c in new if not self.knows(c) for name in movable]
+            wanted += [(name, c) for c in new if self.on_any(networks, c) for name in networks]
+        return [(name, c) for name, c in wanted if self.cost(name, c) is None]
+
+    def on_any(self, components: Sequence[str], on: DeviceClass) -> bool:
+        return any(self.cost(name, on) for name in components)
 
 
 def read_profile(path: Path) -> Profile:

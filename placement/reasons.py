@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from embodied.placement.costs import Pricer
@@ -44,6 +44,18 @@ def describe_layout(layout: Layout) -> str:
     if layout.swapped:
         parts.append(f"swapping {' and '.join(sorted(layout.swapped))}")
     return ", ".join(parts)
+
+
+def equal_to_the_fastest(seconds: Mapping[str, float]) -> list[str]:
+    """The names of those that take as long as the fastest, up to what is not worth a word, it being the first."""
+    ranked = sorted(seconds, key=lambda name: seconds[name])
+    return [name for name in ranked if seconds[name] <= (1 + SMALL) * seconds[ranked[0]]]
+
+
+def words(names: Sequence[str]) -> str:
+    """a, b and c"""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def why_it_wins(pricer: Pricer, winner: Choice, others: Mapping[str, Choice]) -> list[str]:

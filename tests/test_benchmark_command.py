@@ -22,7 +22,7 @@ from embodied.profiling import measure, timed_run
 from embodied.profiling.role_probe import ProbeWorker, copied, real
 from embodied.profiling.store import cost_key, dataflow_of, in_turns, newest_profile, repeated
 from embodied.profiling.timed_run import Round, Trial
-from embodied.reporting.benchmark_page import describe, paired_ratio, timeline
+from embodied.reporting.benchmark_page import describe, html, paired_ratio, timeline, warnings
 from embodied.reporting.timeline import TraceWriter
 
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
@@ -63,7 +63,66 @@ def test_memory_that_moved_is_listed_with_its_bytes_and_drawn(tmp_path):
 
 def test_an_auto_that_is_not_the_fastest_is_told_with_an_interval():
     lines = describe(result(collocated=[2.0] * 7, hybrid=[1.0] * 7))
-    assert lines[-1].startswith("placement=auto takes collocated: 0.50 times as fast as hybrid (95% interval 0.50")
+    assert lines[-1].startswith(
+        "placement=auto takes collocated, not the fastest here: 0.50 times as fast as hybrid (95% interval 0.50"
+    )
+
+
+def test_modes_that_are_predicted_equal_are_called_so_and_only_an_interval_makes_one_the_fastest():
+    found = result(collocated=[1.0, 1.1, 1.0], hybrid=[1.1, 1.0, 1.05], disaggregated=[3.0, 3.0, 3.0])
+    found.expected["hybrid"]["seconds"] = 1.005
+    assert describe(found)[-1].startswith(
+        "collocated and hybrid are predicted equal; the order of modes is the predicted one; placement=auto takes "
+        "collocated, one of them, not apart from the fastest: 1.02 times"
+    )
+    found.rounds["hybrid"] = rounds(0.5, 0.5, 0.5)
+    told = describe(found)[-1]  # of those predicted equal any may come first
+    assert "the order of modes is the predicted one" in told and "one of them, not the fastest here" in told
+    found.rounds["disaggregated"] = rounds(0.4, 0.4, 0.4)
+    assert "the order of modes" not in describe(found)[-1]
+
+
+ABOUT = {
+    "recipe": "toy",
+    "date": "2026-01-01T10:00:00+00:00",
+    "commit": "abc",
+    "host": "desk",
+    "processor": "EPYC",
+    "cores": 2,
+    "command": ["benchmark.py", "recipe=toy"],
+    "load": {"before": {"others": 0.0, "average": 0.3}, "during": {"others": 0.05, "average": 2.1}},
+}
+
+
+def test_the_page_says_when_where_and_under_what_load_it_was_measured():
+    found = result(collocated=[1.0, 1.0])
+    found.profile = {"date": "2025-12-31", "commit": "xyz", "busy": {"before": 0.0, "during": 0.1}}
+    page = html([found], ABOUT, b"")
+    for fact in (
+        "2026-01-01T10:00:00",
+        "abc",
+        "desk, EPYC, 2 cores",
+        "recipe=toy",
+        "measured 2025-12-31",
+        "commit xyz",
+    ):
+        assert fact in page
+    assert (
+        "before: other programs kept 0.00 cores busy, load average 0.3; during: other programs kept 0.05 cores" in page
+    )
+    assert not warnings([found], ABOUT) and "under load" not in page
+
+
+def test_a_profile_and_a_benchmark_that_were_measured_under_load_are_warned_of():
+    found = result(collocated=[1.0, 1.0])
+    found.profile = {"busy": {"before": 0.0, "during": 0.9}}
+    (told,) = warnings([found], ABOUT)
+    assert "the profile that predicts reach, 4 envs was measured under load" in told and "profile=new" in told
+    busy = ABOUT | {"load": {"before": {"others": 1.0}, "during": {"others": None}}}
+    assert warnings([found], busy)[0].startswith("this benchmark was measured under load: other programs kept cores")
+    assert html([found], busy, b"").count('class="problem"') == 2
+    found.profile = {}  # from before loads were written down
+    assert not warnings([found], ABOUT) and "load unknown" in html([found], ABOUT, b"")
 
 
 def test_schedules_are_compared_with_the_fastest_mode_and_not_with_what_auto_takes():

@@ -16,6 +16,8 @@ ALL = "\n".join(PAGES.values())
 TRAIN = sorted(set(re.findall(r"^python -m embodied.train recipe=.*", ALL, re.M)))
 SHORT = ["run.iterations=1", "eval.episodes=2", "eval.videos=0", "cluster.backend=inline"]
 
+LONGER = r" cluster\.| seeds=| run\.start_from|[ =]my_|=sums_|=smol_|=\./"
+
 
 def case(command):
     return pytest.param(command, marks=[pytest.mark.slow] if re.search("libero|robosuite", command) else [])
@@ -23,7 +25,11 @@ def case(command):
 
 @pytest.mark.parametrize(
     "command",
-    [case(line) for line in TRAIN if not re.search(r" cluster\.| run\.start_from|[ =]my_|=sums_|=smol_|=\./", line)],
+    [
+        case(line)
+        for line in TRAIN
+        if not re.search(r" cluster\.| seeds=| run\.start_from|[ =]my_|=sums_|=smol_|=\./", line)
+    ],
 )
 def test_a_documented_training_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -117,6 +117,75 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(capsys, arguments, answ
     assert answer in err
 
 
+def profile_of(tmp_path, costs, devices=None, recipe="pointmass_ppo", *more):
+    """The file of a profile with these kinds of devices for each part."""
+    config = load([f"recipe={recipe}", *more]).config
+    found = {name: {kind: Cost(Curve((1, 32), (0.01, 0.32))) for kind in on} for name, on in costs.items()}
+    made = {"key": cost_key(config), "recipe": recipe} | ({"devices": devices} if devices else {})
+    write_profile(Profile(dataflow_of(config), found, made=made), tmp_path / "p.json")
+    return f"profile={tmp_path / 'p.json'}"
+
+
+ON_CORES = {"sim": ["cpu"], "policy": ["cpu"], "learner": ["cpu"]}
+ON_H100 = {"sim": ["cpu"], "policy": ["gpu-H100"], "learner": ["gpu-H100"]}
+
+
+@pytest.mark.parametrize(
+    ("costs", "devices", "more", "cluster", "answers"),
+    [
+        (
+            ON_CORES,
+            {"cpu": 2},
+            (),
+            "8xH100",
+            ("was measured on 2 cores", "sim, policy and learner on gpu-H100", "cluster=128xCPU"),
+        ),
+        (
+            ON_CORES,
+            {"cpu": 2},
+            ("recipe=pointmass_ppo", "learner.device=cuda"),
+            "8xGPU",
+            ("policy and learner on gpu",),
+        ),
+        (ON_H100, None, (), "8xA100", ("policy and learner on gpu-A100", "measured on cpu, gpu-H100")),
+        (ON_H100 | {"learner": ["cpu"]}, None, (), "8xH100", ("was not: learner on gpu-H100",)),
+    ],
+)
+def test_devices_without_costs_are_refused_with_the_measurement_that_is_missing(
+    capsys, tmp_path, costs, devices, more, cluster, answers
+):
+    named = profile_of(tmp_path, costs, devices, "pointmass_ppo", *more[1:])
+    code, out, err = run(capsys, *more, named, f"cluster={cluster}", f"out={tmp_path}/plan")
+    assert code == 2 and "wins" not in out
+    assert all(answer in err for answer in (*answers, "python -m embodied.profiling recipe=pointmass_ppo")), err
+    assert not (tmp_path / "plan").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "devices"), [(["recipe=pointmass_ppo"], {"cpu": 2}), ([], {"cpu": 16, "gpu-H100": 8})]
+)
+def test_what_does_not_run_on_gpus_needs_no_costs_there(capsys, tmp_path, more, devices):
+    named = profile_of(tmp_path, ON_CORES, devices)
+    code, out, err = run(capsys, *more, named, "cluster=8xH100", f"out={tmp_path}/plan")
+    assert code == 0, err
+    assert "nothing of this recipe runs on gpu" in out
+
+
+def test_devices_that_were_measured_are_planned(capsys, tmp_path):
+    code, out, err = run(capsys, profile_of(tmp_path, ON_H100), "cluster=8xH100", f"out={tmp_path}/plan")
+    assert code == 0 and "8 gpu" in out, err
+
+
+def test_modes_that_are_predicted_equal_have_no_winner_among_them(capsys, tmp_path):
+    code, out, err = run(capsys, profile_of(tmp_path, ON_CORES), "cluster=128xCPU", f"out={tmp_path}")
+    assert code == 0, err
+    assert "\ncollocated and hybrid are predicted equal\n" in out and "wins" not in out
+    assert "faster than disaggregated" in out and "as fast as" not in out
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["winner"] is None and written["equal"] == ["collocated", "hybrid"]
+    assert "collocated and hybrid are predicted equal" in (tmp_path / "plan.html").read_text()
+
+
 def plan_of(capsys, tmp_path, recipe, *more):
     """What the plan of a recipe says of each schedule, on two cores where all parts take long."""
     arguments = [f"recipe={recipe}", f"run.dir={tmp_path}", *more]
@@ -144,7 +213,7 @@ def test_a_recipes_own_schedule_is_the_one_whose_modes_are_compared(capsys, tmp_
     assert "custom wins" in out and "pipeline.stages=1 pipeline.schedule=async" in out
     assert "collocated    does not fit: with pipeline.schedule=async learners take no turns with others" in out
     again, same = plan_of(capsys, tmp_path, "pointmass_ppo")
-    assert same == found and "collocated wins" in again
+    assert same == found and "collocated and hybrid are predicted equal" in again
 
 
 def test_planning_imports_neither_torch_nor_a_simulator():

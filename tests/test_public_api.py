@@ -15,7 +15,7 @@ FAST = ["run.iterations=2", "eval.episodes=4", "eval.videos=0", "cluster.backend
 def test_every_public_name_is_there_and_documented():
     missing = [name for name in embodied.__all__ if not getattr(embodied, name).__doc__]
     assert not missing and {*embodied.__all__} <= {*dir(embodied)}
-    with pytest.raises(AttributeError, match="embodied has no trane; it has train, evaluate"):
+    with pytest.raises(AttributeError, match="embodied has no trane; it has train, sweep, evaluate"):
         _ = embodied.trane
 
 
@@ -49,7 +49,7 @@ def test_the_same_checks_as_on_the_command_line(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "benchmark"])
+@pytest.mark.parametrize("command", ["train", "sweep", "evaluate", "benchmark"])
 def test_a_command_is_both_a_module_and_a_function(command):
     module = importlib.import_module(f"embodied.{command}")
     assert module is getattr(embodied, command) and callable(module) and module.main

@@ -19,11 +19,17 @@ if TYPE_CHECKING:
 
 INDENT = 30
 WIDTH = 118
+SEVERAL = {
+    "seeds": "0-4 or 0,2,5: a run for each, and a page of all; the same command goes on.",
+    "at_once": "How many of these go on at once, each on cores of its own [as the machine allows].",
+    "group": "The folder that names these runs [the newest of this command, else a new one].",
+}  # of embodied.train, for several runs (run/several.py)
 
 
 def help_text(command: Command, schema: Section) -> str:
     """The answer to --help."""
     first = next((key for key in command.own if key != "program"), "recipe")
+    own = command.own | (SEVERAL if command.name == "train" else {})
     recipes = f"  {'recipe':<{INDENT}}{recipe_words()}"
     lines = [
         f"{command.purpose}",
@@ -32,7 +38,7 @@ def help_text(command: Command, schema: Section) -> str:
         "[--cfg | --dry-run | --help]",
         "",
         *wrap(recipes, WIDTH, subsequent_indent=" " * (INDENT + 2), break_on_hyphens=False),
-        *[f"  {key:<{INDENT}}{meaning}" for key, meaning in command.own.items()],
+        *[f"  {key:<{INDENT}}{meaning}" for key, meaning in own.items()],
         f"  {'--cfg':<{INDENT}}print the resolved recipe and where each value comes from; it can be saved and loaded",
         f"  {'--dry-run':<{INDENT}}check everything and say what would run where, then stop",
         "",

@@ -7,7 +7,6 @@ Then short real runs show what the parts leave out (`timed_run.py`). The result 
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -41,8 +40,10 @@ from embodied.profiling.store import (
 )
 from embodied.profiling.timed_run import Clock, calibrate
 from embodied.run import devices, launch
+from embodied.run.folder import commit
 from embodied.run.memory_check import CUDA_BYTES
 from embodied.run.program import program_of
+from embodied.system.load import LoadMeter, load_before, under_load
 from embodied.workflows.embodied import EmbodiedLoop
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
     there = devices.machines(config)
     counts, nodes = device_counts(there), len(there.nodes)
     on = describe_devices(counts, nodes)
+    before, meter = load_before(), LoadMeter()
     with tempfile.TemporaryDirectory(prefix="embodied-profile-") as logs:
         say(f"measuring on {on}, about {seconds:.0f} s: {', '.join(map(str, sites_of(config, there)))}")
         probed = probe(config, there, clock, Path(logs))
@@ -105,7 +107,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             "key": cost_key(config, roles),
             "devices": counts,
             "nodes": nodes,
-            "load": round(os.getloadavg()[0], 1),
+            "commit": commit(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0 and (n == 1 or not talks(config))],
         }
@@ -120,7 +122,10 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
         profile = calibrate(config, profile, there, clock, Path(logs), say, probed.reset_s, program)
         whole = replace(whole, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
         profile = replace(profile, dataflow=whole)
-    return replace(profile, made={**profile.made, "seconds": round(clock.spent(), 1)})
+    # Workers on a Ray cluster are nobody's children, and would count as other programs.
+    during = None if config.cluster.backend == "ray" else meter.others()
+    busy = {"before": before["others"], "during": during}
+    return replace(profile, made={**profile.made, "seconds": round(clock.spent(), 1), "busy": busy})
 
 
 @dataclass(frozen=True)
@@ -347,9 +352,6 @@ def describe(profile: Profile) -> list[str]:
     }
     lines += [f"{name} {1000 * seconds:.2f} ms" for name, seconds in rest.items()]
     lines.append(f"measured in {profile.made['seconds']:.0f} s on {describe_devices(counts, profile.made['nodes'])}")
-    cores = counts["cpu"]
-    if profile.made["nodes"] == 1 and profile.made["load"] > cores + 1:
-        lines.append(
-            f"the machine was busy with other work (load {profile.made['load']} on {cores} cores): measure again"
-        )
+    if busy := under_load(profile.made.get("busy") or {}, counts["cpu"]):
+        lines.append(f"{busy}: measure again when the machine is quiet")
     return lines

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from embodied.placement.reasons import equal_to_the_fastest, words
 from embodied.reporting.gantt import image
 from embodied.reporting.html import Html, page, section, table, tag
 from embodied.reporting.machine_page import MOST_TRACE_BYTES, is_move, worker_rows
 from embodied.reporting.timeline import innermost, read_trace
+from embodied.system.load import under_load
 
 HEAD = ("mode", "steps/s", "per {device}", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
 PREDICTED = ("predicted", "measured", "error", "spread")
@@ -102,22 +104,42 @@ def cells(mode: str, row: dict[str, float]) -> list[str]:
 
 
 def verdict(result: Any) -> list[str]:
-    """Whether the order is the predicted one; what placement=auto would take, against the fastest measured; and what
-    other schedules gain over it."""
+    """Which modes are predicted equal; whether the order of the others is the predicted one; what placement=auto would
+    take, against the fastest measured; and what other schedules gain over it."""
     measured = list(rows_of(result))
     expected = [mode for mode in result.expected if mode in result.rounds]
     others = [mode for mode in expected if result.expected[mode].get("schedule", "sync") != "sync"]
     modes = [mode for mode in measured if mode not in others]
     lines = []
     if len(modes) > 1:
-        auto, fastest = next(mode for mode in expected if mode in modes), modes[0]
-        order = "the order of modes is the predicted one; " if modes == [m for m in expected if m in modes] else ""
-        beside = modes[1] if auto == fastest else fastest
-        first = ", the fastest here" if auto == fastest else ""
-        lines.append(f"{order}placement=auto takes {auto}{first}: {against(result, auto, beside)}")
+        seconds = {mode: result.expected[mode]["seconds"] for mode in expected if mode in modes}
+        equal = equal_to_the_fastest(seconds)
+        told = f"{words(equal)} are predicted equal; " if len(equal) > 1 else ""
+        ordered = len(equal) < len(modes) and in_predicted_order(modes, seconds)
+        order = "the order of modes is the predicted one; " if ordered else ""
+        auto = next(iter(seconds))
+        beside = next(mode for mode in modes if mode != auto) if modes[0] == auto else modes[0]
+        taken = f"placement=auto takes {auto}{', one of them' if told else ''}"
+        lines.append(f"{told}{order}{taken}{standing(result, auto, beside)}: {against(result, auto, beside)}")
     if modes:
         lines += [f"pipeline.schedule={one}: {against(result, one, modes[0])}" for one in others]
     return lines
+
+
+def in_predicted_order(measured: Sequence[str], seconds: dict[str, float]) -> bool:
+    """Whether none was faster than one that is predicted to take less; those predicted equal may be in any order."""
+    return not any(
+        seconds[slow] > seconds[quick]
+        and slow not in equal_to_the_fastest({quick: seconds[quick], slow: seconds[slow]})
+        for place, slow in enumerate(measured)
+        for quick in measured[place + 1 :]
+    )
+
+
+def standing(result: Any, one: str, fastest_other: str) -> str:
+    """How this mode was measured beside the fastest other one; only what an interval tells apart has a winner."""
+    low, _, high = paired_ratio(result.rounds[one], result.rounds[fastest_other])
+    return ", the fastest here" if low > 1 else ", not the fastest here" if high < 1 else ", not apart from the fastest"
 
 
 def against(result: Any, one: str, other: str) -> str:
@@ -161,7 +183,72 @@ def html(results: Sequence[Any], about: dict[str, Any], png: bytes) -> str:
         found = [shown, *lines, tag("ul", *plans, *refused), *traced]
         parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *found))
     title = f"Placements of {about['recipe']}"
-    return page(title, tag("h1", title), image(png, "predicted and measured throughput"), *parts)
+    problems = [tag("p", line, class_="problem") for line in warnings(results, about)]
+    picture = image(png, "predicted and measured throughput")
+    return page(
+        title, tag("header", tag("h1", title), *problems), section("Measured", made(results, about), picture), *parts
+    )
+
+
+def made(results: Sequence[Any], about: dict[str, Any]) -> Html:
+    """When, where, of which code and under what load this was measured, and the profiles that predicted it."""
+    facts = {
+        "recipe": about["recipe"],
+        "date": about.get("date", ""),
+        "commit": about.get("commit"),
+        "machine": machine_in_words(results, about),
+        "load": load_in_words(about.get("load", {})),
+        "command": " ".join(map(str, about.get("command", []))),
+    }
+    for result in results:
+        name = f"profile of {result.task}, {result.num_envs} envs" if len(results) > 1 else "profile"
+        facts[name] = profile_in_words(result.profile)
+    rows = [tag("tr", tag("th", name), tag("td", value)) for name, value in facts.items() if value]
+    return tag("div", tag("table", tag("tbody", *rows), class_="facts"), class_="scroll")
+
+
+def machine_in_words(results: Sequence[Any], about: dict[str, Any]) -> str:
+    parts = [about.get("host"), about.get("processor"), results[0].where if results else "", about.get("platform")]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def load_in_words(load: dict[str, Any]) -> str:
+    """The cores that other programs kept busy before and during the measurement, and the load averages."""
+    return "; ".join(
+        f"{when}: other programs kept {cores_in_words(one.get('others'))} busy, load average {one.get('average')}"
+        for when, one in load.items()
+    )
+
+
+def cores_in_words(others: float | None) -> str:
+    return "an unknown number of cores" if others is None else f"{others:.2f} cores"
+
+
+def profile_in_words(profile: dict[str, Any]) -> str:
+    busy = profile.get("busy") or {}
+    told = ", ".join(f"{cores_in_words(busy[when])} {when}" for when in ("before", "during") if when in busy)
+    parts = [
+        f"measured {profile['date']}" if "date" in profile else "",
+        f"of commit {profile['commit']}" if profile.get("commit") else "",
+        f"on {profile['name']}" if "name" in profile else "",
+        f"other programs kept busy {told}" if told else "load unknown",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def warnings(results: Sequence[Any], about: dict[str, Any]) -> list[str]:
+    """What was measured while the machine had other work."""
+    cores, found = about.get("cores", 1), []
+    load = {when: one.get("others") for when, one in about.get("load", {}).items()}
+    if busy := under_load(load, cores):
+        found.append(f"this benchmark was measured under load: {busy}. Measure again when the machine is quiet.")
+    for result in results:
+        if busy := under_load(result.profile.get("busy") or {}, cores):
+            found.append(
+                f"the profile that predicts {result.task}, {result.num_envs} envs was measured under load: {busy}. "
+                "What it predicts may be off: profile=new measures it again."
+            )
+    return found
 
 
 def timeline(mode: str, path: Path) -> list[Html]:

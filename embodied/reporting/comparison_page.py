@@ -1,15 +1,18 @@
-"""comparison.html of several runs: figures side by side, curves over each other, differences on the same episodes."""
+"""comparison.html of several runs, or of settings with several seeds each: figures side by side, curves over each
+other, differences on the same episodes (of single runs), what differs in their recipes, and where they come from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from shlex import join as join_words
 from typing import Any
 
 from embodied.config.cli import read_yaml
+from embodied.reporting import groups_page
 from embodied.reporting.evaluation_page import (
     MEASURES,
     MOST_VIDEOS,
@@ -22,7 +25,8 @@ from embodied.reporting.evaluation_page import (
     transcripts_of,
     videos_by_episode,
 )
-from embodied.reporting.html import Html, join, page, relative, section, table, tag
+from embodied.reporting.groups import SeedSet, alone
+from embodied.reporting.html import Html, join, page, section, table, tag
 from embodied.reporting.runs import Evaluation, Run
 from embodied.reporting.success_stats import Prompt, compare, prompt_of
 from embodied.reporting.svg import COLORS, Series, line_chart, percent, short
@@ -34,6 +38,7 @@ from embodied.reporting.training_page import (
 )
 from embodied.reporting.transcripts import transcript_lines
 from embodied.reporting.transcripts_page import Conversations, can_be_shown, legend
+from embodied.run.group import Group
 
 MOST_PROMPTS = 20  # whose answers are shown side by side
 
@@ -52,15 +57,44 @@ class ComparedRun:
     color: int
 
 
-def comparison(runs: list[Run], beside: Path) -> str:
-    """The page as text; links are relative to the folder `beside`."""
-    entries = [ComparedRun(run, label, i) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True))]
-    parts = [
-        tag(
-            "header", tag("h1", f"{len(runs)} runs compared"), *[problem(text) for run in runs for text in run.problems]
-        ),
-        section("Figures", figures_table(entries, beside)),
-    ]
+def comparison(found: Sequence[Run | SeedSet], beside: Path, group: Group | None = None) -> str:
+    """The page as text; links are relative to the folder `beside`. `group`: what all of these are."""
+    sets = with_names(found)
+    colors = {one.label: place for place, one in enumerate(sets)}
+    runs = [run for one in sets for run in one.runs]
+    singles = len(sets) > 1 and all(len(one.runs) == 1 and not one.missing for one in sets)
+    parts = [heading(sets, runs, group)]
+    if (group and group.swept) or (len(sets) > 1 and not singles):
+        shown = tag("p", groups_page.verdict(sets)), groups_page.ranking_table(sets, colors)
+        note = groups_page.ALONE_NOTE if singles else groups_page.iqm_note(sets)
+        parts.append(section("Settings" if group else "Over seeds", *shown, tag("p", note, class_="note")))
+    elif not singles:
+        note = tag("p", groups_page.iqm_note(sets), class_="note")
+        parts.append(section("Over seeds", groups_page.tiles(sets[0]), note))
+    if singles:
+        parts += of_single_runs([ComparedRun(one.runs[0], one.label, colors[one.label]) for one in sets], beside)
+    elif runs:
+        note = groups_page.CURVES_NOTE + groups_page.DOTS_NOTE * (len(sets) == 1)
+        parts.append(section("Curves", groups_page.curves(sets, colors), note=note))
+        parts.append(section("Runs", groups_page.runs_table(sets, beside, colors), note=groups_page.RUNS_NOTE))
+    if len(sets) > 1:
+        parts.append(section("What differs", *what_differs(sets)))
+    parts.append(section("Where they come from", groups_page.made_table(sets), recipe_of(group, runs)))
+    return page(f"{group.folder.resolve().name if group else ', '.join(colors)} - comparison", *parts)
+
+
+def with_names(found: Sequence[Run | SeedSet]) -> list[SeedSet]:
+    """All as sets of seeds, with labels that tell them apart."""
+    names = iter(labels([one for one in found if isinstance(one, Run)]))
+    sets = [alone(one, next(names)) if isinstance(one, Run) else one for one in found]
+    same = {one.label for one in sets if [other.label for other in sets].count(one.label) > 1}
+    return [replace(one, label=f"{one.label} ({i})") if one.label in same else one for i, one in enumerate(sets, 1)]
+
+
+def of_single_runs(entries: list[ComparedRun], beside: Path) -> list[Html]:
+    """The parts of a page about single runs, which are compared to the episode."""
+    runs = [entry.run for entry in entries]
+    parts = [section("Figures", figures_table(entries, beside))]
     if any(run.metrics for run in runs):
         parts.append(section("Curves", tag("div", *overlaid(entries), class_="charts"), note=CURVES_NOTE))
     note = DIFFERENCES_NOTE + PROMPTS_NOTE * any(run.last and run.last.of_text for run in runs)
@@ -69,8 +103,30 @@ def comparison(runs: list[Run], beside: Path) -> str:
         parts.append(section("Answers to the same prompts", *told))
     if videos := videos_of_same_episodes(entries, beside):
         parts.append(section("Videos of the same episodes", *videos))
-    parts.append(section("What differs", *what_differs(entries)))
-    return page(f"{', '.join(entry.label for entry in entries)} - comparison", *parts)
+    return parts
+
+
+def heading(sets: list[SeedSet], runs: list[Run], group: Group | None) -> Html:
+    """What is compared, from when to when, of which code, and what did not end well."""
+    code = groups_page.commits(runs)
+    said = [f"{len(runs)} runs"] * bool(group) + [f"of commit {one}" for one in code if len(code) == 1]
+    if dates := sorted(str(run.info["started"]) for run in runs if run.info.get("started")):
+        said.append(" to ".join(dict.fromkeys(date[:16].replace("T", " ") for date in (dates[0], dates[-1]))) + " UTC")
+    mixed = [f"Code of {len(code)} commits made these runs: {', '.join(code)}."] if len(code) > 1 and group else []
+    return tag(
+        "header",
+        tag("h1", group.folder.resolve().name if group else f"{len(runs)} runs compared"),
+        tag("p", " \u00b7 ".join(said)),
+        tag("p", tag("code", f"python -m {join_words(group.command)}")) if group and group.command else None,
+        *[problem(text) for text in (*groups_page.problems(sets), *mixed)],
+    )
+
+
+def recipe_of(group: Group | None, runs: list[Run]) -> Html | None:
+    """The resolved recipe of the first run of a group."""
+    if group is None or not runs:
+        return None
+    return tag("details", tag("summary", f"config.yaml of {runs[0].name}"), tag("pre", runs[0].config))
 
 
 CURVES_NOTE = "Lines: the last episodes of training, which explores. Dots: evaluations. With 95% Wilson intervals."
@@ -90,6 +146,8 @@ def problem(text: str) -> Html:
 
 def labels(runs: list[Run]) -> list[str]:
     """Folder names, with as much of their paths as is needed to distinguish them."""
+    if not runs:
+        return []
     parts = [run.folder.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(one[-length:]) for one in parts]
@@ -98,8 +156,8 @@ def labels(runs: list[Run]) -> list[str]:
     return [f"{'/'.join(one)} ({i})" for i, one in enumerate(parts, 1)]
 
 
-def swatch(entry: ComparedRun) -> Html:
-    return tag("i", class_=f"swatch c{entry.color % COLORS}")
+def swatch(color: int) -> Html:
+    return tag("i", class_=f"swatch c{color % COLORS}")
 
 
 def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
@@ -120,9 +178,7 @@ def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
 
 def linked(entry: ComparedRun, beside: Path) -> Html:
     """A run's colour and name, which leads to its report."""
-    report = entry.run.folder / "report.html"
-    name = tag("a", entry.label, href=relative(report, beside)) if report.is_file() else entry.label
-    return join(swatch(entry), name)
+    return join(swatch(entry.color), groups_page.report_link(entry.run, entry.label, beside))
 
 
 def text_figures_table(entries: list[ComparedRun], beside: Path) -> Html:
@@ -198,7 +254,7 @@ def differences(entries: list[ComparedRun]) -> list[Html]:
             continue
         if unlike := other_conditions(first.run, entry.run):
             notes.append(f"{entry.label} was evaluated under other conditions than {first.label}: {', '.join(unlike)}.")
-        rows[join(swatch(entry), entry.label)] = difference_cells(paired)
+        rows[join(swatch(entry.color), entry.label)] = difference_cells(paired)
     return [
         *([named_table(f"against {first.label}", rows)] if rows else []),
         *[tag("p", note, class_="note") for note in notes],
@@ -307,17 +363,27 @@ def videos_of_same_episodes(entries: list[ComparedRun], beside: Path) -> list[Ht
     return [tag("div", *rows, class_="pairs")] if rows else []
 
 
-def what_differs(entries: list[ComparedRun]) -> list[Html]:
-    """A table of the recipe's keys and the facts of provenance in which the runs differ."""
-    facts = [settings(entry.run) for entry in entries]
+def what_differs(sets: list[SeedSet]) -> list[Html]:
+    """A table of the recipe's keys and the facts of provenance in which the runs differ; of seeds all values."""
+    facts = [settings_of(one) for one in sets]
+    own = {"seed", "run.name"} if any(len(one.runs) > 1 for one in sets) else set()
     rows = [
         [key, *[str(one.get(key, "-")) for one in facts]]
         for key in dict.fromkeys(chain.from_iterable(facts))
-        if len({str(one.get(key)) for one in facts}) > 1
+        if key not in own and len({str(one.get(key)) for one in facts}) > 1
     ]
     if not rows:
         return [tag("p", "Nothing in recipe, code, packages or machine.", class_="note")]
-    return [table(["", *[join(swatch(entry), entry.label) for entry in entries]], rows, numeric=False)]
+    return [table(["", *[join(swatch(place), one.label) for place, one in enumerate(sets)]], rows, numeric=False)]
+
+
+def settings_of(one: SeedSet) -> dict[str, Any]:
+    """What the runs of a set have, with all values of a key where it differs among them."""
+    found = [settings(run) for run in one.runs]
+    return {
+        key: ", ".join(dict.fromkeys(str(each.get(key)) for each in found))
+        for key in dict.fromkeys(chain.from_iterable(found))
+    }
 
 
 def settings(run: Run) -> dict[str, Any]:

@@ -29,16 +29,28 @@ from embodied.reporting.results import sampling
 from embodied.reporting.runs import Evaluation, Run, read_run
 from embodied.reporting.svg import percent, short
 from embodied.reporting.training_page import learning_charts, result_charts
+from embodied.run.group import is_group, read_group
 
 REPORT = "report.html"
 WHEN = "%Y-%m-%d %H:%M UTC"
 
 
 def write_report(folder: Path) -> Path:
-    """Write report.html of a run or an evaluation into its folder; returns its path."""
+    """Write report.html of a run, an evaluation or a group of runs into its folder; returns its path."""
     out = folder / REPORT
-    replace_text(out, report(read_run(folder), out.parent))
+    replace_text(out, page_of(folder, out.parent))
     return out
+
+
+def page_of(folder: Path, beside: Path) -> str:
+    """The page of a run, an evaluation or a group of runs."""
+    if not is_group(folder):
+        return report(read_run(folder), beside)
+    from embodied.reporting.comparison_page import comparison
+    from embodied.reporting.groups import sets_of
+
+    group = read_group(folder)
+    return comparison(sets_of(group), beside, group)
 
 
 def report_or_say_why(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Success rates with their intervals, and paired comparisons of two policies.
 
 An episode that ended in an error is neither a success nor a failure. A language policy may give several answers to a
-prompt, which are alike: its intervals are over prompts.
+prompt, which are alike: its intervals are over prompts. Seeds are summarised by the interquartile mean, with intervals
+over seeds.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from embodied.core.types import EpisodeResult
 
 Prompt = tuple[str, int, int]  # task, number, seed
 Z95 = 1.959963984540054  # the 97.5% point of the normal distribution
+DRAWS = 10_000  # of a bootstrap
 
 
 def wilson(count: float, total: float) -> tuple[float, float]:
@@ -250,3 +254,48 @@ def compare_means(differences: list[float]) -> dict[str, Any] | None:
     variance = math.fsum((one - centre) ** 2 for one in differences) / (len(differences) - 1)
     half = Z95 * math.sqrt(variance / len(differences))
     return {"difference": centre, "interval": [centre - half, centre + half]}
+
+
+def iqm(scores: Any, axis: int = -1) -> Any:
+    """The interquartile mean: the mean of what is left when the lowest and the highest quarter, each rounded down, are
+    cut off, as scipy.stats.trim_mean(scores, 0.25) and rliable compute it. iqm([0, 4, 5, 6, 100]) is 5."""
+    ranked = np.sort(np.asarray(scores, float), axis=axis)
+    cut = ranked.shape[axis] // 4
+    return np.take(ranked, range(cut, ranked.shape[axis] - cut), axis=axis).mean(axis=axis)
+
+
+def over_seeds(scores: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The IQM of a row of scores for each seed, a column for each task, with its 95% interval over seeds: a bootstrap
+    that draws the seeds of every task by themselves (rliable's, stratified by task). None for one seed."""
+    found = np.asarray(scores, float)
+    seeds, tasks = found.shape
+    interval = None
+    if seeds > 1:
+        picks = np.random.default_rng(0).integers(0, seeds, (DRAWS, seeds, tasks))
+        drawn = found[picks, np.arange(tasks)].reshape(DRAWS, -1)
+        interval = np.percentile(iqm(drawn), [2.5, 97.5]).tolist()
+    return {"iqm": float(iqm(found.ravel())), "interval": interval, "seeds": seeds}
+
+
+def mean_with_interval(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """-> mean, low, high at each point of curves that share their points, a row for each seed: the bootstrap's 95%
+    interval of the mean over seeds."""
+    found = np.asarray(curves, float)
+    picks = np.random.default_rng(0).integers(0, len(found), (DRAWS // 10, len(found)))
+    low, high = np.percentile(found[picks].mean(axis=1), [2.5, 97.5], axis=0)
+    return found.mean(axis=0), low, high
+
+
+def standings(found: dict[str, tuple[float, Sequence[float] | None]]) -> dict[str, str]:
+    """By name, for figures with their intervals: `behind` where an interval lies below that of the highest figure, else
+    `not apart`. The highest is `best` where all others are behind, else `highest`; several as high have neither."""
+    if len(found) < 2:
+        return dict.fromkeys(found, "-")
+    top = max(found, key=lambda name: found[name][0])
+    low = (found[top][1] or (-math.inf,))[0]
+    places = {
+        name: "behind" if interval and interval[1] < low else "not apart" for name, (_, interval) in found.items()
+    }
+    tied = sum(figure == found[top][0] for figure, _ in found.values()) > 1
+    alone = all(place == "behind" for name, place in places.items() if name != top)
+    return places | {top: "not apart" if tied else "best" if alone else "highest"}

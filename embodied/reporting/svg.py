@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -32,6 +32,7 @@ class Series:
     points: bool = False  # measured now and then: dots instead of a line
     color: int = 0
     dashed: bool = False
+    faint: bool = False  # one of many, behind their mean
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def line_chart(
     for one in drawn:
         shapes += dots(one, across, up, show) if one.points else line(one, across, up, show)
     marks = {}  # by colour: evaluations of a run that has a line need no entry of their own
-    for one in drawn:
+    for one in sorted(drawn, key=lambda one: (one.points, one.faint)):
         mark = "dot" if one.points else "dash" if one.dashed else ""
         marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", mark))
     entries = list(marks.values())
@@ -139,7 +140,7 @@ def line(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> l
         there = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.high)]
         back = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.low)]
         shapes.append(tag("polygon", points=path([*there, *reversed(back)]), class_=f"band {color}"))
-    kind = f"line {color}{' dash' if one.dashed else ''}"
+    kind = f"line {color}{' dash' if one.dashed else ''}{' faint' if one.faint else ''}"
     shapes.append(tag("polyline", points=path(spots), class_=kind, **numbers(one, show)))
     if len(spots) == 1:
         shapes.append(tag("circle", cx=spots[0][0], cy=spots[0][1], r=3, class_=f"dot {color}"))
@@ -177,7 +178,7 @@ def finite(one: Series) -> Series:
         name: [values[i] for i in keep] if len(values := getattr(one, name)) else []
         for name in ("x", "y", "low", "high")
     }
-    return Series(one.name, **picked, points=one.points, color=one.color, dashed=one.dashed)
+    return replace(one, **picked)
 
 
 def thinned(one: Series) -> Series:
@@ -194,6 +195,7 @@ def thinned(one: Series) -> Series:
         [max(one.high[part] or one.y[part]) for part in parts],
         color=one.color,
         dashed=one.dashed,
+        faint=one.faint,
     )
 
 

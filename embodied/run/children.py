@@ -1,0 +1,260 @@
+"""The processes of several runs: started on a part of the machine each, watched, and stopped with this command.
+
+They are `embodied.train` as a user would type it. What becomes of each is written into the group's folder at once, so
+that a command that is killed loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from shlex import join
+
+from embodied.config.cli import write_yaml
+from embodied.placement.grammar import number
+from embodied.reporting.groups import sets_of
+from embodied.reporting.groups_page import in_words
+from embodied.reporting.run_page import REPORT, report_or_say_why
+from embodied.run import launch
+from embodied.run.ending import Interruption
+from embodied.run.folder import DRIVER
+from embodied.run.group import ENDED, FINISHED, MISSING, OVER, Group, Member, state_of
+
+LONGEST_NAME = 100  # bytes of run.name
+POLL_S = 0.2
+TELL_S = 60.0  # between two lines about the runs that go on, off a terminal
+CLOSE_S = 30.0  # for a run that is stopped at once
+TRAIN = ("-m", "embodied.train")
+STOPPED = (143, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a run that was told to stop
+WIDTH = 150
+# Keeps to its cores, stops in good order when the command that started it dies, and becomes the run.
+BEGIN = """import ctypes, json, os, signal, sys
+parent, cores = json.loads(sys.argv[1])
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != parent:
+    os._exit(1)
+if cores:
+    os.sched_setaffinity(0, cores)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+@dataclass
+class Going:
+    """A run that goes on."""
+
+    member: Member
+    process: subprocess.Popen
+    place: int  # its part of the machine
+    log: Path
+    before: set[Path]  # folders that are other runs'
+    folder: Path | None = None
+    begun: float = field(default_factory=time.monotonic)
+
+
+class Children:
+    """`places`: cores and CUDA_VISIBLE_DEVICES of the runs that go on at the same time; empty where one has all."""
+
+    def __init__(
+        self,
+        group: Group,
+        words: Sequence[str],
+        parent: Path,
+        places: Sequence[tuple[list[int], str]] = (([], ""),),
+        train: Sequence[str] = TRAIN,
+    ) -> None:
+        """`words`: what all runs have in common; `parent`: the folder of their folders; `train`: Python's arguments."""
+        self.group, self.shared, self.parent, self.places, self.train = group, words, parent, places, train
+        self.going: list[Going] = []
+        self.live = bool(sys.stdout and sys.stdout.isatty())
+        self.told, self.told_at = "", time.monotonic()
+
+    def run(self, members: Sequence[Member], interruption: Interruption) -> None:
+        """All of these, as many at a time as there are places; whatever happens, none is left behind."""
+        waiting, asked_to_stop = list(members), False
+        try:
+            while self.going or (waiting and not interruption.requested):
+                while waiting and not interruption.requested and len(self.going) < len(self.places):
+                    self.begin(waiting.pop(0))
+                if interruption.requested and not asked_to_stop:
+                    asked_to_stop = True
+                    self.signal(signal.SIGTERM)
+                self.look()
+                time.sleep(POLL_S)
+        except BaseException as err:
+            self.signal(signal.SIGINT if isinstance(err, KeyboardInterrupt) else signal.SIGTERM)
+            raise
+        finally:
+            self.close()
+
+    def begin(self, member: Member) -> None:
+        """Start or resume its run, on the cores and GPUs that are free."""
+        place = min({*range(len(self.places))} - {one.place for one in self.going})
+        path = self.group.path(member)
+        resumes = path is not None and state_of(path) != MISSING
+        own = [word for word in self.shared if word.startswith("program=")]
+        words = [*own, f"resume={path}"] if resumes else self.words(member)
+        cores, cards = self.places[place]
+        log = self.log_of(member)
+        before = set() if resumes else self.folders(member)
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-c", BEGIN, json.dumps([os.getpid(), cores]), *self.train, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **({"CUDA_VISIBLE_DEVICES": cards} if cards else {})},
+                process_group=0,  # Ctrl-C reaches this command, which stops the runs
+            )
+        self.going.append(Going(member, process, place, log, before, path if resumes else None))
+        self.say(f"{member} {f'goes on: {path}' if resumes else 'begins'}")
+
+    def words(self, member: Member) -> list[str]:
+        """The arguments of a new run."""
+        swept = [f"{key}={write_yaml(value)}" for key, value in member.settings.items()]
+        return [*self.shared, *swept, f"seed={member.seed}", f"run.name={self.run_name(member)}"]
+
+    def run_name(self, member: Member) -> str:
+        """pointmass_ppo-lr1e-3-seed0"""
+        own = "".join(f"-{key.rpartition('.')[2]}{write_yaml(value)}" for key, value in member.settings.items())
+        end = f"-seed{member.seed}"
+        return slug(self.group.name + own)[: LONGEST_NAME - len(end)] + end
+
+    def folders(self, member: Member) -> set[Path]:
+        """Those of runs of this name."""
+        return {path for path in self.parent.glob(f"{self.run_name(member)}-[0-9]*") if path.is_dir()}
+
+    def log_of(self, member: Member) -> Path:
+        """What its process prints."""
+        return self.group.folder / "logs" / f"{slug(str(member))}.log"
+
+    def look(self) -> None:
+        """Note folders that have appeared and runs that are over, and tell how the others are doing."""
+        for one in list(self.going):
+            if one.folder is None:
+                self.find_folder(one)
+            if one.process.poll() is not None:
+                self.find_folder(one)
+                self.over(one)
+        if self.going and (self.live or time.monotonic() - self.told_at > TELL_S):
+            self.told_at, text = time.monotonic(), " | ".join(f"{one.member}: {last_line(one)}" for one in self.going)
+            if text != self.told:
+                self.told = text
+                print(f"\r\033[K{text[:WIDTH]}" if self.live else text, end="" if self.live else "\n", flush=True)
+
+    def find_folder(self, one: Going) -> None:
+        """The folder that this run has made: the one whose run.json names its process, or that is new after its end."""
+        if one.folder is not None:
+            return
+        ended = one.process.poll() is not None
+        taken = {self.group.path(member) for member in self.group.members}
+        for folder in sorted(self.folders(one.member) - one.before):
+            if folder.resolve() in {path.resolve() for path in taken if path}:
+                continue
+            if ended or what_it_says(folder).get("processes", {}).get(DRIVER) == one.process.pid:
+                one.folder = folder
+                there = os.path.relpath(folder.resolve(), self.group.folder.resolve())
+                self.group = self.group.with_member(replace(one.member, folder=there, problem=""))
+                one.member = next(m for m in self.group.members if m.key == one.member.key)
+                return
+
+    def over(self, one: Going) -> None:
+        """Write down how a run ended, and the page of all so far."""
+        self.going.remove(one)
+        code, state = one.process.returncode, self.group.state(one.member)
+        problem = "" if state == FINISHED else last_words(one)
+        self.group = self.group.with_member(replace(one.member, problem=problem))
+        seconds = time.monotonic() - one.begun
+        where = f": {one.folder}" if one.folder else ""
+        if state == FINISHED:
+            self.say(f"{one.member} finished after {seconds:.0f} s{where}")
+        elif code in STOPPED:
+            self.say(f"{one.member} stopped{where}")
+        elif state == ENDED:
+            self.say(f"{one.member} ended early: {problem}")
+        else:
+            self.say(f"{one.member} failed (exit code {code}): {problem}\n  its log: {one.log}")
+        report_or_say_why(self.group.folder)
+
+    def say(self, text: str) -> None:
+        launch.say(f"\r\033[K{text}" if self.live else text)
+        with (self.group.folder / "logs" / "group.log").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
+
+    def signal(self, sign: int) -> None:
+        for one in self.going:
+            with suppress(ProcessLookupError):
+                one.process.send_signal(sign)
+
+    def close(self) -> None:
+        """Wait for what was told to stop at once; kill what does not."""
+        until = time.monotonic() + CLOSE_S
+        for one in self.going:
+            try:
+                one.process.wait(max(until - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                one.process.kill()
+                one.process.wait()
+            self.find_folder(one)
+
+    def end(self, todo: Sequence[Member], interruption: Interruption) -> int:
+        """Say what there is now, which failed, and how to go on; -> the exit code."""
+        todo = [member for member in self.group.members if member.key in {one.key for one in todo}]
+        states = {member.key: self.group.state(member) for member in todo}
+        left = [member for member in todo if states[member.key] not in OVER]
+        report_or_say_why(self.group.folder)
+        launch.say(f"\n{sum(state == FINISHED for state in states.values())} of {number(len(todo), 'run')} finished")
+        for member in todo:
+            where = self.group.path(member) or (self.log_of(member) if member.problem else "")
+            cause = f", {member.problem}" if member.problem else ""
+            launch.say(f"  {member}: {states[member.key]}{cause}{f' ({where})' if where else ''}")
+        for line in in_words(sets_of(self.group)):
+            launch.say(f"  result      {line}")
+        launch.say(f"  report      {self.group.folder / REPORT}")
+        if left:
+            launch.say(f"  go on       python -m {join(self.group.command)}")
+        return interruption.exit_code if interruption.requested else int(bool(left))
+
+
+def what_it_says(run: Path) -> dict:
+    """run.json; empty where there is none yet."""
+    with suppress(OSError, ValueError):
+        found = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def last_line(one: Going) -> str:
+    """What a run said last."""
+    path = one.folder / "logs" / "driver.log" if one.folder else one.log
+    with suppress(OSError):
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - 2000, 0))
+            lines = file.read().decode(errors="replace").split("\n")
+        if found := [line for line in lines if line.strip()]:
+            return re.sub(r"^\S+T\S+ ", "", found[-1]).strip()
+    return "begins"
+
+
+def last_words(one: Going) -> str:
+    """Why a run did not finish, in a line: what its folder says, else the end of what it printed."""
+    info = what_it_says(one.folder) if one.folder else {}
+    if info.get("state") in ("stopped", "failed"):
+        return (str(info.get("cause", "")).splitlines() or [""])[0]
+    lines = one.log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or [line for line in lines if line.strip()] or ["it said nothing"])[-1].removeprefix("error: ")
+
+
+def slug(text: str) -> str:
+    """A name for files: letters, digits and . + - _ = alone."""
+    return re.sub(r"_*-_*", "-", re.sub(r"[^A-Za-z0-9.+=-]+", "_", text)).strip("_.-")

@@ -1,0 +1,319 @@
+"""Several runs with one command: the seeds of a recipe, the settings of a sweep. Each is an ordinary run, in a process
+of its own; what is finished is left, what is unfinished goes on, what is missing begins.
+
+A run fills the machine, as a rule, and then they go one after another. Runs side by side get cores and GPUs of their
+own, which changes how long they take and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from embodied.config.cli import FLAGS, parse, read_yaml, write_yaml, yaml_problem
+from embodied.config.merge import recipe_names
+from embodied.config.recipe import Loaded, load
+from embodied.core.errors import ConfigError
+from embodied.placement import PlacementPlan, Topology
+from embodied.placement.grammar import number
+from embodied.run import launch
+from embodied.run.children import Children
+from embodied.run.devices import machines
+from embodied.run.ending import Interruption
+from embodied.run.first_run import first_run
+from embodied.run.group import GOING_ON, OVER, Group, Member, describe_setting, find_group, held, recipe_mark
+from embodied.run.memory_check import needs
+from embodied.run.program import program_of
+from embodied.workflows.embodied import EmbodiedLoop
+
+OWN = ("seeds", "at_once", "group")
+NOT_SWEPT = ("recipe", "resume", "run.dir", "run.name", "program")  # keys that say where a run is, not what it does
+MOST = 1000  # runs of a command
+PROCESS_BYTES = 0.5e9  # of a run's process, with torch and a simulator; assumed
+
+
+def asked(argv: Iterable[str]) -> bool:
+    """Whether these arguments are for several runs."""
+    return any(word.partition("=")[0] in OWN for word in argv) and not {"-h", "--help"} & {*argv}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a command line asks for."""
+
+    words: tuple[str, ...]  # those that all runs have in common
+    flags: tuple[str, ...]
+    asked: dict[str, Any]  # the same words' values
+    grid: dict[str, tuple[str, ...]]  # swept key -> values as they were typed
+    seeds: tuple[int, ...]
+    at_once: int | None
+    group: Path | None
+
+    @property
+    def settings(self) -> list[dict[str, str]]:
+        """Every combination of the swept values."""
+        return [dict(zip(self.grid, values)) for values in product(*self.grid.values())]
+
+
+# What is asked for
+
+
+def read_order(argv: Sequence[str], sweep: bool) -> Order:
+    """The parts of a command line; all that is wrong with it at once."""
+    flags = tuple(FLAGS[word] for word in argv if word in FLAGS)
+    argv = [word for word in argv if word not in FLAGS]
+    own, problems, rest = launch.split(argv, OWN)
+    typed = {key: text for key, _, text in (word.partition("=") for word in argv if word.partition("=")[0] in OWN)}
+    seeds = read_seeds(typed["seeds"], problems) if "seeds" in typed else (0,) if sweep else ()
+    at_once = own.get("at_once")
+    if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
+        problems.append(f"at_once={at_once!r}: should be a whole number of runs, at_once=2 for example")
+    if not sweep and "seeds" not in typed:
+        problems.append(f"{' and '.join(f'{key}=' for key in own)} needs seeds=, for example seeds=0-4")
+    grid, words = {}, []
+    for word in rest:
+        key, _, text = word.partition("=")
+        values = parts_of(text) if sweep else [text]
+        if len(values) > 1 and key not in (*NOT_SWEPT, "seed"):
+            grid[key] = read_values(key, values, problems)
+        else:
+            words.append(word)
+            if len(values) > 1 and key != "seed":
+                problems.append(f"{word}: {key} cannot be swept; give it one value")
+    given = {word.partition("=")[0] for word in words}
+    if "seed" in given:
+        problems.append("seed= and seeds= are both there: write seeds=0-4, or seeds=3 for one")
+    if "resume" in given:
+        problems.append("resume=: the same command goes on with what is unfinished; leave resume= out")
+    if sweep and not grid and "seeds" not in typed:
+        problems.append("nothing is swept: give a key several values, for example algo.lr=1e-4,3e-4,1e-3")
+    names = {key for key in grid if key in given}
+    problems += [f"{key} is given twice" for key in sorted(names)]
+    said = parse([word for word in words if "=" in word], recipe_names())
+    if problems:
+        raise ConfigError("\n".join(problems))
+    group = Path(str(own["group"])).expanduser() if "group" in own else None
+    return Order(tuple(words), flags, dict(said.values), grid, seeds, at_once, group)
+
+
+def read_seeds(text: str, problems: list[str]) -> tuple[int, ...]:
+    """0-4, 0,2,5 or both: 0-2,7."""
+    found: list[int] = []
+    for part in text.strip().removeprefix("[").removesuffix("]").split(","):
+        span = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)
+        if not span or int(span[2] or span[1]) < int(span[1]):
+            problems.append(f"seeds={text}: should be numbers and ranges, seeds=0-4 or seeds=0,2,5")
+            return ()
+        first, last = int(span[1]), int(span[2] or span[1])
+        if last - first >= MOST:
+            problems.append(f"seeds={text}: at most {MOST} runs")
+            return ()
+        found += range(first, last + 1)
+    if len({*found}) < len(found):
+        problems.append(f"seeds={text}: a seed is there twice")
+    return tuple(found)
+
+
+def parts_of(text: str) -> list[str]:
+    """The values between commas that are not inside brackets or quotes: `[8,8],[16]` are two."""
+    parts, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "[{":
+            depth += 1
+        elif sign in "]}":
+            depth -= 1
+        elif sign == "," and not depth:
+            parts.append("")
+            continue
+        parts[-1] += sign
+    return parts
+
+
+def read_values(key: str, values: list[str], problems: list[str]) -> tuple[str, ...]:
+    """The values of a swept key as they were typed, each once."""
+    found: dict[str, str] = {}
+    for text in map(str.strip, values):
+        try:
+            meant = write_yaml(read_yaml(text)) if text else ""
+        except Exception as err:
+            problems.append(f"{key}={text}: the value is not YAML ({yaml_problem(err)})")
+            continue
+        if not text:
+            problems.append(f"{key}={','.join(values)}: a value between commas is empty; null sets a key to nothing")
+        elif meant in found:
+            problems.append(f"{key}: {found[meant]} and {text} are the same value")
+        found[meant] = text
+    return tuple(found.values())
+
+
+def load_all(order: Order) -> dict[str, Loaded]:
+    """The recipe of every setting, by its description; what is wrong with any of them is said at once."""
+    found, problems = {}, []
+    for typed in order.settings:
+        words = [*order.words, *(f"{key}={text}" for key, text in typed.items())]
+        try:
+            loaded = load(words)
+        except ConfigError as err:
+            problems += str(err).splitlines()
+            continue
+        assert loaded is not None, "it was asked for no help"
+        found[setting_of(typed)] = loaded
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return found
+
+
+def setting_of(typed: dict[str, str]) -> str:
+    return describe_setting(values_of(typed))
+
+
+def values_of(typed: dict[str, str]) -> dict[str, Any]:
+    return {key: read_yaml(text) for key, text in typed.items()}
+
+
+def members_of(order: Order, recipes: dict[str, Loaded]) -> tuple[Member, ...]:
+    """All runs: every setting with the first seed, then with the next."""
+    found = [
+        Member(values_of(typed), seed, recipe_mark(recipes[setting_of(typed)].config))
+        for seed in order.seeds
+        for typed in order.settings
+    ]
+    if len(found) > MOST:
+        raise ConfigError(
+            f"{len(order.settings)} settings x {len(order.seeds)} seeds = {len(found)} runs; at most {MOST}"
+        )
+    return tuple(found)
+
+
+# How many at once
+
+
+def runs_at_once(plan: PlacementPlan, there: Topology, memory: float) -> tuple[int, str]:
+    """How many runs like this one the machine holds side by side, and why; `memory`: what one takes of its memory."""
+    node = there.nodes[0]
+    if len(there.nodes) > 1:
+        return 1, f"a run uses all {len(there.nodes)} machines of the cluster"
+    cores = {core for host in plan.hosts for core in host.cores}
+    cards = {host.device for host in plan.hosts if host.device.startswith("gpu:")}
+    room = {
+        number(len(cores), "core"): (len(cores), node.cores, f"of {node.cores}"),
+        number(len(cards), "GPU"): (len(cards), len(node.gpus), f"of {len(node.gpus)}"),
+        f"{memory / 1e9:.1f} GB": (memory, node.memory_bytes, f"of {node.memory_bytes / 1e9:.0f}"),
+    }
+    least = min(room, key=lambda name: room[name][1] // room[name][0] if room[name][0] else float("inf"))
+    needed, has, of = room[least]
+    return max(1, int(has // needed)) if needed else 1, f"a run takes {least} {of}"
+
+
+def memory_of(loaded: Loaded, plan: PlacementPlan, there: Topology) -> float:
+    """Bytes of the machine's memory that a run takes: what is counted of it, and its processes."""
+    counted = [need.whole for need in needs(loaded.config, plan, there) if not need.device]
+    return max(counted, default=0.0) + PROCESS_BYTES * (1 + len(plan.hosts))
+
+
+def decide(order: Order, loaded: Loaded, plan: PlacementPlan) -> tuple[int, str]:
+    """How many runs go on at once, and why. Raises ConfigError where the machine cannot be shared that often."""
+    there = machines(loaded.config)
+    most, why = runs_at_once(plan, there, memory_of(loaded, plan, there))
+    if (first := first_run(loaded)) and not first.folder:
+        most, why = 1, f"their start, a run of {first.recipe}, is made by the first of them"
+        if (order.at_once or 1) > 1:
+            raise ConfigError(f"at_once={order.at_once}: {why}; leave at_once out, or train the start before")
+    if order.at_once is None:
+        return most, why
+    asked, node = order.at_once, there.nodes[0]
+    if asked > 1 and len(there.nodes) > 1:
+        raise ConfigError(f"at_once={asked}: {why}; leave at_once out")
+    if asked > node.cores:
+        raise ConfigError(
+            f"at_once={asked} needs a core for each run, and there are {node.cores}; try at_once={node.cores}"
+        )
+    cards = {host.device for host in plan.hosts if host.device.startswith("gpu:")}
+    if cards and asked > len(node.gpus):
+        raise ConfigError(f"at_once={asked} needs a GPU for each run, and there are {len(node.gpus)}")
+    cores = {core for host in plan.hosts for core in host.cores}
+    if plan.mode == "explicit" and asked > 1 and (share := node.cores // asked) < len(cores):
+        raise ConfigError(
+            f"at_once={asked} leaves each run {number(share, 'core')}, and placement names {len(cores)}; "
+            f"try at_once={max(1, node.cores // len(cores))}, or placement=auto"
+        )
+    return asked, f"as at_once says; {why}"
+
+
+def shares(there: Topology, count: int) -> list[tuple[list[int], str]]:
+    """The cores of each of so many runs at once, and its CUDA_VISIBLE_DEVICES; nothing for one, which has all."""
+    if count == 1:
+        return [([], "")]
+    node = there.nodes[0]
+    numbers = list(node.core_numbers)
+    cards = [str(gpu.index if gpu.card is None else gpu.card) for gpu in node.gpus]
+    each, more = len(numbers) // count, len(cards) // count
+    return [(numbers[i * each : (i + 1) * each], ",".join(cards[i * more : (i + 1) * more])) for i in range(count)]
+
+
+# Running them
+
+
+def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | None]:
+    """Run what a command line asks for; -> the exit code and the group's folder, None after --dry-run or --cfg."""
+    order = read_order(argv, sweep)
+    program, words = program_of(list(order.words), EmbodiedLoop)
+    recipes = load_all(replace(order, words=tuple(words)))
+    first = next(iter(recipes.values()))
+    if "--cfg" in order.flags:
+        load([*words, *(f"{key}={text}" for key, text in order.settings[0].items()), "--cfg"])
+        return 0, None
+    dry = "--dry-run" in order.flags
+    plans = [launch.planned(one.config, dry=dry, roles=program.roles) for one in recipes.values()]
+    config, plan = plans[0]
+    at_once, why = decide(order, first, plan)
+    wanted = Group(
+        Path(),
+        first.name,
+        order.asked,
+        tuple(sorted(order.grid)),
+        members_of(order, recipes),
+        ("embodied.sweep" if sweep else "embodied.train", *(word for word in argv if word not in FLAGS)),
+    )
+    group, new = find_group(first.config.run.dir, wanted, order.group)
+    todo = [member for member in group.members if member.key in {one.key for one in wanted.members}]
+    states = {member.key: group.state(member) for member in todo}
+    at_once = max(1, min(at_once, sum(state not in OVER for state in states.values())))
+    for line in describe(group, new, todo, states, f"{side_by_side(at_once)} ({why})"):
+        launch.say(line)
+    if dry:
+        print(f"\nthe first of them:\n{launch.describe(config, plan)}")
+        return 0, None
+    group.folder.mkdir(parents=True, exist_ok=True)
+    with held(group), Interruption() as interruption:
+        group.write()
+        places = shares(machines(first.config), at_once)
+        children = Children(group, order.words, first.config.run.dir, places)
+        children.run([member for member in todo if states[member.key] not in (*OVER, GOING_ON)], interruption)
+        code = children.end(todo, interruption)
+    return code, group.folder
+
+
+def side_by_side(at_once: int) -> str:
+    return "one after another" if at_once == 1 else f"{at_once} at once, each on cores of its own"
+
+
+def describe(group: Group, new: bool, todo: Sequence[Member], states: dict[str, str], how: str) -> list[str]:
+    """What there is and what will be done, a few lines."""
+    counts = {state: [*states.values()].count(state) for state in dict.fromkeys(states.values())}
+    there = ", ".join(f"{count} {state}" for state, count in counts.items() if not new)
+    settings, seeds = (len({getattr(member, name) for member in todo}) for name in ("setting", "seed"))
+    what = f"{settings} settings x {number(seeds, 'seed')} = " if settings > 1 else ""
+    return [
+        f"group       {group.folder}{'' if new else ', which is there already'}",
+        f"runs        {what}{number(len(todo), 'run')}{f': {there}' if there else ''}",
+        f"            {how}",
+    ]

@@ -1,0 +1,58 @@
+"""Train a recipe with several settings: python -m embodied.sweep recipe=pointmass_ppo algo.lr=1e-4,3e-4,1e-3 seeds=0-2
+
+Each setting and seed is an ordinary run; `run/several.py` starts, resumes and watches them, and one page compares the
+settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from embodied import let_call
+from embodied.config.cli import from_python
+from embodied.config.merge import recipe_words
+from embodied.core.errors import ConfigError
+from embodied.run import launch
+from embodied.run.group import Group, read_group
+from embodied.run.several import run_several
+
+USAGE = f"""Train a recipe with several settings, each with several seeds, and write one page that compares them.
+
+usage: python -m embodied.sweep recipe=NAME KEY=A,B,C [KEY=A,B ...] [seeds=0-2] [key=value ...] [--dry-run | --help]
+
+  recipe    {recipe_words()}
+  KEY=A,B   a key of the recipe with several values: every combination is a run. Commas inside brackets or quotes
+            belong to a value: 'policy.hidden=[64,64],[256,256]'
+  seeds     0-2 or 0,2,5: every setting with each of these seeds [0]
+  at_once   how many runs go on at once, each on cores and GPUs of its own [as many as the machine holds side by
+            side by the plan of the first; one where a run fills it]
+  group     the folder that names the runs [the newest of the same command in run.dir, else a new one]
+  program   a workflow of your own, my_module:MyLoop
+  --dry-run say which runs there are, which are over, how many go on at once, and stop
+
+The same command again goes on: finished runs are left, unfinished ones resumed, missing ones begun; more values or
+seeds are added to the same group. Keys and their meaning: python -m embodied.train --help"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    return launch.answer(argv, USAGE, start)
+
+
+def start(argv: list[str]) -> int:
+    return run_several(argv, sweep=True)[0]
+
+
+def call(*words: str | Mapping[str, Any]) -> Group:
+    """Run a sweep from Python, as the command does, and return the group with its runs; of seeds alone, too:
+    embodied.sweep("pointmass_ppo", "algo.lr=1e-4,1e-3", "seeds=0-2")."""
+    argv = from_python(words)
+    _, folder = run_several(argv, sweep=True)
+    if folder is None:
+        raise ConfigError("--cfg and --dry-run are for the command line")
+    return read_group(folder)
+
+
+let_call(__name__)
+if __name__ == "__main__":
+    raise SystemExit(main())

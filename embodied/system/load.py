@@ -1,0 +1,74 @@
+"""How many of our cores other programs keep busy: what spoils a measurement, before it and while it goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+BUSY = 0.1  # of the cores in other programs' hands: a measurement is off by more than its own error
+SETTLE_S = 1.0  # over which the time before a measurement is watched
+IDLE = (3, 4)  # columns of /proc/stat: idle, and waiting for a disk
+
+
+class LoadMeter:
+    """Counts from its beginning."""
+
+    def __init__(
+        self,
+        stat: Path = Path("/proc/stat"),
+        cores: set[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        own_s: Callable[[], float] | None = None,
+    ) -> None:
+        self.stat, self.clock, self.own_s = stat, clock, own_s or own_cpu_s
+        self.cores = os.sched_getaffinity(0) if cores is None else cores
+        self.begun = clock(), self.busy_s(), self.own_s()
+
+    def others(self) -> float | None:
+        """How many of our cores programs other than this one and its ended children kept busy, on average; None where
+        the system does not tell."""
+        begun, busy_s, own_s = self.begun
+        now, elapsed = self.busy_s(), self.clock() - begun
+        if now is None or busy_s is None or elapsed <= 0:
+            return None
+        return round(min(max((now - busy_s - (self.own_s() - own_s)) / elapsed, 0.0), len(self.cores)), 2)
+
+    def busy_s(self) -> float | None:
+        """Core-seconds that our cores have worked since the system started."""
+        try:
+            lines = [line.split() for line in self.stat.read_text().splitlines()]
+            rows = [list(map(int, words[1:9])) for words in lines if words and words[0][:3] == "cpu"]
+            names = [words[0][3:] for words in lines if words and words[0][:3] == "cpu"]
+        except (OSError, ValueError):
+            return None
+        mine = [row for name, row in zip(names, rows) if name.isdigit() and int(name) in self.cores]
+        ticks = sum(value for row in mine for place, value in enumerate(row) if place not in IDLE)
+        return ticks / os.sysconf("SC_CLK_TCK") if len(mine) == len(self.cores) and any(map(any, mine)) else None
+
+
+def own_cpu_s() -> float:
+    """Seconds of computing of this process and of its children that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def load_before() -> dict[str, Any]:
+    """What other programs do now: `others`, the cores that they keep busy over a second, and the load `average`."""
+    meter = LoadMeter()
+    time.sleep(SETTLE_S)
+    return {"others": meter.others(), "average": round(os.getloadavg()[0], 2)}
+
+
+def is_busy(others: float | None, cores: int) -> bool:
+    return others is not None and others > BUSY * cores
+
+
+def under_load(load: Mapping[str, Any], cores: int) -> str:
+    """When other programs kept more of these cores busy than a measurement bears, in words; "" where they did not.
+    `load`: cores that they kept busy `before` and `during` it."""
+    told = [f"{load[when]:.1f} {when} it" for when in ("before", "during") if is_busy(load.get(when), cores)]
+    return f"other programs kept cores busy ({' and '.join(told)}, of {cores})" if told else ""

@@ -1,0 +1,309 @@
+"""Several runs with one command: what is asked for, how many go on at once, and what becomes of each."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.placement import PlannedHost, Topology
+from embodied.placement.placement_plan import PlacementPlan
+from embodied.placement.topology import Gpu, Node
+from embodied.run import group as groups
+from embodied.run.children import BEGIN, Children, slug
+from embodied.run.ending import Interruption
+from embodied.run.group import Group, Member, find_group, held, read_group
+from embodied.run.several import load_all, members_of, parts_of, read_order, read_seeds, runs_at_once, shares
+
+# A run without training: seed 1 fails, seed 2 fails before it has a folder, seed 3 waits until it is told to stop.
+TRAIN = """import json, os, signal, sys, time
+from pathlib import Path
+said = dict(word.split("=", 1) for word in sys.argv[1:])
+if "resume" in said:
+    folder = Path(said["resume"])
+    seed = int(folder.name.rpartition("seed")[2].partition("-")[0])
+else:
+    seed = int(said["seed"])
+    folder = Path(f"{said['run.name']}-20260101-000000")
+if seed == 2:
+    print("error: the second one")
+    print("cannot be")
+    sys.exit(2)
+(folder / "logs").mkdir(parents=True, exist_ok=True)
+(folder / "logs" / "driver.log").write_text("2026-01-01T00:00:00 iteration 1/2\\n")
+def write(state, cause=""):
+    content = {"state": state, "cause": cause, "words": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0))}
+    (folder / "run.json").write_text(json.dumps({**content, "processes": {"driver": os.getpid()}}))
+def stop(*_):
+    write("stopped")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+write("running")
+if seed == 3 and "resume" not in said:
+    while True:
+        time.sleep(0.01)
+if seed == 1 and "resume" not in said:
+    write("failed", "WorkerFailed: sim-0: gone")
+    sys.exit(1)
+write("finished")
+"""
+
+
+def order(*words, sweep=False):
+    return read_order([f"recipe={'pointmass_ppo'}", *words], sweep)
+
+
+def wanted(*words, sweep=False):
+    """The group that a command line asks for."""
+    asked = order(*words, sweep=sweep)
+    members = members_of(asked, load_all(asked))
+    return Group(Path(), "pointmass_ppo", asked.asked, tuple(sorted(asked.grid)), members, ("embodied.train", *words))
+
+
+@pytest.fixture
+def children(tmp_path, monkeypatch):
+    """Runs of a group in a folder of its own, by the script above."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+
+    def make(*seeds, places=(([], ""),), folder="group"):
+        found = Group(Path(folder), "toy", {}, (), tuple(Member({}, seed) for seed in seeds), ("embodied.train", "x"))
+        (found.folder / "logs").mkdir(parents=True, exist_ok=True)
+        found.write()
+        return Children(found, ["recipe=toy"], Path(), places, ["train.py"])
+
+    return make
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"),
+    [("0-4", (0, 1, 2, 3, 4)), ("0,2,5", (0, 2, 5)), ("7", (7,)), ("0-1,9", (0, 1, 9)), ("[1,2]", (1, 2))],
+)
+def test_seeds_are_numbers_and_ranges(text, seeds):
+    problems = []
+    assert read_seeds(text, problems) == seeds and not problems
+
+
+@pytest.mark.parametrize("text", ["", "4-0", "a", "-1", "1,,2", "1,1", "0-99999"])
+def test_what_is_no_list_of_seeds_is_told(text):
+    problems = []
+    read_seeds(text, problems)
+    assert problems and f"seeds={text}" in problems[0]
+
+
+def test_commas_inside_brackets_and_quotes_belong_to_a_value():
+    assert parts_of("1e-4,3e-4") == ["1e-4", "3e-4"]
+    assert parts_of("[64,64],[256,256]") == ["[64,64]", "[256,256]"]
+    assert parts_of("'a,b',{c: [1,2]}") == ["'a,b'", "{c: [1,2]}"]
+
+
+def test_settings_multiply_and_every_setting_has_a_seed_before_one_has_the_next():
+    found = wanted("algo.lr=1e-4,1e-3", "policy.hidden=[8],[8,8]", "seeds=0-1", sweep=True)
+    assert found.swept == ("algo.lr", "policy.hidden") and len(found.members) == 8
+    assert [member.seed for member in found.members] == [0] * 4 + [1] * 4
+    assert found.members[1].settings == {"algo.lr": 1e-4, "policy.hidden": [8, 8]}
+    assert len({member.recipe for member in found.members}) == 4  # a seed is no other recipe
+
+
+def test_train_leaves_the_commas_of_values_alone():
+    assert order("policy.hidden=[8,8]", "seeds=0-1").words == ("recipe=pointmass_ppo", "policy.hidden=[8,8]")
+
+
+@pytest.mark.parametrize(
+    ("words", "sweep", "answer"),
+    [
+        (["at_once=2"], False, "at_once= needs seeds=, for example seeds=0-4"),
+        (["seeds=0-1", "seed=3"], False, "write seeds=0-4"),
+        (["seeds=0-1", "resume=auto"], False, "leave resume= out"),
+        (["seeds=0-1", "at_once=0"], False, "at_once=0: should be a whole number"),
+        ([], True, "nothing is swept"),
+        (["run.dir=a,b"], True, "run.dir cannot be swept"),
+        (["seed=1,2"], True, "write seeds=0-4"),
+        (["algo.lr=1e-3,0.001"], True, "1e-3 and 0.001 are the same value"),
+        (["algo.lr=1e-3,"], True, "a value between commas is empty"),
+        (["algo.lr=1e-3,2e-3", "algo.lr=1"], True, "algo.lr is given twice"),
+        (["algo.lr=1e-3,[,2"], True, "the value is not YAML"),
+    ],
+)
+def test_mistakes_are_told(words, sweep, answer):
+    with pytest.raises(ConfigError, match=answer.replace("[", r"\[")):
+        order(*words, sweep=sweep)
+
+
+def test_a_value_that_does_not_fit_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"algo\.lr=-1"):
+        load_all(order("algo.lr=1e-3,-1", sweep=True))
+
+
+# How many at once
+
+
+def plan(*cores, gpus=0):
+    hosts = [PlannedHost(f"sim-{i}", ("sim",), (core,), 1) for i, core in enumerate(cores)]
+    hosts += [PlannedHost(f"learner-{i}", ("learner",), cores[:1], 1, device=f"gpu:{i}") for i in range(gpus)]
+    return PlacementPlan("auto", tuple(hosts), 8)
+
+
+def machine(cores, gpus=0, memory=1e12):
+    cards = tuple(Gpu(i, "H100", 80e9, card=i) for i in range(gpus))
+    return Topology((Node("", cores, cards, memory, core_ids=tuple(range(cores))),))
+
+
+def test_runs_go_side_by_side_where_one_leaves_room_for_others():
+    assert runs_at_once(plan(0, 1), machine(2), 1e9) == (1, "a run takes 2 cores of 2")
+    assert runs_at_once(plan(0, 1, 2, 3), machine(16), 1e9)[0] == 4
+    assert runs_at_once(plan(0, 1, 2, 3), machine(16, memory=24e9), 10e9) == (2, "a run takes 10.0 GB of 24")
+    assert runs_at_once(plan(0, gpus=2), machine(16, gpus=4), 1e9) == (2, "a run takes 2 GPUs of 4")
+    several = Topology(machine(16).nodes * 2)
+    assert runs_at_once(plan(0), several, 1e9)[0] == 1
+
+
+def test_runs_at_once_have_cores_and_gpus_of_their_own():
+    assert shares(machine(5, gpus=2), 2) == [([0, 1], "0"), ([2, 3], "1")]
+    assert shares(machine(4), 2) == [([0, 1], ""), ([2, 3], "")]
+    assert shares(machine(4, gpus=1), 1) == [([], "")]
+
+
+# A group is found again
+
+
+def test_the_same_command_finds_its_runs_again_and_more_seeds_join_them(tmp_path):
+    first, new = find_group(tmp_path, wanted("seeds=0-1"), None)
+    assert new
+    first.folder.mkdir()
+    first.with_member(replace(first.members[0], folder="../a"))
+    again, new = find_group(tmp_path, wanted("seeds=1-3"), None)
+    assert not new and again.folder == first.folder
+    assert [(member.seed, member.folder) for member in again.members] == [(0, "../a"), (1, ""), (2, ""), (3, "")]
+    assert again.path(again.members[0]) == tmp_path / "a"
+
+
+@pytest.mark.parametrize("other", [["algo.lr=1e-4"], ["env.num_envs=8"]])
+def test_another_recipe_has_a_group_of_its_own(tmp_path, other):
+    first, _ = find_group(tmp_path, wanted("seeds=0-1"), None)
+    first.folder.mkdir()
+    first.write()
+    found, new = find_group(tmp_path, wanted("seeds=0-1", *other), tmp_path / "mine")
+    assert new and found.folder == tmp_path / "mine"
+    with pytest.raises(ConfigError, match="holds other runs: of other"):
+        find_group(tmp_path, wanted("seeds=0-1", *other), first.folder)
+
+
+def test_a_recipe_that_has_changed_is_not_mixed_with_what_it_was(tmp_path):
+    asked = wanted("seeds=0-1")
+    old = replace(asked, folder=tmp_path / "old", members=tuple(replace(one, recipe="before") for one in asked.members))
+    old.folder.mkdir()
+    old.write()
+    assert find_group(tmp_path, asked, None)[1]
+    with pytest.raises(ConfigError, match="the recipe has changed since"):
+        find_group(tmp_path, asked, old.folder)
+
+
+def test_two_commands_do_not_go_on_with_one_group(tmp_path):
+    found = replace(wanted("seeds=0"), folder=tmp_path)
+    with held(found), pytest.raises(EmbodiedError, match="another process goes on"), held(found):
+        pass
+
+
+def test_a_run_that_had_nothing_to_learn_is_over_and_one_that_was_stopped_is_not(tmp_path):
+    def state(**info):
+        (tmp_path / "run.json").write_text(json.dumps(info))
+        return groups.state_of(tmp_path)
+
+    assert state(state="finished") == "finished"
+    assert state(state="stopped", cause="10 steps in a row had nothing to learn from") == "ended early"
+    assert state(state="stopped", cause="") == state(state="stopped", cause="second Ctrl-C") == "unfinished"
+    assert state(state="failed", cause="x") == state(state="running") == "unfinished"
+    assert groups.state_of(tmp_path / "none") == "not begun"
+
+
+# What becomes of the runs
+
+
+def test_a_failed_seed_does_not_end_the_others_and_is_named(children, capsys):
+    crew = children(0, 1, 2, 4)
+    crew.run(crew.group.members, Interruption())
+    assert crew.end(crew.group.members, Interruption()) == 1
+    found = read_group(Path("group"))
+    assert [found.state(member) for member in found.members] == ["finished", "unfinished", "not begun", "finished"]
+    assert [member.problem for member in found.members] == ["", "WorkerFailed: sim-0: gone", "the second one", ""]
+    told = capsys.readouterr().out
+    assert "2 of 4 runs finished" in told and "go on       python -m embodied.train x" in told
+    assert "seed 1: unfinished, WorkerFailed: sim-0: gone" in told and "seed 2: not begun, the second one" in told
+
+
+def test_what_is_unfinished_is_resumed(children):
+    crew = children(1)
+    crew.run(crew.group.members, Interruption())
+    crew.run(crew.group.members, Interruption())
+    (member,) = read_group(Path("group")).members
+    assert json.loads((crew.group.path(member) / "run.json").read_text())["words"] == [
+        f"resume={crew.group.path(member)}"
+    ]
+    assert crew.end(crew.group.members, Interruption()) == 0
+
+
+def test_runs_are_stopped_with_the_command_and_the_rest_does_not_begin(children, capsys):
+    crew, interruption = children(3, 4), Interruption()
+    look = crew.look
+
+    def stop_once_it_runs():
+        look()
+        if crew.going and crew.going[0].folder:
+            interruption.signal = signal.SIGTERM
+
+    crew.look = stop_once_it_runs
+    crew.run(crew.group.members, interruption)
+    assert crew.end(crew.group.members, interruption) == 128 + signal.SIGTERM
+    told = capsys.readouterr().out
+    assert "seed 3 stopped" in told and "seed 4: not begun" in told and "go on " in told
+    assert not crew.going
+
+
+def test_runs_at_once_keep_to_their_cores(children):
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    crew = children(0, 4, places=[(cores[:1], ""), (cores[1:2], "")])
+    crew.run(crew.group.members, Interruption())
+    found = [json.loads((crew.group.path(member) / "run.json").read_text())["cores"] for member in crew.group.members]
+    assert found == [cores[:1], cores[1:2]]
+
+
+def test_a_run_ends_when_the_command_that_started_it_is_killed(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    parent = (
+        "import json, os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {BEGIN!r}, json.dumps([os.getpid(), []]), 'train.py', 'seed=3',"
+        " 'run.name=toy-seed3'])\n"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path)
+    run_json = tmp_path / "toy-seed3-20260101-000000" / "run.json"
+    try:
+        until(lambda: run_json.is_file() and run_json.read_text().endswith("}"))
+    finally:
+        process.kill()
+        process.wait()
+    until(lambda: json.loads(run_json.read_text() or "{}").get("state") == "stopped")
+
+
+def until(true, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_names_of_files_hold_no_odd_signs():
+    assert slug("policy.hidden=[64, 64], seed 1") == "policy.hidden=_64_64_seed_1"
+    assert slug("pointmass_ppo-lr3.0e-05") == "pointmass_ppo-lr3.0e-05"
