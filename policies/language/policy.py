@@ -36,11 +36,10 @@ from embodied.runtime.tensor_bytes import Blob, blob_of
 
 class ValueHead(nn.Linear):
     """What the rest of a conversation is worth [U], from hidden states [U, D]: in float32 at least, whatever the model
-    computes in."""
+    computes in, and not as a product of matrices, which autocast would round."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return super().forward(hidden.to(self.weight.dtype)).squeeze(-1)
+        return (hidden.to(self.weight.dtype) * self.weight[0]).sum(-1) + self.bias
 
 
 class LanguagePolicy(PublishedPolicy):

@@ -190,6 +190,31 @@ def test_the_gradient_is_that_of_the_loss_written_out_token_by_token(options):
     assert len(ours.seen) > 3 and min(float(p.grad.abs().max()) for p in ours.parameters()) > 1e-4
 
 
+def counting_what_the_env_said(rewards, values, sampled, lengths, *levels):
+    return token_gae(rewards, values, np.ones_like(sampled), lengths, *levels)
+
+
+def of_conversations_that_are_one(rewards, values, sampled, lengths, *levels):
+    return token_gae(rewards, values, sampled, np.array([lengths.sum()]), *levels)
+
+
+def of_values_one_token_late(rewards, values, *about):
+    return token_gae(rewards, np.append(values[1:], 0.0), *about)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [counting_what_the_env_said, of_conversations_that_are_one, of_values_one_token_late],
+    ids=lambda f: f.__name__,
+)
+def test_another_estimate_would_be_noticed(fault, monkeypatch):
+    config, (data, scores) = algo(normalize_advantages=False), scored_talks()
+    known = share_of(Judging(), data, scores, config).advantages
+    monkeypatch.setattr("embodied.learners.conversations.token_gae", fault)
+    found = share_of(Judging(), data, scores, config).advantages
+    assert float((found - known)[torch.from_numpy(data.mask[:, 0])].abs().max()) > 0.1
+
+
 def test_advantages_go_from_one_sampled_token_to_the_next():
     """The example of `token_gae`, beside a conversation without a sampled token and one that begins with one's end."""
     sampled = np.array([0, 0, 1, 1, 0, 1, 0, 0, 0, 1], bool)
