@@ -297,8 +297,8 @@ class RunConfig(Strict):
             return
         if not algo.whole_episodes:
             raise ValueError(
-                "algo.name=ppo learns from decisions of every env unless algo.groups says how many prompts an iteration "
-                "has, and a text env holds whole conversations; try algo.groups=64, or algo.name=grpo"
+                "algo.name=ppo learns from decisions of every env unless algo.groups says how many prompts an "
+                "iteration has, and a text env holds whole conversations; try algo.groups=64, or algo.name=grpo"
             )
         if self.policy.value_head != (algo.name == "ppo"):
             needed = (
