@@ -182,6 +182,10 @@ class Policy(nn.Module):
                 else:
                     own[name].copy_(new)
 
+    def begin_with(self, tensors: dict[str, Any]) -> None:
+        """Begin to learn from another policy's weights; a family says which of them may be missing or too many."""
+        self.load_weights(tensors)
+
     def load_weights(self, tensors: dict[str, Any]) -> None:
         """Replace all weights; names and shapes must match."""
         self.check_names(tensors)

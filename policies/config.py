@@ -304,6 +304,11 @@ class LanguageConfig(PolicyOptions):
     lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
     lora_scale: float = Field(1.0, gt=0, description="As for openvla.")
     lora_targets: LoraTargets = Field("linear", description="As for openvla.")
+    value_head: bool = Field(
+        False,
+        description="Predict what the rest of a conversation is worth before every token, a linear map of what the "
+        "network makes of the text so far: needed by algo.name=ppo.",
+    )
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
 
     @property

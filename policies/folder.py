@@ -1,4 +1,7 @@
-"""A policy on disk: config.json (family, options, the env it is for) and model.safetensors; read without torch."""
+"""A policy on disk: config.json (family, options, the env it is for) and model.safetensors; read without torch.
+
+Where other programs load the folder as a model, what predicts values lies in a folder of its own in it, `values/`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ from embodied.core.errors import CheckpointError
 from embodied.core.files import read_object, reading
 from embodied.core.types import EnvSpec
 from embodied.policies.config import PolicyConfig
-from embodied.runtime.tensor_bytes import Blob, array_of, read_safetensors
+from embodied.runtime.tensor_bytes import Blob, array_of, read_safetensors, write_safetensors
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+VALUES = "values"
 
 
 def read_description(folder: Path) -> tuple[Any, EnvSpec]:
@@ -73,8 +77,10 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
 
 def read_blobs(folder: Path) -> dict[str, Blob]:
     """The weights, whole or in shards, as bytes that are read when they are used; with those they were trained on
-    top of, where the folder holds only adapters."""
+    top of, where the folder holds only adapters, and with those that predict values, where they lie apart."""
     blobs = _shards(folder) if (folder / INDEX).is_file() else _whole(folder)
+    if (folder / VALUES).is_dir():
+        blobs = blobs | _whole(folder / VALUES)
     blobs = {own_layer(name): blob for name, blob in blobs.items()}
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if (base := config.get("base")) is None:
@@ -91,6 +97,13 @@ def read_blobs(folder: Path) -> dict[str, Blob]:
 def own_layer(name: str) -> str:
     """The name of a weight as it is without an adapter beside it; peft renames the layers that it adapts."""
     return name.replace(".base_layer.", ".")
+
+
+def write_values(folder: Path, blobs: dict[str, Blob]) -> None:
+    """Put weights that predict values beside those of the model in `folder`."""
+    (folder / VALUES).mkdir(exist_ok=True)
+    specs = {name: blob.spec for name, blob in blobs.items()}
+    write_safetensors(folder / VALUES / WEIGHTS, specs, blobs.items())
 
 
 def _whole(folder: Path) -> dict[str, Blob]:

@@ -49,13 +49,42 @@ class Speaking(Policy):
 
     def scored(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob of every token of one conversation and the entropy of what might have come; 0 for the first."""
-        at = self.words(tokens)
-        order = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-        weights = (self.query(at) @ self.key(at).T).masked_fill(~order, -torch.inf).softmax(1)
-        logits = self.head(at + weights @ self.value_of(at)).log_softmax(1)[:-1]
+        logits = self.head(self.hidden(tokens)).log_softmax(1)[:-1]
         none = logits.new_zeros(1)
         chosen = logits.gather(1, tokens[1:, None])[:, 0]
         return torch.cat([none, chosen]), torch.cat([none, -(logits.exp() * logits).sum(1)])
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[tokens, dim], what it makes of the text up to each token."""
+        at = self.words(tokens)
+        order = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        weights = (self.query(at) @ self.key(at).T).masked_fill(~order, -torch.inf).softmax(1)
+        return at + weights @ self.value_of(at)
+
+
+class Judging(Speaking):
+    """The same, which predicts what the rest of a conversation is worth."""
+
+    value_names = ("worth.",)
+
+    def __init__(self, seed: int = 0, dim: int = 8) -> None:
+        super().__init__(seed, dim)
+        self.worth = nn.Linear(dim, 1).double()
+        draw = torch.Generator().manual_seed(seed + 100)
+        with torch.no_grad():
+            for p in self.worth.parameters():
+                p.copy_(torch.randn(p.shape, generator=draw, dtype=p.dtype))
+
+    def forward(self, inputs) -> Scores:
+        scores = super().forward(inputs)
+        parts = inputs["actions"][:, 0, 0].long().split(inputs["lengths"].tolist())
+        values = torch.where(inputs["mask"][:, 0], torch.cat([self.valued(part) for part in parts]), 0.0)
+        return Scores(scores.logprobs, scores.entropy, values)
+
+    def valued(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The value of the text before every token of one conversation; 0 for the first."""
+        values = self.worth(self.hidden(tokens))[:, 0]
+        return torch.cat([values.new_zeros(1), values[:-1]])
 
 
 def pack_groups(lengths: np.ndarray, groups: np.ndarray, most: int) -> list[list[int]]:

@@ -19,6 +19,7 @@ from embodied.reporting.transcripts import TranscriptWriter, read_transcripts
 PAGE = (Path(__file__).parents[1] / "docs" / "reasoning.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+PPO = COMMANDS.pop(next(at for at, line in enumerate(COMMANDS) if "recipe=sums_ppo" in line))
 TRAIN, CHECK, TRAIN_OWN, SAMPLED, GREEDY, REPORT, PERIODIC, *MORE = COMMANDS
 PROFILE, PLAN, FOR_GPUS, MAKE_SMOL, SMOL = MORE
 SHORT = ["run.iterations=1", "env.num_envs=8", "algo.groups=2", "algo.group_size=4", "eval.episodes=4"]
@@ -133,7 +134,7 @@ def test_the_env_is_trained_and_two_policies_are_compared(imitated, folder, here
     assert {"text/truncated", "text/tokens", "text/tokens_per_s"} <= row.keys()
 
 
-@pytest.mark.parametrize("command", [TRAIN, PERIODIC])
+@pytest.mark.parametrize("command", [TRAIN, PERIODIC, PPO])
 def test_sums_are_trained(command, folder, here):
     if not list(folder.glob("runs/sft-sums_sft-*")):
         here(IMITATE.format("sums_sft"), "cluster.backend=inline")
@@ -150,16 +151,17 @@ def test_a_language_recipe_is_measured_and_planned(here):
     assert "collocated" in here(PLAN, *few)
 
 
-def test_a_model_that_is_not_here_is_planned_for_machines_that_are_not_here(folder, here, monkeypatch):
+@pytest.mark.parametrize("recipe", ["math_grpo", "math_ppo"])
+def test_a_model_that_is_not_here_is_planned_for_machines_that_are_not_here(recipe, folder, here, monkeypatch):
     monkeypatch.setattr("embodied.envs.text.math.find_spec", lambda name: True)  # nothing is scored in a dry run
     about = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
     about |= {"num_hidden_layers": 28, "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2}
     about |= {"intermediate_size": 8960, "vocab_size": 151936, "max_position_embeddings": 32768}
-    (folder / "MODEL").mkdir()
+    (folder / "MODEL").mkdir(exist_ok=True)
     (folder / "MODEL" / "config.json").write_text(json.dumps(about))
     lines = [json.dumps({"question": f"1 + {number}?", "answer": str(1 + number)}) for number in range(3)]
     (folder / "questions.jsonl").write_text("\n".join(lines))
-    said = here(FOR_GPUS)
+    said = here(FOR_GPUS.replace("math_grpo", recipe))
     assert "32 x sim on cores" in said and "8 x policy + learner on gpu:0-7" in said
     assert "gpu:0 and 7 more alike" in said and "vLLM 19.1" in said and "of 80 GB" in said
 

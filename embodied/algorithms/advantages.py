@@ -68,6 +68,45 @@ def gae(
     return advantages, advantages + values[:-1]
 
 
+def token_gae(
+    rewards: np.ndarray,  # [K]
+    values: np.ndarray,  # [K]
+    sampled: np.ndarray,  # bool [K], the tokens that the policy chose
+    lengths: np.ndarray,  # int [R], tokens of each conversation
+    gamma: float,
+    lam: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns (value targets), float64 [K], of conversations, one after the other; 0 for what the env
+    said, which is no step: the recursion goes from one sampled token to the next. Nothing comes after the last one,
+    also where an answer was cut off.
+
+    Prompt, answer, env, answer, with gamma = lambda = 1/2, all values 4, and a reward of 1 and of 2 at the ends:
+
+        sampled     F F T T F T        delta of the last: 2 - 4 = -2, of the middle one: 1 + 4/2 - 4 = -1,
+        rewards     0 0 0 1 0 2        of the first: 0 + 4/2 - 4 = -2
+        advantages  0 0 -2.375 -1.5 0 -2
+    """
+    of = np.repeat(np.arange(len(lengths)), lengths)[sampled]
+    counts = np.bincount(of, minlength=len(lengths))
+    at = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts), of
+    steps, rows = int(counts.max(initial=0)), len(lengths)
+    terminated = np.zeros((steps + 1, rows, 1), bool)  # before the first token of those that have none: in nobody's way
+    terminated[counts - 1, np.arange(rows)] = True
+
+    def side_by_side(numbers: np.ndarray) -> np.ndarray:
+        room = np.zeros((steps + 1, rows))
+        room[at] = numbers
+        return room
+
+    played = side_by_side(np.ones(len(of)))[:-1, :, None] > 0
+    guess, nothing = side_by_side(values[sampled]), np.zeros((steps, rows))
+    paid = side_by_side(rewards[sampled])[:-1, :, None]
+    found = gae(paid, terminated[:-1], np.zeros_like(played), played, guess, nothing, gamma, lam)
+    advantages, returns = np.zeros(len(sampled)), np.zeros(len(sampled))
+    advantages[sampled], returns[sampled] = (each[at] for each in found)
+    return advantages, returns
+
+
 class Moments(NamedTuple):
     """Count, mean and sum of squared distances from the mean: parts can be merged without losing digits."""
 

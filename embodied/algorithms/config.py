@@ -100,9 +100,57 @@ class PolicyGradientConfig(Strict):
         "compared.",
     )
 
+    truncated: Literal["as_is", "mask", "punish"] = Field(
+        "as_is",
+        description="Answers of a text env that were cut off: scored as they are, left out of the loss (they count in "
+        "the comparison), or given a reward of 0.",
+    )
+    overlong: int | None = Field(
+        None,
+        gt=0,
+        description="DAPO's length penalty: over the last so many tokens before policy.max_tokens an answer's reward "
+        "falls in a straight line by up to 1; null: none.",
+    )
+    pools: tuple[Weight, Weight, Weight] | None = Field(
+        None,
+        description="Try prompts of a text env again: a group's prompt comes from one of the pools of those that were "
+        "solved rarely (at most 25%), at times, or often (above 75%) when last tried, with odds of these weights "
+        "against 1 for a new one; null: always new ones.",
+    )
+    weighting: Literal["decision", "episode", "constant"] = Field(
+        "decision",
+        description="What counts alike in the loss: every decision, or every episode however long; constant: every "
+        "decision, and the sum is divided by the number of episodes times policy.max_tokens (Dr. GRPO), for text envs.",
+    )
+
     def of_answers(self) -> list[str]:
         """Options that are set here and mean something for a policy that speaks alone."""
-        return ["algo.logprob_level=episode"] if self.logprob_level == "episode" else []
+        idle = {"truncated": "as_is", "overlong": None, "pools": None}
+        given = [f"algo.{name}={getattr(self, name)}" for name in idle if getattr(self, name) != idle[name]]
+        level = ["algo.logprob_level=episode"] if self.logprob_level == "episode" else []
+        return [*level, *given, *(["algo.weighting=constant"] if self.weighting == "constant" else [])]
+
+    def many_steps(self) -> list[str]:
+        """Why the episodes of an iteration are not learned from in one step, by the weights that played them."""
+        reasons = {
+            "a batch is learned from with the weights that acted, so algo.decoupled=true and algo.episode_mask have "
+            "nothing to correct; leave them out": self.decoupled or self.episode_mask != "none",
+            f"a group is learned from as it comes and then forgotten, but algo.epochs={self.epochs}; try 1": (
+                self.epochs > 1
+            ),
+            "there is one gradient step, after the last group, but algo.minibatch_size="
+            f"{self.minibatch_size} makes several; try algo.minibatch_size=null": self.minibatch_size is not None,
+        }
+        return [reason for reason, holds in reasons.items() if holds]
+
+    def check_episodes(self, num_envs: int, groups: int, group_size: int) -> None:
+        """Raise ValueError when some of `num_envs` envs would never play in so many groups."""
+        episodes = groups * group_size
+        if num_envs > episodes:
+            raise ValueError(
+                f"env.num_envs={num_envs} is more than algo.groups={groups} * algo.group_size={group_size} "
+                f"= {episodes} episodes an iteration, so some would never play; try env.num_envs={episodes}"
+            )
 
     @model_validator(mode="after")
     def _possible(self) -> PolicyGradientConfig:
@@ -158,7 +206,16 @@ class PolicyGradientConfig(Strict):
 
 class PPOConfig(PolicyGradientConfig):
     name: Literal["ppo"] = Field("ppo", description="Algorithm: ppo, grpo, dapo, rloo or reinforce++.")
-    rollout_decisions: int = Field(64, gt=0, description="Decisions of every env per iteration.")
+    rollout_decisions: int = Field(
+        64, gt=0, description="Decisions of every env per iteration; conversations are counted by groups."
+    )
+    groups: int | None = Field(
+        None,
+        gt=0,
+        description="Text envs: prompts of an iteration, each with group_size conversations, held to their ends; null: "
+        "envs that take actions.",
+    )
+    group_size: int = Field(1, gt=0, description="Conversations that begin with the same prompt.")
 
     value_lr: float | None = Field(
         None, ge=0, description="Learning rate of the value function's own weights; null: the same as lr."
@@ -192,15 +249,46 @@ class PPOConfig(PolicyGradientConfig):
             raise ValueError("algo.kl_in=reward takes the divergence as it is (k1); leave out algo.kl_estimator")
         return self
 
+    # Whole conversations, as the options of groups call that: values judge each of them, so that none is dropped.
+    filter: ClassVar[str] = "none"
+    filter_metric: ClassVar[str] = "return"
+    surplus: ClassVar[str | None] = None
+    max_rounds: ClassVar[int] = 4
+    max_empty: ClassVar[int] = 5
+
+    @property
+    def whole_episodes(self) -> bool:
+        """Whether a batch is so many episodes, and not so many decisions of every env."""
+        return self.groups is not None
+
+    def of_answers(self) -> list[str]:
+        idle = {"groups": None, "group_size": 1}
+        given = [f"algo.{name}={getattr(self, name)}" for name in idle if getattr(self, name) != idle[name]]
+        alike = ["algo.weighting=episode"] if self.weighting == "episode" else []
+        return [*given, *super().of_answers(), *alike]
+
+    def of_actions(self) -> list[str]:
+        """Options that are set here and mean nothing for a policy that speaks."""
+        usual = {"rollout_decisions": 64, "advantage_level": "decision"}
+        return [f"algo.{name}={getattr(self, name)}" for name in usual if getattr(self, name) != usual[name]]
+
     def why_not_periodic(self) -> str:
-        """Why gradients cannot be summed up while a batch is collected."""
-        return (
-            "all env rows of PPO reach the end of a rollout together, and advantages are estimated and normalised over "
-            "all of it, so nothing could begin earlier; try pipeline.schedule=async"
-        )
+        """Why gradients cannot be summed up while a batch is collected, all reasons; empty where they can."""
+        if not self.whole_episodes:
+            return (
+                "all env rows of PPO reach the end of a rollout together, and advantages are estimated and normalised "
+                "over all of it, so nothing could begin earlier; try pipeline.schedule=async"
+            )
+        normalised = [
+            "advantages are normalised over the whole batch, which is known at its end; try "
+            "algo.normalize_advantages=false"
+        ]
+        return "; and ".join([*self.many_steps(), *(normalised if self.normalize_advantages else [])])
 
     def check_num_envs(self, num_envs: int) -> None:
-        """Raise ValueError when `num_envs` envs in total collect too few items for this algorithm."""
+        """Raise ValueError when `num_envs` envs in total collect too few items for this algorithm, or too many play."""
+        if self.whole_episodes:
+            return self.check_episodes(num_envs, self.groups, self.group_size)
         items = num_envs * self.rollout_decisions
         have = f"env.num_envs={num_envs} * algo.rollout_decisions={self.rollout_decisions} = {items} items an iteration"
         if self.minibatch_size and self.minibatch_size > items:
@@ -241,28 +329,6 @@ class GRPOConfig(PolicyGradientConfig):
     deviation: Literal["population", "sample"] = Field(
         "population",
         description="Which deviation that is: of n returns the squares are divided by n, or by n - 1 as RLinf does.",
-    )
-    truncated: Literal["as_is", "mask", "punish"] = Field(
-        "as_is",
-        description="Answers of a text env that were cut off: scored as they are, left out of the loss (they count in "
-        "the comparison), or given a reward of 0.",
-    )
-    overlong: int | None = Field(
-        None,
-        gt=0,
-        description="DAPO's length penalty: over the last so many tokens before policy.max_tokens an answer's reward "
-        "falls in a straight line by up to 1; null: none.",
-    )
-    pools: tuple[Weight, Weight, Weight] | None = Field(
-        None,
-        description="Try prompts of a text env again: a group's prompt comes from one of the pools of those that were "
-        "solved rarely (at most 25%), at times, or often (above 75%) when last tried, with odds of these weights "
-        "against 1 for a new one; null: always new ones.",
-    )
-    weighting: Literal["decision", "episode", "constant"] = Field(
-        "decision",
-        description="What counts alike in the loss: every decision, or every episode however long; constant: every "
-        "decision, and the sum is divided by the number of episodes times policy.max_tokens (Dr. GRPO), for text envs.",
     )
 
     filter: Literal["none", "drop", "resample"] = Field(
@@ -339,23 +405,15 @@ class GRPOConfig(PolicyGradientConfig):
             )
         return self
 
-    def of_answers(self) -> list[str]:
-        """Options that are set here and mean something for a policy that speaks alone."""
-        idle = {"truncated": "as_is", "overlong": None, "pools": None}
-        given = [f"algo.{name}={getattr(self, name)}" for name in idle if getattr(self, name) != idle[name]]
-        constant = ["algo.weighting=constant"] if self.weighting == "constant" else []
-        return [*super().of_answers(), *given, *constant]
+    whole_episodes: ClassVar[bool] = True
+
+    def of_actions(self) -> list[str]:
+        """Options that are set here and mean nothing for a policy that speaks."""
+        return []
 
     def why_not_periodic(self) -> str:
         """Why gradients cannot be summed up while groups come, all reasons; empty where they can."""
         reasons = {
-            "a batch is learned from with the weights that acted, so algo.decoupled=true and algo.episode_mask have "
-            "nothing to correct; leave them out": self.decoupled or self.episode_mask != "none",
-            f"a group is learned from as it comes and then forgotten, but algo.epochs={self.epochs}; try 1": (
-                self.epochs > 1
-            ),
-            "there is one gradient step, after the last group, but algo.minibatch_size="
-            f"{self.minibatch_size} makes several; try algo.minibatch_size=null": self.minibatch_size is not None,
             f"algo.baseline={self.baseline} and algo.scale={self.scale} compare a return with those of the whole "
             "batch, which are known at its end; try algo.baseline=group with algo.scale=group or none": (
                 "batch" in (self.baseline, self.scale)
@@ -363,16 +421,11 @@ class GRPOConfig(PolicyGradientConfig):
             "all groups are to be of the weights that learn from them, but algo.surplus=carry keeps some of older "
             "ones; try algo.surplus=discard": self.surplus == "carry",
         }
-        return "; and ".join(reason for reason, holds in reasons.items() if holds)
+        return "; and ".join([*self.many_steps(), *(reason for reason, holds in reasons.items() if holds)])
 
     def check_num_envs(self, num_envs: int) -> None:
         """Raise ValueError when some of `num_envs` envs would never play."""
-        episodes = self.groups * self.group_size
-        if num_envs > episodes:
-            raise ValueError(
-                f"env.num_envs={num_envs} is more than algo.groups={self.groups} * algo.group_size={self.group_size} "
-                f"= {episodes} episodes an iteration, so some would never play; try env.num_envs={episodes}"
-            )
+        self.check_episodes(num_envs, self.groups, self.group_size)
 
 
 class SFTConfig(Strict):

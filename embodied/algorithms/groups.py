@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embodied.algorithms.config import GRPOConfig
+from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.types import EpisodeResult
 
 EQUAL = 1e-9  # scores that differ by no more teach nothing
@@ -32,7 +32,7 @@ class GroupPool:
     discarded. `counts` are those of groups since it was last emptied: kept, equal, out_of_bounds, incomplete.
     """
 
-    def __init__(self, config: GRPOConfig, discards: bool = False) -> None:
+    def __init__(self, config: PPOConfig | GRPOConfig, discards: bool = False) -> None:
         self.config, self.discards = config, discards
         self.dealt = 0  # episodes, from the beginning of the run
         self.discarded = 0  # episodes, of the surplus of the last iteration
@@ -152,7 +152,7 @@ class GroupPool:
         self.counts.clear()
 
 
-def judge(scores: tuple[float, ...], config: GRPOConfig, solved: Sequence[bool] = ()) -> str:
+def judge(scores: tuple[float, ...], config: PPOConfig | GRPOConfig, solved: Sequence[bool] = ()) -> str:
     """kept, equal or out_of_bounds: scores, or by algo.filter_metric the episodes that were solved."""
     if config.filter == "none":
         return "kept"
@@ -164,7 +164,7 @@ def judge(scores: tuple[float, ...], config: GRPOConfig, solved: Sequence[bool] 
     return "out_of_bounds" if (low is not None and mean < low) or (high is not None and mean > high) else "kept"
 
 
-def score_of(result: EpisodeResult, config: GRPOConfig, max_tokens: int = 0) -> float:
+def score_of(result: EpisodeResult, config: PPOConfig | GRPOConfig, max_tokens: int = 0) -> float:
     """What an episode is compared by: its return. An answer that was cut off has 0 with algo.truncated=punish, and a
     long one pays up to 1 with algo.overlong: if that is 4 of 10 tokens, nothing for 6, 0.25 for 7, and 1 for 10."""
     score = 0.0 if result.truncated and config.truncated == "punish" else result.total_reward

@@ -26,13 +26,14 @@ class PPOItems:
     """What was known of B decisions before the update."""
 
     logprobs: Tensor  # [B, C, A], at act time
-    values: Tensor  # [B], at act time
+    values: Tensor  # [B], at act time; of tokens, by the weights that the update starts from
     advantages: Tensor  # [B]
     returns: Tensor  # [B]
     mask: Tensor  # bool [B, C]
     weights: Tensor  # [B], 0 for padding
     reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, where it counts in the loss
     proximal: Tensor | None = None  # [B, C, A], log-probs under the weights that the update starts from, where asked
+    answers: Tensor | None = None  # int [B], which items are one answer, where it has a ratio of its own
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def ppo_loss_sum(
 
 def grpo_loss_sum(logprobs: Tensor, entropy: Tensor, items: GRPOItems, config: GRPOConfig) -> tuple[Tensor, Stats]:
     """The whole loss of new log-probs and entropies [B, C, A]: a sum over items, and its parts."""
-    policy_loss, bonus, stats = _surrogate(logprobs, entropy, items, config, items.answers)
+    policy_loss, bonus, stats = _surrogate(logprobs, entropy, items, config)
     loss = policy_loss - config.entropy_coef * bonus
     divergence = torch.zeros_like(policy_loss)
     if items.reference is not None:
@@ -90,11 +91,7 @@ def _divergence(logprobs: Tensor, items: PPOItems | GRPOItems, config: PPOConfig
 
 
 def _surrogate(
-    logprobs: Tensor,
-    entropy: Tensor,
-    items: PPOItems | GRPOItems,
-    config: PPOConfig | GRPOConfig,
-    answers: Tensor | None = None,
+    logprobs: Tensor, entropy: Tensor, items: PPOItems | GRPOItems, config: PPOConfig | GRPOConfig
 ) -> tuple[Tensor, Tensor, Stats]:
     """What PPO and GRPO share: the clipped policy loss, the entropy, and their parts."""
     level = config.logprob_level
@@ -112,7 +109,7 @@ def _surrogate(
         ratio_cap=config.ratio_cap,
         proximal=items.proximal,
         importance_cap=config.importance_cap,
-        answers=answers,
+        answers=items.answers,
     )
     return policy_loss, entropy_sum(entropy, items.mask, items.weights, within(level)), stats
 

@@ -242,7 +242,7 @@ class RunConfig(Strict):
         if pieces is None:
             return
         given = f"pipeline.granularity={pieces}"
-        if self.algo.name != "ppo":
+        if self.algo.whole_episodes:
             raise ValueError(
                 f"{given}: algo.name={self.algo.name} learns from whole groups of episodes, and which of them count is "
                 "known when all are over; leave it out"
@@ -272,7 +272,7 @@ class RunConfig(Strict):
                 f"pipeline.granularity={self.pipeline.granularity} lets learners work on a rollout that goes on, but "
                 "with pipeline.schedule=async they learn from an earlier one meanwhile; leave it out"
             )
-        if schedule == "async" and algo.name != "ppo" and algo.surplus == "carry":
+        if schedule == "async" and algo.surplus == "carry":
             raise ValueError(
                 "algo.surplus=carry keeps groups for later batches, but with pipeline.schedule=async all are exactly "
                 "pipeline.async_level versions old; try algo.surplus=discard"
@@ -286,7 +286,7 @@ class RunConfig(Strict):
             )
 
     def _answers_fit(self) -> None:
-        """What is said of answers needs a policy that speaks, which has no values and learns in whole groups."""
+        """What is said of answers needs a policy that speaks, which learns from whole groups of conversations."""
         algo = self.algo
         if self.policy.name != "language":
             if given := algo.of_answers():
@@ -295,10 +295,22 @@ class RunConfig(Strict):
                     "takes actions; leave it out, or set policy.name=language with a text env"
                 )
             return
-        if algo.name == "ppo":
+        if not algo.whole_episodes:
             raise ValueError(
-                "algo.name=ppo estimates advantages with a value function, which policy.name=language does not have; "
-                "try algo.name=grpo"
+                "algo.name=ppo learns from decisions of every env unless algo.groups says how many prompts an "
+                "iteration has, and a text env holds whole conversations; try algo.groups=64, or algo.name=grpo"
+            )
+        if self.policy.value_head != (algo.name == "ppo"):
+            needed = (
+                "judges tokens by the values that policy.value_head=true predicts; set it"
+                if algo.name == "ppo"
+                else "learns no values, so policy.value_head=true would predict nothing; leave it out"
+            )
+            raise ValueError(f"algo.name={algo.name} {needed}")
+        if given := algo.of_actions():
+            raise ValueError(
+                f"{' and '.join(given)} has no effect with policy.name=language: a batch is algo.groups of "
+                "conversations, and a decision is a token; leave it out"
             )
         if algo.minibatch_size and algo.minibatch_size % algo.group_size:
             fit = max(algo.minibatch_size // algo.group_size, 1) * algo.group_size
@@ -335,7 +347,7 @@ class RunConfig(Strict):
             )
 
     def _whole_episodes_fit(self) -> None:
-        if self.algo.name == "ppo":
+        if not self.algo.whole_episodes:
             return
         given = f"algo.name={self.algo.name} plays whole episodes"
         if self.run.env_steps is not None:

@@ -225,8 +225,8 @@ class BatchPart:
     first: int
     last: int
     version: int  # of the weights that the update starts from
-    scores: np.ndarray | None = None  # [R], returns, where episodes are compared in groups
-    advantages: np.ndarray | None = None  # [R]
+    scores: np.ndarray | None = None  # [R], returns, of whole episodes
+    advantages: np.ndarray | None = None  # [R], where episodes are compared in groups
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,8 @@ class GroupPart:
 
     sources: tuple[str, ...]  # that have sent its episodes
     ids: np.ndarray  # int [S], its episodes, ascending
-    advantages: np.ndarray  # [S]
+    advantages: np.ndarray | None  # [S]
+    scores: np.ndarray | None = None  # [S], returns
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import torch
 
-from embodied.algorithms.config import GRPOConfig
+from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.algorithms.minibatches import lr_factor
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import BatchEnd, BatchPart, GroupPart, Trajectory, join
@@ -19,7 +19,7 @@ from embodied.learners.collective import Alone, Collective
 from embodied.learners.conversations import Packing, prepare_conversations
 from embodied.learners.model import Model, Optimizer
 from embodied.learners.rollout_buffer import flatten
-from embodied.learners.share import GRPOShare, logprobs_of, moments_of
+from embodied.learners.share import GRPOShare, PPOShare, logprobs_of, moments_of
 from embodied.learners.update import check_finite, check_weights, gradient, mismatch_numbers
 from embodied.runtime import Channel
 
@@ -59,7 +59,7 @@ class Accumulation:
     def __init__(
         self,
         model: Model,
-        config: GRPOConfig,
+        config: PPOConfig | GRPOConfig,
         version: int,
         device: str,
         reference: Model | None = None,
@@ -74,22 +74,26 @@ class Accumulation:
                 f"pipeline.schedule=periodic divides all losses by one count, with algo.weighting=episode that of the "
                 f"episodes, but {', '.join(own)} counts decisions; try algo.weighting=decision"
             )
-        self.names = (*GRPOShare.SUMS, *own, "mismatch_k3")
+        sums = GRPOShare.SUMS
+        if isinstance(config, PPOConfig):
+            compared = reference is not None and config.kl_in == "loss"
+            sums = (*PPOShare.SUMS, "reference_kl") if compared else PPOShare.SUMS
+        self.names = (*sums, *own, "mismatch_k3")
         self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=device)
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)  # of losses, of statistics, and of episodes
         self.largest = torch.full((2,), -math.inf, dtype=model.dtype, device=device)  # gap and k3 of a decision
         self.ids, self.moments = np.zeros(0, np.int64), np.zeros(0)  # [R], and of each episode's observations
 
-    def add(self, group: Trajectory, advantages: np.ndarray) -> None:
-        """Learn from a group, one of its episodes' advantages [S] after the other."""
+    def add(self, group: Trajectory, advantages: np.ndarray | None, scores: np.ndarray | None = None) -> None:
+        """Learn from a group of S episodes with these advantages [S], or with these scores [S] and values."""
         check_version(group, self.version)
         if self.packing is None:
             share = self._decisions(group, advantages)
             count = len(group.ids) if self.config.weighting == "episode" else share.num_items
             counts = [count, count]
         else:
-            part = BatchPart(group.ids, 0, len(group.ids), self.version, advantages=advantages)
-            about = self.config, Alone(), self.model.dtype, self.device, self.reference, self.packing
+            part = BatchPart(group.ids, 0, len(group.ids), self.version, scores, advantages)
+            about = self.config, Alone(), self.model.dtype, self.device, self.reference, self.packing, self.model
             share = prepare_conversations(group, part, *about)
             counts = [share.loss_count, share.weight_sum]
         sums, largest = gradient(self.model, self.config, share, torch.arange(share.num_units), 1, 0)

@@ -3,6 +3,9 @@
 A token is an item, as losses see it, but conversations are the units that minibatches deal, in whole groups: a group's
 conversations are neighbours, so that those that share a prompt pass through the network together. Only tokens that the
 policy chose count in anything; what the env said is there to be read.
+
+With PPO nobody predicts values while a conversation is held: engines know no value head. The learner asks the weights
+that the update starts from, once, before any step.
 """
 
 from __future__ import annotations
@@ -15,14 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.config import AlgoConfig, GRPOConfig
+from embodied.algorithms.advantages import normalize, token_gae
+from embodied.algorithms.config import AlgoConfig, GRPOConfig, PPOConfig, SFTConfig
 from embodied.algorithms.minibatches import permutation
 from embodied.core.types import BatchPart, Trajectory
 from embodied.learners.collective import Collective
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.rollout_buffer import Batch, own, take
-from embodied.learners.share import GRPOShare, divergences, logprobs_of, penalised_returns, staleness
+from embodied.learners.share import (
+    GRPOShare,
+    PPOShare,
+    Share,
+    divergences,
+    everywhere,
+    logprobs_of,
+    penalised_returns,
+    scores_of,
+    staleness,
+)
 from embodied.policies.base import Policy
 
 
@@ -37,9 +51,9 @@ class Packing:
     max_tokens: int  # of an answer
 
 
-def packing_of(policy: Policy, config: LearnerConfig, algo: AlgoConfig) -> Packing | None:
+def packing_of(policy: Policy, config: LearnerConfig, algo: AlgoConfig | SFTConfig) -> Packing | None:
     """None for a policy that does not speak, and for imitation, which has its own items."""
-    if not policy.speaks or not isinstance(algo, GRPOConfig):
+    if not policy.speaks or isinstance(algo, SFTConfig):
         return None
     return Packing(policy.pack, config.pack_tokens, config.share_prompts, algo.group_size, policy.config.max_tokens)
 
@@ -97,7 +111,7 @@ class Conversations(Batch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenShare(GRPOShare):
+class TokenShare(Share):
     """This rank's tokens of an iteration; `num_items` are the trained tokens of all ranks.
 
     All minibatches divide by one number, in proportion to their conversations: together they add up to the gradient of
@@ -105,6 +119,7 @@ class TokenShare(GRPOShare):
     """
 
     batch: Conversations
+    weights: Tensor  # [items]
     num_conversations: int  # of all ranks
     weight_sum: float  # of all ranks' tokens
     loss_count: float  # what the loss of the whole batch is divided by
@@ -128,22 +143,42 @@ class TokenShare(GRPOShare):
         """What the statistics of a minibatch of so many conversations are divided by."""
         return (self.weight_sum or 1.0) * units / self.num_conversations
 
+    def weights_of(self, part: Tensor) -> Tensor:
+        """How much each of some tokens counts."""
+        return take(self.weights, part)
+
     def known(self, part: Tensor, weight: float) -> dict[str, Any]:
         """What the loss takes of some tokens (`weight` 0: padding)."""
         return {**super().known(part, weight), "answers": take(self.batch.of, part)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComparedTokens(TokenShare, GRPOShare):
+    """Tokens that are judged by how their conversation did in its group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedTokens(TokenShare, PPOShare):
+    """Tokens that are judged by values."""
+
+    def summary(self) -> dict[str, float]:
+        """What there is to say of the data."""
+        return self.about
+
+
 def prepare_conversations(
     trajectory: Trajectory,
     part: BatchPart,
-    config: GRPOConfig,
+    config: PPOConfig | GRPOConfig,
     collective: Collective,
     dtype: torch.dtype,
     device: str,
     reference: Model | None,
     packing: Packing,
-) -> TokenShare:
-    """This rank's conversations as tokens with their advantages; all ranks take part."""
+    model: Model | None = None,
+) -> ComparedTokens | JudgedTokens:
+    """This rank's conversations as tokens with their advantages; all ranks take part. `model` predicts the values of
+    PPO."""
     mine, lengths = part.last - part.first, trajectory.lengths
     trained = trained_tokens(trajectory, config)
     counts = np.add.reduceat(trained, np.cumsum(lengths) - lengths, dtype=np.int64)
@@ -151,21 +186,28 @@ def prepare_conversations(
     first = part.first if mine else len(part.ids)  # nobody's, where it has no part
     batch = conversations(trajectory, trained, first, part.version, device, packing)
     compared = None if reference is None else logprobs_of(reference, batch, 1)
-    advantages = part.advantages[part.first : part.last] if mine else np.zeros(len(lengths))
-    found, about = {"advantages": np.repeat(advantages, lengths)}, {}
+    scores = part.scores[part.first : part.last] if mine and part.scores is not None else np.zeros(len(lengths))
+    about = {}
     if everyone.any():
         counted = trained[: lengths[:mine].sum()]
         about = staleness(part.version - trajectory.versions[: len(counted)][counted], collective)
+    away = None
     if compared is not None and config.kl_in == "reward":
-        scores = part.scores[part.first : part.last] if mine else np.zeros(len(lengths))
         away, compared = divergences(batch, compared), None
-        more, found["advantages"] = penalised_returns(trajectory, scores, away, mine, config, collective, trained)
-        about |= more
+    if isinstance(config, PPOConfig):
+        kind, values = JudgedTokens, values_of(model, batch, collective)
+        found, more = judged(trajectory, trained, scores, values, away, mine, config, collective)
+    else:
+        kind, advantages = ComparedTokens, part.advantages[part.first : part.last] if mine else np.zeros(len(lengths))
+        found, more = {"advantages": np.repeat(advantages, lengths)}, {}
+        if away is not None:
+            more, found["advantages"] = penalised_returns(trajectory, scores, away, mine, config, collective, trained)
+    about |= more
     by_answer = config.weighting == "episode"
     each = 1 / np.maximum(counts, 1) if by_answer else np.ones(len(counts))
     found["weights"] = np.repeat(each, lengths) * trained
     weight_sum = float((everyone > 0).sum() if by_answer else everyone.sum())
-    return TokenShare(
+    return kind(
         batch=batch,
         num_items=int(everyone.sum()),
         num_conversations=len(part.ids),
@@ -178,7 +220,49 @@ def prepare_conversations(
     )
 
 
-def trained_tokens(trajectory: Trajectory, config: GRPOConfig) -> np.ndarray:
+def values_of(model: Model, batch: Conversations, collective: Collective) -> np.ndarray:
+    """Float64 [K], what every token that counts was worth, before any step of the update."""
+    passes = 0
+    if model.config.shard:  # all ranks must run the network equally often
+        passes = max(int(row[0]) for row in collective.gather(np.array([len(batch.every(model, 1))])))
+    return scores_of(model, batch, 1, passes, lambda scores: scores.values).double().cpu().numpy()
+
+
+def judged(
+    trajectory: Trajectory,
+    trained: np.ndarray,
+    scores: np.ndarray,
+    values: np.ndarray,
+    away: np.ndarray | None,
+    counted: int,
+    config: PPOConfig,
+    collective: Collective,
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Advantages, returns and values [K] of conversations with these scores [R], of which the first `counted` are this
+    rank's own, and what to log. Tokens that left the reference so far pay for it.
+
+    A turn's reward is earned by its last token. What the conversation's score has more or less than these rewards (an
+    answer that was too long, or cut off) is earned by the last one of all.
+    """
+    lengths = trajectory.lengths
+    rewards, about = np.where(trained, trajectory.rewards[:, 0], 0.0).astype(np.float64), {}
+    earned = np.add.reduceat(rewards, np.cumsum(lengths) - lengths)
+    of = np.repeat(np.arange(len(lengths)), lengths)
+    last = np.flatnonzero(trained)[np.diff(of[trained], append=len(lengths)) > 0]
+    rewards[last] += (scores - earned)[of[last]]
+    mine = lengths[:counted]
+    if away is not None:
+        about["train/reference_kl"] = everywhere(away, mine, collective, trained).mean
+        rewards = rewards - config.kl_coef * away
+    advantages, returns = token_gae(rewards, values, trained, lengths, config.gamma, config.gae_lambda)
+    spread, error = (everywhere(each, mine, collective, trained).m2 for each in (returns, returns - values))
+    about["train/explained_variance"] = 1.0 - error / spread if spread else 0.0
+    if config.normalize_advantages:
+        advantages = normalize(advantages, everywhere(advantages, mine, collective, trained))
+    return {"advantages": advantages, "returns": returns, "values": values}, about
+
+
+def trained_tokens(trajectory: Trajectory, config: PPOConfig | GRPOConfig) -> np.ndarray:
     """Bool [K], tokens that count: the policy chose them, and their conversation is not left out for being cut off."""
     sampled = np.array(trajectory.mask[:, 0])
     if config.truncated == "mask":

@@ -1,8 +1,9 @@
 """Weights split over the learner ranks by FSDP2: every rank holds some rows of every tensor and of its optimizer state.
 
 A block's whole weights exist only while it computes. Trained weights of half precision are sharded in float32 and
-computed with in half; their gradients are added up whole, in float32, and summed over ranks once a step. What leaves
-the learner (checkpoints, published weights) is put together tensor by tensor, in the precision it came in.
+computed with in half; parts that are of float32 altogether (a value head) stay so. Gradients are added up whole, in
+float32, and summed over ranks once a step. What leaves the learner (checkpoints, published weights) is put together
+tensor by tensor, in the precision it came in.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ def shard(policy: nn.Module, rendezvous: RendezvousFile | RendezvousAddress, ran
     warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody changes what a policy returns
     mesh = init_device_mesh(device, (world_size,))
     half = next((p.dtype for p in policy.parameters() if p.dtype in HALVES), None)
+    dtypes = [(part, {p.dtype for p in part.parameters()}) for part in policy.children()]
+    exact = [part for part, found in dtypes if half and found and not found & {*HALVES}]
     for p in policy.parameters():
         if p.requires_grad and p.dtype in HALVES:
             p.data = p.data.float()
     precision = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
+    for part in exact:
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for part in [*policy.blocks(), policy]:
         fully_shard(part, mesh=mesh, mp_policy=precision)
     register_fsdp_forward_method(policy, "imitate")

@@ -306,10 +306,15 @@ def divergences(batch: Batch, reference: Tensor) -> np.ndarray:
 
 def logprobs_of(model: Model, batch: Batch, size: int, passes: int = 0) -> Tensor:
     """Log-probs of all items under a policy, without gradient, in at least so many passes."""
+    return scores_of(model, batch, size, passes, lambda scores: scores.logprobs)
+
+
+def scores_of(model: Model, batch: Batch, size: int, passes: int, which: Callable[[Scores], Tensor]) -> Tensor:
+    """One of the scores of all items under a policy, without gradient, in at least so many passes."""
     parts = batch.every(model, size)
     padding = [batch.padding] * (passes - len(parts))
     with torch.no_grad():
-        found = [model.score(batch.inputs(part)).logprobs for part in (*parts, *padding)]
+        found = [which(model.score(batch.inputs(part))) for part in (*parts, *padding)]
     return take(torch.cat(found[: len(parts)]), torch.argsort(torch.cat(parts)))
 
 

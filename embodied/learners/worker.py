@@ -95,7 +95,7 @@ class LearnerWorker(Worker):
         policy = make_policy(self.policy_config, spec, self.seed).eval()
         check_learns(policy)
         if start:
-            policy.load_weights(read_weights(start))
+            policy.begin_with(read_weights(start))
         return policy.to(self.device)
 
     @done_together
@@ -127,7 +127,7 @@ class LearnerWorker(Worker):
     def _prepared(self, whole: Trajectory, part: BatchPart) -> Share:
         """Its items with their advantages: decisions, or tokens of conversations."""
         common = whole, part, self.algo, self.collective, self.model.dtype, self.device, self.reference
-        return prepare(*common) if self.packing is None else prepare_conversations(*common, self.packing)
+        return prepare(*common) if self.packing is None else prepare_conversations(*common, self.packing, self.model)
 
     def _receive(self, trajectories: Channel, sources: tuple[str, ...], buffer: RolloutBuffer) -> None:
         """Put what these sources hand over into the buffer; pieces of later batches wait for their own update."""
@@ -155,7 +155,7 @@ class LearnerWorker(Worker):
                 break
             part, group = found
             with self.computing.counted():
-                sums.add(group, part.advantages)
+                sums.add(group, part.advantages, part.scores)
             if not self.started:  # else what the policy was trained with stays
                 sums.observe(group)
         with self.store.updating(), self.computing.counted():

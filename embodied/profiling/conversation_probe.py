@@ -75,7 +75,7 @@ class ConversationProbe(ProbeWorker):
         policy.build(spec)
         policy.policy.load_state_dict(make_policy(config.policy, spec, config.seed).state_dict())
         policy.weights.version = 0
-        policy.engine.load(policy.policy.state_dict(), 0)
+        policy.engine.load(policy.policy.model_weights(), 0)
         return policy
 
 

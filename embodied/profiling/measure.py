@@ -111,7 +111,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0 and (n == 1 or not talks(config))],
         }
-        if config.algo.name != "ppo":
+        if config.algo.whole_episodes:
             # While a policy knows nothing, episodes last as long as they may.
             made["episode_decisions"] = probed.horizon
         costs = probed.costs | {

@@ -89,7 +89,7 @@ class ProbeWorker(Worker):
         self.config = config
         self.device = device
         self.measured = parts
-        self.grouped = config.algo.name != "ppo"
+        self.grouped = config.algo.whole_episodes
         self.parts: dict[int, ProbedPart] = {}  # by rows of the sim
         self.samples: dict[int, Samples] = {}  # by size
         self.steps = 0  # env steps that episodes in groups may last

@@ -61,7 +61,7 @@ def repeated(config: RunConfig) -> RunConfig:
 def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequence[Role] = EMBODIED) -> Dataflow:
     """What an iteration of this recipe asks for; `episode_decisions` is how long whole episodes are."""
     algo, envs = config.algo, config.env.num_envs
-    if algo.name == "ppo":
+    if not algo.whole_episodes:
         decisions = algo.rollout_decisions
         items = decisions * envs
     else:
@@ -70,13 +70,13 @@ def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequen
         items = max(1, round(episodes * episode_decisions))
     minibatch = step_items(algo, items)
     steps = items * config.policy.chunk
-    looks_once = algo.name == "ppo" and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
+    looks_once = not algo.whole_episodes and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
     ahead = items if looks_once else 0
     calls = algo.epochs * -(-items // minibatch)
     more = [role.name for role in others(roles)]
     schedule = config.pipeline.schedule
     about = {"schedule": "sync" if schedule == "auto" else schedule, "level": config.pipeline.async_level}
-    if algo.name != "ppo" and not algo.why_not_periodic():
+    if algo.whole_episodes and not algo.why_not_periodic():
         about |= {"groups": algo.groups, "group_size": algo.group_size}
     return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more, **about)
 
@@ -111,9 +111,13 @@ def cost_key(config: RunConfig, roles: Sequence[Role] = EMBODIED) -> str:
     for key in ("decoupled", "episode_mask"):  # nor where nothing is computed for stale decisions
         if said["algo"].get(key) in (False, "none"):
             del said["algo"][key]
-    for key in ("modules", "robot"):  # where nobody names any, profiles from before there were these keys hold
-        if not said["env"].get(key, True):
-            del said["env"][key]
+    for section, *keys in (("env", "modules", "robot"), ("policy", "value_head")):
+        for key in keys:  # where nobody asks for any, profiles from before there were these keys hold
+            if not said[section].get(key, True):
+                del said[section][key]
+    if not config.algo.whole_episodes:
+        for key in ("truncated", "overlong", "pools", "weighting"):
+            del said["algo"][key]
     more = sorted(role.name for role in others(roles))  # of a program with roles of its own
     return hashlib.sha256(json.dumps([said, processor(), *more], sort_keys=True).encode()).hexdigest()[:12]
 
@@ -251,7 +255,7 @@ def periodic_is_the_same(config: RunConfig) -> bool:
     """Whether periodic learns what sync does: not where sync carries groups over that periodic discards, and not at all
     where learners hold shards."""
     algo = config.algo
-    if algo.name == "ppo" or config.learner.shard:
+    if not algo.whole_episodes or config.learner.shard:
         return False
     return algo.filter != "resample" or algo.surplus == "discard"
 

@@ -322,7 +322,7 @@ def shortened(
     if share >= 1:
         return config, profile
     decisions = profile.dataflow["sim"].calls
-    if config.algo.name == "ppo":
+    if not config.algo.whole_episodes:
         kept = max(min(FEWEST_DECISIONS, decisions), int(share * decisions))
         short, length = with_algo(config, rollout_decisions=kept), 1
     else:

@@ -313,7 +313,7 @@ def picture_bytes(config: RunConfig) -> int:
 def decisions_of(config: RunConfig) -> int:
     """Decisions of an iteration: GRPO's groups play episodes to their end."""
     algo = config.algo
-    if hasattr(algo, "rollout_decisions"):
+    if not algo.whole_episodes:
         return config.env.num_envs * algo.rollout_decisions
     steps = env_class(config.env).longest_episode(config.env) or 0
     return algo.groups * algo.group_size * -(-steps // config.policy.chunk)
@@ -325,7 +325,7 @@ def check_pictures(config: RunConfig, memory_bytes: float) -> None:
     need = held * picture_bytes(config)
     if need > memory_bytes:
         env, algo = config.env, config.algo
-        if hasattr(algo, "rollout_decisions"):
+        if not algo.whole_episodes:
             played = f"env.num_envs={env.num_envs} * algo.rollout_decisions={algo.rollout_decisions}"
             key, value = "algo.rollout_decisions", int(algo.rollout_decisions * memory_bytes / need / 2)
         else:

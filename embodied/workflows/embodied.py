@@ -92,8 +92,8 @@ class EmbodiedLoop:
 
     @staticmethod
     def make_source(config: RunConfig, tasks: tuple[str, ...]) -> BatchSource:
-        """Slices of a fixed length for PPO, whole episodes in groups for GRPO and its relatives."""
-        return (HorizonCollector if config.algo.name == "ppo" else GroupCollector)(config, tasks)
+        """Slices of a fixed length for PPO, whole episodes in groups for GRPO and for conversations."""
+        return (GroupCollector if config.algo.whole_episodes else HorizonCollector)(config, tasks)
 
     def start(self) -> EnvSpec:
         """Build all workers and connect them; returns what the env offers."""

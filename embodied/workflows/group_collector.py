@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.algorithms.config import GRPOConfig
+from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.algorithms.groups import Group, GroupPool, group_advantages, score_of
 from embodied.algorithms.pools import POOLS, PromptPools
 from embodied.core.errors import ConfigError
@@ -150,16 +150,19 @@ class GroupCollector:
         if not batch.groups:
             return None
         scores = np.array([group.scores for group in batch.groups])
-        advantages = self.advantages(scores).ravel()
-        blocks = self._learner_blocks(len(advantages))
-        about = (self.rollouts.weight_sync.version, scores.ravel(), advantages)
+        blocks = self._learner_blocks(scores.size)
+        about = (self.rollouts.weight_sync.version, scores.ravel(), self.advantages(scores))
         parts = [BatchPart(batch.episodes, block.start, block.stop, *about) for block in blocks]
         shares = zip(self.trajectories, batch.sources, parts, strict=True)
         return self.learners.update.each([(*share, iteration, total) for share in shares])
 
-    def advantages(self, scores: np.ndarray) -> np.ndarray:
-        """Advantages [G, S] of the scores of groups."""
-        return group_advantages(scores, self.algo.baseline, self.algo.scale, self.algo.deviation)
+    def advantages(self, scores: np.ndarray) -> np.ndarray | None:
+        """Advantages of the scores [G, S] of groups, one episode after the other; None with PPO, whose learners judge
+        by values."""
+        algo = self.algo
+        if algo.name == "ppo":
+            return None
+        return group_advantages(scores, algo.baseline, algo.scale, algo.deviation).ravel()
 
     def numbers(self, batch: GroupedEpisodes) -> dict[str, float]:
         counts, sims = batch.counts, len(self.rollouts.sims)
@@ -413,10 +416,11 @@ class GroupStream:
             self.collector.lose(sent.group.episodes, self.batch)
             return
         self.batch.groups = sorted([*self.batch.groups, sent.group])
-        (advantages,) = self.collector.advantages(np.array([sent.group.scores]))
-        self.channels[sent.rank].put(GroupPart(tuple(sent.calls), np.array(sent.group.episodes), advantages))
+        scores, episodes = np.array([sent.group.scores]), np.array(sent.group.episodes)
+        advantages = self.collector.advantages(scores)
+        self.channels[sent.rank].put(GroupPart(tuple(sent.calls), episodes, advantages, scores[0]))
 
 
-def discards_surplus(algo: GRPOConfig, schedule: str) -> bool:
+def discards_surplus(algo: PPOConfig | GRPOConfig, schedule: str) -> bool:
     """Whether groups that an iteration did not need are dropped: in the next one they would be older than its own."""
     return schedule != "sync" if algo.surplus is None else algo.surplus == "discard"

@@ -74,9 +74,7 @@ class TextWorker(EpisodeKeeper):
         """Hold these conversations to their ends and keep them; where their ends are `noted`, `hand_on` may be asked
         for each from then on. One whose answer was unusable counts for nothing."""
         if horizon:
-            raise ConfigError(
-                "a text env holds whole conversations, and algo.name=ppo wants slices; try algo.name=grpo"
-            )
+            raise ConfigError(f"a text env holds whole conversations, not {horizon} decisions; set algo.groups")
         before, results, kept, steps = self.timers.totals(), [], [], 0
         problems: list[str] = []
         talk = Talk(route, self.timers)

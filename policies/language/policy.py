@@ -2,11 +2,13 @@
 
 What it writes comes from an engine; here is what learning needs. What surprises: the policy's weights have
 transformers' own names, as if it were the model, and a head that is tied to the embeddings is no weight of its own, so
-it is published, saved and loaded once.
+it is published, saved and loaded once. A head that predicts values is ours alone: engines do not get it, and in a
+folder it lies apart, so that what others load is the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec
 from embodied.policies.base import Scores
 from embodied.policies.config import LanguageConfig
-from embodied.policies.folder import CONFIG
+from embodied.policies.folder import CONFIG, write_values
 from embodied.policies.language import folder as files
 from embodied.policies.language import tokenizer as words
 from embodied.policies.language.attention import kernel, visible, wide
@@ -29,11 +31,20 @@ from embodied.policies.language.settings import check_kind, fresh, longest
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter
 from embodied.policies.vla.shards import write_shards
-from embodied.runtime.tensor_bytes import Blob
+from embodied.runtime.tensor_bytes import Blob, blob_of
+
+
+class ValueHead(nn.Linear):
+    """What the rest of a conversation is worth [U], from hidden states [U, D]: in float32 at least, whatever the model
+    computes in, and not as a product of matrices, which autocast would round."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden.to(self.weight.dtype) * self.weight[0]).sum(-1) + self.bias
 
 
 class LanguagePolicy(PublishedPolicy):
     speaks = True
+    value_names = ("value_head.",)
     share_prompts = True  # the learner's option: a prompt that conversations of a group share is computed once
     model: Any  # transformers' causal language model
 
@@ -54,6 +65,9 @@ class LanguagePolicy(PublishedPolicy):
         self.choose_trained(model)
         files.allocate(model)
         self.adopt(model)
+        self.value_head = None
+        if config.value_head:
+            self.value_head = ValueHead(model.config.hidden_size, 1, device="cpu", dtype=self.exact)
 
     def choose_tokenizer(self, shape: Any) -> words.Tokenizer:
         if self.origin is None:
@@ -120,7 +134,8 @@ class LanguagePolicy(PublishedPolicy):
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         """Score the tokens of R whole conversations, one after the other: "actions" [n, 1, 1], "mask" [n, 1] (False
-        where the env spoke: 0 then), "lengths" and "groups" [R]. Those of one group may share their prompt."""
+        where the env spoke: 0 then), "lengths" and "groups" [R]. Those of one group may share their prompt. A token's
+        value is that of the text before it."""
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
         way = kernel(self.device, self.dtype)
         room = wide(way, self.model.config.hidden_size)
@@ -129,12 +144,15 @@ class LanguagePolicy(PublishedPolicy):
             tensor_of(each, self.device)
             for each in (tokens[packed.scored].astype(np.int64), packed.takes, packed.scored)
         )
-        logits = self.head(self.hidden(packed, way)).to(self.exact)
-        likely = logits.log_softmax(-1)
+        hidden = self.hidden(packed, way)
+        likely = self.head(hidden).to(self.exact).log_softmax(-1)
         entropy = -(likely.exp() * likely).sum(-1)
         empty = likely.new_zeros(len(tokens))
-        logprobs = empty.index_put((scored,), likely[takes, chosen])
-        return Scores(logprobs[:, None, None], empty.index_put((scored,), entropy[takes])[:, None, None], empty)
+        logprobs, entropy = (empty.index_put((scored,), of) for of in (likely[takes, chosen], entropy[takes]))
+        values = empty
+        if self.value_head is not None:
+            values = empty.index_put((scored,), self.value_head(hidden)[takes].to(empty.dtype))
+        return Scores(logprobs[:, None, None], entropy[:, None, None], values)
 
     def hidden(self, packed: Packed, way: str) -> Tensor:
         """The network's last hidden states [U, D] at the places whose logits are needed."""
@@ -170,6 +188,8 @@ class LanguagePolicy(PublishedPolicy):
         """Normal numbers of the deviation that config.json asks for, less where many add up; norms begin as 1."""
         if is_adapter(name):
             return initial_adapter(name, shape, draw)
+        if name.startswith(self.value_names):
+            return torch.zeros(shape)
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         spread = getattr(self.model.config, "initializer_range", 0.02)
@@ -178,7 +198,8 @@ class LanguagePolicy(PublishedPolicy):
         return torch.empty(shape).normal_(0.0, spread, generator=draw)
 
     def read_stored(self) -> dict[str, Blob]:
-        return files.read_weights(self.origin, self._tied_head()) if self.origin else {}
+        stored = files.read_weights(self.origin, self._tied_head()) if self.origin else {}
+        return {name: blob for name, blob in stored.items() if self.config.value_head or self.is_models(name)}
 
     def stored_name(self, stored: dict[str, Blob], name: str) -> str:
         """Some folders leave out how all names of a model begin."""
@@ -186,7 +207,21 @@ class LanguagePolicy(PublishedPolicy):
         return short if name not in stored and short in stored else name
 
     def is_extra(self, name: str) -> bool:
-        return is_adapter(name)
+        return is_adapter(name) or not self.is_models(name)
+
+    def is_models(self, name: str) -> bool:
+        """Whether a weight is the language model's own, or an adapter's, and not the value head's."""
+        return not name.startswith(self.value_names)
+
+    def model_weights(self) -> dict[str, Tensor]:
+        """Those that write answers, for engines."""
+        return {name: tensor for name, tensor in self.state_dict().items() if self.is_models(name)}
+
+    def begin_with(self, tensors: dict[str, Any]) -> None:
+        """With those weights, of a policy with or without a value head; ours stays as it is where that has none."""
+        own = self.state_dict()
+        heads = {name: host(tensor) for name, tensor in own.items() if not self.is_models(name)}
+        self.load_weights(heads | {name: each for name, each in tensors.items() if name in own or self.is_models(name)})
 
     def _tied_head(self) -> str | None:
         head = self.model.get_output_embeddings()
@@ -205,9 +240,27 @@ class LanguagePolicy(PublishedPolicy):
         ours["policy"] |= {"pretrained": "." if self.origin else None}
         return files.describe(self.model.config) | ours
 
+    def saved(self) -> set[str]:
+        return {name for name in super().saved() if self.is_models(name)}
+
     def save_pretrained(self, folder: Path | str, tensors=None, specs=None) -> None:
-        super().save_pretrained(folder, tensors, specs)
+        heads = {}
+
+        def models() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self.state_dict().items() if tensors is None else tensors:
+                if self.is_models(name):
+                    yield name, tensor
+                else:
+                    heads[name] = tensor
+
+        super().save_pretrained(folder, models(), specs)
+        if heads:
+            write_values(Path(folder), {name: blob_of(tensor) for name, tensor in heads.items()})
         files.write_companions(Path(folder), self.origin, self.tokenizer)
+
+    def published_weights(self) -> dict[str, Tensor]:
+        """Those of the model alone, adapters merged."""
+        return {name: tensor for name, tensor in super().published_weights().items() if self.is_models(name)}
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """The folder that other programs read: nothing of ours, adapters merged, large weights in shards."""

@@ -47,7 +47,7 @@ class LanguageWorker(PolicyWorker):
     def load_weights(self, publication: Publication, route: str, channel: Channel, whole: bool) -> int | None:
         version = super().load_weights(publication, route, channel, whole)
         if version is not None:
-            self.engine.load(self.policy.state_dict(), version)
+            self.engine.load(self.policy.model_weights(), version)
         return version
 
     def serve(

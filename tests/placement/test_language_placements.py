@@ -7,7 +7,7 @@ from embodied.core.errors import ConfigError
 from embodied.profiling.conversation_probe import ConversationProbe
 from embodied.profiling.measure import share_of_step
 from embodied.profiling.role_probe import real
-from embodied.profiling.store import dataflow_of
+from embodied.profiling.store import cost_key, dataflow_of, periodic_is_the_same
 from embodied.run import launch
 
 SMALL = ("recipe=sums_grpo", "run.start_from=null", "env.num_envs=8", "algo.groups=4", "algo.group_size=4")
@@ -54,6 +54,30 @@ def test_a_conversation_is_an_item_for_all_roles():
     assert (steps.calls, steps.items) == (2, 8)
 
 
+def test_ppo_on_conversations_counts_them_as_groups_do():
+    more = ("policy.value_head=true", "env.num_envs=8", "algo.groups=16", "algo.minibatch_size=null")
+    sync, whole = (
+        load(["recipe=sums_ppo", *more, f"algo.normalize_advantages={way}"]).config for way in ("true", "false")
+    )
+    found = dataflow_of(sync)
+    assert (found["sim"].calls, found["sim"].items) == (found["policy"].calls, found["policy"].items) == (2, 8)
+    assert (found["learner"].calls, found["learner"].items) == (1, 16)
+    assert not found.groups, "advantages are normalised over the batch: nothing could begin earlier"
+    assert (dataflow_of(whole).groups, dataflow_of(whole).group_size) == (16, 1)
+    assert periodic_is_the_same(whole) and not periodic_is_the_same(load(["recipe=pointmass_ppo"]).config)
+
+
+def test_a_profile_of_robots_knows_nothing_of_conversations():
+    robots = load(["recipe=pointmass_ppo"]).config
+    said = robots.model_dump(mode="json", include={"env", "policy", "algo", "learner"})
+    assert {"groups", "weighting", "pools"} <= said["algo"].keys()  # which its key leaves out
+    changed = robots.algo.model_copy(update={"weighting": "episode"})
+    assert cost_key(robots) == cost_key(robots.model_copy(update={"algo": changed}))
+    language = load(["recipe=sums_ppo"]).config
+    plain = language.policy.model_copy(update={"value_head": False})
+    assert cost_key(language) != cost_key(language.model_copy(update={"policy": plain}))
+
+
 def test_gradient_steps_are_measured_on_whole_groups():
     assert share_of_step(recipe(), 8, 1) == 8
     assert share_of_step(recipe("algo.minibatch_size=8"), 4, 1) == 4
@@ -62,8 +86,12 @@ def test_gradient_steps_are_measured_on_whole_groups():
     assert share_of_step(robots, 4, 10) == 40
 
 
-def test_conversations_are_probed_and_learned_from():
-    probe = real(ConversationProbe, recipe("algo.lr=0.0"))
+PPO = load(["recipe=sums_ppo", "env.num_envs=8", "algo.groups=16", "algo.lr=0", "algo.minibatch_size=null"]).config
+
+
+@pytest.mark.parametrize("config", [recipe("algo.lr=0.0"), PPO], ids=["grpo", "ppo"])
+def test_conversations_are_probed_and_learned_from(config):
+    probe = real(ConversationProbe, config)
     samples = probe.rollout(4, 1, 2)
     assert samples.horizon == 1 and len(samples.seconds["sim"]) == len(samples.seconds["policy"]) == 2
     assert samples.seconds["sim"][0] > 0 and 0 < samples.seconds["policy"][0] <= samples.decision_s + 1
@@ -86,6 +114,11 @@ def test_what_only_robots_ask_for_is_refused(key):
 
 
 @pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
-@pytest.mark.parametrize("name", ["smol_grpo", "math_grpo", "sums_grpo"])
+@pytest.mark.parametrize("name", ["smol_grpo", "math_grpo", "sums_grpo", "math_ppo", "sums_ppo"])
 def test_language_recipes_run_under_every_schedule(name, schedule):
-    assert load([f"recipe={name}", f"pipeline.schedule={schedule}"]).config.pipeline.schedule == schedule
+    options = [f"recipe={name}", f"pipeline.schedule={schedule}"]
+    if name.endswith("ppo") and schedule == "periodic":
+        with pytest.raises(ConfigError, match=r"over the whole batch.*; try algo\.normalize_advantages=false"):
+            load(options)
+        options += ["algo.normalize_advantages=false", "algo.minibatch_size=null"]
+    assert load(options).config.pipeline.schedule == schedule
