@@ -24,10 +24,11 @@ NEUTRAL = {  # options that we have no use for, at the values that change nothin
     "repetition_penalty": (None, 1), "min_tokens": (None, 0), "use_beam_search": (False,), "top_logprobs": (None, 0),
     "response_format": (None, {"type": "text"}), "tools": (None, []), "tool_choice": (None, "none"),
     "functions": (None, []), "skip_special_tokens": (None, False), "spaces_between_special_tokens": (None, False),
-    "include_stop_str_in_output": (None, False), "prompt_logprobs": (None,), "add_special_tokens": (None, True, False),
-    "add_generation_prompt": (None, True), "return_tokens_as_token_ids": (None, False), "modalities": (None, ["text"]),
+    "include_stop_str_in_output": (None, False), "prompt_logprobs": (None,), "add_special_tokens": (None, True),
+    "priority": (None, 0), "add_generation_prompt": (None, True), "return_tokens_as_token_ids": (None, False),
+    "modalities": (None, ["text"]),
 }  # fmt: skip
-ABOUT = ("user", "metadata", "store", "request_id", "safety_identifier", "service_tier", "cache_salt", "priority")
+ABOUT = ("user", "metadata", "store", "request_id", "safety_identifier", "service_tier", "cache_salt")
 READ = {"model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "n", "seed", "noise"}
 READ |= {"stop", "stop_token_ids", "ignore_eos", "logprobs", "return_token_ids", "stream", "stream_options"}
 
@@ -144,7 +145,7 @@ def checked(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
 
 
 def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, logprobs: bool, max_tokens: Any) -> Ask:
-    stop = fields.get("stop") or ()
+    stop = fields.get("stop") or []
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (stop,)
     if len(stop) > MOST_STOPS or not all(isinstance(text, str) and text for text in stop):
         raise BadRequest(f"stop should be text, or a list of at most {MOST_STOPS} texts", "stop")

@@ -21,10 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core import rng
 from embodied.core.errors import ConfigError
 from embodied.policies.config import LanguageConfig
-from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, unanswered
+from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of, unanswered
 from embodied.policies.vla.lora import merged
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class VLLMEngine(Engine):
         settings = self.sampling(
             max_tokens=most,
             temperature=temperature,
-            seed=int(rng.generator(seed, stream, request.episode, len(request.tokens)).integers(2**63)),
+            seed=seed_of(seed, stream, request),
             stop_token_ids=self.stops,
         )
         self.engine.add_request(name, {"prompt_token_ids": [int(token) for token in request.tokens]}, settings)
