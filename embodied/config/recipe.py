@@ -199,6 +199,8 @@ class RunConfig(Strict):
         checks = [self._stages_share_envs, self._precisions_fit]
         if "policy" not in unused:
             checks.append(self._both_speak)
+        if not {"algo", "sft"} <= {*unused}:
+            checks.append(self._the_server_learns)
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
             checks += [self._reference_fits, self._schedule_fits, self._answers_fit]
@@ -321,6 +323,13 @@ class RunConfig(Strict):
             raise ValueError(
                 f"learner.micro_batch_size={self.learner.micro_batch_size} counts decisions, but conversations pass "
                 "through the network whole; set learner.pack_tokens instead"
+            )
+
+    def _the_server_learns(self) -> None:
+        if self.policy.name == "language" and self.policy.engine == "http" and self.policy.weights is None:
+            raise ValueError(
+                "policy.engine=http: the server would go on with the weights that it has, whatever is learned; set "
+                "policy.weights to a folder that it sees as well, such as policy.weights=/dev/shm"
             )
 
     def _nothing_is_collected(self) -> None:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.baselines:RandomPolicy", "zero": "embodied.policies.baselines:ZeroPolicy"}
 HOW = "policy.compile"  # how a policy acts here, not what it is
-ANSWERS = ("engine", "urls", "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # how one is made
+SERVER = ("engine", "url", "token_from", "weights", "answer_s", "away_s")  # what makes answers
+ANSWERS = (*SERVER, "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # how one is made
 LEARNS = ("dtype", "detach_value", "noise_level", "train")
 FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # what a start may do otherwise
 ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy holds what they name, and is its own

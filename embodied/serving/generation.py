@@ -6,12 +6,11 @@ nothing is being written, so that every answer is of one version.
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,9 +22,10 @@ import torch
 from embodied.core.errors import CheckpointError, EmbodiedError
 from embodied.policies.base import check_like
 from embodied.policies.language.engine import Answer, Request, Sampling
+from embodied.policies.language.http_messages import fingerprint
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.policies.language.slots import SlotEngine
-from embodied.runtime.tensor_bytes import Blob, blob_of, checksum, tensor_of
+from embodied.runtime.tensor_bytes import blob_of, tensor_of
 from embodied.serving.openai_protocol import BadRequest
 
 ROUND = "serve"  # the stream of noise of requests that bring none
@@ -245,9 +245,3 @@ def settle(future: Future, result: Any = None, error: BaseException | None = Non
     with suppress(Exception):  # it was cancelled in between
         if not future.cancelled():
             future.set_exception(error) if error else future.set_result(result)
-
-
-def fingerprint(version: int, blobs: Iterable[tuple[str, Blob]]) -> str:
-    """Names a version and its very numbers: v3-5f0c2a..."""
-    sums = sorted(f"{name} {blob.spec.dtype} {blob.spec.shape} {checksum(blob.data)}" for name, blob in blobs)
-    return f"v{version}-{hashlib.blake2b(' '.join(sums).encode(), digest_size=8).hexdigest()}"

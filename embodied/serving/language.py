@@ -21,6 +21,7 @@ from aiohttp import web
 
 from embodied.core.errors import EmbodiedError
 from embodied.policies.language.engine import Answer, Sampling
+from embodied.policies.language.http_messages import NOT_FINITE
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.serving import openai_protocol as openai
 from embodied.serving.config import TOKEN, ServeConfig
@@ -48,6 +49,7 @@ class LanguageServer:
         self, policy: LanguagePolicy, config: ServeConfig, origin: Origin, tell: Callable[[str], None] = print
     ) -> None:
         self.policy, self.config, self.origin, self.tell = policy.eval().to(config.device), config, origin, tell
+        self.token = config.token
         self.numbers = itertools.count()
         self.active = 0
 
@@ -100,7 +102,7 @@ class LanguageServer:
             return None
         if "Origin" in request.headers:  # no page in a browser may use this server behind its user's back
             return refusal(403, "pages of browsers are not answered")
-        token = self.config.token
+        token = self.token
         if token is None and request.path in CONTROL:
             return refusal(401, f"{request.path} needs a token: start the server with {TOKEN} in its environment")
         if token is not None:
@@ -123,7 +125,7 @@ class LanguageServer:
         return web.Response(text="OK\n")
 
     async def models(self, _: web.Request) -> web.Response:
-        return web.json_response(openai.models(self.served(), self.policy.max_length))
+        return web.json_response(openai.models(self.served(), self.policy.max_length, self.policy.config.lora_rank))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self.answer(request, openai.read_completion(await body_of(request)))
@@ -327,7 +329,7 @@ CONTROL = ("/update_weights", "/reload_weights", "/pause", "/resume")
 class NotFinite(EmbodiedError):
     """The weights make no numbers for this prompt."""
 
-    code = openai.NOT_FINITE
+    code = NOT_FINITE
 
 
 def cut(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:

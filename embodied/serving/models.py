@@ -12,7 +12,7 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies.config import LanguageConfig
 from embodied.policies.folder import published_family
 from embodied.run.hub import folder_of
-from embodied.run.policy_source import Target, find
+from embodied.run.policy_source import SERVER, Target, find
 from embodied.runtime.tensor_bytes import array_of
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ def with_options(config: LanguageConfig, words: list[str]) -> LanguageConfig:
         known = ", ".join(f"policy.{key}" for key in SERVING)
         raise ConfigError(f"{odd[0]} has no effect in serving a language model; there are {known}")
     changed = {key.removeprefix("policy."): value for key, value in values.items()}
+    own = {key: value for key, value in config.model_dump().items() if key not in SERVER}
     try:
-        return LanguageConfig.model_validate(config.model_dump() | {"engine": "transformers"} | changed)
+        return LanguageConfig.model_validate(own | changed)
     except ValidationError as err:
         raise ConfigError("; ".join(f"policy.{one['loc'][0]}: {one['msg']}" for one in err.errors())) from None
 

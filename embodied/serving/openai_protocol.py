@@ -14,6 +14,7 @@ from typing import Any
 
 from embodied.core.conversations import Message
 from embodied.core.errors import EmbodiedError
+from embodied.policies.language.http_messages import OWNER
 
 MOST_CHOICES = 1024  # answers to one request
 MOST_STOPS = 16
@@ -351,46 +352,8 @@ def error(text: str, kind: str = "invalid_request_error", param: str | None = No
     return {"error": {"message": text, "type": kind, "param": param, "code": code}}
 
 
-def models(served: Served, max_length: int) -> dict[str, Any]:
+def models(served: Served, max_length: int, lora_rank: int | None) -> dict[str, Any]:
     """The JSON of /v1/models."""
     found = {"id": served.model, "object": "model", "created": served.created, "owned_by": OWNER}
-    return {"object": "list", "data": [found | {"max_model_len": max_length, "policy_version": served.version}]}
-
-
-OWNER = "embodied"
-NOT_FINITE = "not_finite"  # the error's code where the weights make no numbers
-
-
-# What a client of such a server reads
-
-
-@dataclass(frozen=True)
-class Written:
-    """An answer that was read: tokens and their log-probs, or why it cannot be used."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish: str
-    fingerprint: str | None  # of the weights, where the server says
-    dropped: str = ""
-
-
-LEAST = -9999.0  # what vLLM writes for minus infinity
-
-
-def read_answer(body: Any) -> Written:
-    """The only choice of an answer of /v1/completions, with token ids; raises ValueError where it is none."""
-    try:
-        (choice,) = body["choices"]
-        tokens, told = choice["token_ids"], choice.get("logprobs") or {}
-        logprobs, finish = told.get("token_logprobs"), choice["finish_reason"]
-    except (KeyError, TypeError, AttributeError, ValueError) as err:
-        raise ValueError(f"the answer is not OpenAI's with token ids ({type(err).__name__}: {err})") from None
-    if not is_ids(tokens):
-        raise ValueError("the answer has no token_ids: the server does not know return_token_ids")
-    fingerprint = body.get("system_fingerprint")
-    if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
-        return Written(tokens, [], str(finish), fingerprint, "log-probs are missing")
-    if not all(type(x) in (int, float) and LEAST < x < float("inf") for x in logprobs):
-        return Written(tokens, [], str(finish), fingerprint, "a log-prob is not finite")
-    return Written(tokens, [float(x) for x in logprobs], str(finish), fingerprint)
+    found |= {"max_model_len": max_length, "lora_rank": lora_rank, "policy_version": served.version}
+    return {"object": "list", "data": [found]}
