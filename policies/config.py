@@ -265,10 +265,16 @@ class Pi0Config(PolicyOptions):
         return self.dtype == "bfloat16"
 
 
+OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s")
+ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running", "cache_gb"))
+"""Keys that say how a language model's answers are made, not what they are."""
+
+
 class LanguageConfig(PolicyOptions):
     published = True
     compile: ClassVar[bool] = False
     chunk: ClassVar[int] = 1
+    of_engine: ClassVar = OF_SERVER
 
     name: Literal["language"] = Field(description="A causal language model, for text envs.")
     preset: Literal["tiny", "tiny_gpt2"] = Field(
@@ -342,10 +348,9 @@ class LanguageConfig(PolicyOptions):
 
     @model_validator(mode="after")
     def _the_server_is_named(self) -> LanguageConfig:
-        of_server = ("url", "token_from", "weights", "answer_s", "away_s")
         usual = type(self).model_fields
         if self.engine != "http":
-            if given := [key for key in of_server if getattr(self, key) != usual[key].default]:
+            if given := [key for key in self.of_engine if getattr(self, key) != usual[key].default]:
                 raise ValueError(
                     f"policy.{given[0]} has no effect with policy.engine={self.engine}; leave it out, or set "
                     "policy.engine=http"

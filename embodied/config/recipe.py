@@ -33,7 +33,7 @@ from embodied.core.options import LocalPath, PathOrRecipe, Strict
 from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
 from embodied.learners.config import LearnerConfig
 from embodied.placement.config import PlacementConfig
-from embodied.policies.config import MLPConfig, PolicyConfig
+from embodied.policies.config import ANSWERING, MLPConfig, PolicyConfig
 from embodied.runtime.config import ClusterConfig, FaultsConfig
 
 
@@ -199,8 +199,6 @@ class RunConfig(Strict):
         checks = [self._stages_share_envs, self._precisions_fit]
         if "policy" not in unused:
             checks.append(self._both_speak)
-        if not {"algo", "sft"} <= {*unused}:
-            checks.append(self._the_server_learns)
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
             checks += [self._reference_fits, self._schedule_fits, self._answers_fit]
@@ -325,13 +323,6 @@ class RunConfig(Strict):
                 "through the network whole; set learner.pack_tokens instead"
             )
 
-    def _the_server_learns(self) -> None:
-        if self.policy.name == "language" and self.policy.engine == "http" and self.policy.weights is None:
-            raise ValueError(
-                "policy.engine=http: the server would go on with the weights that it has, whatever is learned; set "
-                "policy.weights to a folder that it sees as well, such as policy.weights=/dev/shm"
-            )
-
     def _nothing_is_collected(self) -> None:
         asked = {
             "schedule": self.pipeline.schedule not in ("sync", "auto"),
@@ -384,7 +375,8 @@ class Command:
     unused: tuple[str, ...] = ()
 
     def ignores(self, key: str) -> bool:
-        return any(key == name or key.startswith(f"{name}.") for name in self.unused)
+        kept = self.name == "evaluate" and key in ANSWERING
+        return not kept and any(key == name or key.startswith(f"{name}.") for name in self.unused)
 
 
 NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "placement", "pipeline", "eval", "resume")
@@ -477,7 +469,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     schema, tree = root(RunConfig), Tree(problems=problems)
     own = {key: texts(key, values.pop(key), problems) for key in command.own if key in values}
     recipe = base_recipe(values, own, command, problems)
-    sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command)
+    sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command, values)
     incomplete = bool(problems)  # then a missing key says nothing
     if (mine := own_classes(own.get("checkpoint"))) and any(key.startswith("policy.") for key in values):
         values.setdefault("policy.name", mine[0])
