@@ -104,8 +104,9 @@ class Generation:
         self.order(resume, done)
         return done
 
-    def update(self, folder: Path, version: int, mode: Mode) -> Future[str]:
-        """Load a folder's weights once nothing is being written; returns their fingerprint."""
+    def update(self, folder: Path, version: int, mode: Mode, known: str | None = None) -> Future[str]:
+        """Load a folder's weights once nothing is being written; returns their fingerprint. Those that are loaded
+        already, by the fingerprint that is `known`, are not loaded again."""
         done: Future[str] = Future()
 
         def update() -> None:
@@ -114,7 +115,7 @@ class Generation:
                 settle(done, error=BadRequest(why, status=409))
                 return
             self.abort(mode)
-            self.changes.append((lambda: self.load(folder, version), done))
+            self.changes.append((lambda: self.load(folder, version, known), done))
 
         self.order(update, done)
         return done
@@ -220,8 +221,10 @@ class Generation:
             self.engine.cancel(conversation)
             self.writing.discard(conversation)
 
-    def load(self, folder: Path, version: int) -> str:
+    def load(self, folder: Path, version: int, known: str | None) -> str:
         """Replace all weights by those of a folder, or none."""
+        if known == self.fingerprint:
+            return known
         stored, own = self.policy.read_weights(folder), self.policy.state_dict(keep_vars=True)
         names = {name: self.policy.stored_name(stored, name) for name in own}
         if odd := sorted({*names.values()} ^ stored.keys()):

@@ -280,31 +280,33 @@ class LanguageServer:
 
     async def update_weights(self, request: web.Request) -> web.Response:
         """{"path": FOLDER, "version": N}: load its weights when all that is being written has ended, or, with
-        "mode": "abort", at once."""
+        "mode": "abort", at once. "weight_version": what /weight_info will call them; those it has are not loaded."""
         fields = await body_of(request)
-        if not isinstance(fields, dict) or fields.keys() - {"path", "version", "mode"}:
-            raise BadRequest("send path, version and, if you like, mode")
+        if not isinstance(fields, dict) or fields.keys() - {"path", "version", "mode", "weight_version"}:
+            raise BadRequest("send path, version and, if you like, mode and weight_version")
         version, mode = openai.whole(fields, "version", None, 0, openai.LARGEST_SEED), fields.get("mode", "wait")
         if version is None or not isinstance(fields.get("path"), str):
             raise BadRequest("send the path of a folder, and the version of its weights")
-        return await self.change(Path(fields["path"]), version, mode)
+        return await self.change(Path(fields["path"]), version, mode, fields.get("weight_version"))
 
     async def reload_weights(self, _: web.Request) -> web.Response:
         """The checkpoint's own weights once more."""
         return await self.change(self.origin.folder, self.origin.version, "wait")
 
-    async def change(self, folder: Path, version: int, mode: Any) -> web.Response:
+    async def change(self, folder: Path, version: int, mode: Any, known: str | None = None) -> web.Response:
         if mode not in ("wait", "abort"):
             raise BadRequest("mode should be wait or abort", "mode")
         if not folder.is_absolute() or not folder.is_dir():
             raise BadRequest(f"path: {str(folder)[:200]} is no folder that this server sees", "path")
         try:
-            found = await self.changed(self.generation.update(folder, version, mode))
+            before = self.generation.fingerprint
+            found = await self.changed(self.generation.update(folder, version, mode, known))
         except BadRequest:
             raise
         except EmbodiedError as err:  # another model's weights, or damaged
             raise BadRequest(str(err), "path") from None
-        self.tell(f"weights     version {version}")
+        if found != before:
+            self.tell(f"weights     version {version}")
         return web.json_response({"status": "updated", "weight_version": found, "policy_version": version})
 
     async def pause(self, request: web.Request) -> web.Response:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import queue
 import secrets
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
 
 LOOK_S = 0.05  # that a step waits for an answer
+AT_FIRST_S = 5.0  # that a worker waits for a server which is not there when it begins
 SHORTEST_S, LONGEST_S = 0.1, 5.0  # between two attempts
 FAR = 0.1  # of log-probs, a token: farther apart they are not of the same weights, half precision or not
 PROBED = 8  # tokens by which that is found
@@ -48,6 +50,8 @@ class HTTPEngine(Engine):
     """Continues conversations on a server."""
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
+        if importlib.util.find_spec("aiohttp") is None:
+            raise ConfigError("policy.engine=http needs aiohttp. Run: python -m pip install 'embodied-loop[serve]'")
         self.config, self.policy = config, policy
         self.stops, self.max_length = sorted(policy.tokenizer.stops), policy.max_length
         self.exact = config.dtype == "float64"
@@ -67,7 +71,7 @@ class HTTPEngine(Engine):
         self.server = Server(config.url, token_of(config), config.answer_s)
         self.mending = asyncio.Lock()  # one request at a time finds out what the server has
         try:
-            self.wait(self.patiently(self.server.look))
+            self.wait(self.patiently(self.server.look, at_most_s=min(AT_FIRST_S, config.away_s)))
             if (longest := self.server.max_length) and longest < self.max_length:
                 raise ConfigError(
                     f"{self.server.name} has conversations of {longest} tokens at most, and this policy of "
@@ -238,9 +242,9 @@ class HTTPEngine(Engine):
         except ValueError as err:
             raise EmbodiedError(f"{self.server.name}: {err}") from None
 
-    async def patiently(self, call: Any, again: bool = False) -> Any:
-        """What the call returns; while the server is away it is tried again, for `policy.away_s`."""
-        began, pause = None, SHORTEST_S
+    async def patiently(self, call: Any, again: bool = False, at_most_s: float | None = None) -> Any:
+        """What the call returns; while the server is away it is tried again, for `policy.away_s`, or shorter."""
+        began, pause, limit = None, SHORTEST_S, self.config.away_s if at_most_s is None else at_most_s
         while True:
             try:
                 if began is not None and again:
@@ -251,11 +255,10 @@ class HTTPEngine(Engine):
             except Away as err:
                 now = time.monotonic()
                 began = began or now
-                left = began + self.config.away_s - now
+                left = began + limit - now
                 if left <= 0:
-                    raise EmbodiedError(
-                        f"{self.server.name} has not answered for {self.config.away_s:g} s (policy.away_s): {err}"
-                    ) from None
+                    key = " (policy.away_s)" if at_most_s is None else "; start the server first"
+                    raise EmbodiedError(f"{self.server.name} has not answered for {limit:g} s{key}: {err}") from None
                 if not self.away:
                     print(f"{self.server.name}: {err}; trying again for {left:.3g} s", flush=True)
                 self.away = True

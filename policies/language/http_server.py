@@ -68,7 +68,8 @@ class Server:
         """Make it load the weights in a folder, and call them so."""
         if self.ours:
             version = int(name.partition("-")[0].removeprefix("v"))
-            found = await self.call("POST", "/update_weights", {"path": str(folder), "version": version})
+            body = {"path": str(folder), "version": version, "weight_version": name}
+            found = await self.call("POST", "/update_weights", body)
             if found.get("weight_version") != name:
                 raise EmbodiedError(f"{self.name} has read other weights from {folder} than were written there")
         elif self.owner == "vllm":

@@ -178,7 +178,9 @@ def test_a_server_that_is_gone_is_named_with_how_long_it_was_waited_for(policy, 
             drain(engine)
         assert engine.running == 0
     assert "trying again" in capsys.readouterr().out
-    with pytest.raises(EmbodiedError, match=f"policy.url={server.url} has not answered"):
+    with pytest.raises(
+        EmbodiedError, match=f"policy.url={server.url} has not answered for 0.5 s; start the server first"
+    ):
         make_engine(engine.config, policy)
 
 
