@@ -19,7 +19,19 @@ from embodied.core.errors import ConfigError
 from embodied.envs import PLUGINS
 from embodied.envs.maniskill.bridge.tasks import source_of
 from embodied.run import launch
-from embodied.system.machine import ENVS, RAY, ROOT, TEXT_ENVS, VLLM, Machine, absent, install, normal, why_no_engine
+from embodied.system.machine import (
+    ENVS,
+    HTTP,
+    RAY,
+    ROOT,
+    TEXT_ENVS,
+    VLLM,
+    Machine,
+    absent,
+    install,
+    normal,
+    why_no_engine,
+)
 
 OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
 GIB = 1 << 30
@@ -254,6 +266,11 @@ def check_language(machine: Machine) -> list[Finding]:
     else:
         version = next(filter(None, map(machine.version, VLLM)))
         findings.append(Finding("engines", OK, f"vllm {version}"))
+    if missing := why_no_engine("http", machine):
+        told = f"{missing}; only policy.engine=http and embodied.serve of language models need it"
+        findings.append(Finding("engines", ABSENT, told, install(HTTP, machine)))
+    else:
+        findings.append(Finding("engines", OK, f"http, by aiohttp {machine.version('aiohttp')}"))
     named = ", ".join(machine.models())
     told = named or "none here; policy.pretrained=ORG/NAME fetches one from the Hugging Face hub"
     return [*findings, Finding("language models", OK if named else ABSENT, told)]

@@ -1,6 +1,7 @@
-"""Answer robots and other programs with a policy's actions: python -m embodied.serve checkpoint=RUN_DIR
+"""Answer robots and other programs with a policy: python -m embodied.serve checkpoint=RUN_DIR
 
-The protocol is openpi's, so its client (the package openpi-client) and programs built on it work with every policy.
+Policies of actions speak openpi's protocol, so its client (the package openpi-client) and programs built on it work
+with every one of them; language models speak OpenAI's.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -20,11 +22,14 @@ from embodied.config.mistakes import config_error, explain
 from embodied.config.schema import leaves, root
 from embodied.core.errors import ConfigError
 from embodied.run import launch
+from embodied.run.hub import is_hub_id
 from embodied.serving.config import TOKEN, ServeConfig
+from embodied.serving.models import find_language, load_language, with_options
 from embodied.serving.protocol import check_packages
 
 if TYPE_CHECKING:
     from embodied.policies.base import Policy
+    from embodied.run.policy_source import Target
 
 PROTOCOL = ("env.", "policy.")
 
@@ -38,8 +43,11 @@ def start(argv: list[str]) -> int:
     config = read([word for word in argv if word not in protocol])
     if config is None:
         return 0
-    check_packages()
     check_device(config.device)
+    if (language := find_language(config.checkpoint)) is not None:
+        asyncio.run(serve_language(config, language, protocol))
+        return 0
+    check_packages("msgpack", "websockets")
     policy = load(config, protocol)
     asyncio.run(serve(policy, config))
     return 0
@@ -75,11 +83,14 @@ def check_device(device: str) -> None:
 
 def usage() -> str:
     lines = [
-        "Answer robots and other programs with a policy's actions, by openpi's websocket protocol.",
+        "Answer robots with a policy's actions, by openpi's websocket protocol, or programs with a language model's",
+        "answers, by OpenAI's HTTP protocol.",
         "",
         "usage: python -m embodied.serve checkpoint=... [key=value ...] [--help]",
         "       env.name=... env.task=... policy.KEY=...: how a model that others published is asked for actions",
-        f"       {TOKEN}=SECRET in the environment makes clients show this token (openpi-client: api_key=SECRET)",
+        "       policy.max_running=... policy.max_length=... and the like: how a language model answers",
+        f"       {TOKEN}=SECRET in the environment makes clients show this token (api_key=SECRET); only with one does",
+        "       a language model's server take new weights",
         "",
     ]
     return "\n".join([*lines, *(f"  {key:<16} {describe(field)}" for key, field, _ in leaves(root(ServeConfig)))])
@@ -96,16 +107,33 @@ def load(config: ServeConfig, protocol: list[str]) -> Policy:
     if published_family(here):
         return load_published(here, protocol)
     target = find(config.checkpoint)
-    if target.config.name == "language":
-        raise ConfigError(
-            f"checkpoint={config.checkpoint} is a language model, and this server answers robots only so far; its "
-            f"folder {target.folder} is one that transformers and vLLM read: vllm serve {target.folder}"
-        )
     if protocol:
         raise ConfigError(f"{protocol[0]} has no effect: {config.checkpoint} says itself how it acts; leave it out")
     if target.folder is None:
         raise ConfigError(f"checkpoint={config.checkpoint} has no weights to serve; name a run or a policy folder")
     return load_policy(target.folder)
+
+
+async def serve_language(config: ServeConfig, target: Target, words: list[str]) -> None:
+    """Serve a language model until a signal asks to stop."""
+    check_packages("aiohttp")
+    from embodied.serving.language import LanguageServer, Origin
+
+    if given := [key for key in config.of_robots if key in config.model_fields_set]:
+        raise ConfigError(f"{given[0]} has no effect on a language model: every request says how; leave it out")
+    options = with_options(target.config, words)
+    policy = load_language(options, target)
+    version = target.weights.version if target.weights else 0
+    name = config.checkpoint if is_hub_id(config.checkpoint) else target.name
+
+    def ready(port: int) -> None:
+        print(f"model       {name}, version {version}: {options.max_running} conversations at a time, of "
+              f"{policy.max_length} tokens at most")  # fmt: skip
+        token = f"show the token in {TOKEN}" if config.token else "of this machine, without a token; weights stay"
+        print(f"clients     {token}")
+        print(f"listening   http://{config.host}:{port}/v1", flush=True)
+
+    await until_stopped(LanguageServer(policy, config, Origin(name, target.folder, version)), config, ready)
 
 
 def load_published(folder: Path, protocol: list[str]) -> Policy:
@@ -124,9 +152,6 @@ async def serve(policy: Policy, config: ServeConfig) -> None:
     """Serve until a signal asks to stop."""
     from embodied.serving.server import Answers, Server
 
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     answers = Answers(policy, config)
     about = answers.metadata()
 
@@ -137,8 +162,15 @@ async def serve(policy: Policy, config: ServeConfig) -> None:
         print(f"clients     {'show the token in ' + TOKEN if config.token else 'of this machine, without a token'}")
         print(f"listening   ws://{config.host}:{port}", flush=True)
 
+    await until_stopped(Server(answers, config), config, ready)
+
+
+async def until_stopped(server: Any, config: ServeConfig, ready: Callable[[int], None]) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
     try:
-        await Server(answers, config).run(ready, stop)
+        await server.run(ready, stop)
     except OSError as err:
         cause = err.strerror or err
         raise ConfigError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag, model_validator
 
-from embodied.core.options import Strict
+from embodied.core.options import LocalPath, Strict
 
 SETS = ("linear", "reference")  # of layers
 
@@ -264,10 +265,16 @@ class Pi0Config(PolicyOptions):
         return self.dtype == "bfloat16"
 
 
+OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s")
+ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running", "cache_gb"))
+"""Keys that say how a language model's answers are made, not what they are."""
+
+
 class LanguageConfig(PolicyOptions):
     published = True
     compile: ClassVar[bool] = False
     chunk: ClassVar[int] = 1
+    of_engine: ClassVar = OF_SERVER
 
     name: Literal["language"] = Field(description="A causal language model, for text envs.")
     preset: Literal["tiny", "tiny_gpt2"] = Field(
@@ -279,9 +286,34 @@ class LanguageConfig(PolicyOptions):
         None,
         description="Folder or hub id of a published model, or a policy folder of ours; its weights are the first.",
     )
-    engine: Literal["transformers", "vllm"] = Field(
+    engine: Literal["transformers", "vllm", "http"] = Field(
         "transformers",
-        description="What generates: our own loop over the model, or vLLM in the policy worker's process (make vllm).",
+        description="What generates: our own loop over the model, vLLM in the policy worker's process (make vllm), or "
+        "the server at policy.url.",
+    )
+    url: str | None = Field(
+        None,
+        description="Where policy.engine=http finds its server, python -m embodied.serve or vllm serve: "
+        "http://127.0.0.1:8000.",
+    )
+    token_from: str = Field(
+        "EMBODIED_SERVE_TOKEN",
+        description="Environment variable, or file with a / in its name, that holds the server's token; the token "
+        "itself is written down nowhere.",
+    )
+    weights: LocalPath | None = Field(
+        None,
+        description="Folder in which the server finds new weights, under the same name here and there; null: it keeps "
+        "its own, which must be the checkpoint's, for evaluations alone.",
+    )
+    answer_s: float = Field(
+        600.0, gt=0, description="Seconds that the server has for an answer, and for taking new weights."
+    )
+    away_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that the server may be away or failing before the run fails; a request is then asked "
+        "again.",
     )
     max_tokens: int = Field(512, gt=0, description="Tokens of an answer, at most; then it counts as cut off.")
     max_length: int | None = Field(
@@ -318,6 +350,24 @@ class LanguageConfig(PolicyOptions):
     @property
     def merged_rows(self) -> int:
         return self.max_running
+
+    @model_validator(mode="after")
+    def _the_server_is_named(self) -> LanguageConfig:
+        usual = type(self).model_fields
+        if self.engine != "http":
+            if given := [key for key in self.of_engine if getattr(self, key) != usual[key].default]:
+                raise ValueError(
+                    f"policy.{given[0]} has no effect with policy.engine={self.engine}; leave it out, or set "
+                    "policy.engine=http"
+                )
+            return self
+        if self.url is None:
+            raise ValueError("policy.engine=http asks a server: set policy.url, such as http://127.0.0.1:8000")
+        if not re.fullmatch(r"https?://[^/@\s?#]+(/[^@\s?#]*)?", self.url):
+            raise ValueError("policy.url should be like http://127.0.0.1:8000, without a user's name or a password")
+        if "/" not in self.token_from and not re.fullmatch(r"[A-Za-z_]\w*", self.token_from):
+            raise ValueError("policy.token_from names an environment variable, or a file with a / in its name")
+        return self
 
 
 class ExternalPolicyConfig(PolicyOptions):

@@ -1,4 +1,4 @@
-"""Runs of conversations with a tiny language model, stepped iteration by iteration."""
+"""Short runs in which a language policy talks, in float64, played iteration by iteration."""
 
 import numpy as np
 from stepped import ITERATIONS, Run

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied.config.merge import Source, recipe_names
 from embodied.envs import env_that_knows
+from embodied.policies.config import ANSWERING
 from embodied.run.hub import is_hub_id
 
 if TYPE_CHECKING:
@@ -59,9 +60,12 @@ def newest_run(recipe: str, values: dict[str, Any], command: Command) -> Path | 
     return found if found and (found / CONFIG).is_file() else None
 
 
-def without_recipe(command: Command) -> list[Source]:
+def without_recipe(command: Command, values: dict[str, Any]) -> list[Source]:
     """The source of an evaluation without a recipe, which need not say how long to train."""
-    return [Source("no recipe", Path.cwd(), [(("run", "iterations"), 1)])] if command.name == "evaluate" else []
+    if command.name != "evaluate":
+        return []
+    policy = [(("policy", "name"), "language")] if values.keys() & {*ANSWERING} else []
+    return [Source("no recipe", Path.cwd(), [(("run", "iterations"), 1), *policy])]
 
 
 def has_options(values: dict[str, Any]) -> bool:

@@ -228,8 +228,8 @@ def lay(tree: Tree, root: Section, source: Source) -> None:
             switch(tree, root.at(key[:-1]), key[:-1], value)
     for key, value in source.values:
         replace_alternatives(tree, root, key, value)
-        if key[-1] == "task":
-            drop_what_belongs_to_a_task(tree, root, key, value)
+        if key[-1] in ("task", "engine"):
+            drop_what_belongs_to(tree, root, key, value)
     for key, value in source.values:
         tree.put(key, own_path(root, key, value, source.folder), source.name)
 
@@ -268,12 +268,13 @@ def replace_alternatives(tree: Tree, root: Section, key: Key, value: Any) -> Non
                 tree.drop((*key[:-1], other))
 
 
-def drop_what_belongs_to_a_task(tree: Tree, root: Section, key: Key, value: Any) -> None:
-    """Drop what earlier sources set for their task alone (`of_task`) if a source names another one."""
+def drop_what_belongs_to(tree: Tree, root: Section, key: Key, value: Any) -> None:
+    """Drop what earlier sources set for their task alone (`of_task`), or for their engine, if a source names another
+    one."""
     section, before = root.at(key[:-1]), tree.section(key[:-1]) or {}
     model = section.variants.get(section.tag(before) or "") if section else None
-    if model and before.get("task") not in (None, value):
-        for other in model.of_task:
+    if model and before.get(key[-1]) not in (None, value):
+        for other in getattr(model, f"of_{key[-1]}"):
             tree.drop((*key[:-1], other))
 
 

@@ -33,7 +33,7 @@ from embodied.core.options import LocalPath, PathOrRecipe, Strict
 from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
 from embodied.learners.config import LearnerConfig
 from embodied.placement.config import PlacementConfig
-from embodied.policies.config import MLPConfig, PolicyConfig
+from embodied.policies.config import ANSWERING, MLPConfig, PolicyConfig
 from embodied.runtime.config import ClusterConfig, FaultsConfig
 
 
@@ -387,7 +387,8 @@ class Command:
     unused: tuple[str, ...] = ()
 
     def ignores(self, key: str) -> bool:
-        return any(key == name or key.startswith(f"{name}.") for name in self.unused)
+        kept = self.name == "evaluate" and key in ANSWERING
+        return not kept and any(key == name or key.startswith(f"{name}.") for name in self.unused)
 
 
 NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "placement", "pipeline", "eval", "resume")
@@ -480,7 +481,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     schema, tree = root(RunConfig), Tree(problems=problems)
     own = {key: texts(key, values.pop(key), problems) for key in command.own if key in values}
     recipe = base_recipe(values, own, command, problems)
-    sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command)
+    sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command, values)
     incomplete = bool(problems)  # then a missing key says nothing
     if (mine := own_classes(own.get("checkpoint"))) and any(key.startswith("policy.") for key in values):
         values.setdefault("policy.name", mine[0])

@@ -19,6 +19,8 @@ class Strict(BaseModel):
 
     of_task: ClassVar[tuple[str, ...]] = ()  # keys that belong to `task`: a later source that sets another unsets them
 
+    of_engine: ClassVar[tuple[str, ...]] = ()  # likewise, to `engine`
+
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:

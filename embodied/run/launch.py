@@ -132,6 +132,11 @@ def planned(
         check_pyarrow()
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     check_speech(config, kind)
+    if learn and config.policy.name == "language" and config.policy.engine == "http" and config.policy.weights is None:
+        raise ConfigError(
+            "policy.engine=http: the server would answer with the weights that it has, whatever is learned; set "
+            "policy.weights to a folder that it sees as well, such as policy.weights=/dev/shm"
+        )
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
     config = chosen_cluster(config, len(there.nodes) > 1)

@@ -181,6 +181,8 @@ def acting_bytes(config: RunConfig, found: Memory, rows: int) -> float:
     if not talks(config):
         return found.acting * rows
     given = 1e9 * policy.cache_gb if policy.cache_gb else None
+    if policy.engine == "http":  # on the server
+        return 0.0
     if policy.engine == "vllm":  # all of it from the start
         return given or found.acting * policy.max_running
     return min(found.acting * min(policy.max_running, rows), given or float("inf"))

@@ -15,6 +15,7 @@ from embodied.config.cli import read_yaml, write_yaml
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
+from embodied.policies.config import ANSWERING, OF_SERVER, LanguageConfig
 from embodied.run.checkpoints import digest, locate, name_of, read_json
 from embodied.run.hub import fetch, is_hub_id
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.baselines:RandomPolicy", "zero": "embodied.policies.baselines:ZeroPolicy"}
 HOW = "policy.compile"  # how a policy acts here, not what it is
-ANSWERS = ("engine", "urls", "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # how one is made
+SERVER = ("engine", *OF_SERVER)  # what makes answers
+ANSWERS = (*SERVER, "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # how one is made
 LEARNS = ("dtype", "detach_value", "noise_level", "train", "value_head")
 FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # what a start may do otherwise
 ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy holds what they name, and is its own
@@ -84,16 +86,30 @@ def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
         if loaded and published_family(policy):
             return Target(checkpoint.replace("/", "-"), policy_of(policy, loaded), folder=policy)
         config, spec = read_description(policy)
+        config = answering(config, loaded)
         return Target(checkpoint.replace("/", "-"), config, spec, Weights(0, read_blobs(policy)), policy)
     policy, version_folder, run = locate(checkpoint)
     if loaded and published_family(policy):
         return Target(policy.resolve().name, policy_of(policy, loaded), folder=policy)
     config, spec = read_description(policy)
+    config = answering(config, loaded)
     version = read_json(version_folder / "manifest.json")["version"] if version_folder else 0
     parent = (run or policy.parent) / "eval"
     out = parent / (f"{name_of(version)}-evaluate" if version_folder else policy.name)
     label = f"{run.resolve().name}-{name_of(version)}" if run else (version_folder or policy).resolve().name
     return Target(label, config, spec, Weights(version, read_blobs(policy)), policy, out)
+
+
+def answering(config: Any, loaded: Loaded | None) -> Any:
+    """The policy's options, its answers being made as the command line says."""
+    asked = [key for key in ANSWERING if loaded and loaded.sources.get(key) == COMMAND_LINE]
+    if not asked or loaded is None:
+        return config
+    if config.name != "language":
+        raise ConfigError(f"{asked[0]} has no effect: only a language model has an engine; leave it out")
+    own = {key: value for key, value in config if key not in SERVER or "policy.engine" not in asked}
+    changed = {key: getattr(loaded.config.policy, key) for key in (name.removeprefix("policy.") for name in asked)}
+    return LanguageConfig.model_validate(own | changed)
 
 
 def is_class(checkpoint: str) -> bool:

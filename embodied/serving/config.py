@@ -22,24 +22,36 @@ class ServeConfig(Strict):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen at; 0: a free one, which is printed.")
     device: str = Field("cpu", pattern="^(cpu|cuda(:[0-9]+)?)$", description="Where the policy computes.")
     temperature: float = Field(
-        0.0, ge=0, le=1, description="How random actions are: 0 takes the best one, 1 samples as in training."
+        0.0,
+        ge=0,
+        le=1,
+        description="How random actions are: 0 takes the best one, 1 samples as in training. Requests to a language "
+        "model say so themselves.",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="All randomness of the answers follows from it.")
     max_request_mb: int | None = Field(
         None,
         gt=0,
         le=1024,
-        description="Longer requests end the connection; null: enough for the policy's observations and 1 MB more, or "
-        "32 where it takes images of any size.",
+        description="Longer requests end the connection; null: enough for the policy's observations, or the longest "
+        "conversation, and 1 MB more, or 32 where it takes images of any size.",
     )
     batch: int = Field(8, gt=0, description="Requests that are answered in one pass at most; 1: one at a time.")
     wait_ms: float = Field(
         5.0, ge=0, le=10_000, description="How long a request waits for those of other connected clients to join it."
     )
-    max_clients: int = Field(8, gt=0, description="Connections at a time; more are turned away.")
+    max_clients: int | None = Field(
+        None,
+        gt=0,
+        description="Connections of robots (null: 8), or requests to a language model (1024), at a time; more are "
+        "turned away.",
+    )
     idle_s: float = Field(
         60.0, gt=0, description="A client that asks nothing for so long loses its place as soon as another wants it."
     )
+
+    of_robots: ClassVar = ("temperature", "batch", "wait_ms", "idle_s")
+    """Options that mean nothing to a language model."""
 
     @property
     def token(self) -> str | None:

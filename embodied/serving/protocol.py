@@ -10,6 +10,7 @@ camera is `observation/image` as well and the second `observation/wrist_image`.
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -29,11 +30,11 @@ class BadMessage(EmbodiedError):
     """A client sent what cannot be answered; it gets the text."""
 
 
-def check_packages() -> None:
+def check_packages(*needed: str) -> None:
     """Raise ConfigError where a package that serving needs is missing."""
     try:
-        import msgpack  # noqa: F401
-        import websockets  # noqa: F401
+        for name in needed:
+            importlib.import_module(name)
     except ModuleNotFoundError as err:
         raise ConfigError(
             f"serving needs the package {err.name}, which is not installed: "

@@ -208,6 +208,7 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 VLA = Requirement(("tokenizers",), "vla")
 POLICIES = {"openvla": VLA, "openvla_oft": VLA, "pi0": VLA, "pi05": VLA}
 RAY = Requirement(("ray",), "ray")
+HTTP = Requirement(("aiohttp",), "serve")
 
 
 def absent(need: Requirement, machine: Machine) -> list[str]:
@@ -226,6 +227,8 @@ def why_not(need: Requirement, machine: Machine) -> str:
 
 def why_no_engine(engine: str, machine: Machine) -> str:
     """Why `policy.engine` does not run here; empty where it does."""
+    if engine == "http":
+        return why_not(HTTP, machine)
     return NO_VLLM if engine == "vllm" and not any(machine.version(package) for package in VLLM) else ""
 
 

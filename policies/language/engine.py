@@ -1,8 +1,8 @@
 """Engines: what continues conversations for a language policy worker, a token at a time.
 
-`policy.engine` picks one: our own loop over the policy's model (slots.py), or vLLM in the same process
-(vllm_engine.py). Both are used in the same way: `add` while there is `room`, `step` until nothing is `running`, in any
-order, and `abort` to stop between two tokens.
+`policy.engine` picks one: our own loop over the policy's model (slots.py), vLLM in the same process (vllm_engine.py),
+or a server that is asked over HTTP (http_engine.py). All are used in the same way: `add` while there is `room`, `step`
+until nothing is `running`, in any order, and `abort` to stop between two tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from embodied.core import rng
 from embodied.core.errors import ConfigError
 from embodied.policies.config import LanguageConfig
 
@@ -25,7 +26,18 @@ if TYPE_CHECKING:
 ENGINES = {  # by what `policy.engine` says; imported when named
     "transformers": "embodied.policies.language.slots:SlotEngine",
     "vllm": "embodied.policies.language.vllm_engine:VLLMEngine",
+    "http": "embodied.policies.language.http_engine:HTTPEngine",
 }
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a conversation is continued that is not of the round, but of a client who asked for it."""
+
+    seed: int
+    stream: str
+    temperature: float
+    stops: frozenset[int]  # tokens that end the answer
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,7 @@ class Request:
     tokens: Sequence[int]  # the whole stream so far, continued verbatim
     max_tokens: int  # of the answer
     episode: int  # with a token's index in the stream it keys the token's noise
+    sampling: Sampling | None = None  # None: as the round says
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,9 @@ class Engine:
     def load(self, weights: dict[str, Tensor], version: int) -> None:
         """Adopt new weights, in an engine that has weights of its own. Nothing may be running."""
 
+    patience_s = 0.0
+    """How long `load` may take, in an engine that waits for others."""
+
     def cache_tensors(self) -> list[Tensor]:
         """Memory that it keeps between rounds, not what is in it: a device may take it back."""
         return []
@@ -87,6 +103,11 @@ class Engine:
 
     def close(self) -> None:
         """End what it started."""
+
+
+def seed_of(seed: int, stream: str, request: Request) -> int:
+    """The seed for an engine whose noise is its own: by run, stream, episode and the place where the answer begins."""
+    return int(rng.generator(seed, stream, request.episode, len(request.tokens)).integers(2**63))
 
 
 def unanswered(request: Request, why: str = "") -> Answer:

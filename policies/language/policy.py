@@ -198,8 +198,12 @@ class LanguagePolicy(PublishedPolicy):
         return torch.empty(shape).normal_(0.0, spread, generator=draw)
 
     def read_stored(self) -> dict[str, Blob]:
-        stored = files.read_weights(self.origin, self._tied_head()) if self.origin else {}
+        stored = self.read_weights(self.origin) if self.origin else {}
         return {name: blob for name, blob in stored.items() if self.config.value_head or self.is_models(name)}
+
+    def read_weights(self, folder: Path) -> dict[str, Blob]:
+        """The weights in a folder, but for a head that is only another name of the embeddings."""
+        return files.read_weights(folder, self._tied_head())
 
     def stored_name(self, stored: dict[str, Blob], name: str) -> str:
         """Some folders leave out how all names of a model begin."""

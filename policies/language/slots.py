@@ -141,6 +141,22 @@ class SlotEngine(Engine):
                 ended += self.keep(*self.next_tokens())
         return ended
 
+    def so_far(self) -> list[Answer]:
+        """What is written by now of those that have begun."""
+        return [self.answer(row, truncated=True) for row in range(len(self.rows))]
+
+    def cancel(self, key: Any) -> Answer | None:
+        """Give up one conversation, and return what was written of it; None where none of this key runs."""
+        for row, request in enumerate(self.rows):
+            if request.key == key:
+                answer = self.answer(row, truncated=True)
+                with torch.inference_mode(False), torch.no_grad():
+                    self.take_out(row, clear=False)
+                return answer
+        given_up = next((request for request in self.waiting if request.key == key), None)
+        self.waiting = [request for request in self.waiting if request is not given_up]
+        return unanswered(given_up) if given_up else None
+
     def abort(self) -> list[Answer]:
         answers = [self.answer(row, truncated=True) for row in range(len(self.rows))]
         answers += [unanswered(request) for request in self.waiting]
@@ -245,8 +261,12 @@ class SlotEngine(Engine):
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits[:, 0]
-        tokens, logprobs = choose(logits, self.temperature, self.on(self.noise[:count, self.phase]))
+        noise = self.on(self.noise[:count, self.phase])
         self.phase += 1
+        tokens, logprobs = choose(logits, self.temperature, noise)
+        for temperature in {r.sampling.temperature for r in self.rows if r.sampling} - {self.temperature}:
+            alike = [row for row, r in enumerate(self.rows) if r.sampling and r.sampling.temperature == temperature]
+            tokens[alike], logprobs[alike] = choose(logits[alike], temperature, noise[alike])
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def keep(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Answer]:
@@ -260,6 +280,9 @@ class SlotEngine(Engine):
         self.lengths[:count] += 1
         self.pending[:count] = tokens
         stopped = (tokens[:, None] == self.stops).any(1)
+        for row, request in enumerate(self.rows):
+            if request.sampling:
+                stopped[row] = int(tokens[row]) in request.sampling.stops
         ended = np.flatnonzero(stopped | bad | (self.counts[:count] >= self.limits[:count]))
         answers = []
         for row in map(int, ended):
@@ -292,10 +315,15 @@ class SlotEngine(Engine):
         steps = np.arange(NOISE_STEPS - self.phase)
         if not len(rows) or not len(steps):
             return
-        episodes = np.array([self.rows[row].episode for row in rows], np.uint64)
-        places = (self.lengths[rows, None] + 1 + steps).ravel()
-        numbers = rng.uniform(self.seed, self.stream, episodes.repeat(len(steps)), places, 1)
-        self.noise[rows, self.phase :] = numbers.reshape(len(rows), len(steps))
+        by_source: dict[tuple[int, str], list[int]] = {}
+        for row in rows:
+            how = self.rows[row].sampling
+            by_source.setdefault((how.seed, how.stream) if how else (self.seed, self.stream), []).append(row)
+        for (seed, stream), alike in by_source.items():
+            episodes = np.array([self.rows[row].episode for row in alike], np.uint64)
+            places = (self.lengths[alike, None] + 1 + steps).ravel()
+            numbers = rng.uniform(seed, stream, episodes.repeat(len(steps)), places, 1)
+            self.noise[alike, self.phase :] = numbers.reshape(len(alike), len(steps))
 
     def on(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers.copy()).to(self.device)

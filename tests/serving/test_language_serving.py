@@ -1,0 +1,485 @@
+"""A language model's server: OpenAI's clients are answered as our own engine answers, and only who may changes it."""
+
+import asyncio
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from served_language import SECRET, served
+from tiny_language import PLAIN, build, publish
+
+from embodied import serve
+from embodied.core.errors import ConfigError
+from embodied.policies.language.engine import Request, make_engine
+from embodied.policies.language.http_messages import read_answer
+from embodied.runtime.tensor_bytes import blob_of, spec_of, write_safetensors
+from embodied.serving.config import TOKEN, ServeConfig
+from embodied.serving.models import find_language, load_language, with_options
+
+ALLOWED = {"Authorization": f"Bearer {SECRET}"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return publish(tmp_path_factory.mktemp("model") / "pub", "qwen3", tied=False, template=PLAIN)
+
+
+@pytest.fixture(scope="module")
+def open_server(folder):
+    """One without a token."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(TOKEN, raising=False)
+        with served(model_of(folder), folder) as server:
+            yield server
+
+
+@pytest.fixture
+def server(folder, monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+    with served(model_of(folder), folder, version=4) as server:
+        yield server
+
+
+def model_of(folder, *words):
+    target = find_language(str(folder))
+    return load_language(with_options(target.config, ["policy.max_running=4", *words]), target)
+
+
+def ask(server, path, body=None, headers=ALLOWED, method="POST"):
+    """Status and JSON, or text, of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.rpartition(":")[2]), timeout=60)
+    try:
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        connection.request(method, path, data, {"Content-Type": "application/json"} | headers)
+        reply = connection.getresponse()
+        text = reply.read().decode()
+        return reply.status, json.loads(text) if text.startswith("{") else text
+    finally:
+        connection.close()
+
+
+def completed(server, **body):
+    status, found = ask(server, "/v1/completions", body)
+    assert status == 200, found
+    return found
+
+
+def written(model, tokens, most, seed, temperature=1.0, episode=0):
+    """What an engine in this process answers."""
+    engine = make_engine(model.config, model)
+    engine.begin(0, seed, "serve", temperature)
+    engine.add(Request(0, tokens, most, episode))
+    while engine.running:
+        if answers := engine.step():
+            return answers[0]
+
+
+def test_the_answer_is_what_our_engine_writes(open_server, folder):
+    asked = {"prompt": [5, 6, 7], "max_tokens": 9, "logprobs": 0, "return_token_ids": True}
+    for temperature in (1.0, 0.6, 0.0):
+        found = completed(open_server, **asked, seed=3, temperature=temperature, n=2)
+        for number, choice in enumerate(found["choices"]):
+            want = written(model_of(folder), [5, 6, 7], 9, 3, temperature, number)
+            assert choice["token_ids"] == want.tokens.tolist() and choice["prompt_token_ids"] == [5, 6, 7]
+            np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], want.logprobs, rtol=0, atol=1e-6)
+            assert "".join(choice["logprobs"]["tokens"]).startswith(choice["text"])
+            assert choice["finish_reason"] == ("length" if want.truncated else "stop")
+    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 18, "total_tokens": 21}
+    assert found["policy_version"] == 0 and found["system_fingerprint"].startswith("v0-")
+    assert found["model"] == "m"
+
+
+def test_without_a_seed_every_answer_has_noise_of_its_own_and_with_one_none(open_server):
+    several = [completed(open_server, prompt="abc", max_tokens=12)["choices"][0]["text"] for _ in range(4)]
+    assert len({*several}) == 4
+    seeded = [completed(open_server, prompt="abc", max_tokens=12, seed=5)["choices"][0]["text"] for _ in range(4)]
+    assert len({*seeded}) == 1
+
+
+def test_messages_go_through_the_chat_template(open_server, folder):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    body = {"messages": messages, "max_completion_tokens": 8, "seed": 1, "logprobs": True, "return_token_ids": True}
+    status, found = ask(open_server, "/v1/chat/completions", body)
+    model = model_of(folder)
+    assert status == 200 and model.tokenizer.decode(found["prompt_token_ids"]) == "[user]ab<end>\n[assistant]"
+    (choice,) = found["choices"]
+    want = written(model, found["prompt_token_ids"], 8, 1)
+    assert choice["token_ids"] == want.tokens.tolist() and choice["message"]["role"] == "assistant"
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(want.logprobs.tolist(), abs=1e-6)
+
+
+def test_an_answer_ends_before_a_text_to_stop_at_and_its_row_is_free(open_server):
+    whole = completed(open_server, prompt="hello", max_tokens=40, seed=3)["choices"][0]["text"]
+    stop = whole[6:8]
+    assert stop not in whole[:7]
+    found = completed(open_server, prompt="hello", max_tokens=40, seed=3, stop=[stop, "zzzz"], return_token_ids=True)
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (whole[:6], "stop") and len(choice["token_ids"]) == 8
+    one = completed(open_server, prompt="hello", max_tokens=40, seed=3, stop_token_ids=[choice["token_ids"][2]])
+    assert one["choices"][0]["text"] == whole[:2] and one["choices"][0]["finish_reason"] == "stop"
+
+
+def test_many_clients_share_the_rows_and_nobody_changes_anothers_answer(open_server):
+    bodies = [{"prompt": [5 + n, 6], "max_tokens": 3 + n, "seed": n, "temperature": 1 - n % 3 / 4} for n in range(24)]
+    alone = [completed(open_server, **body)["choices"] for body in bodies]
+    before = open_server.generation.engine.numbers()
+    assert before["prefilled"] > 0
+    with ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(lambda body: completed(open_server, **body)["choices"], bodies))
+    assert together == alone
+
+
+def test_a_stream_is_the_answer_in_parts(open_server):
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "seed": 2, "logprobs": True}
+    _, whole = ask(open_server, "/v1/chat/completions", body)
+    text, stop = whole["choices"][0]["message"]["content"], None
+    for more in ({}, {"stop": text[9:11]}):
+        asked = body | more | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        _, events = ask(open_server, "/v1/chat/completions", asked)
+        lines = [line.removeprefix("data: ") for line in events.split("\n\n") if line]
+        *chunks, usage, done = [line if line == "[DONE]" else json.loads(line) for line in lines]
+        parts = [chunk["choices"][0] for chunk in chunks]
+        said = "".join(part["delta"]["content"] for part in parts)
+        stop = more.get("stop")
+        assert said == (text if stop is None else text[: text.index(stop)])
+        assert done == "[DONE]" and usage["choices"] == [] and len(parts) > 4
+        assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1]["finish_reason"] == ("stop" if stop else whole["choices"][0]["finish_reason"])
+        count = sum(len(part["token_ids"]) for part in parts)
+        assert count == usage["usage"]["completion_tokens"] == sum(len(p["logprobs"]["content"]) for p in parts)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        ({}, 400, "lacks 'prompt'"),
+        ({"prompt": []}, 400, "prompt should be text or a list"),
+        ({"prompt": [5, -1]}, 400, "prompt should be text or a list"),
+        ({"prompt": [5, True]}, 400, "prompt should be text or a list"),
+        ({"prompt": [100]}, 400, "token 100 is none of this model's 100"),
+        ({"prompt": [5] * 256}, 400, "a prompt of 256 tokens leaves no room for an answer within 256"),
+        ({"prompt": "a" * 300}, 400, "leaves no room"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens should be a whole number from 1"),
+        ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens should be a whole number"),
+        ({"prompt": "a", "n": 2000}, 400, "n should be a whole number from 1 to 1024"),
+        ({"prompt": ["a"] * 600, "n": 2}, 400, "more than 1024 answers"),
+        ({"prompt": "a", "temperature": 3}, 400, "temperature should be a number from 0 to 2"),
+        ({"prompt": "a", "temperature": True}, 400, "temperature should be a number"),
+        ({"prompt": "a", "top_p": 0.9}, 400, "top_p=0.9 is not supported"),
+        ({"prompt": "a", "echo": True}, 400, "echo=True is not supported"),
+        ({"prompt": "a", "logprobs": 5}, 400, "tokens that were not chosen are not told"),
+        ({"prompt": "a", "stop": [""]}, 400, "stop should be text"),
+        ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop should be text, or a list of at most 16"),
+        ({"prompt": "a", "stop_token_ids": ["1"]}, 400, "stop_token_ids should be a list of token numbers"),
+        ({"prompt": "a", "tempature": 1}, 400, "'tempature' is not known here"),
+        ({"prompt": "a", "stream": True, "n": 2}, 400, "stream: one answer at a time"),
+        ({"prompt": "a", "noise": {"seed": 1}}, 400, "noise should hold"),
+        ({"prompt": "a", "seed": 2**63}, 400, "seed should be a whole number"),
+        ({"prompt": "a", "model": "gpt-4"}, 404, "model=gpt-4: this server has m"),
+        (b"{", 400, "no JSON"),
+        (b"[" * 100_000, 400, "no JSON"),
+        ([1], 400, "should be a JSON object"),
+        (b" " * 1_100_000, 413, "a request has"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(open_server, body, status, reason):
+    got, found = ask(open_server, "/v1/completions", body)
+    assert (got, found["error"]["type"]) == (status, "invalid_request_error") and reason in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "should be a list of messages"),
+        (["hi"], r"messages[0] should be an object"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "content should be text"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "'tool_calls' is not supported"),
+    ],
+)
+def test_messages_that_are_none_are_refused(open_server, messages, reason):
+    status, found = ask(open_server, "/v1/chat/completions", {"messages": messages})
+    assert status == 400 and reason in found["error"]["message"]
+
+
+def test_paths_that_are_not_there_are_refused_as_openai_does(open_server):
+    status, found = ask(open_server, "/v1/embeddings", {})
+    assert status == 404 and "/v1/embeddings" in found["error"]["message"]
+    assert ask(open_server, "/v1/completions", method="GET")[0] == 405
+
+
+# Who may ask
+
+
+def test_without_a_token_answers_are_for_all_of_this_machine_and_control_for_nobody(open_server):
+    assert completed(open_server, prompt="a", max_tokens=1)
+    for path in ("/update_weights", "/reload_weights", "/pause", "/resume"):
+        for headers in ({}, ALLOWED):
+            status, found = ask(open_server, path, {"path": "/", "version": 1}, headers)
+            assert status == 401 and f"start the server with {TOKEN}" in found["error"]["message"]
+    assert completed(open_server, prompt="a", max_tokens=1)["policy_version"] == 0
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": SECRET}, {"Authorization": f"Api-Key {SECRET}"}],
+)
+def test_with_a_token_nobody_is_heard_without_it(server, headers):
+    for path in ("/v1/completions", "/v1/chat/completions", "/update_weights", "/pause", "/nowhere"):
+        assert ask(server, path, {"prompt": "a"}, headers)[0] == 401
+    for path in ("/v1/models", "/weight_info"):
+        assert ask(server, path, None, headers, "GET")[0] == 401
+    assert ask(server, "/healthz", None, headers, "GET") == (200, "OK\n")
+    assert completed(server, prompt="a", max_tokens=1)["policy_version"] == 4
+
+
+def test_pages_of_browsers_are_turned_away(server):
+    assert ask(server, "/v1/completions", {"prompt": "a"}, ALLOWED | {"Origin": "https://example.com"})[0] == 403
+
+
+def test_other_hosts_need_a_token(monkeypatch):
+    monkeypatch.delenv(TOKEN, raising=False)
+    with pytest.raises(ValueError, match="can be reached by others, who must show a token"):
+        ServeConfig(checkpoint="x", host="0.0.0.0")
+
+
+def test_more_requests_than_the_server_takes_are_told_to_come_again(folder, monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+    with served(model_of(folder), folder, max_clients=1) as server:
+        assert ask(server, "/pause?mode=keep")[0] == 200
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(completed, server, prompt="a", max_tokens=1)
+            until(lambda: server.active == 1)
+            status, found = ask(server, "/v1/completions", {"prompt": "a"})
+            assert status == 503 and "max_clients" in found["error"]["message"]
+            assert ask(server, "/resume")[0] == 200
+            assert first.result(60)["choices"]
+
+
+# Weights
+
+
+def write(folder, model, factor=1.0):
+    folder.mkdir()
+    weights = {name: tensor * factor for name, tensor in model.state_dict().items()}
+    specs = {name: spec_of(tensor) for name, tensor in weights.items()}
+    write_safetensors(folder / "model.safetensors", specs, ((name, blob_of(w)) for name, w in weights.items()))
+    return str(folder)
+
+
+def test_new_weights_answer_from_then_on_and_the_checkpoints_own_come_back(server, folder, tmp_path):
+    asked = {"prompt": [5, 6], "max_tokens": 12, "seed": 1, "return_token_ids": True}
+    before = completed(server, **asked)
+    path = write(tmp_path / "new", model_of(folder), 1.5)
+    status, told = ask(server, "/update_weights", {"path": path, "version": 9})
+    assert status == 200 and told["policy_version"] == 9
+    after = completed(server, **asked)
+    assert after["policy_version"] == 9 and after["system_fingerprint"] == told["weight_version"]
+    assert ask(server, "/weight_info", None, method="GET")[1] == {
+        "weight_version": told["weight_version"],
+        "policy_version": 9,
+    }
+    model = model_of(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1.5
+    want = written(model, [5, 6], 12, 1).tokens.tolist()
+    assert after["choices"][0]["token_ids"] == want != before["choices"][0]["token_ids"]
+    assert ask(server, "/reload_weights")[0] == 200
+    assert completed(server, **asked)["choices"] == before["choices"]
+
+
+def test_weights_of_another_model_or_none_change_nothing(server, folder, tmp_path):
+    asked = {"prompt": [5, 6], "max_tokens": 12, "seed": 1}
+    before = completed(server, **asked)
+    other = write(tmp_path / "other", build(preset="tiny_gpt2"))
+    wider = write(tmp_path / "wider", build(preset="tiny"))
+    (tmp_path / "empty").mkdir()
+    for path, reason in (
+        (other, "are not those of this model"),
+        (wider, "differ"),
+        (str(tmp_path / "empty"), "no weights"),
+        (str(tmp_path / "nowhere"), "no folder that this server sees"),
+        ("nowhere", "no folder that this server sees"),
+    ):
+        status, found = ask(server, "/update_weights", {"path": path, "version": 5})
+        assert status == 400 and reason in found["error"]["message"]
+    assert ask(server, "/update_weights", {"path": other})[0] == 400
+    after = completed(server, **asked)
+    assert [after[key] for key in ("choices", "system_fingerprint")] == [
+        before[key] for key in ("choices", "system_fingerprint")
+    ]
+
+
+def test_weights_wait_for_what_is_being_written_or_end_it_and_never_mix(server, folder, tmp_path):
+    path = write(tmp_path / "new", model_of(folder), 1.5)
+    step, written = server.generation.engine.step, server.generation.writing
+    gate = threading.Semaphore(0)
+
+    def by_gate():  # a token for every release
+        return step() if gate.acquire(timeout=0.01) else []
+
+    server.generation.engine.step = by_gate
+    body = {"prompt": [5, 6], "max_tokens": 3, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+    with ThreadPoolExecutor(4) as pool:
+        running = pool.submit(completed, server, **body)
+        until(lambda: written)
+        update = pool.submit(ask, server, "/update_weights", {"path": path, "version": 5})
+        until(lambda: server.generation.changes)
+        waiting = pool.submit(completed, server, **body)
+        until(lambda: server.generation.waiting)
+        assert not update.done() and server.generation.version == 4
+        gate.release(3)
+        assert running.result(60)["policy_version"] == 4 and update.result(60)[0] == 200
+        gate.release(3)
+        assert waiting.result(60)["policy_version"] == 5
+
+        running = pool.submit(completed, server, **body)
+        until(lambda: written)
+        gate.release(1)
+        update = pool.submit(ask, server, "/update_weights", {"path": path, "version": 6, "mode": "abort"})
+        found = running.result(60)
+        assert found["choices"][0]["finish_reason"] == "abort" and found["policy_version"] == 5
+        assert len(found["choices"][0]["token_ids"]) <= 2
+        assert update.result(60)[1]["policy_version"] == 6
+
+
+def test_a_pause_keeps_ends_or_waits_for_what_is_being_written(server, folder, tmp_path):
+    path = write(tmp_path / "new", model_of(folder), 1.5)
+    body = {"prompt": [5, 6], "max_tokens": 200, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+    want = completed(server, **body)["choices"]
+    with ThreadPoolExecutor(4) as pool:
+        step = server.generation.engine.step
+        server.generation.engine.step = lambda: time.sleep(0.005) or step()
+        running = pool.submit(completed, server, **body)
+        until(lambda: server.generation.writing)
+        assert ask(server, "/pause?mode=keep")[1] == {"status": "paused"}
+        status, found = ask(server, "/update_weights", {"path": path, "version": 5})
+        assert status == 409 and "send /resume first" in found["error"]["message"] and not running.done()
+        assert ask(server, "/resume")[0] == 200
+        assert running.result(60)["choices"] == want
+
+        running = pool.submit(completed, server, **body)
+        until(lambda: server.generation.writing)
+        assert ask(server, "/pause")[0] == 200  # abort, as in vLLM
+        assert running.result(60)["choices"][0]["finish_reason"] == "abort"
+        waiting = pool.submit(completed, server, **body)
+        until(lambda: server.generation.waiting)
+        assert ask(server, "/pause?mode=wait")[0] == 200 and not waiting.done()
+        assert ask(server, "/resume")[0] == 200
+        assert waiting.result(60)["choices"] == want
+    assert ask(server, "/pause?mode=later")[0] == 400
+
+
+def test_weights_that_make_no_numbers_are_no_answer(server, folder, tmp_path):
+    path = write(tmp_path / "nan", model_of(folder), float("nan"))
+    assert ask(server, "/update_weights", {"path": path, "version": 5})[0] == 200
+    status, found = ask(server, "/v1/completions", {"prompt": "a"})
+    assert status == 500 and found["error"]["code"] == "not_finite"
+    assert ask(server, "/reload_weights")[0] == 200
+    assert completed(server, prompt="a", max_tokens=2)
+
+
+def test_a_client_that_leaves_gives_its_row_back(server):
+    server.generation.engine.step = lambda: time.sleep(0.01) or []
+    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.rpartition(":")[2]), timeout=60)
+    body = json.dumps({"prompt": "a", "n": 6})
+    connection.request("POST", "/v1/completions", body, ALLOWED)
+    until(lambda: len(server.generation.writing) == 4 and len(server.generation.waiting) == 2)
+    connection.close()
+    until(lambda: not server.generation.writing and not server.generation.waiting)
+    assert server.generation.engine.running == 0
+
+
+def test_an_engine_that_fails_is_told_and_healthz_says_so(folder, monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+    with served(model_of(folder), folder) as server:
+        server.generation.engine.step = lambda: {}["at /home/me"]
+        for _ in range(2):
+            status, found = ask(server, "/v1/completions", {"prompt": "a"})
+            assert status == 500 and "/home/me" not in found["error"]["message"]
+        assert ask(server, "/healthz", method="GET")[0] == 503
+
+
+def until(true):
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# The command
+
+
+def test_openais_own_client_is_served(server):
+    openai = pytest.importorskip("openai", reason="comes with vLLM")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=SECRET, max_retries=0)
+    (model,) = client.models.list().data
+    assert model.id == "m" and model.owned_by == "embodied"
+    more = {"return_token_ids": True}
+    found = client.completions.create(model="m", prompt=[5, 6], max_tokens=6, seed=1, logprobs=0, n=2, extra_body=more)
+    assert len(found.choices) == 2 and len(found.choices[0].logprobs.token_logprobs) == len(found.choices[0].token_ids)
+    assert found.system_fingerprint.startswith("v4-") and found.policy_version == 4
+    messages = [{"role": "user", "content": "hi"}]
+    whole = client.chat.completions.create(model="m", messages=messages, max_tokens=9, seed=1, logprobs=True)
+    stream = client.chat.completions.create(model="m", messages=messages, max_tokens=9, seed=1, stream=True)
+    text = "".join(chunk.choices[0].delta.content for chunk in stream)
+    assert text == whole.choices[0].message.content and whole.choices[0].logprobs.content[0].logprob < 0
+    with pytest.raises(openai.BadRequestError, match="leaves no room"):
+        client.completions.create(model="m", prompt=[5] * 256)
+    with pytest.raises(openai.AuthenticationError, match="a valid token is needed"):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
+
+
+def test_a_trainers_request_is_read_and_its_answer_too(open_server):
+    asked = {"prompt": [5], "max_tokens": 3, "logprobs": 0, "return_token_ids": True, "seed": 1}
+    found = read_answer(completed(open_server, **asked, noise={"seed": 1, "stream": "train", "episode": 3}))
+    assert len(found.tokens) == len(found.logprobs) and found.fingerprint.startswith("v0-")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["temperature=1"], "temperature has no effect on a language model"),
+        (["batch=4"], "batch has no effect on a language model"),
+        (["env.name=libero"], "env.name has no effect in serving a language model; there are policy.max_tokens"),
+        (["policy.engine=vllm"], "policy.engine has no effect in serving a language model"),
+        (["policy.max_running=many"], "policy.max_running"),
+    ],
+)
+def test_options_of_others_are_refused(words, reason, folder, capsys):
+    assert serve.main([f"checkpoint={folder}", *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_said(open_server, folder):
+    port = int(open_server.url.rpartition(":")[2])
+    config = ServeConfig(checkpoint=str(folder), port=port)
+    with pytest.raises(ConfigError, match=f"port={port}: .*choose others"):
+        asyncio.run(serve.serve_language(config, find_language(str(folder)), []))
+
+
+@pytest.mark.slow
+def test_the_command_serves_a_run_until_it_is_asked_to_stop(folder, tmp_path):
+    policy = build(preset="tiny", max_running=4, engine="http", url="http://127.0.0.1:1")  # as it was trained
+    policy.save_pretrained(tmp_path / "policy")
+    for checkpoint, name in ((tmp_path / "policy", "policy"), (folder, "pub")):
+        command = [sys.executable, "-m", "embodied.serve", f"checkpoint={checkpoint}", "port=0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                lines = [next(process.stdout) for _ in range(3)]
+                url = lines[-1].split()[1].removesuffix("/v1")
+                server = type("Server", (), {"url": url})
+                assert len(completed(server, prompt="a", max_tokens=2, seed=1)["choices"]) == 1
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(60) == 0
+            finally:
+                process.kill()
+        assert f"{name}, version 0" in lines[0] and "without a token" in lines[1]

@@ -1,0 +1,140 @@
+"""Runs whose answers come from a server: token by token those of runs that answer themselves, and what a user sees when
+the server ends."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from served_language import SECRET, served
+from talking_runs import ONE_OF_EACH, Talk, far, told
+from tiny_language import build
+
+from embodied import evaluate, sft, train
+from embodied.policies import load_policy
+from embodied.policies.folder import read_weights
+from embodied.reporting.transcripts import read_transcripts
+from embodied.serving.config import TOKEN
+
+INLINE = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
+FEW = ["run.iterations=3", "env.num_envs=64", "algo.groups=8", "algo.group_size=8", "eval.episodes=8", *INLINE]
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+
+
+def at(server, folder):
+    return ["policy.engine=http", f"policy.url={server.url}", f"policy.weights={folder / 'weights'}"]
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_a_run_through_a_server_takes_the_same_steps(schedule, tmp_path):
+    asked = [f"pipeline.schedule={schedule}"]
+    with Talk(tmp_path / "own", *asked, placement=ONE_OF_EACH) as run:
+        want, weights = run.some(3), run.weights()
+    model = build(preset="tiny_gpt2", dtype="float64", max_running=8, seed=7)
+    with served(model, tmp_path) as server:
+        with Talk(tmp_path / "served", *asked, *at(server, tmp_path), placement=ONE_OF_EACH) as run:
+            rows = run.some(3)
+            assert told(rows) == told(want)
+            assert far(run.weights(), weights) < 1e-10
+    for _, row in rows:
+        assert row.get("train/logprob_gap", 0.0) < 1e-6 and row["engine/asked_again"] == row["engine/unusable"] == 0
+
+
+@pytest.fixture(scope="module")
+def imitated(tmp_path_factory):
+    """A short run of sums_sft."""
+    folder = tmp_path_factory.mktemp("imitated")
+    few = ["sft.episodes=6400", "env.num_envs=64", "eval.episodes=64"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert sft.main(["recipe=sums_sft", *few, "cluster.backend=inline"]) == 0
+    (run,) = folder.glob("runs/*")
+    return run
+
+
+def trained(folder, imitated, *words):
+    assert train.main(["recipe=sums_grpo", *FEW, f"run.start_from={imitated}", f"run.dir={folder}", *words]) == 0
+    (run,) = (at for at in folder.iterdir() if at.name.startswith("sums"))
+    return run
+
+
+def test_sums_are_learned_through_a_server_as_without_one(imitated, tmp_path, capsys):
+    own = trained(tmp_path / "own", imitated)
+    policy = max(imitated.glob("checkpoints/v*/policy"))
+    with served(load_policy(policy), policy) as server:
+        ours = trained(tmp_path / "served", imitated, *at(server, tmp_path))
+        assert server.generation.version == 3
+        weights = [read_weights(max(run.glob("checkpoints/v*/policy"))) for run in (own, ours)]
+        assert far(*weights) < 1e-5
+        said = [read_transcripts(max((run / "eval").iterdir())) for run in (own, ours)]
+        assert [[turn["tokens"] for turn in one["turns"]] for one in said[0].values()] == [
+            [turn["tokens"] for turn in one["turns"]] for one in said[1].values()
+        ]
+        rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (own, ours)]
+        for mine, theirs in zip(*rows, strict=True):
+            assert mine["return"] == theirs["return"] and mine["text/tokens"] == theirs["text/tokens"]
+        assert rows[0][-1]["train/grad_norm"] > 1e-3
+        assert SECRET not in "".join(file.read_text(errors="replace") for file in ours.rglob("*") if file.is_file())
+
+        # The server has version 3 now: evaluated as it is, and refused as another's.
+        asked = ["eval.episodes=8", "cluster.backend=inline", "policy.engine=http", f"policy.url={server.url}"]
+        assert evaluate.main([f"checkpoint={own}", "eval.episodes=8", "cluster.backend=inline"]) == 0
+        assert evaluate.main([f"checkpoint={ours}", *asked]) == 0
+        found = [max((run / "eval").glob("*-evaluate")) for run in (own, ours)]
+        assert read_transcripts(found[0]).keys() == read_transcripts(found[1]).keys()
+        capsys.readouterr()
+        assert evaluate.main([f"checkpoint={imitated}", *asked]) != 0
+        assert f"policy.url={server.url} has other weights" in capsys.readouterr().err
+        # Without its server, a run's policy is asked by an engine of its own.
+        more = ["eval.episodes=4", "cluster.backend=inline", "policy.engine=transformers"]
+        assert evaluate.main([f"checkpoint={ours}", *more]) == 0
+
+
+def test_a_training_whose_weights_would_not_reach_the_server_is_refused(imitated, tmp_path, capsys):
+    asked = ["policy.engine=http", "policy.url=http://127.0.0.1:9"]
+    assert train.main(["recipe=sums_grpo", *FEW, f"run.start_from={imitated}", f"run.dir={tmp_path}", *asked]) == 2
+    assert "set policy.weights to a folder that it sees as well" in capsys.readouterr().err
+
+
+def test_engines_are_chosen_for_language_models_alone(imitated, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["recipe=pointmass_ppo", "run.iterations=1", "eval.episodes=2", "cluster.backend=inline"]) == 0
+    (run,) = tmp_path.glob("runs/pointmass*")
+    capsys.readouterr()
+    assert evaluate.main([f"checkpoint={run}", "policy.max_running=3"]) == 2
+    assert "policy.max_running" in capsys.readouterr().err
+    assert evaluate.main([f"checkpoint={imitated}", "policy.max_tokens=3"]) == 2
+    assert "policy.max_tokens has no effect in evaluate" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_in_a_rollout_ends_the_run_with_its_name(imitated, tmp_path):
+    policy = max(imitated.glob("checkpoints/v*/policy"))
+    command = [sys.executable, "-m", "embodied.serve", f"checkpoint={policy}", "port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = next(line.split()[1] for line in server.stdout if line.startswith("listening"))
+            words = ["recipe=sums_grpo", *FEW[1:-2], "run.iterations=1000", f"run.start_from={imitated}"]
+            words += [f"run.dir={tmp_path}", "policy.engine=http", f"policy.url={url}", "policy.away_s=2"]
+            words += [f"policy.weights={tmp_path / 'weights'}", "run.eval_every=null"]
+            run = subprocess.Popen(
+                [sys.executable, "-m", "embodied.train", *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for line in run.stdout:
+                if re.match(r"\s*(iteration )?2\b", line):
+                    break
+            server.send_signal(signal.SIGKILL)
+            rest = run.communicate(timeout=200)[0]
+        finally:
+            server.kill()
+    assert run.returncode == 1
+    assert f"policy.url={url} has not answered for 2 s" in rest and "Traceback" not in rest
