@@ -315,7 +315,8 @@ class RunConfig(Strict):
         if given := [f"pipeline.{key}={getattr(self.pipeline, key)}" for key, asked in idle.items() if asked]:
             raise ValueError(
                 f"{' and '.join(given)} has no effect with policy.name=language: each conversation goes on as soon as "
-                "it is answered, and policy.max_running says how many are answered at a time; leave it out"
+                "it is answered, by whichever engine has room, and policy.max_running says for how many at a time; "
+                "leave it out"
             )
         if self.learner.micro_batch_size:
             raise ValueError(

@@ -61,3 +61,11 @@ class CompletionBatch:
 
     source: str
     completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True)
+class Vacancy:
+    """An engine could take so many more conversations than before."""
+
+    engine: str  # as it is called while it serves
+    room: int
