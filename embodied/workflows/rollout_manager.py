@@ -32,6 +32,7 @@ from embodied.runtime.weights import Publication, WeightStore
 from embodied.workflows.rounds import Round, SharedRound
 
 if TYPE_CHECKING:
+    from embodied.core.conversations import EvaluationShare
     from embodied.workflows.workers import Workers
 
 Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if a worker had to be replaced
@@ -136,6 +137,7 @@ class RolloutManager:
         self.num_stages = max(workers.stages, 1)
         self.turns = workers.turns
         self.episode_counter = EpisodeCounter(workers.config.env.num_envs)
+        self.beside: dict[int, EvaluationShare] = {}  # by sim, what the next round of groups holds of an evaluation
         self.rounds = 0
         self.restarts = 0
         self.abandoned_episodes = 0

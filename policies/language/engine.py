@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from embodied.core.conversations import Manner
 from embodied.core.errors import ConfigError
 from embodied.policies.config import LanguageConfig
 
@@ -36,6 +37,7 @@ class Request:
     tokens: Sequence[int]  # the whole stream so far, continued verbatim
     max_tokens: int  # of the answer
     episode: int  # with a token's index in the stream it keys the token's noise
+    manner: Manner | None = None  # None: that of the round; only our own engine knows others
 
 
 @dataclass(frozen=True)

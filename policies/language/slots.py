@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from embodied.core import rng
+from embodied.core.conversations import Manner
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language.decoding import Step, fast_step
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, token_bytes, unanswered
@@ -105,7 +106,8 @@ class SlotEngine(Engine):
         self.written = np.zeros((self.slots, 0), np.int32)
         exact = next(self.model.parameters()).dtype == torch.float64
         self.logprobs = np.zeros((self.slots, 0), np.float64 if exact else np.float32)
-        self.seed, self.stream, self.temperature = 0, "", 1.0
+        self.temperatures = np.ones(self.slots)
+        self.seed, self.manner = 0, Manner("", 1.0)
         self.fast: Step | None = None
         self.counted = dict.fromkeys(("prefilled", "copied"), 0)  # tokens, whose keys and values were
 
@@ -119,7 +121,7 @@ class SlotEngine(Engine):
 
     def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
         assert not self.running, "a round begins while answers of the one before are being written"
-        self.seed, self.stream, self.temperature = seed, f"act/{stream}", temperature
+        self.seed, self.manner = seed, Manner(stream, temperature)
         self.model.eval()
         self.device = self.model.device
         if self.model.config._attn_implementation != "sdpa":  # learning may choose another
@@ -170,6 +172,7 @@ class SlotEngine(Engine):
             request = self.rows[row]
             self.lengths[row], self.pending[row] = len(request.tokens) - 1, request.tokens[-1]
             self.counts[row], self.limits[row] = 0, self.longest_answer(request)
+            self.temperatures[row] = (request.manner or self.manner).temperature
             if (words := prefix(request)) in known:
                 copies.append((known[words], row))
             else:
@@ -245,9 +248,14 @@ class SlotEngine(Engine):
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits[:, 0]
-        tokens, logprobs = choose(logits, self.temperature, self.on(self.noise[:count, self.phase]))
+        tokens, logprobs = np.zeros(count, np.int64), np.zeros(count)
+        for temperature in np.unique(self.temperatures[:count]):
+            rows = np.flatnonzero(self.temperatures[:count] == temperature)
+            mine = logits if len(rows) == count else logits[self.on(rows)]
+            chosen = choose(mine, float(temperature), self.on(self.noise[rows, self.phase]))
+            tokens[rows], logprobs[rows] = (each.cpu().numpy() for each in chosen)
         self.phase += 1
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        return tokens, logprobs
 
     def keep(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Answer]:
         """Write the tokens down, and take out the rows that end with them."""
@@ -281,7 +289,7 @@ class SlotEngine(Engine):
         last = len(self.rows) - 1
         if row < last:
             self.rows[row] = self.rows[last]
-            for numbers in (self.lengths, self.pending, self.counts, self.limits, self.noise):
+            for numbers in (self.lengths, self.pending, self.counts, self.limits, self.noise, self.temperatures):
                 numbers[row] = numbers[last]
             self.written[row], self.logprobs[row] = self.written[last], self.logprobs[last]
             self.cache.copy(last, row, int(self.lengths[last]))
@@ -292,10 +300,13 @@ class SlotEngine(Engine):
         steps = np.arange(NOISE_STEPS - self.phase)
         if not len(rows) or not len(steps):
             return
-        episodes = np.array([self.rows[row].episode for row in rows], np.uint64)
-        places = (self.lengths[rows, None] + 1 + steps).ravel()
-        numbers = rng.uniform(self.seed, self.stream, episodes.repeat(len(steps)), places, 1)
-        self.noise[rows, self.phase :] = numbers.reshape(len(rows), len(steps))
+        streams = np.array([(self.rows[row].manner or self.manner).stream for row in rows])
+        for stream in {*streams.tolist()}:
+            mine = rows[streams == stream]
+            episodes = np.array([self.rows[row].episode for row in mine], np.uint64)
+            places = (self.lengths[mine, None] + 1 + steps).ravel()
+            numbers = rng.uniform(self.seed, f"act/{stream}", episodes.repeat(len(steps)), places, 1)
+            self.noise[mine, self.phase :] = numbers.reshape(len(mine), len(steps))
 
     def on(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers.copy()).to(self.device)

@@ -124,7 +124,8 @@ class LanguageWorker(PolicyWorker):
                 refused.append((source, self._completion(asked, NOTHING, version, "" if len(prompt.tokens) else why)))
                 continue
             most = min(prompt.max_tokens or self.config.max_tokens, room)
-            self.engine.add(Request(asked, tokens, most, prompt.episode))
+            assert not prompt.manner or self.config.engine == "transformers", "others know only the manner of the round"
+            self.engine.add(Request(asked, tokens, most, prompt.episode, prompt.manner))
         return refused
 
     def _step(self, version: int, show: bool) -> list[tuple[str, Completion]]:
@@ -149,7 +150,7 @@ class LanguageWorker(PolicyWorker):
             logprobs=answer.logprobs,
             version=version,
             text=tokenizer.decode(written),
-            pieces=tuple(tokenizer.decode([one]) for one in ids) if show else (),
+            pieces=tuple(tokenizer.decode([one]) for one in ids) if show or asked.prompt.manner else (),
             truncated=answer.truncated,
             dropped=dropped,
         )
