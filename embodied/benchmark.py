@@ -21,6 +21,7 @@ from embodied.config.cli import from_python
 from embodied.config.merge import recipe_words
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError
+from embodied.envs import env_class, speaks
 from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of
 from embodied.placement.costs import Pricer
 from embodied.placement.deploy import as_placement, granularity
@@ -248,7 +249,9 @@ def runnable(
     keys = ("stages", "granularity", "schedule", "async_level")
     changed = config.with_pipeline(**{key: expected[key] for key in keys})
     changed = changed.model_copy(update={"placement": expected["placement"]})
-    return changed, make_plan(expected["placement"], there, config.env.num_envs, expected["stages"], roles=roles)
+    shares = (config.env.num_envs, expected["stages"])
+    shared = speaks(env_class(config.env))
+    return changed, make_plan(expected["placement"], there, *shares, roles=roles, shared=shared)
 
 
 def measured(config: RunConfig, options: Options, there: Topology, program: type[Workflow]) -> Profile:

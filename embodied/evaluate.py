@@ -308,7 +308,7 @@ def asked_for(parts: Sequence[tuple[RunConfig, Any]], played: Any, policy: dict[
         "policy": {**played.model_dump(mode="json"), "sha256": policy["sha256"]},
         "protocol": f"{protocol.name}: {protocol.rules}",
         "env": {**env, "task": [config.env.task for config, _ in parts]},
-        "eval": config.eval.model_dump(mode="json", exclude={"num_envs"}),
+        "eval": config.eval.model_dump(mode="json", exclude={"num_envs", "interleave"}),
         "seed": config.seed,
         "precision": config.learner.precision,
     }

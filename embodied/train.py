@@ -177,7 +177,7 @@ def train(
                 if saves.due(state["iteration"], state["train_s"]) or judge:  # an evaluation takes long
                     save(loop, state, saves, folder, console)
                 if judge and not interruption.requested:
-                    evaluate(loop, folder, console, interruption)
+                    evaluate(loop, folder, console, interruption, beside=config.eval.interleave and not last)
                 timeline.collect(state["iteration"])
             if interruption.requested and saves.version != state["version"]:
                 save(loop, state, saves, folder, console)
@@ -241,16 +241,24 @@ def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, conso
         console.say(f"old checkpoints could not be removed: {err}")
 
 
-def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption) -> None:
-    """Evaluate the version that was saved, or resumed from; what an interruption leaves is resumed with the run."""
+def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption, beside: bool = False) -> None:
+    """Evaluate the version that was saved, or resumed from, now or `beside` the next rollout; what an interruption
+    leaves is resumed with the run."""
     version = loop.version
     kept = begin_in_run(loop.evaluator, folder.evaluation(version), folder.checkpoints / name_of(version))
-    console.evaluating(version, kept.num_episodes, len(kept.finished))
-    if results := evaluate_in_run(loop.evaluator, kept, stop=lambda: interruption.requested):
-        console.evaluated(version, results)
+    console.evaluating(version, kept.num_episodes, len(kept.finished), beside)
+
+    def finish() -> None:
+        if results := evaluate_in_run(loop.evaluator, kept, stop=lambda: interruption.requested):
+            console.evaluated(version, results)
+        else:
+            console.not_evaluated(version, kept)
+        report_or_say_why(folder.path)
+
+    if beside:
+        loop.evaluate_beside(kept, finish)
     else:
-        console.not_evaluated(version, kept)
-    report_or_say_why(folder.path)
+        finish()
 
 
 def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: int) -> bool:

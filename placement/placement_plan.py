@@ -113,10 +113,11 @@ def make_plan(
     roles: Sequence[Role] = EMBODIED,
     more: bool = False,
     meanwhile: str = "",
+    shared: bool = False,
 ) -> PlacementPlan:
     """The plan of a placement. `machines` are those that the run may use; cores alone stand for one machine with
-    nothing else. The rest is what a mode depends on: see `modes.choose`; `more`: a map may place other roles as well.
-    Raises PlacementError."""
+    nothing else. The rest is what a mode depends on: see `modes.choose`; `more`: a map may place other roles as well;
+    `shared`: any policy worker may answer any sim worker. Raises PlacementError."""
     if not isinstance(machines, Topology):
         machines = one_machine(machines)
     reason, mode = "", "explicit"
@@ -126,11 +127,11 @@ def make_plan(
             placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles, meanwhile
         )
         plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles), num_envs, reason)
-        check_shares(plan, stages)
+        check_shares(plan, stages, shared)
     else:
         try:
             plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles, more), num_envs)
-            check_shares(plan, stages)
+            check_shares(plan, stages, shared)
         except PlacementError as err:
             if not {role.name for role in EMBODIED}.issubset(role.name for role in roles):
                 raise  # a program of other roles
@@ -253,8 +254,9 @@ def check_hardware(hosts: list[PlannedHost]) -> None:
             raise PlacementError(f"two {role} workers are on {name}, and there is one of it")
 
 
-def check_shares(plan: PlacementPlan, stages: int) -> None:
-    """Every sim worker gets the same number of envs in every stage, every learner at least one env."""
+def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
+    """Every sim worker gets the same number of envs in every stage, every learner and policy worker at least one env,
+    or stage of a sim worker where questions are not `shared`."""
     sims, policies, learners = (plan.count(role) for role in ("sim", "policy", "learner"))
     if not sims:
         return  # a program without simulators
@@ -265,7 +267,11 @@ def check_shares(plan: PlacementPlan, stages: int) -> None:
         below, above = envs // parts * parts, (envs // parts + 1) * parts
         fit = " or ".join(f"env.num_envs={n}" for n in (below, above) if n)
         raise PlacementError(f"env.num_envs={envs} does not divide among {what}; {fit} does")
-    if policies > parts:
+    if shared and policies > envs:
+        raise PlacementError(
+            f"{policies} policy workers share env.num_envs={envs}, so {policies - envs} would have none"
+        )
+    if policies > parts and not shared:
         raise PlacementError(
             f"{policies} policy workers serve {number(sims, 'sim worker')} x pipeline.stages={stages} = {parts} parts, "
             f"so {policies - parts} would have no work"

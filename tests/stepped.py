@@ -5,6 +5,7 @@ import signal
 from dataclasses import replace
 
 from embodied.config.recipe import load
+from embodied.envs import env_class, speaks
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
@@ -34,7 +35,9 @@ class Run:
 
     def __init__(self, folder, *arguments, placement=TWO_SIMS, backend="inline", kind=EmbodiedLoop):
         self.config = load([*arguments, f"cluster.backend={backend}"]).config
-        plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, self.config.pipeline.stages)
+        shared = speaks(env_class(self.config.env))
+        how = (self.config.env.num_envs, self.config.pipeline.stages)
+        plan = make_plan(placement, (0, 1, 2, 3), *how, shared=shared)
         self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
         self.folder, self.kind, self.lines = folder, kind, []
 

@@ -51,3 +51,15 @@ def far(ours, theirs):
 def told(rows):
     """What episodes came to: their number, tokens and reward."""
     return [[(e.index, e.tokens, e.total_reward) for e in episodes] for episodes, _ in rows]
+
+
+ONE_PROCESS = ["cluster.backend=inline", "placement={'sim,policy': 'cpu:0', learner: 'cpu:1'}", "run.keep=null"]
+
+
+def program(folder, *arguments):
+    """The arguments of a run of three iterations with a checkpoint and an evaluation after each."""
+    often = ["run.iterations=3", "run.save_every=1", "run.eval_every=1", "eval.temperature=1", f"run.dir={folder}"]
+    changed = {argument.partition("=")[0] for argument in arguments}
+    short = [one for one in TALK if not one.startswith("run.iterations")]
+    usual = [one for one in (*short, *ONE_PROCESS, *often) if one.partition("=")[0] not in changed]
+    return [*usual, *arguments]

@@ -153,6 +153,11 @@ class EvalSection(Strict):
         gt=0,
         description="Answers to each prompt of a text env, for avg@k and pass@k; eval.episodes counts them all.",
     )
+    interleave: bool = Field(
+        False,
+        description="Text envs: hold an evaluation in mid-run beside the next rollout, which uses the same weights, "
+        "instead of before it. Its results are the same.",
+    )
     temperature: float = Field(
         0.0,
         ge=0,
@@ -201,7 +206,7 @@ class RunConfig(Strict):
             checks.append(self._both_speak)
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
-            checks += [self._reference_fits, self._schedule_fits, self._answers_fit]
+            checks += [self._reference_fits, self._schedule_fits, self._answers_fit, self._interleaving_fits]
         elif "sft" not in unused:
             checks.append(self._nothing_is_collected)
         if problems := [str(err) for err in map(failure, checks) if err]:
@@ -327,7 +332,8 @@ class RunConfig(Strict):
         if given := [f"pipeline.{key}={getattr(self.pipeline, key)}" for key, asked in idle.items() if asked]:
             raise ValueError(
                 f"{' and '.join(given)} has no effect with policy.name=language: each conversation goes on as soon as "
-                "it is answered, and policy.max_running says how many are answered at a time; leave it out"
+                "it is answered, by whichever engine has room, and policy.max_running says for how many at a time; "
+                "leave it out"
             )
         if self.learner.micro_batch_size:
             raise ValueError(
@@ -344,6 +350,25 @@ class RunConfig(Strict):
             raise ValueError(
                 f"{' and '.join(given)}: demonstrations are on disk already, so there is nothing to collect meanwhile; "
                 "leave it out"
+            )
+
+    def _interleaving_fits(self) -> None:
+        if not self.eval.interleave:
+            return
+        if self.policy.name != "language":
+            raise ValueError(
+                "eval.interleave=true: a robot's sims step all their envs together, and those of an evaluation have a "
+                "number and rules of their own; leave it out"
+            )
+        if self.policy.engine != "transformers":
+            raise ValueError(
+                "eval.interleave=true: results must not depend on what is written beside them, which only "
+                f"policy.engine=transformers promises, not {self.policy.engine}; leave one of them out"
+            )
+        if self.run.eval_every is None:
+            raise ValueError(
+                "eval.interleave=true has no effect without run.eval_every: the only evaluation is the last, after "
+                "which nothing is collected; leave it out, or set run.eval_every=50"
             )
 
     def _whole_episodes_fit(self) -> None:
@@ -403,7 +428,7 @@ COMMANDS = {
         "sft",
         "Train a policy to imitate demonstrations, for sft.epochs passes over sft.data.",
         {},
-        unused=("algo", "collect", "run.env_steps", "run.iterations"),
+        unused=("algo", "collect", "run.env_steps", "run.iterations", "eval.interleave"),
     ),
     "collect": Command(
         "collect",
@@ -412,7 +437,7 @@ COMMANDS = {
             "out": "The folder to write, in LeRobot's layout 3.0; it must not be there yet.",
             "checkpoint": "Whose episodes: expert, or what embodied.evaluate takes [expert].",
         },
-        unused=("run", "policy", "algo", "sft", "learner", "resume"),
+        unused=("run", "policy", "algo", "sft", "learner", "resume", "eval.interleave"),
     ),
     "check": Command("check", "Check an env: what it offers, whether it keeps the contract.", {}, unused=NOT_ENV),
     "evaluate": Command(
@@ -422,7 +447,7 @@ COMMANDS = {
             "checkpoint": "A run's folder, one of its checkpoints, a policy folder, a hub id, random, zero, "
             "or my_pkg.my_module:MyPolicy; several as [A,B,random] play the same episodes and are compared."
         },
-        unused=("policy", "algo", "sft", "collect", "resume"),
+        unused=("policy", "algo", "sft", "collect", "resume", "eval.interleave"),
     ),
 }
 

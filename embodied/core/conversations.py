@@ -10,11 +10,22 @@ Prompt "5 6 7", answer "8 9", the env's reply "3", answer "2": tokens 5 6 7 8 9 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from embodied.core.types import EpisodeSpec, Recording
+
 Message = dict[str, str]  # {"role": "user", "content": "..."}
 Said = str | tuple[Message, ...]  # text that is continued as it is, or messages that a chat template puts into words
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a token is drawn."""
+
+    stream: str  # of random numbers, train or eval
+    temperature: float
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,7 @@ class Prompt:
     said: Said  # new; empty where an answer was interrupted and goes on
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [n], the conversation before it
     max_tokens: int | None = None  # of the answer; None: the policy's own limit
+    manner: Manner | None = None  # None: that of the round
 
 
 @dataclass(frozen=True)
@@ -61,3 +73,21 @@ class CompletionBatch:
 
     source: str
     completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True)
+class Vacancy:
+    """An engine could take so many more conversations than before."""
+
+    engine: str  # as it is called while it serves
+    room: int
+
+
+@dataclass(frozen=True)
+class EvaluationShare:
+    """Conversations of an evaluation that a sim worker holds beside those that it collects."""
+
+    episodes: tuple[EpisodeSpec, ...]
+    temperature: float
+    recording: Recording
+    notes: Any  # the Channel that hears of their ends

@@ -108,9 +108,10 @@ class Console:
         else:
             self.say(text)
 
-    def evaluating(self, version: int, episodes: int, played: int = 0) -> None:
+    def evaluating(self, version: int, episodes: int, played: int = 0, beside: bool = False) -> None:
         before = f", of which {played} were played before" if played else ""
-        self.now(f"evaluating v{version:06d} on {episodes} episodes{before}")
+        when = " beside the next rollout" if beside else ""
+        self.now(f"evaluating v{version:06d} on {episodes} episodes{before}{when}")
 
     def evaluated(self, version: int, results: dict) -> None:
         self.last_evaluation = results

@@ -273,6 +273,7 @@ def placed(
         roles=roles,
         more=not learn,  # a map may place roles that only learning needs
         meanwhile=meanwhile(config) if learn else "",
+        shared=speaks(kind),
     )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 

@@ -45,6 +45,7 @@ from embodied.runtime import Handle
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.core.types import EpisodeList
+    from embodied.reporting.partial_evaluation import PartialEvaluation
     from embodied.reporting.timeline import Timeline
     from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.workers import Workers
@@ -171,6 +172,9 @@ class Workflow(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights used for rollouts."""
+
+    def evaluate_beside(self, kept: PartialEvaluation, finish: Callable[[], object]) -> None:
+        """Evaluate this version while the next batch is collected with it; call `finish` before another one is."""
 
     def publish(self, version: int) -> float:
         """Use the learners' weights for rollouts from now on, under this version; returns the learners' seconds."""

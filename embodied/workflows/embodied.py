@@ -28,6 +28,7 @@ from embodied.workflows.workers import Workers
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
+    from embodied.reporting.partial_evaluation import PartialEvaluation
 
 
 def sim_arguments(workers: Workers) -> tuple:
@@ -89,6 +90,7 @@ class EmbodiedLoop:
         self.workers = Workers(self.roles, config, cluster, self.source.stages, rendezvous, tell)
         self.timers = self.workers.timers
         self.evaluator = Evaluator(self.workers)
+        self.beside: tuple[PartialEvaluation, Callable[[], object]] | None = None  # with the next rollout
 
     @staticmethod
     def make_source(config: RunConfig, tasks: tuple[str, ...]) -> BatchSource:
@@ -120,6 +122,7 @@ class EmbodiedLoop:
             losses = self.settled(updating)[0] if updating else {}
         if "time/first_backward_s" in losses:  # as rank 0 saw it: since its update began
             losses["time/first_backward_s"] += before_s
+        self._end_evaluation()
         # The learners' weights are the next version, which policies load before they act again.
         publish_s = self.publish(self.version + 1)
         own = {"time/publish_s": publish_s, "faults/restarts": self.rollouts.restarts - restarts}
@@ -130,6 +133,17 @@ class EmbodiedLoop:
         learners' channels."""
         with self.timers.measure("rollout"), self.turns.phase(ROLLOUT):
             return self.source.collect(self.version)
+
+    def evaluate_beside(self, kept: PartialEvaluation, finish: Callable[[], object]) -> None:
+        """Let the next rollout, which uses the same weights, hold the conversations of this evaluation too. `finish` is
+        called before others are published, and plays what is missing then."""
+        self.rollouts.beside, self.beside = self.evaluator.shares(kept), (kept, finish)
+
+    def _end_evaluation(self) -> None:
+        if self.beside:
+            (kept, finish), self.beside, self.rollouts.beside = self.beside, None, {}
+            kept.add(self.evaluator.noted())
+            finish()
 
     def publish(self, version: int) -> float:
         """Use the learners' weights for rollouts from now on, under this version; returns the learners' seconds."""

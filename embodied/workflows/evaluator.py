@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from embodied.core.conversations import EvaluationShare
 from embodied.core.errors import ChannelClosed, EvaluationStopped
 from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Note, Recording, Route
 from embodied.runtime import Channel, Handle
@@ -79,8 +80,9 @@ class Evaluator:
         with self.workers.timers.measure("evaluate"):
             self.read_spec()
             missing = [spec for spec in self.episodes if spec.index not in results]
-            played = self.play(missing, recording, heard=kept.add if kept else ignore, stop=stop)
-            results |= {result.index: result for result in played}
+            if missing:
+                played = self.play(missing, recording, heard=kept.add if kept else ignore, stop=stop)
+                results |= {result.index: result for result in played}
             results = [results[spec.index] for spec in self.episodes]
             again = to_record_again(options, self.episodes, results)
             if again and any((out / "videos").glob("*.mp4")):  # else there can be no videos here
@@ -93,6 +95,18 @@ class Evaluator:
         if options.dataset:
             write_dataset(out, dataset or out / "dataset", self.spec, results)
         return results
+
+    def shares(self, kept: PartialEvaluation) -> dict[int, EvaluationShare]:
+        """The missing conversations of an evaluation, by the sim worker that holds them beside a rollout."""
+        missing = [spec for spec in self.episodes if spec.index not in kept.finished]
+        about = (self.config.eval.temperature, first_recording(self.config.eval, kept.folder), self.workers.notes)
+        sims = range(len(self.workers.sims))
+        return {s: EvaluationShare(tuple(missing[s :: len(sims)]), *about) for s in sims if missing[s :: len(sims)]}
+
+    def noted(self) -> list[EpisodeResult]:
+        """Those that have ended beside a rollout."""
+        notes = self.workers.notes
+        return [result for note in [notes.get() for _ in range(notes.qsize())] for result in note.finished]
 
     def play(
         self,

@@ -215,9 +215,12 @@ class GroupCollector:
         rollouts = self.rollouts
         blocks = enumerate(env_blocks(len(specs), len(rollouts.sims)))
         shares = {sim: specs[block.start : block.stop] for sim, block in blocks if block}
+        beside, rollouts.beside = rollouts.beside, {}
+        shares = {sim: [] for sim in beside} | shares
 
         def begin(sim: int, route: Route) -> Handle:
-            return rollouts.sims[sim].collect(shares[sim], route, noted=self.stream is not None)
+            more = {"beside": beside[sim]} if sim in beside else {}
+            return rollouts.sims[sim].collect(shares[sim], route, noted=self.stream is not None, **more)
 
         if self.stream is not None:
             self.stream.begin({spec.index: sim for sim, share in shares.items() for spec in share})

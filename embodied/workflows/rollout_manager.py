@@ -18,20 +18,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from math import inf
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from embodied.core.errors import StaleWeights
-from embodied.core.types import ActRequest, AskAgain, EpisodeList, EpisodeResult, Route
+from embodied.core.types import EpisodeList, EpisodeResult, Route
 from embodied.runtime import Budget, Channel, Cluster, Handle, Turns, WorkerGroup
 from embodied.runtime.failures import Failure
 from embodied.runtime.tensor_bytes import Blob
 from embodied.runtime.weights import Publication, WeightStore
+from embodied.workflows.rounds import Round, SharedRound
 
 if TYPE_CHECKING:
+    from embodied.core.conversations import EvaluationShare
     from embodied.workflows.workers import Workers
 
 Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if a worker had to be replaced
@@ -136,6 +137,7 @@ class RolloutManager:
         self.num_stages = max(workers.stages, 1)
         self.turns = workers.turns
         self.episode_counter = EpisodeCounter(workers.config.env.num_envs)
+        self.beside: dict[int, EvaluationShare] = {}  # by sim, what the next round of groups holds of an evaluation
         self.rounds = 0
         self.restarts = 0
         self.abandoned_episodes = 0
@@ -145,6 +147,10 @@ class RolloutManager:
         stages, sims, policies = range(self.num_stages), range(len(self.sims)), range(len(self.policies))
         about = {"capacity": None} if text else {}  # conversations are bounded by those that go on at a time
         self.requests = [channel(f"requests-{p}", home=self.policies[p], **about) for p in policies]
+        # Prompts for whichever engine has room, and what engines say of that; None where questions are dealt.
+        self.prompts = channel("prompts", **about) if text and len(self.policies) > 1 else None
+        if self.prompts:
+            self.cluster.watch(self.prompts)
         if text:  # whatever comes first is heard first
             self.replies = [[channel(f"replies-sim-{s}", home=self.sims[s], **about)] * self.num_stages for s in sims]
         else:
@@ -178,7 +184,7 @@ class RolloutManager:
         policies = self._acting() if asked else []
         routes = {sim: self._route(sim, stages, policies) for sim in sims}
         calls = {sim: begin(sim, route) for sim, route in routes.items()}
-        answers = Round(self, routes, calls, policies, temperature, stream)
+        answers = (SharedRound if self.prompts else Round)(self, routes, calls, policies, temperature, stream)
         while losses := self._losses(calls.values(), [one for one in (answers, meanwhile) if one]):
             if stream != "eval":  # there an episode that fails costs itself alone
                 self._refuse_repeated(losses.values())
@@ -284,7 +290,7 @@ class RolloutManager:
         asked = [self.share(sim, stage, policies) for stage in range(stages)]
         return Route(
             tuple(f"sim-{sim}/{stage}#{self.rounds}" for stage in range(stages)),
-            tuple(self.requests[policy] for policy in asked),
+            tuple(self.prompts or self.requests[policy] for policy in asked),
             tuple(self.replies[sim][:stages]),
         )
 
@@ -292,117 +298,6 @@ class RolloutManager:
         """Which of these policy workers answers a sim's stage: neighbours ask the same one."""
         total = len(self.sims) * self.num_stages
         return policies[(sim * self.num_stages + stage) * len(policies) // total] if policies else 0
-
-
-class Round:
-    """Which policy worker answers whom in a round.
-
-    Every source asks one, and is sent to another one where its own has to leave or more take part. It asks its last
-    question again there. An answer depends on the question alone, and the source ignores a second one, so whatever
-    moves when, every decision is answered once. A worker that has to leave still answers what was asked, and is ended
-    where it does not come to that.
-    """
-
-    def __init__(
-        self,
-        manager: RolloutManager,
-        routes: dict[int, Route],
-        calls: dict[int, Handle],
-        policies: list[int],
-        temperature: float,
-        stream: str,
-    ) -> None:
-        """`calls` are those of the sims, `policies` take part from the beginning."""
-        self.manager, self.turns, self.policies = manager, manager.turns, manager.policies
-        self.calls = calls
-        self.how = (manager.weight_sync.version, temperature, stream) if policies else ()
-        self.stages = {s: (sim, stage) for sim, route in routes.items() for stage, s in enumerate(route.sources)}
-        self.replies = {s: c for route in routes.values() for s, c in zip(route.sources, route.replies, strict=True)}
-        self.asked = {source: manager.share(*stage, policies) for source, stage in self.stages.items()}
-        self.moving = bool(policies) and any(map(self.turns.gives_way, self.policies.workers))
-        self.serving = {policy: self._serve(policy) for policy in policies}
-        self.leaving: dict[int, float] = {}  # policy worker -> until when it may answer
-        self.changes = -1  # of turns, that it knows of
-
-    def due(self) -> bool:
-        """Whether workers can join, or should leave, or have left."""
-        left = any(self.serving[policy].done() or monotonic() > until for policy, until in self.leaving.items())
-        return left or self.turns.due() or (self.moving and self.turns.changes != self.changes)
-
-    def go_on(self) -> None:
-        """Let policy workers join or leave."""
-        self.turns.go_on()
-        self.changes = self.turns.changes
-        for policy in [policy for policy in self.leaving if self.serving[policy].done()]:
-            del self.leaving[policy], self.serving[policy]
-        if self.moving:
-            self._rearrange()
-        self._end_late()
-        self.turns.leave({self.policies.workers[policy] for policy in self.serving})
-
-    def _rearrange(self) -> None:
-        here = [rank for rank, worker in enumerate(self.policies.workers) if self.turns.takes_part(worker)]
-        joining = [policy for policy in here if policy not in self.serving]
-        going = [policy for policy in self.serving if policy not in here and policy not in self.leaving]
-        if joining or going:
-            self.manager.weight_sync.catch_up(joining)
-            self._share_out([policy for policy in here if policy not in self.leaving], joining)
-        for policy in going:
-            self.manager.requests[policy].put(ActRequest("the driver", done=True))
-            self.leaving[policy] = monotonic() + self.manager.budget.hang_s
-
-    def begin_again(self, replaced: Iterable[int]) -> None:
-        """Successors of policy workers that died answer whom these answered."""
-        for policy in self.serving.keys() & set(replaced) - self.leaving.keys():
-            self.serving[policy] = self._serve(policy)
-            for source in self._sources(policy):
-                self.replies[source].put(AskAgain(source))
-
-    def end(self) -> list[Handle]:
-        """Nobody asks any more; returns the calls of the policy workers, which end now."""
-        self.moving = False
-        for policy in self.serving.keys() - self.leaving.keys():
-            self.manager.requests[policy].put(ActRequest("the driver", done=True))
-        return list(self.serving.values())
-
-    def _sources(self, policy: int) -> list[str]:
-        return [source for source, asked in self.asked.items() if asked == policy]
-
-    def _serve(self, policy: int) -> Handle:
-        """Where sources move, a worker knows all of the round: a question may come before it could be told of it."""
-        requests, mine = self.manager.requests[policy], self._sources(policy)
-        known = {source: self.replies[source] for source in (self.replies if self.moving else mine)}
-        call = self.policies[policy].serve(requests, known, *self.how)
-        if self.moving:
-            self._announce(policy)
-        return call
-
-    def _announce(self, policy: int) -> None:
-        """How many sims ask a policy worker, which waits for no others when it merges their questions."""
-        num_sims = len({self.stages[source][0] for source in self._sources(policy)})
-        self.manager.requests[policy].put(ActRequest("the driver", num_sims=num_sims))
-
-    def _share_out(self, policies: list[int], joining: list[int]) -> None:
-        """Every source asks its last question again where it has another worker now, or one that has just joined."""
-        playing = [source for source, (sim, _) in self.stages.items() if not self.calls[sim].done()]
-        new = {s: self.manager.share(*self.stages[s], policies) if policies else self.asked[s] for s in playing}
-        moved = [source for source in playing if new[source] != self.asked[source] or new[source] in joining]
-        self.asked |= new
-        for policy in policies:
-            if policy in joining:
-                self.serving[policy] = self._serve(policy)
-            else:
-                self._announce(policy)
-        for source in moved:
-            self.replies[source].put(AskAgain(source, self.manager.requests[new[source]]))
-
-    def _end_late(self) -> None:
-        """A policy worker that should have left and is still at an answer loses its process."""
-        for policy, until in self.leaving.items():
-            if monotonic() > until and not self.serving[policy].done():
-                self.leaving[policy] = inf
-                cause = f"still answered {self.manager.budget.hang_s:g} s after others asked for its devices"
-                self.manager.cluster.end(self.policies.hosts[policy], f"{cause} (faults.hang_s)")
 
 
 class EpisodeCounter:

@@ -13,11 +13,53 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.conversations import Completion, CompletionBatch, Prompt, PromptBatch, Said
+from embodied.core.conversations import Completion, CompletionBatch, Manner, Prompt, PromptBatch, Said
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import AskAgain, EpisodeResult, EpisodeSpec, Route, Trajectory
 from embodied.envs.text.base import TextEnv, Turn
 from embodied.runtime import Timers
+
+
+@dataclass
+class Part:
+    """Conversations to be held with envs of one config, at most so many `rows` at a time."""
+
+    kind: type[TextEnv]
+    config: Any
+    shared: Any
+    specs: Sequence[EpisodeSpec]
+    rows: int
+    begun: Callable[[list[EpisodeSpec]], None] = lambda specs: None
+    alone: frozenset[int] = frozenset()  # the last of them: each is held with no other beside it
+    manner: Manner | None = None  # of their answers; None: that of the round
+
+    def __post_init__(self) -> None:
+        self.waiting, self.free, self.open = deque(self.specs), [], 0
+        self.turns = self.kind.env_spec(self.config).max_episode_steps
+
+    def begin(self, timers: Timers) -> list[Conversation]:
+        """As many as there is room for."""
+        wanted: list[EpisodeSpec] = []
+        while self.waiting and self.open + len(wanted) < self.rows:
+            if self.waiting[0].index in self.alone and (self.open or wanted):
+                break
+            wanted.append(self.waiting.popleft())
+            if wanted[-1].index in self.alone:
+                break
+        if wanted:
+            self.begun(wanted)
+        self.open += len(wanted)
+        with timers.measure("reset"):
+            return [self._opened(spec) for spec in wanted]
+
+    def end(self, one: Conversation) -> None:
+        """Make room for the next."""
+        self.open -= 1
+        self.free.append(one.env)
+
+    def _opened(self, spec: EpisodeSpec) -> Conversation:
+        env = self.free.pop() if self.free else self.kind(self.config, self.shared)
+        return Conversation(spec, env, checked_said(env.reset(spec), self.kind), self)
 
 
 @dataclass
@@ -27,7 +69,7 @@ class Conversation:
     spec: EpisodeSpec
     env: TextEnv
     said: Said  # what the env has said last
-    source: str  # through which it asks
+    part: Part
     tokens: list[np.ndarray] = field(default_factory=list)
     sampled: list[np.ndarray] = field(default_factory=list)  # bool, which of them the policy chose
     logprobs: list[np.ndarray] = field(default_factory=list)
@@ -124,103 +166,68 @@ class Talk:
 
     def __init__(self, route: Route, timers: Timers) -> None:
         self.timers = timers
-        self.requests = dict(zip(route.sources, route.requests, strict=True))
-        self.replies = route.replies[0]  # one for all sources
-        self.open: dict[str, dict[int, tuple[Prompt, Conversation]]] = {source: {} for source in route.sources}
+        (self.source,), (self.requests,), (self.replies,) = route.sources, route.requests, route.replies
+        self.open: dict[int, tuple[Prompt, Conversation]] = {}  # by number of the prompt
         self.number = 0
 
     @property
     def busy(self) -> bool:
         """Whether an answer is awaited."""
-        return any(self.open.values())
-
-    def freest(self) -> str:
-        """The source through which the fewest conversations ask."""
-        return min(self.open, key=lambda source: len(self.open[source]))
+        return bool(self.open)
 
     def ask(self, conversations: Iterable[Conversation]) -> None:
         """Let policies continue these."""
-        new: dict[str, list[Prompt]] = {}
+        before = self.number
         for one in conversations:
             self.number += 1
             tokens = np.concatenate([np.zeros(0, np.int32), *one.tokens])
-            prompt = Prompt(self.number, one.spec.index, one.said, tokens)
-            self.open[one.source][self.number] = prompt, one
-            new.setdefault(one.source, []).append(prompt)
-        for source, prompts in new.items():
-            self.requests[source].put(PromptBatch(source, tuple(prompts)))
+            prompt = Prompt(self.number, one.spec.index, one.said, tokens, manner=one.part.manner)
+            self.open[self.number] = prompt, one
+        self._put([self.open[number][0] for number in range(before + 1, self.number + 1)])
 
     def answers(self) -> Iterator[tuple[Conversation, Completion]]:
         """Wait for answers; returns those that came together."""
         with self.timers.measure("wait"):
             reply = self.replies.get()
-        if reply.source not in self.open:
+        if reply.source != self.source:
             return
-        waiting = self.open[reply.source]
         if isinstance(reply, AskAgain):
-            self.requests[reply.source] = reply.requests or self.requests[reply.source]
-            prompts = tuple(prompt for prompt, _ in waiting.values())
-            self.requests[reply.source].put(PromptBatch(reply.source, prompts))
+            self.requests = reply.requests or self.requests
+            self._put([prompt for prompt, _ in self.open.values()])
         elif isinstance(reply, CompletionBatch):
             for completion in reply.completions:
-                if completion.number in waiting:
-                    yield waiting.pop(completion.number)[1], completion
+                if completion.number in self.open:
+                    yield self.open.pop(completion.number)[1], completion
+
+    def _put(self, prompts: list[Prompt]) -> None:
+        if prompts:
+            self.requests.put(PromptBatch(self.source, tuple(prompts)))
 
 
 def play_conversations(
-    kind: type[TextEnv],
-    config: Any,
-    shared: Any,
-    specs: Sequence[EpisodeSpec],
-    rows: int,
-    talk: Talk,
-    timers: Timers,
-    begun: Callable[[list[EpisodeSpec]], None] = lambda specs: None,
-    alone: frozenset[int] = frozenset(),
-    stop: Callable[[], bool] = lambda: False,
+    parts: Sequence[Part], talk: Talk, timers: Timers, stop: Callable[[], bool] = lambda: False
 ) -> Iterator[list[Conversation]]:
-    """Play these to their ends, so many at a time, and yield those that have ended since the last time. Where it is to
-    `stop`, what is open is given up. `alone` are the last of them: each is played with no other beside it."""
-    waiting, free, open_now = deque(specs), [], 0
-    turns = kind.env_spec(config).max_episode_steps
+    """Play all of these to their ends, and yield those that have ended since the last time. Where it is to `stop`, what
+    is open is given up."""
 
     def begin() -> list[Conversation]:
-        """As many as there is room for."""
-        nonlocal open_now
-        wanted: list[EpisodeSpec] = []
-        while waiting and open_now + len(wanted) < rows:
-            if waiting[0].index in alone and (open_now or wanted):
-                break
-            wanted.append(waiting.popleft())
-            if wanted[-1].index in alone:
-                break
-        if wanted:
-            begun(wanted)
-        new, places = [], {source: len(mine) for source, mine in talk.open.items()}
-        with timers.measure("reset"):
-            for spec in wanted:
-                env = free.pop() if free else kind(config, shared)
-                source = min(places, key=places.get)
-                places[source] += 1
-                new.append(Conversation(spec, env, checked_said(env.reset(spec), kind), source))
-        open_now += len(new)
-        return new
+        return [one for part in parts for one in part.begin(timers)]
 
     talk.ask(begin())
     while talk.busy and not stop():
         ended, going_on = [], []
         for one, completion in talk.answers():
             with timers.measure("step"):
-                over = hear(one, completion, config, turns)
+                over = hear(one, completion)
             (ended if over else going_on).append(one)
-        open_now -= len(ended)
-        free += [one.env for one in ended]
+        for one in ended:
+            one.part.end(one)
         talk.ask([*going_on, *begin()])
         if ended:
             yield ended
 
 
-def hear(one: Conversation, completion: Completion, config: Any, turns: int) -> bool:
+def hear(one: Conversation, completion: Completion) -> bool:
     """Let the env hear an answer; returns whether the conversation is over."""
     if completion.dropped:
         one.problem = completion.dropped
@@ -229,14 +236,14 @@ def hear(one: Conversation, completion: Completion, config: Any, turns: int) -> 
     turn = one.env.step(completion.text)
     if not isinstance(turn, Turn):
         raise EmbodiedError(f"{type(one.env).__name__}.step returned {type(turn).__name__}, it must be a Turn")
-    last = completion.truncated or len(one.turns) + 1 >= turns
+    last = completion.truncated or len(one.turns) + 1 >= one.part.turns
     if last and not turn.done:
         turn = one.env.cut_short(turn)
     if turn.dropped:
         one.problem = turn.dropped
         one.hear(completion, Turn(), 0.0)
         return True
-    reward = float(turn.success) if config.reward == "success" else float(turn.reward)
+    reward = float(turn.success) if one.part.config.reward == "success" else float(turn.reward)
     if not np.isfinite(reward):
         raise EmbodiedError(f"{type(one.env).__name__}.step gave the reward {reward} for {completion.text[:80]!r}")
     one.hear(completion, turn, reward)

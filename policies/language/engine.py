@@ -32,7 +32,7 @@ ENGINES = {  # by what `policy.engine` says; imported when named
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a conversation is continued that is not of the round, but of a client who asked for it."""
+    """How a conversation is continued."""
 
     seed: int
     stream: str
@@ -48,7 +48,7 @@ class Request:
     tokens: Sequence[int]  # the whole stream so far, continued verbatim
     max_tokens: int  # of the answer
     episode: int  # with a token's index in the stream it keys the token's noise
-    sampling: Sampling | None = None  # None: as the round says
+    sampling: Sampling | None = None  # None: as the round says; only our own engine knows others
 
 
 @dataclass(frozen=True)

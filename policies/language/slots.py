@@ -10,6 +10,7 @@ its noise is addressed by these, and the model reads nothing else.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,15 @@ from torch import Tensor
 from embodied.core import rng
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language.decoding import Step, fast_step
-from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, token_bytes, unanswered
+from embodied.policies.language.engine import (
+    Answer,
+    Engine,
+    Request,
+    Sampling,
+    cache_bytes,
+    token_bytes,
+    unanswered,
+)
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
@@ -89,7 +98,7 @@ class SlotEngine(Engine):
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
         self.model, self.device = policy.model, policy.model.device
-        self.stops = np.array(sorted(policy.tokenizer.stops), np.int64)
+        self.stops = frozenset(policy.tokenizer.stops)
         self.max_length = policy.max_length
         fit = cache_bytes(config, self.model, self.max_length) // (token_bytes(self.model) * self.max_length)
         self.slots = min(fit, config.max_running)
@@ -105,7 +114,8 @@ class SlotEngine(Engine):
         self.written = np.zeros((self.slots, 0), np.int32)
         exact = next(self.model.parameters()).dtype == torch.float64
         self.logprobs = np.zeros((self.slots, 0), np.float64 if exact else np.float32)
-        self.seed, self.stream, self.temperature = 0, "", 1.0
+        self.temperatures = np.ones(self.slots)
+        self.round = Sampling(0, "", 1.0, frozenset())
         self.fast: Step | None = None
         self.counted = dict.fromkeys(("prefilled", "copied"), 0)  # tokens, whose keys and values were
 
@@ -119,7 +129,7 @@ class SlotEngine(Engine):
 
     def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
         assert not self.running, "a round begins while answers of the one before are being written"
-        self.seed, self.stream, self.temperature = seed, f"act/{stream}", temperature
+        self.round = Sampling(seed, f"act/{stream}", temperature, self.stops)
         self.model.eval()
         self.device = self.model.device
         if self.model.config._attn_implementation != "sdpa":  # learning may choose another
@@ -177,6 +187,7 @@ class SlotEngine(Engine):
         if not self.waiting:
             return []
         refused = [r for r in self.waiting if self.longest_answer(r) <= 0]
+        self.waiting = [r if r.sampling else replace(r, sampling=self.round) for r in self.waiting]
         first, known = len(self.rows), {prefix(r): row for row, r in reversed([*enumerate(self.rows)])}
         self.rows += [r for r in self.waiting if self.longest_answer(r) > 0]
         self.waiting = []
@@ -186,6 +197,7 @@ class SlotEngine(Engine):
             request = self.rows[row]
             self.lengths[row], self.pending[row] = len(request.tokens) - 1, request.tokens[-1]
             self.counts[row], self.limits[row] = 0, self.longest_answer(request)
+            self.temperatures[row] = request.sampling.temperature
             if (words := prefix(request)) in known:
                 copies.append((known[words], row))
             else:
@@ -261,13 +273,14 @@ class SlotEngine(Engine):
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits[:, 0]
-        noise = self.on(self.noise[:count, self.phase])
+        tokens, logprobs = np.zeros(count, np.int64), np.zeros(count)
+        for temperature in np.unique(self.temperatures[:count]):
+            rows = np.flatnonzero(self.temperatures[:count] == temperature)
+            mine = logits if len(rows) == count else logits[self.on(rows)]
+            chosen = choose(mine, float(temperature), self.on(self.noise[rows, self.phase]))
+            tokens[rows], logprobs[rows] = (each.cpu().numpy() for each in chosen)
         self.phase += 1
-        tokens, logprobs = choose(logits, self.temperature, noise)
-        for temperature in {r.sampling.temperature for r in self.rows if r.sampling} - {self.temperature}:
-            alike = [row for row, r in enumerate(self.rows) if r.sampling and r.sampling.temperature == temperature]
-            tokens[alike], logprobs[alike] = choose(logits[alike], temperature, noise[alike])
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        return tokens, logprobs
 
     def keep(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Answer]:
         """Write the tokens down, and take out the rows that end with them."""
@@ -279,10 +292,7 @@ class SlotEngine(Engine):
         self.counts[:count] += ~bad
         self.lengths[:count] += 1
         self.pending[:count] = tokens
-        stopped = (tokens[:, None] == self.stops).any(1)
-        for row, request in enumerate(self.rows):
-            if request.sampling:
-                stopped[row] = int(tokens[row]) in request.sampling.stops
+        stopped = np.array([token in r.sampling.stops for token, r in zip(tokens.tolist(), self.rows)])
         ended = np.flatnonzero(stopped | bad | (self.counts[:count] >= self.limits[:count]))
         answers = []
         for row in map(int, ended):
@@ -304,7 +314,7 @@ class SlotEngine(Engine):
         last = len(self.rows) - 1
         if row < last:
             self.rows[row] = self.rows[last]
-            for numbers in (self.lengths, self.pending, self.counts, self.limits, self.noise):
+            for numbers in (self.lengths, self.pending, self.counts, self.limits, self.noise, self.temperatures):
                 numbers[row] = numbers[last]
             self.written[row], self.logprobs[row] = self.written[last], self.logprobs[last]
             self.cache.copy(last, row, int(self.lengths[last]))
@@ -318,7 +328,7 @@ class SlotEngine(Engine):
         by_source: dict[tuple[int, str], list[int]] = {}
         for row in rows:
             how = self.rows[row].sampling
-            by_source.setdefault((how.seed, how.stream) if how else (self.seed, self.stream), []).append(row)
+            by_source.setdefault((how.seed, how.stream), []).append(row)
         for (seed, stream), alike in by_source.items():
             episodes = np.array([self.rows[row].episode for row in alike], np.uint64)
             places = (self.lengths[alike, None] + 1 + steps).ravel()

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from embodied.core.conversations import Completion, CompletionBatch, Prompt, PromptBatch
+from embodied.core.conversations import Completion, CompletionBatch, Manner, Prompt, PromptBatch, Vacancy
 from embodied.core.types import ActRequest, EnvSpec
 from embodied.policies import make_policy
-from embodied.policies.language.engine import Answer, Request, make_engine
+from embodied.policies.language.engine import Answer, Request, Sampling, make_engine
 from embodied.policies.worker import PolicyWorker
 from embodied.runtime import Channel
 from embodied.runtime.device_memory import Belongings
@@ -58,23 +58,28 @@ class LanguageWorker(PolicyWorker):
         version: int,
         temperature: float = 1.0,
         stream: str = "train",
+        name: str = "",
+        vacancies: Channel | None = None,
     ) -> int:
         """Continue these sources' conversations with this version until the round is over; returns the number of
-        tokens. Prompts of other sources are of an earlier round."""
+        tokens. Prompts of other sources are of an earlier round. `vacancies`, where several engines share the prompts,
+        hears under this `name` how much room there is, first in all and then whenever some is free again."""
         waiting: deque[tuple[str, Prompt]] = deque()
-        before, heard = self.tokens, time.monotonic()
+        before, heard = self.tokens, dict.fromkeys(replies, time.monotonic())
         show = stream == "eval"
         with self.weights.acting(version), torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
             self.engine.begin(version, self.seed, stream, temperature)
+            if vacancies:
+                vacancies.put(Vacancy(name, self.engine.room))
             while self._take(requests, replies, waiting):
                 finished = self.go_on(waiting, version, show)
-                for source, completions in finished.items():
+                now = time.monotonic()
+                quiet = [source for source, when in heard.items() if now - when > SIGN_OF_LIFE_S]
+                for source, completions in {**dict.fromkeys(quiet, ()), **finished}.items():
                     replies[source].put(CompletionBatch(source, tuple(completions)))
-                if not finished and time.monotonic() - heard > SIGN_OF_LIFE_S:
-                    for source in {*replies}:
-                        replies[source].put(CompletionBatch(source, ()))
-                if finished or time.monotonic() - heard > SIGN_OF_LIFE_S:
-                    heard = time.monotonic()
+                    heard[source] = now
+                if vacancies and finished:
+                    vacancies.put(Vacancy(name, sum(map(len, finished.values()))))
                 self.tick()
             self.engine.abort()
         return self.tokens - before
@@ -120,8 +125,15 @@ class LanguageWorker(PolicyWorker):
                 refused.append((source, self._completion(asked, NOTHING, version, "" if len(prompt.tokens) else why)))
                 continue
             most = min(prompt.max_tokens or self.config.max_tokens, room)
-            self.engine.add(Request(asked, tokens, most, prompt.episode))
+            self.engine.add(Request(asked, tokens, most, prompt.episode, self._sampling(prompt.manner)))
         return refused
+
+    def _sampling(self, manner: Manner | None) -> Sampling | None:
+        """None: that of the round."""
+        if manner is None:
+            return None
+        assert self.config.engine == "transformers", "others know only the manner of the round"
+        return Sampling(self.seed, f"act/{manner.stream}", manner.temperature, frozenset(self.policy.tokenizer.stops))
 
     def _step(self, version: int, show: bool) -> list[tuple[str, Completion]]:
         if not self.engine.running:
@@ -145,7 +157,7 @@ class LanguageWorker(PolicyWorker):
             logprobs=answer.logprobs,
             version=version,
             text=tokenizer.decode(written),
-            pieces=tuple(tokenizer.decode([one]) for one in ids) if show else (),
+            pieces=tuple(tokenizer.decode([one]) for one in ids) if show or asked.prompt.manner else (),
             truncated=answer.truncated,
             dropped=dropped,
         )

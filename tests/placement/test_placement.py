@@ -157,6 +157,13 @@ def test_explicit_plans_that_cannot_hold_show_the_arithmetic(placement, num_envs
     assert answer in str(caught.value)
 
 
+def test_engines_that_share_the_prompts_may_be_more_than_the_sims_that_ask():
+    placement = {"sim": "cpu:0", "policy": "cpu:0-1*2", "learner": "cpu:0"}
+    assert make_plan(placement, TWO, 8, shared=True).count("policy") == 2
+    with pytest.raises(PlacementError, match="2 policy workers share"):
+        make_plan(placement, TWO, 1, shared=True)
+
+
 def test_any_role_can_be_on_any_device_of_any_node():
     placement = {
         "sim": {"devices": "cpu:0-3*2", "render": "gpu:0-1"},

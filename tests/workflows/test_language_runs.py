@@ -6,15 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 
 import numpy as np
 import pytest
 from stepped import ITERATIONS, strike
-from talking_runs import APART, ONE_OF_EACH, TALK, Talk, far, told
+from talking_runs import APART, ONE_OF_EACH, Talk, far, program, told
 
 from embodied import evaluate, train
 from embodied.policies.folder import read_weights
+from embodied.policies.language.worker import LanguageWorker
+from embodied.workflows import rounds
 from embodied.workflows.embodied import EmbodiedLoop
+
+THREE_ENGINES = {"sim": "cpu:0", "policy": "cpu:1-3*3", "learner": "cpu:0"}
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +43,62 @@ def test_two_learners_and_any_schedule_of_this_version_take_the_same_step(sync, 
         rows = run.some(2)
         assert told(rows) == told(sync[0])
         assert far(run.weights(), sync[1]) < 1e-10
+
+
+# Engines that share the prompts
+
+
+def test_a_slow_engine_has_fewer_of_the_answers(sync, monkeypatch, tmp_path):
+    """The second one writes nothing until the first has written all that it does not hold."""
+    answered, rest, go_on = Counter(), threading.Event(), LanguageWorker.go_on
+
+    def slow(worker, *about):
+        if worker.rank == 1:
+            assert rest.wait(60)
+        found = go_on(worker, *about)
+        answered[worker.rank] += sum(map(len, found.values()))
+        if answered[0] == 20 - 3:
+            rest.set()
+        return found
+
+    monkeypatch.setattr(LanguageWorker, "go_on", slow)
+    with Talk(tmp_path, "policy.max_running=3") as run:
+        assert told(run.some(1)) == told(sync[0][:1])
+    assert answered == {0: 17, 1: 3}
+
+
+def test_what_a_killed_engine_had_is_asked_again_once_and_nothing_else(sync, monkeypatch, tmp_path):
+    given = []
+
+    class Killing(rounds.Desk):
+        def _batches(self, engine, share):
+            if engine.startswith("policy-1") and not any(name.startswith("policy-1") for name, _ in given):
+                os.kill(run.pid("policy-1"), signal.SIGKILL)
+            batches = super()._batches(engine, share)
+            given.extend((engine, (batch.source, prompt.number)) for batch in batches for prompt in batch.prompts)
+            return batches
+
+    monkeypatch.setattr(rounds, "Desk", Killing)
+    with Talk(tmp_path, "policy.max_running=3", backend="local") as run:
+        rows = run.some(1)
+    assert told(rows) == told(sync[0][:1]) and rows[0][1]["faults/restarts"] == 1
+    dead = next(name for name, _ in given if name.startswith("policy-1"))
+    lost = {prompt for name, prompt in given if name == dead}
+    times = Counter(prompt for _, prompt in given)
+    assert len(times) == 20 and lost and all(count == 1 + (one in lost) for one, count in times.items())
+
+
+def test_engines_on_a_learners_device_change_when_and_not_what(tmp_path):
+    found = []
+    for learner in ("fake:3", "fake:2"):
+        placement = {"sim": "fake:0", "policy": "fake:1-2", "learner": learner}
+        asked = ("pipeline.schedule=async", "policy.max_running=2")
+        with Talk(tmp_path / learner[-1], *asked, placement=placement) as run:
+            assert run.loop.turns.gives_way("policy-1") == (learner == "fake:2")
+            rows = run.some(4)
+            assert [row["train/staleness"] for _, row in rows] == [0, 1, 1, 1]
+            found.append((told(rows), run.weights()))
+    assert found[0][0] == found[1][0] and far(found[0][1], found[1][1]) < 1e-10
 
 
 # Faults
@@ -120,6 +182,7 @@ ANYWHERE = {
     "one_at_a_time": (ONE_OF_EACH, ("env.num_envs=1", "eval.num_envs=1")),
     "all_at_a_time": (ONE_OF_EACH, ("env.num_envs=20",)),
     "fewer_places_than_conversations": (APART, ("policy.max_running=3",)),
+    "three_engines_for_one_sim": (THREE_ENGINES, ("policy.max_running=2",)),
 }
 
 
@@ -177,17 +240,14 @@ def test_every_way_to_train_learns_and_says_what_it_scored(sync, options, tmp_pa
 
 def test_conversations_of_several_turns_are_learned_from(tmp_path):
     found = []
-    for name, options in (("one", ()), ("apart", ("pipeline.schedule=periodic",))):
-        with Talk(
-            tmp_path / name,
-            "env.name=talking_env:Persistent",
-            "policy.max_tokens=60",
-            *options,
-            placement=APART if options else ONE_OF_EACH,
-        ) as run:
+    three = ("pipeline.schedule=periodic", "policy.max_running=2")
+    for placement, options in ((ONE_OF_EACH, ()), (THREE_ENGINES, three)):
+        own = ["env.name=talking_env:Persistent", "policy.max_tokens=60", *options]
+        with Talk(tmp_path / str(len(found)), *own, placement=placement) as run:
             rows = run.some(2)
             for episodes, row in rows:
                 assert {1, 3} <= {episode.length for episode in episodes} <= {1, 2, 3}
+                assert len({episode.tokens for episode in episodes}) > 5
                 assert row["env_steps"] == sum(episode.length for episode in episodes)
                 assert row["train/grad_norm"] > 1e-3
             found.append((told(rows), run.weights()))
@@ -203,18 +263,6 @@ def test_answers_of_one_token_are_learned_from_though_all_are_cut_off(tmp_path):
 
 
 # Whole programs
-
-
-ONE_PROCESS = ["cluster.backend=inline", "placement={'sim,policy': 'cpu:0', learner: 'cpu:1'}", "run.keep=null"]
-
-
-def program(folder, *arguments):
-    """The arguments of a run of three iterations with a checkpoint and an evaluation after each."""
-    often = ["run.iterations=3", "run.save_every=1", "run.eval_every=1", "eval.temperature=1", f"run.dir={folder}"]
-    changed = {argument.partition("=")[0] for argument in arguments}
-    short = [one for one in TALK if not one.startswith("run.iterations")]
-    usual = [one for one in (*short, *ONE_PROCESS, *often) if one.partition("=")[0] not in changed]
-    return [*usual, *arguments]
 
 
 def final_weights(run):

@@ -11,7 +11,7 @@ from embodied.core.errors import EmbodiedError
 from embodied.core.types import AskAgain, EpisodeSpec, Route
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.text.base import TextEnv, Turn
-from embodied.envs.text.conversations import Talk, play_conversations
+from embodied.envs.text.conversations import Part, Talk, play_conversations
 from embodied.runtime import Timers
 
 CONFIG = ExternalEnvConfig(name="my_pkg.mod:Counting", max_episode_steps=3)
@@ -43,10 +43,9 @@ class Queue(deque):
 class Policy:
     """Answers what is in its queue, the newest first; tokens are the codes of characters."""
 
-    def __init__(self, num_sources=1):
+    def __init__(self):
         self.requests, self.replies = Queue(), Queue()
-        sources = tuple(f"sim-0/{stage}#1" for stage in range(num_sources))
-        self.route = Route(sources, (self.requests,) * num_sources, (self.replies,) * num_sources)
+        self.route = Route(("sim-0/0#1",), (self.requests,), (self.replies,))
         self.asked, self.say = [], lambda prompt: prompt.said.rstrip("?")
 
     def answer(self, **changes):
@@ -72,7 +71,7 @@ def held(policy, indices, rows=2, meanwhile=None, **more):
         return get()
 
     policy.replies.get = answered
-    playing = play_conversations(Counting, CONFIG, None, specs, rows, talk, Timers(), **more)
+    playing = play_conversations([Part(Counting, CONFIG, None, specs, rows, **more)], talk, Timers())
     return {one.spec.index: one for ended in playing for one in ended}
 
 
@@ -99,10 +98,9 @@ def test_earlier_turns_go_to_the_policy_as_tokens_and_only_what_is_new_as_text()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 100])
-@pytest.mark.parametrize("num_sources", [1, 3])
-def test_how_many_go_on_at_a_time_and_who_answers_changes_no_conversation(rows, num_sources):
+def test_how_many_go_on_at_a_time_changes_no_conversation(rows):
     alone = {index: held(Policy(), [index])[index].trajectory() for index in range(7)}
-    together = held(Policy(num_sources), range(7), rows)
+    together = held(Policy(), range(7), rows)
     for index, one in together.items():
         assert np.array_equal(one.trajectory().actions, alone[index].actions)
         assert one.result() == replace(one.result(), index=index)
@@ -184,7 +182,7 @@ def test_what_is_no_turn_or_no_text_is_refused_by_name():
         specs = [EpisodeSpec("counting", -1, 7, 0)]
         policy.replies.get = lambda policy=policy: (policy.answer(), policy.replies.popleft())[1]
         with pytest.raises(EmbodiedError, match=message):
-            list(play_conversations(kind, CONFIG, None, specs, 1, Talk(policy.route, Timers()), Timers()))
+            list(play_conversations([Part(kind, CONFIG, None, specs, 1)], Talk(policy.route, Timers()), Timers()))
 
 
 class Undecided(Counting):

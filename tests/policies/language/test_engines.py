@@ -1,5 +1,7 @@
 """Our own engine: what it writes is the model's, and nobody's neighbours, order or interruptions change a token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,8 +19,9 @@ from language_models import (
 )
 
 from embodied.core import rng
+from embodied.core.conversations import Manner
 from embodied.core.errors import ConfigError
-from embodied.policies.language.engine import Request
+from embodied.policies.language.engine import Request, Sampling
 from embodied.policies.vla.lora import add_lora
 
 MODELS = {
@@ -75,6 +78,25 @@ def test_greedy_answers_are_those_of_generate(name):
             )
             out = out[0, len(request.tokens) :]
         assert found[request.key].tokens.tolist() == out.tolist()
+
+
+def sampling(engine, manner):
+    return manner and Sampling(3, f"act/{manner.stream}", manner.temperature, engine.stops)
+
+
+@SHAPES
+def test_each_conversation_has_its_own_manner_whoever_is_written_beside_it(name):
+    model = MODELS[name]()
+    manners = [None, Manner("eval", 0.0), Manner("eval", 1.0), Manner("eval", 0.4), Manner("train", 1.0)]
+    asked = questions()
+    engine = engine_of(model)
+    mixed = answers(engine, [replace(r, sampling=sampling(engine, manners[i % 5])) for i, r in enumerate(asked)])
+    for place, manner in enumerate(manners):
+        how = {"stream": manner.stream, "temperature": manner.temperature} if manner else {}
+        alone = answers(engine_of(model), asked, **how)
+        for request in asked[place::5]:
+            assert mixed[request.key].tokens.tolist() == alone[request.key].tokens.tolist()
+    assert written(mixed) != written(answers(engine_of(model), asked))
 
 
 def test_adapters_take_part():

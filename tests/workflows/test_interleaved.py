@@ -1,0 +1,142 @@
+"""An evaluation beside a rollout of the same version finds what one by itself finds, and changes no training."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from talking_runs import program
+
+from embodied import evaluate, train
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.policies.folder import read_weights
+from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.evaluator import Evaluator
+
+BESIDE = "eval.interleave=true"
+PATIENT = "faults.timeout_s=600"
+TWO_ENGINES = "placement={sim: 'cpu:0', policy: 'cpu:0-1*2', learner: 'cpu:1'}"
+
+
+def run_of(folder, *arguments):
+    assert train.main(program(folder, PATIENT, *arguments)) == 0
+    (run,) = folder.iterdir()
+    return run
+
+
+def found(evaluation):
+    """All that was said, and the outcomes."""
+    lines = (evaluation / "transcripts.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], (evaluation / "episodes.csv").read_text()
+
+
+def final_weights(run):
+    return read_weights(run / "checkpoints" / "v000003" / "policy")
+
+
+def equal(one, other):
+    return all(np.array_equal(one[name], other[name]) for name in other)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that evaluates by itself."""
+    return run_of(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The versions that were evaluated by themselves, with the number of episodes."""
+    played, play = [], Evaluator.play
+
+    def noted(evaluator, episodes, *about, **more):
+        played.append((evaluator.version, len(episodes)))
+        return play(evaluator, episodes, *about, **more)
+
+    monkeypatch.setattr(Evaluator, "play", noted)
+    return played
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("eval.num_envs=2", "policy.max_running=3"), (TWO_ENGINES, "policy.max_running=2")],
+    ids=["one engine", "little room", "two engines"],
+)
+def test_it_finds_the_same_and_changes_no_training(whole, alone, options, tmp_path):
+    run = run_of(tmp_path, BESIDE, *options)
+    assert alone == [(3, 6)]  # the last one, with no rollout to be beside of
+    for version in ("v000001", "v000002", "v000003"):
+        assert found(run / "eval" / version) == found(whole / "eval" / version)
+        results = json.loads((run / "eval" / version / "results.json").read_text())
+        assert results["policy_version"] == int(version[1:]) and not (run / "eval" / version / "partial.json").exists()
+    assert equal(final_weights(run), final_weights(whole))
+
+
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+def test_with_every_schedule_it_equals_one_of_its_checkpoint(schedule, alone, tmp_path):
+    """Greedy answers, beside those of training that are drawn."""
+    run = run_of(tmp_path, BESIDE, f"pipeline.schedule={schedule}", "eval.temperature=0")
+    assert alone == [*([(2, 6)] if schedule == "async" else []), (3, 6)]  # where no rollout followed
+    checkpoint = f"checkpoint={run / 'checkpoints' / 'v000001'}"
+    assert evaluate.main([checkpoint, "eval.videos=0", "cluster.backend=inline"]) == 0
+    assert found(run / "eval" / "v000001-evaluate") == found(run / "eval" / "v000001")
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_one_that_was_under_way_when_the_run_died_is_played_again(where, whole, tmp_path, monkeypatch):
+    collect = EmbodiedLoop.collect
+
+    def dying(loop):
+        if loop.version < 2:
+            return collect(loop)
+        if where == "after":
+            collect(loop)
+        raise RuntimeError("the power went")
+
+    monkeypatch.setattr(EmbodiedLoop, "collect", dying)
+    assert train.main(program(tmp_path, PATIENT, BESIDE)) == 1
+    monkeypatch.undo()
+    (run,) = tmp_path.iterdir()
+    assert (run / "eval" / "v000002" / "partial.json").exists()
+    assert not (run / "eval" / "v000002" / "results.json").exists()
+    assert train.main([f"resume={run}"]) == 0
+    for version in ("v000001", "v000002", "v000003"):
+        assert found(run / "eval" / version) == found(whole / "eval" / version)
+    assert equal(final_weights(run), final_weights(whole))
+
+
+@pytest.mark.slow
+def test_where_a_sim_dies_what_it_held_is_played_by_itself(whole, tmp_path):
+    fault = f"env.kwargs={{fault: sigkill, place: evaluation, worker: sim-0, once: {tmp_path}/struck}}"
+    places = "placement={sim: 'cpu:0-1*2', policy: 'cpu:0', learner: 'cpu:1'}"
+    options = (BESIDE, "cluster.backend=local", places, fault)
+    command = [sys.executable, "-m", "embodied.train", *program(tmp_path / "runs", *options)]
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=path, timeout=600)
+    assert done.returncode == 0 and done.stdout.count("is started again") == 1, done.stdout + done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    theirs = json.loads((whole / "eval" / "v000001" / "results.json").read_text())
+    ours = json.loads((run / "eval" / "v000001" / "results.json").read_text())
+    assert ours["success_once"] == theirs["success_once"] and not ours["causes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["recipe=pointmass_grpo", "run.eval_every=1"], "a robot's sims step all their envs together"),
+        (["recipe=sums_grpo", "policy.engine=vllm"], "policy.engine=transformers promises, not vllm"),
+        (["recipe=sums_grpo", "run.eval_every=null"], "has no effect without run.eval_every"),
+    ],
+)
+def test_it_is_refused_where_it_cannot_be(arguments, answer):
+    with pytest.raises(ConfigError, match=answer):
+        load([*arguments, BESIDE])
+
+
+@pytest.mark.parametrize("command", ["evaluate", "sft", "collect"])
+def test_other_commands_say_that_it_has_no_effect(command):
+    with pytest.raises(ConfigError, match=f"eval.interleave has no effect in {command}"):
+        load(["recipe=sums_grpo", BESIDE], entry=command)
