@@ -6,6 +6,7 @@ sections. Nothing imported from here needs torch, Ray or a simulator.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +23,11 @@ from embodied.config.merge import (
     Tree,
     flatten,
     lay,
-    recipe_names,
     recipe_sources,
     with_own_task,
 )
 from embodied.config.mistakes import config_error, explain
+from embodied.config.recipe_files import recipe_names
 from embodied.config.schema import root
 from embodied.core.errors import ConfigError
 from embodied.core.options import LocalPath, PathOrRecipe, Strict
@@ -447,7 +448,7 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
     if "checkpoint" in command.own and "--help" not in arguments.flags and has_options(arguments.values):
         command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
     if "--help" in arguments.flags:
-        print(help_text(command, root(RunConfig)))
+        print(help_text(command, root(RunConfig), [word for word in argv if re.fullmatch(r"[\w.]+", word)]), flush=True)
         return None
     loaded = _load(arguments.values, arguments.problems, frozenset(arguments.flags), command)
     if "--cfg" in loaded.flags:
@@ -485,7 +486,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     try:
         config = RunConfig.model_validate(tree.values, context={"unused": command.unused})
     except ValidationError as err:
-        problems += explain(err.errors(), schema, tree, incomplete)
+        problems += explain(err.errors(), schema, tree, incomplete, command)
     if problems:
         raise config_error(tree.doubts + problems)
     return Loaded(config, tree.sources, flags, own)

@@ -18,8 +18,8 @@ from typing import Any
 
 from embodied import _stop_at_once
 from embodied.config.cli import parse
-from embodied.config.merge import recipe_names
 from embodied.config.recipe import RunConfig
+from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import (
     CheckpointError,
     ConfigError,
@@ -95,8 +95,7 @@ def answer(argv: list[str] | None, usage: str, body: Callable[[list[str]], int])
     """Run a command that explains itself: --help prints `usage`."""
     arguments = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(arguments):
-        print(usage)
-        return 0
+        return run(lambda: say(usage) or 0)
     return run(lambda: body(arguments))
 
 

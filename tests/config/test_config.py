@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from embodied.config.merge import recipe_names
+from embodied.config.recipe_files import recipe_names
 from embodied.config.recipe import RunConfig, dump_yaml, load
 from embodied.core.errors import ConfigError
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from embodied.config.merge import RECIPES, TINY, recipe_names
+from embodied.config.recipe_files import RECIPES, TINY, recipe_names
 from embodied.config.recipe import RunConfig, load
 from embodied.config.schema import leaves, root
 

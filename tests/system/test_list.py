@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from embodied import list as listing
-from embodied.config.merge import recipe_names
+from embodied.config.recipe_files import recipe_names
 from embodied.config.recipe import load
 from embodied.envs import PLUGINS
 from embodied.list import LISTS, advice, main, problem_of_env, show
