@@ -96,6 +96,8 @@ def follow(
             folder.record(placement=asdict(plan))
             console.say(launch.describe(config, plan, weights=checkpoint))
             console.say(launch.describe_saving(config))
+            for line in folder.log.begin(config.run.log):
+                console.say(line)
             console.say(f"results     {folder.path}")
             train(program, config, plan, origin, folder, checkpoint, console, interruption, clock)
     return interruption.exit_code
@@ -240,10 +242,11 @@ def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, conso
 def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption) -> None:
     """Evaluate the version that was saved, or resumed from; what an interruption leaves is resumed with the run."""
     version = loop.version
-    kept = begin_in_run(loop.evaluator, folder.evaluation(version), folder.checkpoints / name_of(version))
+    kept = begin_in_run(loop.evaluator, folder.evaluation(version), folder.checkpoints / name_of(version), console.now)
     console.evaluating(version, kept.num_episodes, len(kept.finished))
     if results := evaluate_in_run(loop.evaluator, kept, stop=lambda: interruption.requested):
         console.evaluated(version, results)
+        folder.log.evaluated(version, results)
     else:
         console.not_evaluated(version, kept)
     report_or_say_why(folder.path)

@@ -105,7 +105,7 @@ def chosen_variant(path: str, root: Section, tree: Tree) -> str | None:
 
 def allowed_words(path: str, root: Section, tree: Tree) -> list[Any]:
     """The fixed words that a key takes."""
-    *above, name = path.split(".")
+    *above, name = re.sub(r"(\.\d+)+$", "", path).split(".")  # without the place in a list
     section = root.at(above)
     if section is None:
         return []

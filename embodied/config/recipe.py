@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
 from embodied.config.base_recipe import base_recipe, has_options, own_classes, texts, without_recipe
 from embodied.config.cli import from_python, parse
+from embodied.config.collect_section import CollectSection
 from embodied.config.merge import (
     COMMAND_LINE,
     Source,
@@ -30,7 +31,7 @@ from embodied.config.mistakes import config_error, explain
 from embodied.config.recipe_files import recipe_names
 from embodied.config.schema import root
 from embodied.core.errors import ConfigError
-from embodied.core.options import LocalPath, PathOrRecipe, Strict
+from embodied.core.options import LocalPath, PathOrRecipe, Strict, one_or_several
 from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
 from embodied.learners.config import LearnerConfig
 from embodied.placement.config import PlacementConfig
@@ -68,6 +69,12 @@ class RunSection(Strict):
     )
     trace: int = Field(
         5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
+    )
+
+    log: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(one_or_several)] = Field(
+        ("tensorboard",),
+        description="Curves besides metrics.jsonl: any of tensorboard, wandb, which sends nothing unless WANDB_MODE or "
+        "WANDB_API_KEY ask for it.",
     )
 
     @field_validator("name")
@@ -159,18 +166,6 @@ class EvalSection(Strict):
         ge=0,
         le=1,
         description="How random actions are: 0 takes the best one, 1 samples as in training, 0.5 has half the noise.",
-    )
-
-
-class CollectSection(Strict):
-    episodes: int = Field(50, gt=0, description="Episodes that are played, never those of training or evaluation.")
-    expert: Literal["scripted", "planner"] = Field("scripted", description="Our script or ManiSkill's motion planner.")
-    keep: Literal["successes", "all"] = Field("successes", description="Which of them become demonstrations.")
-    noise: float = Field(
-        0.0,
-        ge=0,
-        description="Deviation of the noise on the actions that are played; recorded is what was wanted, so that the "
-        "demonstrations show how to recover.",
     )
 
 

@@ -100,7 +100,7 @@ class RunFolder:
             self.record(restarts=self.info().get("restarts", 0) + 1)
 
     def finish(self, state: str, cause: str = "", **more: object) -> None:
-        self.log.close()
+        self.log.close(failed=state == "failed")
         self.record(state=state, cause=cause, ended=now(), processes={}, **more)  # numbers are used again
         if self._lock is not None:
             os.close(self._lock)

@@ -31,6 +31,7 @@ from embodied.placement import PlacementError, PlacementPlan, Role, Topology, ma
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.modes import ENVS_PER_SIM
 from embodied.policies import check_package
+from embodied.reporting.curves import check_log
 from embodied.run.devices import (
     check_devices,
     check_simulator,
@@ -131,6 +132,8 @@ def planned(
         check_pyarrow()
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     check_speech(config, kind)
+    if learn:
+        check_log(config.run.log)
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
     config = chosen_cluster(config, len(there.nodes) > 1)
