@@ -102,14 +102,19 @@ class WandbCurves:
     def describe(self) -> str:
         """Where it goes, in a line."""
         if self.mode == "offline":
-            return f"offline, {self.folder}; to send it: wandb sync {self.folder}"
+            return f"offline; to send it: wandb sync {self.folder}"
         return f"{self.mode}, {self._run.url or self.folder}"
 
     def add(self, step: int, numbers: dict) -> None:
         self._run.log({**in_folders(numbers), "env_steps": step})
 
     def close(self, failed: bool = False) -> None:
-        self._run.finish(exit_code=int(failed), quiet=True)
+        import wandb
+
+        try:
+            self._run.finish(exit_code=int(failed))
+        except wandb.errors.Error as err:  # the run itself is over, and all of it is in metrics.jsonl
+            print(f"W&B did not get all: {err}; to send the rest: wandb sync {self.folder}", flush=True)
 
 
 def mode(environ: Any) -> str:
