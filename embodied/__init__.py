@@ -108,10 +108,11 @@ def _stop_at_once(*_: object) -> None:
 
 
 def _is_starting() -> bool:
-    """Whether Python is about to run one of our commands: `python -m embodied.train`."""
+    """Whether Python is about to run one of our commands: `python -m embodied.train`, or `embodied train`."""
     words = sys.orig_argv
     named = words[words.index("-m") + 1 :][:1] if "-m" in words else []
-    return sys.argv[:1] == ["-m"] and any(name.startswith("embodied.") for name in named)
+    ours = any(name == "embodied" or name.startswith("embodied.") for name in named)
+    return (sys.argv[:1] == ["-m"] and ours) or os.path.basename(sys.argv[0] if sys.argv else "") == "embodied"
 
 
 if _is_starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

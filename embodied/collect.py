@@ -1,4 +1,4 @@
-"""Write demonstrations: python -m embodied.collect recipe=maniskill_ppo env.task=PickCube-v1 out=demos/pickcube
+"""Collect demonstrations in a folder: python -m embodied.collect recipe=maniskill_ppo out=demos/pushcube
 
 An expert of the task plays (or the policy that `checkpoint` names) in sim workers, which record what it sees and does;
 the driver puts the episodes worth keeping into one dataset.

@@ -12,7 +12,9 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
@@ -35,6 +37,7 @@ from embodied.system.machine import (
 
 OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
 GIB = 1 << 30
+AT_ONCE = 4  # checks, at most: a simulator takes a gigabyte
 NEWEST, OLDEST = (3, 12), (3, 11)
 # Beside a torch without CUDA these break the import of other packages.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "timm")
@@ -61,13 +64,21 @@ def start(argv: list[str]) -> int:
 
 
 def examine(machine: Machine, as_json: bool, checks: Sequence[Check] | None = None) -> int:
-    """Run the checks one after the other and print each finding as it comes; returns the exit code."""
+    """Run the checks, as many at once as there are cores, and print the findings in their order, each as soon as it can
+    be; returns the exit code."""
     findings: list[Finding] = []
-    for check in CHECKS if checks is None else checks:
-        for finding in check(machine):
-            findings.append(finding)
-            if not as_json:
-                print(describe(finding), flush=True)
+    with ThreadPoolExecutor(max(1, min(machine.cores(), AT_ONCE))) as pool:
+        begun = [pool.submit(check, machine) for check in (CHECKS if checks is None else checks)]
+        try:
+            for check in begun:
+                for finding in check.result():
+                    findings.append(finding)
+                    if not as_json:
+                        print(describe(finding), flush=True)
+        except BaseException:  # Ctrl-C: nobody waits for what a simulator is still drawing
+            pool.shutdown(wait=False, cancel_futures=True)
+            machine.stop()
+            raise
     failed, warned = (sum(finding.state == state for finding in findings) for state in (FAILED, WARNING))
     if as_json:
         print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
@@ -196,25 +207,16 @@ def check_vulkan(machine: Machine) -> list[Finding]:
     return [Finding("Vulkan driver", OK, machine.environ.get("VK_ICD_FILENAMES") or "the system's")]
 
 
-def check_frames(machine: Machine) -> list[Finding]:
-    """Draws a frame of every installed simulator, as a run draws it."""
-    findings = []
-    for kind, need in ENVS.items():
-        if kind not in PLUGINS:
-            continue
-        name = f"{kind} frame"
-        missing = absent(need, machine)
-        if missing:
-            detail = f"not installed: {', '.join(missing)}"
-            findings.append(Finding(name, ABSENT, detail, install(need, machine)))
-            continue
-        done = machine.probe("frame", kind)
-        if done.problem:
-            fix = "python -m embodied.vulkan" if need.vulkan else EGL_FIX
-            findings.append(Finding(name, FAILED, done.problem, fix))
-        else:
-            findings.append(Finding(name, OK, f"{done.answer['task']}, physics {done.answer['backend']}"))
-    return findings
+def check_frame(kind: str, machine: Machine) -> list[Finding]:
+    """Draws a frame of a simulator, if it is installed, as a run draws it."""
+    name, need = f"{kind} frame", ENVS[kind]
+    if missing := absent(need, machine):
+        return [Finding(name, ABSENT, f"not installed: {', '.join(missing)}", install(need, machine))]
+    done = machine.probe("frame", kind)
+    if done.problem:
+        fix = "python -m embodied.vulkan" if need.vulkan else EGL_FIX
+        return [Finding(name, FAILED, done.problem, fix)]
+    return [Finding(name, OK, f"{done.answer['task']}, physics {done.answer['backend']}")]
 
 
 EGL_FIX = "apt-get install -y --no-install-recommends libegl1 libgl1 libosmesa6"
@@ -241,18 +243,15 @@ def check_ffmpeg(machine: Machine) -> list[Finding]:
     return [Finding("ffmpeg", OK, f"two frames are an mp4 of {done.answer['bytes']} bytes")]
 
 
-def check_scoring(machine: Machine) -> list[Finding]:
-    """Scores an answer with each library that text envs ask."""
-    findings = []
-    for kind, need in TEXT_ENVS.items():
-        if missing := absent(need, machine):
-            detail = f"not installed: {', '.join(missing)}; only env.name={kind} needs it"
-            findings.append(Finding(f"{kind} scoring", ABSENT, detail, install(need, machine)))
-        elif problem := machine.probe("scoring", kind).problem:
-            findings.append(Finding(f"{kind} scoring", FAILED, problem, set_up()))
-        else:
-            findings.append(Finding(f"{kind} scoring", OK, f"{need} {machine.version(need.packages[0])}"))
-    return findings
+def check_scoring(kind: str, machine: Machine) -> list[Finding]:
+    """Scores an answer with the library that this kind of text env asks."""
+    need = TEXT_ENVS[kind]
+    if missing := absent(need, machine):
+        detail = f"not installed: {', '.join(missing)}; only env.name={kind} needs it"
+        return [Finding(f"{kind} scoring", ABSENT, detail, install(need, machine))]
+    if problem := machine.probe("scoring", kind).problem:
+        return [Finding(f"{kind} scoring", FAILED, problem, set_up())]
+    return [Finding(f"{kind} scoring", OK, f"{need} {machine.version(need.packages[0])}")]
 
 
 def check_language(machine: Machine) -> list[Finding]:
@@ -378,10 +377,10 @@ CHECKS: tuple[Check, ...] = (
     check_torch,
     check_ffmpeg,
     check_vulkan,
-    check_frames,
+    *(partial(check_frame, kind) for kind in ENVS if kind in PLUGINS),
     check_egl,
     check_assets,
-    check_scoring,
+    *(partial(check_scoring, kind) for kind in TEXT_ENVS),
     check_language,
     check_ray,
 )

@@ -224,7 +224,7 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
             evaluator = Evaluator(workers)
             dataset = out / "dataset" / part
             if kept is None:  # what is refused leaves nothing behind
-                kept = PartialEvaluation(out, asked_for(parts, target.config, policy), policy)
+                kept = PartialEvaluation(out, asked_for(parts, target.config, policy), policy, tell=launch.say)
                 if kept.finished:
                     print(f"going on    {kept} were over already", flush=True)
             with going_on_later(kept):
@@ -255,8 +255,11 @@ def going_on_later(kept: PartialEvaluation) -> Iterator[None]:
         raise
 
 
-def begin_in_run(evaluator: Evaluator, out: Path, checkpoint: Path) -> PartialEvaluation:
-    """The evaluation of the version that acts now and was saved there, new or begun earlier."""
+def begin_in_run(
+    evaluator: Evaluator, out: Path, checkpoint: Path, tell: Callable[[str], None] = launch.say
+) -> PartialEvaluation:
+    """The evaluation of the version that acts now and was saved there, new or begun earlier. `tell` gets lines that say
+    how far it is."""
     policy = {
         "name": checkpoint.name,
         "family": evaluator.config.policy.name,
@@ -264,7 +267,7 @@ def begin_in_run(evaluator: Evaluator, out: Path, checkpoint: Path) -> PartialEv
         "sha256": read_json(checkpoint / MANIFEST)["files"].get(WEIGHTS),
     }
     config = evaluator.config
-    return PartialEvaluation(out, asked_for([(config, None)], config.policy, policy), policy)
+    return PartialEvaluation(out, asked_for([(config, None)], config.policy, policy), policy, tell=tell)
 
 
 def evaluate_in_run(evaluator: Evaluator, kept: PartialEvaluation, stop: Callable[[], bool]) -> dict[str, Any] | None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from embodied.config.merge import recipe_file, recipe_names
 from embodied.config.recipe import load
+from embodied.config.recipe_files import recipe_file, recipe_names
 from embodied.core.errors import ConfigError
 from embodied.envs import PLUGINS, env_class
 from embodied.envs.config import ENV_CONFIGS, TOY_TASKS, EnvConfig, kind_of

@@ -100,6 +100,8 @@ def follow(
             folder.record(placement=asdict(plan))
             console.say(launch.describe(config, plan, weights=checkpoint))
             console.say(launch.describe_saving(config))
+            for line in folder.log.begin(config.run.log):
+                console.say(line)
             console.say(f"results     {folder.path}")
             train(program, config, plan, origin, folder, checkpoint, console, interruption, clock)
     return interruption.exit_code
@@ -245,12 +247,14 @@ def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption, 
     """Evaluate the version that was saved, or resumed from, now or `beside` the next rollout; what an interruption
     leaves is resumed with the run."""
     version = loop.version
-    kept = begin_in_run(loop.evaluator, folder.evaluation(version), folder.checkpoints / name_of(version))
+    evaluation, checkpoint = folder.evaluation(version), folder.checkpoints / name_of(version)
+    kept = begin_in_run(loop.evaluator, evaluation, checkpoint, console.now)
     console.evaluating(version, kept.num_episodes, len(kept.finished), beside)
 
     def finish() -> None:
         if results := evaluate_in_run(loop.evaluator, kept, stop=lambda: interruption.requested):
             console.evaluated(version, results)
+            folder.log.evaluated(version, results)
         else:
             console.not_evaluated(version, kept)
         report_or_say_why(folder.path)

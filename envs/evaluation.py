@@ -27,7 +27,7 @@ from embodied.runtime import Channel, Timers
 
 if TYPE_CHECKING:
     from embodied.datasets import EpisodeBuffer
-    from embodied.reporting.videos import VideoWriter
+    from embodied.reporting.videos import Caption, VideoWriter
 
 
 class ActionSource(Protocol):
@@ -152,7 +152,8 @@ class VideoRecorder:
         if problem:
             print(f"no videos: {problem}", file=sys.stderr)
         self.open: dict[int, VideoWriter] = {}
-        self.captions: dict[int, Caption] = {}
+        self.courses: dict[int, Course] = {}
+        self.newest: dict[int, np.ndarray] = {}  # the last frame, which waits for the outcome to be written below it
 
     def __enter__(self) -> VideoRecorder:
         return self
@@ -167,21 +168,23 @@ class VideoRecorder:
             from embodied.reporting.videos import VideoWriter
         for row, spec in wanted:
             self.open[row] = VideoWriter(self.recording.videos, fps=self.env.env_spec.control_hz)
-            self.captions[row] = Caption(spec.task if instructions is None else instructions[row])
+            words = spec.task if instructions is None else instructions[row]
+            self.courses[row] = Course(words, self.env.env_spec.has_success)
         self._add_frames([row for row, _ in wanted])
 
     def decided(self, rows: np.ndarray, values: np.ndarray) -> None:
         """The policy or expert has decided for these rows."""
         for row, value in zip(rows, values, strict=False):  # an expert gives none
-            if int(row) in self.captions:
-                self.captions[int(row)].value = float(value)
+            if int(row) in self.courses:
+                self.courses[int(row)].value = float(value)
 
     def on_frame(self, active: np.ndarray) -> None:
         """Called by the env after each env step with the rows that took it."""
         rewards, success = self.env.last_step()
         rows = [row for row in self.open if active[row]]
+        self._write(rows)
         for row in rows:
-            self.captions[row].stepped(float(rewards[row]), bool(success[row]))
+            self.courses[row].stepped(float(rewards[row]), bool(success[row]))
         self._add_frames(rows)
 
     def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
@@ -189,25 +192,36 @@ class VideoRecorder:
             writer = self.open.pop(int(row), None)
             if not writer:
                 continue
+            frame = self.newest.pop(int(row))
             if self.recording.failures_only and outcome.success_once is not False:
                 writer.discard()
             else:
+                self.courses[int(row)].over = True
+                writer.add(self._captioned(int(row), frame))
                 writer.finish(name_of_video(outcome))
 
+    def _write(self, rows: list[int]) -> None:
+        """Write the newest frame of these rows: another comes."""
+        for row in rows:
+            self.open[row].add(self._captioned(row, self.newest[row]))
+
+    def _captioned(self, row: int, frame: np.ndarray) -> np.ndarray:
+        if not self.recording.overlay:
+            return frame
+        from embodied.reporting.videos import captioned
+
+        return captioned(frame, self.courses[row].caption())
+
     def _add_frames(self, rows: list[int]) -> None:
-        """Add a frame of each of these rows, with the cameras and the caption that were asked for."""
+        """Draw a frame of each of these rows, with the cameras that were asked for."""
         if not rows:
             return
-        from embodied.reporting.videos import beside, captioned
+        from embodied.reporting.videos import beside
 
         frames = self.env.render_rows(np.array(rows))
         images = self.env.observe(np.array(rows)).get("images", {}) if self.recording.cameras else {}
         for row, frame in zip(rows, frames, strict=True):
-            if images:
-                frame = beside(frame, [camera[row] for camera in images.values()])
-            if self.recording.overlay:
-                frame = captioned(frame, self.captions[row].lines())
-            self.open[row].add(frame)
+            self.newest[row] = beside(frame, [camera[row] for camera in images.values()]) if images else frame.copy()
 
 
 def no_encoder() -> str:
@@ -216,24 +230,41 @@ def no_encoder() -> str:
     return encoder_problem()
 
 
-class Caption:
-    """What is written under a frame: the instruction, and how the episode has gone so far."""
+class Course:
+    """How an episode goes, for what is written under its frames."""
 
-    def __init__(self, instruction: str) -> None:
-        self.instruction = instruction
+    def __init__(self, words: str, has_success: bool) -> None:
+        self.words, self.has_success = words, has_success
         self.step, self.reward, self.total = 0, 0.0, 0.0
         self.value: float | None = None
+        self.first_success: int | None = None  # the env step
         self.success = False
+        self.over = False
 
     def stepped(self, reward: float, success: bool) -> None:
         self.step += 1
         self.reward, self.success = reward, success
         self.total += reward
+        if success and self.first_success is None:
+            self.first_success = self.step
 
-    def lines(self) -> list[str]:
-        value = "" if self.value is None else f"  value {self.value:.2f}"
-        numbers = f"step {self.step}  reward {self.reward:.2f}  return {self.total:.2f}{value}"
-        return [self.instruction, numbers + ("  SUCCESS" if self.success else "")]
+    def caption(self) -> Caption:
+        from embodied.reporting.videos import Caption
+
+        known = {"step": self.step, "reward": self.reward, "return": self.total, "value": self.value}
+        numbers = ["" if number is None else f"{name} {short(number)}" for name, number in known.items()]
+        return Caption(self.outcome() if self.has_success else "", tuple(numbers), self.words)
+
+    def outcome(self) -> str:
+        if self.first_success is None:
+            return "FAILURE" if self.over else "no success yet"
+        lost = "" if self.success else ", lost"
+        return f"SUCCESS at step {self.first_success}{lost}"
+
+
+def short(number: float) -> str:
+    """12, 0.25, -3.10, 1234"""
+    return f"{number:.2f}" if isinstance(number, float) and abs(number) < 100 else f"{number:.0f}"
 
 
 def name_of_video(outcome: EpisodeResult) -> str:

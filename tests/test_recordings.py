@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from embodied import evaluate
+from embodied.envs.evaluation import Course
 from embodied.reporting.results import read_results
-from embodied.reporting.videos import beside, captioned
+from embodied.reporting.videos import Caption, beside, captioned
 
 INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
 SWITCH = [*INLINE, "env.name=scripted:Switch", "env.on_success=continue", "env.num_envs=4", "run.dir=runs"]
@@ -71,7 +72,7 @@ def test_films_of_failures_change_no_result():
 
 
 def test_cameras_stand_beside_the_scene_and_the_caption_below():
-    wide, low = 64, 32 + 2 * 12 + 6
+    wide = 64
     folder, _ = run(*EVEN, "eval.videos=1", "eval.failure_videos=0", "env.kwargs={images: true}", "eval.cameras=true")
     (film,) = films(folder)
     shown = frames_of(folder / "videos" / film, 32, wide)
@@ -80,7 +81,11 @@ def test_cameras_stand_beside_the_scene_and_the_caption_below():
         assert np.abs(frame[8, [8, 56]].astype(int) - 30 * step).max() <= 3
     folder, _ = run(*EVEN, "eval.videos=1", "eval.failure_videos=0", "eval.overlay=true")
     (film,) = films(folder)
-    assert frames_of(folder / "videos" / film, low, 32).shape[0] == 7
+    low = len(captioned(np.zeros((32, 32, 3), np.uint8), Caption("SUCCESS", ("",) * 4, "switch")))
+    shown = frames_of(folder / "videos" / film, low, 32)
+    assert len(shown) == 7 and "_success_" in film
+    greener = [int(frame[35:47, :, 1].max()) - int(frame[35:47, :, 0].max()) for frame in shown]
+    assert greener[0] < 10 < greener[-1]  # the outcome stands first
 
 
 def test_inside_a_chunk_only_the_cameras_of_filmed_episodes_are_drawn():
@@ -100,12 +105,45 @@ def test_a_mosaic_shows_all_films_framed_by_outcome():
         assert (green > red) == one.success_once
 
 
-def test_captions_are_cut_where_the_picture_ends():
+@pytest.mark.parametrize("side", [32, 64, 128, 512])
+def test_a_caption_begins_with_the_outcome_and_fits_below_the_frame(side):
+    frame = np.full((side, side, 3), 200, np.uint8)
+    words = "put the black bowl between the plate and the ramekin on the plate, then open the drawer " * 3
+    numbers = ("step 123", "reward -10.25", "return 1234", "value 0.92")
+    shown = {
+        outcome: captioned(frame, Caption(outcome, numbers, words))
+        for outcome in ("SUCCESS at step 123, lost", "FAILURE", "no success yet")
+    }
+    assert len({one.shape for one in shown.values()}) == 1, "all frames of a video are equally large"
+    for one in shown.values():
+        assert one.shape[1] == side and (one[:side] == 200).all()
+        assert (one[side:, -2:] == one[-1, -1]).all(), "nothing is cut off by the edge"
+    first = {
+        outcome[:2]: one[side : side + 12 + side // 32].reshape(-1, 3).max(axis=0) for outcome, one in shown.items()
+    }
+    assert first["SU"][1] > first["SU"][0] and first["FA"][0] > first["FA"][1]
+    assert np.ptp(first["no"].astype(int)) < 3
+
+
+def test_the_caption_says_how_the_episode_goes_and_in_the_end_went():
+    course = Course("push", True)
+    assert course.caption() == Caption("no success yet", ("step 0", "reward 0.00", "return 0.00", ""), "push")
+    course.stepped(-0.5, False)
+    course.value = 250.0
+    course.stepped(0.25, True)
+    assert course.caption() == Caption(
+        "SUCCESS at step 2", ("step 2", "reward 0.25", "return -0.25", "value 250"), "push"
+    )
+    course.stepped(0.0, False)
+    course.over = True
+    assert course.caption().outcome == "SUCCESS at step 2, lost"
+    failed, without = Course("push", True), Course("push", False)
+    failed.over = without.over = True
+    assert (failed.caption().outcome, without.caption().outcome) == ("FAILURE", "")
+
+
+def test_other_frames_stand_beside_as_high_as_the_first():
     frame = np.full((40, 120, 3), 200, np.uint8)
-    caption = captioned(frame, ["push the very long instruction into the corner " * 3, "step 1"])
-    assert caption.shape[1] == 120 and len(caption) > 60
-    assert (caption[:40] == 200).all() and caption[40:].max() > 150
-    assert (caption[40:, -3:] == caption[-1, -1]).all()
     assert beside(frame, [np.zeros((20, 10, 3), np.uint8)]).shape == (40, 140, 3)
 
 

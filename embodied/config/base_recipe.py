@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied.config.merge import Source, recipe_names
+from embodied.config.merge import Source
+from embodied.config.recipe_files import recipe_names
 from embodied.envs import env_that_knows
 from embodied.policies.config import ANSWERING
 from embodied.run.hub import is_hub_id

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import yaml
 
 from embodied.config.schema import nearest_key
+from embodied.config.usual_names import usual
 
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}
 
@@ -133,18 +134,22 @@ def parse(argv: list[str], recipes: list[str]) -> Arguments:
 
 def _not_an_override(key: str, equals: str, text: str, recipes: list[str]) -> str | None:
     bare = key.lstrip("+-~")
+    ours = usual(bare) if recipes else bare
+    if key.startswith("-") and not equals and ours != bare:
+        return f"{key}: write {ours}=VALUE; keys are set without {key[: len(key) - len(bare)]}"
     if key.startswith("-") and not equals:
         near = nearest_key(key, list(FLAGS))
         return f"{key}: unknown option{near}; options: --help, --cfg, --dry-run; settings: key=value"
     if key.startswith(("--", "+")):
-        return f"{key}={text}: write {bare}={text or '...'}; keys are set without {key[: len(key) - len(bare)]}"
+        return f"{key}={text}: write {ours}={text or '...'}; keys are set without {key[: len(key) - len(bare)]}"
     if key.startswith("~"):
         return f"{key}: a key cannot be deleted; write {bare}=null if it may be empty, or {bare}=VALUE"
     if not equals:
         guess = f"recipe={key}" if key in recipes else "key=value, for example algo.lr=1e-4"
         return f"{key!r} is not a setting; write {guess}"
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[\w,+-]+)*", key):
-        return f"{key}={text}: {key!r} is not a key; write key=value, for example algo.lr=1e-4"
+        example = f"{ours}={text}" if ours != bare else "key=value, for example algo.lr=1e-4"
+        return f"{key}={text}: {key!r} is not a key; write {example}"
     if not text.strip():
         return f"{key}= has no value; to set it to nothing write {key}=null"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 from types import UnionType
@@ -11,8 +12,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from embodied.config.cli import write_yaml
-from embodied.config.merge import recipe_words
+from embodied.config.recipe_files import RECIPES, by_family, recipe_names
 from embodied.config.schema import Section, leaves
+from embodied.config.usual_names import USUAL, as_word, hint
 
 if TYPE_CHECKING:
     from embodied.config.recipe import Command
@@ -26,36 +28,76 @@ SEVERAL = {
 }  # of embodied.train, for several runs (run/several.py)
 
 
-def help_text(command: Command, schema: Section) -> str:
-    """The answer to --help."""
+def help_text(command: Command, schema: Section, words: Sequence[str] = ()) -> str:
+    """The answer to --help; with words, only the keys that these name, or whose meaning has them."""
+    if words:
+        return found_text(command, schema, words)
     first = next((key for key in command.own if key != "program"), "recipe")
     own = command.own | (SEVERAL if command.name == "train" else {})
-    recipes = f"  {'recipe':<{INDENT}}{recipe_words()}"
     lines = [
         f"{command.purpose}",
         "",
         f"usage: python -m embodied.{command.name} {first}={'NAME' if first == 'recipe' else '...'} [key=value ...] "
-        "[--cfg | --dry-run | --help]",
+        "[--cfg | --dry-run | --help [WORD]]",
         "",
-        *wrap(recipes, WIDTH, subsequent_indent=" " * (INDENT + 2), break_on_hyphens=False),
-        *[f"  {key:<{INDENT}}{meaning}" for key, meaning in own.items()],
-        f"  {'--cfg':<{INDENT}}print the resolved recipe and where each value comes from; it can be saved and loaded",
-        f"  {'--dry-run':<{INDENT}}check everything and say what would run where, then stop",
+        *recipe_lines(),
+        *[line for key, meaning in own.items() for line in wrapped(key, meaning)],
+        *wrapped("--cfg", "print the resolved recipe and where each value comes from; it can be saved and loaded"),
+        *wrapped("--dry-run", "check everything and say what would run where, then stop"),
+        *wrapped("--help WORD", "only the keys of a section, or with this in their name: --help algo, --help lr"),
         "",
         "Values are YAML: algo.lr=1e-4  policy.hidden='[64, 64]'  algo.target_kl=null",
         "In a recipe file, `extends: NAME` starts from another one. Defaults are in brackets; a key that only some",
         "kinds of env, policy or algorithm have is marked with them.",
+        *key_lines(entries(command, schema)),
     ]
-    section = ""
-    for (key, text), owners in entries(command, schema).items():
+    return "\n".join(lines)
+
+
+def found_text(command: Command, schema: Section, words: Sequence[str]) -> str:
+    """The keys that these words name; for a word that none has in its name, those whose meaning has it."""
+    every = entries(command, schema)
+    keys = list(dict.fromkeys(key for key, _ in every))
+    lines, chosen = [], {}
+    for word in map(as_word, words):
+        if word == "recipe":
+            lines += recipe_lines()
+            continue
+        lines += [line for key in command.own if key == word for line in wrapped(key, command.own[key])]
+        named = [key for key in keys if word in key.split(".")[:-1]] or [key for key in keys if word in key]
+        named += [key for key in USUAL.get(word, ()) if key in keys]
+        found = {at: owners for at, owners in every.items() if at[0] in named}
+        found = found or {at: owners for at, owners in every.items() if word in at[1].lower()}
+        chosen |= found
+        if not (found or lines):
+            lines.append(f"no key of {command.name} has {word!r} in its name or meaning{hint(word, keys)}")
+    return "\n".join([*lines, *key_lines(chosen)]).strip("\n")
+
+
+def recipe_lines() -> list[str]:
+    """The recipes by family, and how one is named."""
+    lines = wrapped("recipe", "a name of these, one of recipes/tiny (python -m embodied.list), or path/to/my.yaml")
+    for family, names in by_family(recipe_names(RECIPES)).items():
+        lines += wrapped(f"  {family}", ", ".join(names))
+    return lines
+
+
+def key_lines(found: dict[tuple[str, str], list[str]]) -> list[str]:
+    """The keys with their meaning, an empty line before each section."""
+    lines, section = [], ""
+    for (key, text), owners in found.items():
         head = key.partition(".")[0]
         if head != section:
             section = head
             lines.append("")
         kind = f"({', '.join(owners)}) " if owners[0] else ""
-        line = f"  {key:<{INDENT - 1}} {kind}{text}"
-        lines += wrap(line, WIDTH, subsequent_indent=" " * (INDENT + 4), break_on_hyphens=False)
-    return "\n".join(lines)
+        lines += wrapped(key, f"{kind}{text}")
+    return lines
+
+
+def wrapped(key: str, text: str) -> list[str]:
+    line = f"  {key:<{INDENT - 1}} {text}"
+    return wrap(line, WIDTH, subsequent_indent=" " * (INDENT + 4), break_on_hyphens=False)
 
 
 def entries(command: Command, schema: Section) -> dict[tuple[str, str], list[str]]:

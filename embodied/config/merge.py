@@ -14,13 +14,11 @@ from typing import Any
 
 import yaml
 
-from embodied import recipes
 from embodied.config.cli import read_yaml, yaml_problem
+from embodied.config.recipe_files import RECIPES, recipe_file, recipe_names, recipe_words
 from embodied.config.schema import Section, choices, nearest_key, path_mark
 from embodied.core.errors import ConfigError
 
-RECIPES = Path(recipes.__file__).resolve().parent
-TINY = RECIPES / "tiny"  # VLAs of a few million parameters, for a laptop
 COMMAND_LINE = "command line"
 Key = tuple[str, ...]
 ENV_NAME, ENV_TASK = ("env", "name"), ("env", "task")
@@ -70,22 +68,6 @@ class Tree:
             values.pop(key[-1], None)
         for known in [known for known in self.sources if known == path or known.startswith(path + ".")]:
             del self.sources[known]
-
-
-def recipe_names(*folders: Path) -> list[str]:
-    """Names of the recipes that come with the package, or of those in these folders; tiny ones last."""
-    return [name for folder in folders or (RECIPES, TINY) for name in sorted(p.stem for p in folder.glob("*.yaml"))]
-
-
-def recipe_file(name: str) -> Path:
-    """The file of one of our recipes."""
-    path = RECIPES / f"{name}.yaml"
-    return path if path.is_file() else TINY / path.name
-
-
-def recipe_words() -> str:
-    """What `recipe=` may be, for --help."""
-    return f"{', '.join(recipe_names(RECIPES))}, one of recipes/tiny (python -m embodied.list), or path/to/my.yaml"
 
 
 def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Source]:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import ErrorDetails
 
 from embodied.config.merge import Tree
 from embodied.config.schema import Section, choices, leaves, nearest_key
+from embodied.config.usual_names import hint
 from embodied.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import Command
 
 
 def config_error(problems: Iterable[str]) -> ConfigError:
@@ -24,7 +28,9 @@ def config_error(problems: Iterable[str]) -> ConfigError:
     return ConfigError(f"{len(lines)} mistakes:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def explain(errors: list[ErrorDetails], root: Section, tree: Tree, incomplete: bool = False) -> list[str]:
+def explain(
+    errors: list[ErrorDetails], root: Section, tree: Tree, incomplete: bool = False, command: Command | None = None
+) -> list[str]:
     """pydantic's errors, a line each. If a source could not be read (`incomplete`), missing keys are left out."""
     lines = []
     for error in errors:
@@ -32,18 +38,18 @@ def explain(errors: list[ErrorDetails], root: Section, tree: Tree, incomplete: b
             len(e["loc"]) > len(error["loc"]) and e["loc"][: len(error["loc"])] == error["loc"] for e in errors
         )
         if not follows and not (incomplete and error["type"] == "missing"):
-            lines += _explain(error, root, tree)
+            lines += _explain(error, root, tree, command)
     return lines
 
 
-def _explain(error: ErrorDetails, root: Section, tree: Tree) -> list[str]:
+def _explain(error: ErrorDetails, root: Section, tree: Tree, command: Command | None) -> list[str]:
     path = key_of(error["loc"], root)
     kind = error["type"]
     if kind == "union_tag_invalid":  # a section of a name that no variant has
         path, error = f"{path}.name", {**error, "input": error["ctx"]["tag"]}
     if kind == "extra_forbidden":
         set_below = [key for key in tree.sources if key == path or key.startswith(path + ".")]
-        return [unknown_key(key, root, tree) for key in set_below or [path]]
+        return [unknown_key(key, root, tree, command) for key in set_below or [path]]
     if kind == "value_error":
         text = str(error["ctx"]["error"])
         if re.match(r"[a-z]+(\.\w+)*=", text) or "\n" in text:
@@ -74,7 +80,7 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
     return text[0].lower() + text[1:]
 
 
-def unknown_key(path: str, root: Section, tree: Tree) -> str:
+def unknown_key(path: str, root: Section, tree: Tree, command: Command | None) -> str:
     """The answer to an unknown key: the nearest key of what is configured, or the variant that has this one."""
     if path == "recipe":
         return f"recipe: a recipe names its base with `extends`{came_from([path], tree)}"
@@ -85,7 +91,9 @@ def unknown_key(path: str, root: Section, tree: Tree) -> str:
         variants = " or ".join(f"{section_path}.name={tag}" for tag in owners)
         return f"{path} is a key of {variants}, but {section_path}.name is {chosen}{came_from([path], tree)}"
     known = [key for key, _, only in leaves(root) if not only or only == chosen_variant(key, root, tree)]
-    return f"{path}: unknown key{nearest_key(path, known)}{came_from([path], tree)}"
+    if command:
+        known = ["recipe", *command.own, *(key for key in known if not command.ignores(key))]
+    return f"{path}: unknown key{hint(path, list(dict.fromkeys(known)))}{came_from([path], tree)}"
 
 
 def chosen_variant(path: str, root: Section, tree: Tree) -> str | None:
@@ -97,7 +105,7 @@ def chosen_variant(path: str, root: Section, tree: Tree) -> str | None:
 
 def allowed_words(path: str, root: Section, tree: Tree) -> list[Any]:
     """The fixed words that a key takes."""
-    *above, name = path.split(".")
+    *above, name = re.sub(r"(\.\d+)+$", "", path).split(".")  # without the place in a list
     section = root.at(above)
     if section is None:
         return []

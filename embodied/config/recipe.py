@@ -6,30 +6,32 @@ sections. Nothing imported from here needs torch, Ray or a simulator.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
 from embodied.config.base_recipe import base_recipe, has_options, own_classes, texts, without_recipe
 from embodied.config.cli import from_python, parse
+from embodied.config.collect_section import CollectSection
 from embodied.config.merge import (
     COMMAND_LINE,
     Source,
     Tree,
     flatten,
     lay,
-    recipe_names,
     recipe_sources,
     with_own_task,
 )
 from embodied.config.mistakes import config_error, explain
+from embodied.config.recipe_files import recipe_names
 from embodied.config.schema import root
 from embodied.core.errors import ConfigError
-from embodied.core.options import LocalPath, PathOrRecipe, Strict
+from embodied.core.options import LocalPath, PathOrRecipe, Strict, one_or_several
 from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
 from embodied.learners.config import LearnerConfig
 from embodied.placement.config import PlacementConfig
@@ -67,6 +69,12 @@ class RunSection(Strict):
     )
     trace: int = Field(
         5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
+    )
+
+    log: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(one_or_several)] = Field(
+        ("tensorboard",),
+        description="Curves besides metrics.jsonl: any of tensorboard, wandb, which sends nothing unless WANDB_MODE or "
+        "WANDB_API_KEY ask for it.",
     )
 
     @field_validator("name")
@@ -163,18 +171,6 @@ class EvalSection(Strict):
         ge=0,
         le=1,
         description="How random actions are: 0 takes the best one, 1 samples as in training, 0.5 has half the noise.",
-    )
-
-
-class CollectSection(Strict):
-    episodes: int = Field(50, gt=0, description="Episodes that are played, never those of training or evaluation.")
-    expert: Literal["scripted", "planner"] = Field("scripted", description="Our script or ManiSkill's motion planner.")
-    keep: Literal["successes", "all"] = Field("successes", description="Which of them become demonstrations.")
-    noise: float = Field(
-        0.0,
-        ge=0,
-        description="Deviation of the noise on the actions that are played; recorded is what was wanted, so that the "
-        "demonstrations show how to recover.",
     )
 
 
@@ -485,7 +481,7 @@ def load(argv: list[str], entry: str = "train") -> Loaded | None:
     if "checkpoint" in command.own and "--help" not in arguments.flags and has_options(arguments.values):
         command = replace(command, unused=tuple(name for name in command.unused if name != "policy"))
     if "--help" in arguments.flags:
-        print(help_text(command, root(RunConfig)))
+        print(help_text(command, root(RunConfig), [word for word in argv if re.fullmatch(r"[\w.]+", word)]), flush=True)
         return None
     loaded = _load(arguments.values, arguments.problems, frozenset(arguments.flags), command)
     if "--cfg" in loaded.flags:
@@ -523,7 +519,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     try:
         config = RunConfig.model_validate(tree.values, context={"unused": command.unused})
     except ValidationError as err:
-        problems += explain(err.errors(), schema, tree, incomplete)
+        problems += explain(err.errors(), schema, tree, incomplete, command)
     if problems:
         raise config_error(tree.doubts + problems)
     return Loaded(config, tree.sources, flags, own)

@@ -32,6 +32,11 @@ class Strict(BaseModel):
         return value
 
 
+def one_or_several(value: Any) -> Any:
+    """A list for a single word."""
+    return [value] if isinstance(value, str) else value
+
+
 @dataclass(frozen=True)
 class BelongsToFile:
     """Marks a path: a relative one means relative to the recipe file that states it, or to the working directory.

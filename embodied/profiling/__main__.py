@@ -1,4 +1,4 @@
-"""python -m embodied.profiling recipe=maniskill_ppo: see `measure`."""
+"""Measure what a recipe costs on this machine, for plans: python -m embodied.profiling recipe=maniskill_ppo"""
 
 from embodied.profiling.measure import main
 

@@ -1,4 +1,4 @@
-"""What a run says as it goes: on the console, in logs/driver.log, in metrics.jsonl and as TensorBoard's curves.
+"""What a run says as it goes: on the console, in logs/driver.log, in metrics.jsonl and as curves (`run.log`).
 
 The console shows the plan first, then one live line (off a terminal a plain line per iteration), then the results. It
 keeps the running means that both the line and metrics.jsonl show.
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from io import StringIO
+from io import FileIO, StringIO
 from pathlib import Path
 from shlex import quote
 
 from embodied.core.files import replace_text
 from embodied.core.types import EpisodeResult
-from embodied.reporting.results import describe_results, warn_of_errors
+from embodied.reporting.curves import Curves, TensorBoardCurves, WandbCurves
+from embodied.reporting.results import describe_results, evaluation_numbers, warn_of_errors
 from embodied.reporting.success_stats import text_numbers
 from embodied.reporting.transcripts import TRANSCRIPTS
 
@@ -182,8 +181,18 @@ class RunLog:
     def __init__(self, run: Path) -> None:
         self.path = run
         self.metrics = run / "metrics.jsonl"
-        self._file = None
-        self._curves = None
+        self._file: FileIO | None = None
+        self._curves: list[Curves] = []
+        self._tensorboard = True  # to be opened with the first row
+
+    def begin(self, names: Sequence[str]) -> list[str]:
+        """Write the curves of `run.log`; returns lines that say where those of others go."""
+        self._tensorboard = "tensorboard" in names
+        if "wandb" not in names:
+            return []
+        found = WandbCurves(self.path)
+        self._curves.append(found)
+        return [f"wandb       {found.describe()}"]
 
     def note(self, text: str) -> None:
         """Write a line of the console into logs/driver.log."""
@@ -192,24 +201,52 @@ class RunLog:
 
     def row(self, row: dict) -> None:
         """Write one iteration's numbers."""
-        if self._curves is None:
+        if self._file is None:
             self._file = self.metrics.open("ab", buffering=0)  # nothing is left to flush later
-            self._curves = Curves(self.path / "tensorboard")
         self._file.write((json.dumps(row) + "\n").encode())
-        self._curves.add(row["env_steps"], row)
+        self._point(row["env_steps"], row)
+
+    def evaluated(self, version: int, results: dict) -> None:
+        """Add an evaluation's figures to the row of the iteration that made this version, and to the curves."""
+        rows = self._rows()
+        row = next((row for row in reversed(rows) if row["policy_version"] == version), None)
+        if row is None:  # of the policy that training began with
+            return
+        figures = evaluation_numbers(results)
+        row.update(figures)
+        self._rewrite(rows)
+        self._point(row["env_steps"], figures)
 
     def keep_rows(self, iteration: int) -> None:
         """Drop the rows of iterations after `iteration`: a resumed run makes them again."""
         if self.metrics.is_file():
-            rows = map(row_of, self.metrics.read_text(errors="replace").splitlines())
-            kept = [row for row in rows if row and row["iteration"] <= iteration]
-            replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+            self._rewrite([row for row in self._rows() if row["iteration"] <= iteration])
 
-    def close(self) -> None:
-        for file in (self._file, self._curves):
-            if file is not None:
-                file.close()
-        self._file = self._curves = None
+    def close(self, failed: bool = False) -> None:
+        if self._file is not None:
+            self._file.close()
+        for curves in self._curves:
+            curves.close(failed)
+        self._file, self._curves = None, []
+
+    def _point(self, step: int, numbers: dict) -> None:
+        if self._tensorboard:
+            self._curves.append(TensorBoardCurves(self.path / "tensorboard"))
+            self._tensorboard = False
+        for curves in self._curves:
+            curves.add(step, numbers)
+
+    def _rows(self) -> list[dict]:
+        if not self.metrics.is_file():
+            return []
+        rows = map(row_of, self.metrics.read_text(errors="replace").splitlines())
+        return [row for row in rows if row]
+
+    def _rewrite(self, rows: list[dict]) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def row_of(line: str) -> dict | None:
@@ -223,38 +260,3 @@ def row_of(line: str) -> dict | None:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-class Curves:
-    """TensorBoard's curves, written with its own record writer: no thread behind, and no torch in the driver.
-
-    One event file. A resumed run opens another beside it; TensorBoard joins them.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("ab", buffering=0)
-        self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-
-    def add(self, step: int, numbers: dict) -> None:
-        """One point of every curve; names without a folder get `run/`."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [
-            Summary.Value(tag=name if "/" in name else f"run/{name}", simple_value=float(number))
-            for name, number in numbers.items()
-            if isinstance(number, int | float)
-        ]
-        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, event) -> None:
-        self._records.write(event.SerializeToString())

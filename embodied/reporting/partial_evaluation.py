@@ -18,11 +18,13 @@ from embodied.core.errors import CheckpointError
 from embodied.core.files import replace_text
 from embodied.core.types import EpisodeResult
 from embodied.reporting.results import RESULTS, read_episodes, write_episodes
+from embodied.reporting.success_stats import figures
 from embodied.reporting.transcripts import remove_transcripts
 from embodied.run.checkpoints import read_json
 from embodied.run.folder import provenance
 
 PARTIAL = "partial.json"
+TELL_EVERY_S = 15.0
 EVERY_S = 1.0  # at least, between two writes while episodes end
 SHARE = 1 / 50  # of the time, at most, that writing takes
 
@@ -36,9 +38,10 @@ class PartialEvaluation:
         asked: dict[str, Any],
         policy: dict[str, Any],
         clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], object] = lambda line: None,
     ) -> None:
         """`asked` is everything that decides the outcome of an episode: earlier sessions with the same `asked` count.
-        `policy` is the entry in results.json."""
+        `policy` is the entry in results.json. `tell` gets a line every so often that says how far it is."""
         self.folder, self.asked, self.policy, self.clock = folder, asked, policy, clock
         self.num_episodes = asked["eval"]["episodes"]
         self.finished: dict[int, EpisodeResult] = {}
@@ -50,6 +53,9 @@ class PartialEvaluation:
         if not self.finished:
             remove_transcripts(folder)
         self.session = provenance()
+        self.tell, self.began = tell, len(self.finished)
+        self.began_s = clock()
+        self.tell_s = self.began_s + TELL_EVERY_S
         for rest in folder.glob("videos/.recording-*"):  # by workers that were killed
             rest.unlink()
         (folder / RESULTS).unlink(missing_ok=True)  # of the same version, evaluated before the run was resumed
@@ -65,6 +71,23 @@ class PartialEvaluation:
         self.changed |= len(self.finished) > before
         if self.changed and self.clock() >= self.next_s:
             self.write()
+        if self.clock() >= self.tell_s and len(self.finished) < self.num_episodes:
+            self.tell_s = self.clock() + TELL_EVERY_S
+            self.tell(self.progress())
+
+    def progress(self) -> str:
+        """How many are over, how they went, how fast, and how long the rest takes at this speed."""
+        over, found = len(self.finished), figures(list(self.finished.values()))
+        parts = [f"{over:,} of {self.num_episodes:,} episodes are over"]
+        if found["success_once"]:
+            parts.append(f"success_once {found['success_once']['rate']:.0%} of these")
+        elif found["return"] is not None:
+            parts.append(f"return {found['return']:.2f}")
+        if played := over - self.began:
+            speed = played / (self.clock() - self.began_s)
+            left_s = (self.num_episodes - over) / speed
+            parts += [f"{speed:.3g} a second", f"about {left_s:,.0f} s left"]
+        return "evaluation  " + ", ".join(parts)
 
     def write(self) -> None:
         """Write the finished episodes and partial.json."""

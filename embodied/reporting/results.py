@@ -92,6 +92,18 @@ def episode(row: dict[str, str]) -> EpisodeResult:
     return EpisodeResult(**{name: PARSERS[FIELDS[name].type](row[name]) for name in names})
 
 
+def evaluation_numbers(results: dict[str, Any]) -> dict[str, float]:
+    """The figures of an evaluation by the names of curves: eval/success_once and so on, where the env has them."""
+    overall = results["overall"]
+    text = overall.get("text", {})
+    rates = {"success_once": overall["success_once"], "success_at_end": overall["success_at_end"]}
+    rates |= {"truncated": text.get("truncated"), **{f"pass@{k}": rate for k, rate in text.get("pass", {}).items()}}
+    means = {"return": overall["return"], "length": overall["length"], "tokens": text.get("tokens")}
+    found = {name: rate["rate"] for name, rate in rates.items() if rate} | means
+    found["episodes"] = overall["episodes"]
+    return {f"eval/{name}": value for name, value in found.items() if value is not None}
+
+
 def write_comparison(folder: Path, played: dict[str, list[EpisodeResult]]) -> dict[str, Any]:
     """Write and return comparison.json: every pair of policies in the order they were named, second minus first."""
     pairs = [{"first": a, "second": b, **compare(played[a], played[b])} for a, b in combinations(played, 2)]

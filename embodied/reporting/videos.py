@@ -168,6 +168,9 @@ class VideoWriter:
 
 TEXT, PAPER, MARGIN = (235, 235, 235), (24, 24, 28), 3
 WIDEST = 640  # a wider frame gets no larger letters
+MOST_LINES = 3  # of an instruction
+WIDEST_NUMBER = "return -00.00"
+OUTCOMES = {"SUCCESS": (104, 211, 145), "FAILURE": (252, 129, 129)}
 
 
 def beside(frame: np.ndarray, others: list[np.ndarray]) -> np.ndarray:
@@ -183,17 +186,54 @@ def of_height(frame: np.ndarray, height: int) -> np.ndarray:
     return frame[rows][:, columns]
 
 
-def captioned(frame: np.ndarray, lines: list[str]) -> np.ndarray:
-    """The frame with lines of text below it, so that they hide nothing; a line that is too long is cut."""
+@dataclass(frozen=True)
+class Caption:
+    """What stands below a frame: how it goes or went, numbers, and what is to be done."""
+
+    outcome: str  # empty where an env has no success
+    numbers: tuple[str, ...]
+    words: str
+
+
+def captioned(frame: np.ndarray, caption: Caption) -> np.ndarray:
+    """The frame with the caption below it, so that it hides nothing: the outcome first, then the numbers in columns as
+    the width allows, then the words on at most MOST_LINES. All captions of an episode are equally high."""
     from PIL import Image, ImageDraw
 
     width = frame.shape[1]
     size = max(9, min(width, WIDEST) // 22)
+    room = width - 2 * MARGIN
+    columns = min(len(caption.numbers), max(1, int(room // font(size).getlength(WIDEST_NUMBER))))
+    columns = math.ceil(len(caption.numbers) / math.ceil(len(caption.numbers) / columns))  # no lonely last one
+    lines = [[(0.0, caption.outcome)]] if caption.outcome else []
+    for at in range(0, len(caption.numbers), columns):
+        row = caption.numbers[at : at + columns]
+        lines.append([(place * room / columns, text) for place, text in enumerate(row)])
+    lines += [[(0.0, text)] for text in in_lines(caption.words, room, size)]
     page = Image.new("RGB", (width, len(lines) * (size + MARGIN) + 2 * MARGIN), PAPER)
     pen = ImageDraw.Draw(page)
     for number, line in enumerate(lines):
-        pen.text((MARGIN, MARGIN + number * (size + MARGIN)), fitting(line, width - 2 * MARGIN, size), TEXT, font(size))
+        colour = colour_of(caption.outcome) if caption.outcome and not number else TEXT
+        for left, text in line:
+            at = (MARGIN + left, MARGIN + number * (size + MARGIN))
+            pen.text(at, fitting(text, room - left, size), colour, font(size))
     return np.concatenate([frame, np.asarray(page)])
+
+
+def colour_of(outcome: str) -> tuple[int, int, int]:
+    return next((colour for word, colour in OUTCOMES.items() if outcome.startswith(word)), TEXT)
+
+
+def in_lines(words: str, width: float, size: int) -> list[str]:
+    """The text on lines that fit into so many pixels, the last one cut where they are too few."""
+    lines = [""]
+    for word in words.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and len(lines) < MOST_LINES and font(size).getlength(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines if lines[0] else []
 
 
 @cache
@@ -203,7 +243,7 @@ def font(size: int):
     return ImageFont.load_default(size)
 
 
-def fitting(line: str, width: int, size: int) -> str:
+def fitting(line: str, width: float, size: int) -> str:
     """The part of the line that fits into so many pixels."""
     if font(size).getlength(line) <= width:
         return line

@@ -10,8 +10,9 @@ from typing import Any
 
 from embodied.config.base_recipe import CONFIG
 from embodied.config.cli import read_yaml, write_yaml
-from embodied.config.merge import COMMAND_LINE, recipe_names, recipe_sources
+from embodied.config.merge import COMMAND_LINE, recipe_sources
 from embodied.config.recipe import Loaded, RunConfig, load
+from embodied.config.recipe_files import recipe_names
 from embodied.config.schema import root
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.run.checkpoints import read_json

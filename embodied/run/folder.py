@@ -100,8 +100,8 @@ class RunFolder:
             self.record(restarts=self.info().get("restarts", 0) + 1)
 
     def finish(self, state: str, cause: str = "", **more: object) -> None:
-        self.log.close()
         self.record(state=state, cause=cause, ended=now(), processes={}, **more)  # numbers are used again
+        self.log.close(failed=state == "failed")
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

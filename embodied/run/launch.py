@@ -18,8 +18,8 @@ from typing import Any
 
 from embodied import _stop_at_once
 from embodied.config.cli import parse
-from embodied.config.merge import recipe_names
 from embodied.config.recipe import RunConfig
+from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import (
     CheckpointError,
     ConfigError,
@@ -31,6 +31,7 @@ from embodied.placement import PlacementError, PlacementPlan, Role, Topology, ma
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.modes import ENVS_PER_SIM
 from embodied.policies import check_package
+from embodied.reporting.curves import check_log
 from embodied.run.devices import (
     check_devices,
     check_simulator,
@@ -95,8 +96,7 @@ def answer(argv: list[str] | None, usage: str, body: Callable[[list[str]], int])
     """Run a command that explains itself: --help prints `usage`."""
     arguments = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(arguments):
-        print(usage)
-        return 0
+        return run(lambda: say(usage) or 0)
     return run(lambda: body(arguments))
 
 
@@ -137,6 +137,8 @@ def planned(
             "policy.engine=http: the server would answer with the weights that it has, whatever is learned; set "
             "policy.weights to a folder that it sees as well, such as policy.weights=/dev/shm"
         )
+    if learn:
+        check_log(config.run.log)
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
     config = chosen_cluster(config, len(there.nodes) > 1)

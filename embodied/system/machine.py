@@ -79,6 +79,10 @@ class Machine:
     python = sys.version_info[:3]
     environ: Mapping[str, str] = os.environ
 
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen] = set()
+        self._stopped = False
+
     def version(self, package: str) -> str | None:
         """The version of an installed distribution; None where it is not installed."""
         return version_of(package)
@@ -138,6 +142,8 @@ class Machine:
 
     def run(self, command: list[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Done:
         """Run a program in a session of its own; it is killed with its children when the time is over."""
+        if self._stopped:
+            return Done(None, err="stopped")
         try:
             process = subprocess.Popen(
                 command,
@@ -151,23 +157,36 @@ class Machine:
             )
         except OSError as err:
             return Done(127, err=f"{command[0]}: {err.strerror}")
+        self._running.add(process)
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return Done(None, err=f"no answer within {timeout_s:.0f} s")
         finally:  # what it started as well, also when we are interrupted
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
             process.wait(END_S)
+            self._running.discard(process)
             process.stdout.close()
             process.stderr.close()
         return Done(process.returncode, out, err)
+
+    def stop(self) -> None:
+        """Kill what other threads run, and start nothing more."""
+        self._stopped = True
+        for process in list(self._running):
+            kill(process)
 
     def probe(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> Done:
         """Run a probe in a process of its own, so that a crash or a hang does no harm; its files are removed."""
         command = [sys.executable, "-W", "ignore", "-m", "embodied.system.probes", name, *arguments]
         with tempfile.TemporaryDirectory(prefix="probe-", ignore_cleanup_errors=True) as folder:
             return self.run(command, PROBE_S, {**(env or {}), "TMPDIR": folder})
+
+
+def kill(process: subprocess.Popen) -> None:
+    """With all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def normal(name: str) -> str:

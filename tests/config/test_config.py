@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from embodied.config.merge import recipe_names
 from embodied.config.recipe import RunConfig, dump_yaml, load
+from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError
 
 BASE = ["recipe=pointmass_ppo"]
@@ -142,7 +142,9 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ("env=maniskill", "did you mean env.name=maniskill?"),
         ("env=null", "env is a section"),
         ("algo=3", "algo is a section; set its keys: algo.name"),
-        ("lr=1e-3", "did you mean 'algo.lr' or 'sft.lr'?"),
+        ("lr=1e-3", "did you mean 'algo.lr'?"),
+        ("env.cameras=[topp]", "env.cameras.0='topp': unknown, did you mean 'top'?"),
+        ("run.log=[wandbb]", "run.log.0='wandbb': unknown, did you mean 'wandb'?"),
         ("enviroment.num_envs=3", "did you mean 'env.num_envs'?"),
         ("algo.lr=.nan", "NaN and infinity are refused"),
         ("algo.lr=nan", "finite"),

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from embodied.config.merge import RECIPES, TINY, recipe_names
 from embodied.config.recipe import RunConfig, load
+from embodied.config.recipe_files import RECIPES, TINY, recipe_names
 from embodied.config.schema import leaves, root
 
 HEAVY = ("torch", "ray", "sapien", "mani_skill", "gymnasium", "tensorboard", "matplotlib", "imageio")
@@ -76,7 +76,7 @@ def test_help_names_recipes_but_for_the_tiny_ones_which_are_found_all_the_same(c
 
 
 def test_help_names_every_key_with_its_meaning(capsys):
-    assert load(["--help", "nonsense"]) is None
+    assert load(["--help"]) is None
     assert load(["--help"], entry="sft") is None
     assert load(["--help"], entry="collect") is None
     text = capsys.readouterr().out
@@ -84,3 +84,31 @@ def test_help_names_every_key_with_its_meaning(capsys):
         assert f"  {key} " in text
         assert field.description, f"{key} has no help"
     assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("words", "keys", "not_keys"),
+    [
+        (["lr"], {"algo.lr", "algo.lr_schedule", "algo.value_lr"}, {"algo.gamma", "sft.lr"}),
+        (["algo"], {"algo.lr", "algo.gamma"}, {"env.task", "run.dir"}),
+        (["learning_rate"], {"algo.lr"}, {"algo.gamma"}),
+        (["algo.gamma", "seed"], {"algo.gamma", "seed", "eval.seed"}, {"algo.lr"}),
+        (["Metres"], {"env.action_units"}, {"env.task"}),
+        (["recipe=pointmass_ppo", "gamma"], {"algo.gamma"}, {"algo.lr"}),
+    ],
+)
+def test_a_word_after_help_picks_the_keys_that_it_names(words, keys, not_keys, capsys):
+    assert load(["--help", *words]) is None
+    named = {line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r"  \S", line)}
+    assert keys <= named and not not_keys & named
+
+
+def test_a_word_that_names_nothing_is_answered_in_words(capsys):
+    load(["--help", "gamms"])
+    assert capsys.readouterr().out == "no key of train has 'gamms' in its name or meaning, did you mean 'algo.gamma'?\n"
+
+
+def test_recipes_are_shown_by_family(capsys):
+    load(["--help", "recipe"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:2] == ["toys", "gym_ppo,"] for line in lines)

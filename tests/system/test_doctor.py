@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -229,6 +230,42 @@ def test_only_what_failed_decides_the_exit_code(states, code, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["ok"] == (code == 0) and [one["state"] for one in told["findings"]] == states
     assert set(told["findings"][0]) == {"check", "state", "told", "fix"}
+
+
+def test_checks_run_side_by_side_and_are_told_in_their_order(capsys):
+    meet = threading.Barrier(2)
+
+    def waits(machine):
+        meet.wait(60)
+        return [Finding("first", "ok", "told")]
+
+    def comes(machine):
+        meet.wait(60)
+        return [Finding("second", "ok", "told")]
+
+    assert examine(Tried(), False, [waits, comes]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[:2]] == ["first", "second"]
+
+
+HANGS = """
+import sys
+from embodied.doctor import examine
+from embodied.system.machine import Machine
+child = [sys.executable, "-c", "import sys, time; open(sys.argv[1], 'w').write('began'); time.sleep(600)", sys.argv[1]]
+examine(Machine(), False, [lambda machine: machine.run(child, 500)] * 3)
+"""
+
+
+def test_ctrl_c_ends_the_checks_that_run(tmp_path):
+    os.mkfifo(tmp_path / "alive")
+    reader = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    ours = ["env", "--default-signal=INT", sys.executable, "-c", HANGS, str(tmp_path / "alive")]
+    with subprocess.Popen(ours, stderr=subprocess.DEVNULL) as process:
+        ready, _, _ = select.select([reader], [], [], 60)
+        assert ready
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30)
+    os.close(reader)
 
 
 def test_lines_say_state_check_and_fix():

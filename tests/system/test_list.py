@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 
 from embodied import list as listing
-from embodied.config.merge import recipe_names
 from embodied.config.recipe import load
+from embodied.config.recipe_files import recipe_names
 from embodied.envs import PLUGINS
 from embodied.list import LISTS, advice, main, problem_of_env, show
 from embodied.policies import FAMILIES

@@ -1,0 +1,105 @@
+"""List the commands and recipes, or run a command: embodied train recipe=pointmass_ppo
+
+`python -m embodied train` and `embodied train` are `python -m embodied.train`. The list is read from the files' first
+lines: nothing is imported for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from embodied import __version__
+from embodied.config.recipe_files import RECIPES, by_family, recipe_names
+
+HERE = Path(__file__).parent
+INDENT, WIDTH = 13, 118
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help", "help"):
+        return show(listing())
+    if words[0] == "--version":
+        return show(__version__)
+    name, files = words[0], commands()
+    if name not in files:
+        print(f"error: {unknown(name, list(files))}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(module_of(files[name]))
+    sys.argv = [str(files[name]), *words[1:]]  # as if it had been started by its own name
+    return module.main(words[1:])
+
+
+def show(text: str) -> int:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # who reads it, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def commands() -> dict[str, Path]:
+    """The file of each command: modules of this folder, and packages that can be started, with a `main`."""
+    packages = {path.parent.name: path for path in HERE.glob("*/__main__.py")}
+    modules = {path.stem: path for path in HERE.glob("[!_]*.py")}
+    return {name: path for name, path in sorted((modules | packages).items()) if has_main(path)}
+
+
+def has_main(path: Path) -> bool:
+    text = path.read_text(encoding="utf-8")
+    return "\ndef main(" in text or "import main" in text
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("embodied", *path.relative_to(HERE).with_suffix("").parts))
+
+
+def purpose(path: Path) -> str:
+    """What the first line of a command's file says that it does."""
+    with path.open(encoding="utf-8") as file:
+        first = file.readline().strip().removeprefix('"""').removesuffix('"""')
+    about, _, _ = first.partition(" python -m ")
+    return about.rstrip(":. ")
+
+
+def listing() -> str:
+    """What `embodied` alone prints."""
+    lines = [
+        f"Embodied Loop {__version__}: simulator-in-the-loop reinforcement learning for robot policies.",
+        "",
+        "usage: embodied COMMAND [key=value ...]         the same as python -m embodied.COMMAND; each has --help",
+        "",
+        "commands",
+        *(f"  {name:<{INDENT - 2}}{purpose(path)}" for name, path in commands().items()),
+        "",
+        "recipes, by family (recipe=NAME; embodied list says what each is for and whether it runs here)",
+    ]
+    for family, names in by_family(recipe_names(RECIPES)).items():
+        lines += filled(family, names)
+    return "\n".join([*lines, "", "to begin with: embodied train recipe=pointmass_ppo"])
+
+
+def filled(title: str, names: list[str]) -> list[str]:
+    """The names in lines of at most WIDTH letters, the title before the first."""
+    lines = [f"  {title:<{INDENT - 2}}"]
+    for name in names:
+        if len(lines[-1]) + len(name) > WIDTH:
+            lines.append(" " * INDENT)
+        lines[-1] += f"{name} "
+    return [line.rstrip() for line in lines]
+
+
+def unknown(name: str, names: list[str]) -> str:
+    if "=" in name:
+        return f"{name}: name a command before it: embodied train {name}; the commands are {', '.join(names)}"
+    near = difflib.get_close_matches(name, names, 1, 0.5)
+    meant = f", did you mean {near[0]!r}?" if near else "."
+    return f"embodied {name}: no such command{meant} Commands: {', '.join(names)}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

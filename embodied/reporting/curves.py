@@ -1,0 +1,139 @@
+"""Where the numbers of a run go besides metrics.jsonl (`run.log`): TensorBoard's files, Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from embodied.config.cli import read_yaml
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.files import replace_text
+
+HOW = "python -m pip install wandb, or 'embodied-loop[wandb]'"
+
+
+class Curves(Protocol):
+    def add(self, step: int, numbers: dict) -> None:
+        """A point of every curve, after so many env steps."""
+
+    def close(self, failed: bool = False) -> None:
+        """Write what is left to write."""
+
+
+def check_log(names: Sequence[str]) -> None:
+    """Refuse what cannot be written here. A folder wandb/ in the working directory is no package."""
+    found = importlib.util.find_spec("wandb") if "wandb" in names else None
+    if "wandb" in names and (found is None or found.origin is None):
+        raise ConfigError(f"run.log={list(names)} needs the package wandb, which is not installed: {HOW}")
+
+
+class TensorBoardCurves:
+    """TensorBoard's curves, written with its own record writer: no thread behind, and no torch in the driver.
+
+    One event file. A resumed run opens another beside it; TensorBoard joins them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("ab", buffering=0)
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def add(self, step: int, numbers: dict) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in in_folders(numbers).items()]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self, failed: bool = False) -> None:
+        self._file.close()
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+
+
+class WandbCurves:
+    """Weights & Biases' curves, over env steps. Its files lie in the run's folder; WANDB_PROJECT names another project.
+
+    Nothing leaves this machine unless WANDB_MODE or WANDB_API_KEY ask for it, and no machine's or git's details do.
+    """
+
+    def __init__(self, run: Path) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        self.mode = mode(os.environ)
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
+        )
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "embodied-loop"),
+                name=run.name,
+                id=run_id(run / "wandb" / "id"),
+                dir=str(run),
+                mode=self.mode,
+                resume="allow",
+                config=read_yaml((run / "config.yaml").read_text(encoding="utf-8")),
+                settings=settings,
+            )
+        except wandb.errors.Error as err:
+            raise EmbodiedError(f"run.log: W&B does not start: {err}; WANDB_MODE=offline asks nobody") from err
+        self.folder = Path(self._run.settings.sync_dir)
+        self._run.define_metric("env_steps")
+        self._run.define_metric("*", step_metric="env_steps")
+
+    def describe(self) -> str:
+        """Where it goes, in a line."""
+        if self.mode == "offline":
+            return f"offline; to send it: wandb sync {self.folder}"
+        return f"{self.mode}, {self._run.url or self.folder}"
+
+    def add(self, step: int, numbers: dict) -> None:
+        self._run.log({**in_folders(numbers), "env_steps": step})
+
+    def close(self, failed: bool = False) -> None:
+        import wandb
+
+        try:
+            self._run.finish(exit_code=int(failed))
+        except wandb.errors.Error as err:  # the run itself is over, and all of it is in metrics.jsonl
+            print(f"W&B did not get all: {err}; to send the rest: wandb sync {self.folder}", flush=True)
+
+
+def mode(environ: Any) -> str:
+    """online, offline or disabled: what WANDB_MODE says, online with a key in WANDB_API_KEY, else offline."""
+    return environ.get("WANDB_MODE") or ("online" if environ.get("WANDB_API_KEY") else "offline")
+
+
+def run_id(path: Path) -> str:
+    """The name under which W&B knows a run, the same when the run is resumed."""
+    path.parent.mkdir(exist_ok=True)
+    if not path.is_file():
+        replace_text(path, secrets.token_hex(8))
+    return path.read_text().strip()
+
+
+def in_folders(numbers: dict) -> dict[str, float]:
+    """The numbers by the curves' names: those without a folder get `run/`."""
+    return {
+        name if "/" in name else f"run/{name}": float(number)
+        for name, number in numbers.items()
+        if isinstance(number, int | float)
+    }

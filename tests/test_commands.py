@@ -1,0 +1,86 @@
+"""`embodied` lists the commands and recipes at once, and runs a command as `python -m embodied.NAME` does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from embodied import __main__ as commands
+from embodied.config.recipe import load
+from embodied.config.recipe_files import LANGUAGE, RECIPES, by_family, recipe_names
+from embodied.envs.config import TextConfig
+
+ROOT = Path(__file__).parents[1]
+LISTING = """
+import json, sys, time
+from embodied.__main__ import main
+main([])
+print(json.dumps({"modules": sorted(sys.modules), "cpu_s": time.process_time()}))
+"""
+
+
+def test_the_list_is_quick_and_imports_nothing_of_a_run():
+    found = [subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True) for _ in range(3)]
+    facts = [json.loads(one.stdout.splitlines()[-1]) for one in found]
+    assert not {"pydantic", "numpy", "torch", "yaml"} & set(facts[0]["modules"])
+    assert min(one["cpu_s"] for one in facts) < 0.3
+    for name in ("train", "evaluate", "profiling", *recipe_names(RECIPES)):
+        assert f" {name}" in found[0].stdout
+
+
+def test_every_command_says_what_it_does():
+    for name, path in commands.commands().items():
+        assert len(commands.purpose(path).split()) > 2 and "python" not in commands.purpose(path), name
+
+
+def test_the_families_of_recipes_are_what_they_simulate():
+    families = by_family(recipe_names())
+    assert sorted(name for names in families.values() for name in names) == sorted(recipe_names())
+    for family, names in families.items():
+        for name in names:
+            env = load([f"recipe={name}"]).config.env
+            if family == LANGUAGE:
+                assert isinstance(env, TextConfig), name
+            else:
+                assert env.name.startswith({"toys": ("pointmass", "gym:")}.get(family, family)), name
+
+
+@pytest.mark.parametrize("begin", [["-m", "embodied"], ["-c", "from embodied.__main__ import main; exit(main())"]])
+def test_a_command_runs_as_by_its_own_name(begin):
+    done = subprocess.run([sys.executable, *begin, "train", "--help", "lr"], capture_output=True, text=True)
+    own = subprocess.run([sys.executable, "-m", "embodied.train", "--help", "lr"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, own.stdout, "")
+    assert "algo.lr " in own.stdout
+
+
+def test_a_command_sees_the_arguments_that_it_would_have_by_its_own_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["embodied", "list", "engines"])
+    assert commands.main() == 0
+    assert sys.argv[1:] == ["engines"] and sys.argv[0].endswith("list.py")
+    assert capsys.readouterr().out.startswith("engines")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trian"], "did you mean 'train'? Commands: benchmark, "),
+        (["recipe=pointmass_ppo"], "embodied train recipe=pointmass_ppo"),
+        (["qqqq"], "no such command. Commands: "),
+    ],
+)
+def test_an_unknown_command_is_answered_with_the_nearest(words, told, capsys):
+    assert commands.main(words) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_installed_command_is_this_one():
+    assert '[project.scripts]\nembodied = "embodied.__main__:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("command", ["", " train --help", " profiling --help"])
+def test_a_reader_that_has_seen_enough_is_no_error(command):
+    command = ["sh", "-c", f'"$0" -m embodied{command} | head -1', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.stdout and done.stderr == ""
