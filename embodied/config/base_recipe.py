@@ -15,7 +15,7 @@ from embodied.policies.config import ANSWERING
 from embodied.run.hub import is_hub_id
 
 if TYPE_CHECKING:
-    from embodied.config.recipe import Command
+    from embodied.config.commands import Command
 
 CONFIG = "config.yaml"
 ENV = ("env", "env.name", "env.task")  # keys that say which env

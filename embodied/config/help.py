@@ -17,7 +17,7 @@ from embodied.config.schema import Section, leaves
 from embodied.config.usual_names import USUAL, as_word, hint
 
 if TYPE_CHECKING:
-    from embodied.config.recipe import Command
+    from embodied.config.commands import Command
 
 INDENT = 30
 WIDTH = 118

@@ -17,7 +17,7 @@ from embodied.config.usual_names import hint
 from embodied.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from embodied.config.recipe import Command
+    from embodied.config.commands import Command
 
 
 def config_error(problems: Iterable[str]) -> ConfigError:

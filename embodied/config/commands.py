@@ -1,0 +1,57 @@
+"""The commands that take a recipe: what each is for, which arguments are its own, and what has no effect in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embodied.policies.config import ANSWERING
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command's own arguments mean: keys besides the recipe's, and sections that have no effect in it."""
+
+    name: str
+    purpose: str
+    own: dict[str, str]  # key -> help
+    unused: tuple[str, ...] = ()
+
+    def ignores(self, key: str) -> bool:
+        kept = self.name == "evaluate" and key in ANSWERING
+        return not kept and any(key == name or key.startswith(f"{name}.") for name in self.unused)
+
+
+NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "placement", "pipeline", "eval", "resume")
+COMMANDS = {
+    "train": Command(
+        "train",
+        "Train a policy.",
+        {"program": "A workflow of your own, my_pkg.my_module:MyLoop; unset: collect, update, publish."},
+        unused=("sft", "collect"),
+    ),
+    "sft": Command(
+        "sft",
+        "Train a policy to imitate demonstrations, for sft.epochs passes over sft.data.",
+        {},
+        unused=("algo", "collect", "run.env_steps", "run.iterations", "eval.interleave"),
+    ),
+    "collect": Command(
+        "collect",
+        "Play episodes with a scripted expert or a policy and write them down as demonstrations.",
+        {
+            "out": "The folder to write, in LeRobot's layout 3.0; it must not be there yet.",
+            "checkpoint": "Whose episodes: expert, or what embodied.evaluate takes [expert].",
+        },
+        unused=("run", "policy", "algo", "sft", "learner", "resume", "eval.interleave"),
+    ),
+    "check": Command("check", "Check an env: what it offers, whether it keeps the contract.", {}, unused=NOT_ENV),
+    "evaluate": Command(
+        "evaluate",
+        "Play a fixed list of episodes with a trained policy and report its success.",
+        {
+            "checkpoint": "A run's folder, one of its checkpoints, a policy folder, a hub id, random, zero, "
+            "or my_pkg.my_module:MyPolicy; several as [A,B,random] play the same episodes and are compared."
+        },
+        unused=("policy", "algo", "sft", "collect", "resume", "eval.interleave"),
+    ),
+}
