@@ -169,7 +169,6 @@ def maniskill_tasks(machine: Machine) -> Iterable[Item]:
             f"maniskill {task}",
             limit + way,
             lacks({asset: source_of(asset) for asset in facts["missing"]})
-            or facts["several"]
             or NO_REWARD * (not rewards),
         )
 
