@@ -20,7 +20,9 @@ from embodied.config.schema import Section, choices, nearest_key, path_mark
 from embodied.core.errors import ConfigError
 
 RECIPES = Path(recipes.__file__).resolve().parent
+BY_TASK = RECIPES / "maniskill"  # a task of ManiSkill's each
 TINY = RECIPES / "tiny"  # VLAs of a few million parameters, for a laptop
+FOLDERS = (RECIPES, BY_TASK, TINY)
 COMMAND_LINE = "command line"
 Key = tuple[str, ...]
 ENV_NAME, ENV_TASK = ("env", "name"), ("env", "task")
@@ -73,19 +75,25 @@ class Tree:
 
 
 def recipe_names(*folders: Path) -> list[str]:
-    """Names of the recipes that come with the package, or of those in these folders; tiny ones last."""
-    return [name for folder in folders or (RECIPES, TINY) for name in sorted(p.stem for p in folder.glob("*.yaml"))]
+    """Names of the recipes that come with the package, or of those in these folders; those of single tasks and tiny ones
+    last."""
+    return [name for folder in folders or FOLDERS for name in sorted(p.stem for p in folder.glob("*.yaml"))]
 
 
 def recipe_file(name: str) -> Path:
     """The file of one of our recipes."""
-    path = RECIPES / f"{name}.yaml"
-    return path if path.is_file() else TINY / path.name
+    return next(path for folder in FOLDERS if (path := folder / f"{name}.yaml").is_file())
+
+
+def recipe_of_task(task: str) -> str | None:
+    """Our recipe with the settings of this task; None if it has none of its own."""
+    told = {path.stem: read_yaml(path.read_text(encoding="utf-8")) for path in sorted(BY_TASK.glob("*.yaml"))}
+    return next((name for name, values in told.items() if values["env"]["task"] == task), None)
 
 
 def recipe_words() -> str:
     """What `recipe=` may be, for --help."""
-    return f"{', '.join(recipe_names(RECIPES))}, one of recipes/tiny (python -m embodied.list), or path/to/my.yaml"
+    return f"{', '.join(recipe_names(RECIPES))}, one of recipes/maniskill or recipes/tiny (python -m embodied.list), or path/to/my.yaml"
 
 
 def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Source]:
