@@ -63,6 +63,9 @@ class CommonEnvConfig(Strict):
         "truncate",
         description="A success ends the episode with bootstrapping, without it, or not at all.",
     )
+    after_success: int = Field(
+        0, ge=0, description="With on_success=truncate: env steps that are played on after the first success."
+    )
     reward: Annotated[str, AfterValidator(known_reward)] = Field(
         "own",
         description="Reward per env step: own (as the simulator gives it), success (1 when the task is solved, else "
@@ -78,6 +81,12 @@ class CommonEnvConfig(Strict):
         description="Cut the first training episode of each env short, each at another step, so that a rollout "
         "holds early and late parts of episodes from the start; evaluation is not affected.",
     )
+
+    @model_validator(mode="after")
+    def _goes_on_before_an_end(self) -> CommonEnvConfig:
+        if self.after_success and self.on_success != "truncate":
+            raise ValueError(f"env.after_success has no effect with env.on_success={self.on_success}; leave it out")
+        return self
 
     @property
     def physics(self) -> str:
@@ -314,10 +323,7 @@ class RobosuiteConfig(CommonEnvConfig):
 class GymConfig(CommonEnvConfig):
     name: str = Field(pattern=r"^gym:\S+$", description="gym:<id>, any registered Gymnasium env.")
     task: str = Field(description="How results name the task; unset: the Gymnasium id.")
-    on_success: OnSuccess = Field(
-        "terminate",
-        description="As for all envs, where the env reports success.",
-    )
+    on_success: OnSuccess = Field("terminate", description="As for all envs, where the env reports success.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")
 
     @model_validator(mode="before")
@@ -350,6 +356,7 @@ class TextConfig(CommonEnvConfig):
     """What all text envs have in common: a step is a turn of the conversation, and the env says when it is over."""
 
     on_success: ClassVar[str] = "continue"
+    after_success: ClassVar[int] = 0
     stagger: ClassVar[bool] = False
 
     num_envs: int = Field(
