@@ -82,12 +82,6 @@ class CommonEnvConfig(Strict):
         "holds early and late parts of episodes from the start; evaluation is not affected.",
     )
 
-    @model_validator(mode="after")
-    def _goes_on_before_an_end(self) -> CommonEnvConfig:
-        if self.after_success and self.on_success != "truncate":
-            raise ValueError(f"env.after_success has no effect with env.on_success={self.on_success}; leave it out")
-        return self
-
     @property
     def physics(self) -> str:
         """The kind of physics, where the simulator has several."""

@@ -1,5 +1,5 @@
-"""Writes measured tables into docs/, from benchmarks/results and nothing else: how often LIBERO's experts succeed, which
-ManiSkill tasks PPO solves, what RL added to imitation, and what becomes of runs whose processes die.
+"""Writes measured tables into docs/, from benchmarks/results and nothing else: how often LIBERO's experts succeed,
+which ManiSkill tasks PPO solves, what RL added to imitation, and what becomes of runs whose processes die.
 
     python -m benchmarks.learning.page
 """

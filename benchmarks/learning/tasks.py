@@ -1,9 +1,10 @@
-"""Each ManiSkill task with the recipe that was made for it: trained from fixed seeds, then 200 episodes nobody trained on.
+"""Each ManiSkill task with the recipe made for it: trained from fixed seeds, then 200 episodes that nobody trained on.
 
     python -m benchmarks.learning.tasks [--tasks pullcube_ppo ...] [--seeds 0 1 2] [--resume]
 
-The cheapest tasks come first, seed 0 of all of them before the next seed. Writes results/tasks/RECIPE-seed-S.json as each
-is done; --resume leaves out what was measured with the same recipe and prints what came of it. A result names its commit.
+The cheapest tasks come first, seed 0 of all of them before the next seed. Writes results/tasks/RECIPE-seed-S.json as
+each is done; --resume leaves out what was measured with the same recipe and prints what came of it. A result names its
+commit.
 """
 
 from __future__ import annotations

@@ -75,9 +75,10 @@ class Tree:
 
 
 def recipe_names(*folders: Path) -> list[str]:
-    """Names of the recipes that come with the package, or of those in these folders; those of single tasks and tiny ones
-    last."""
-    return [name for folder in folders or FOLDERS for name in sorted(p.stem for p in folder.glob("*.yaml"))]
+    """Names of the recipes that come with the package, or of those in these folders; those of single tasks and tiny
+    ones last."""
+    found = [sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders or FOLDERS]
+    return [name for names in found for name in names]
 
 
 def recipe_file(name: str) -> Path:
@@ -93,7 +94,8 @@ def recipe_of_task(task: str) -> str | None:
 
 def recipe_words() -> str:
     """What `recipe=` may be, for --help."""
-    return f"{', '.join(recipe_names(RECIPES))}, one of recipes/maniskill or recipes/tiny (python -m embodied.list), or path/to/my.yaml"
+    names = ", ".join(recipe_names(RECIPES))
+    return f"{names}, one of recipes/maniskill or recipes/tiny (python -m embodied.list), or path/to/my.yaml"
 
 
 def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Source]:

@@ -34,8 +34,8 @@ RigidBody = sys.modules["mani_skill.utils.structs.base"].PhysxRigidBodyComponent
 
 def make_batched(make, num_envs: int, look, trimmed: bool = True, planes: bool = False) -> Any:
     """The env that `make(num_envs=...)` builds, unwrapped, reset once and ready; `look(env, info)` observes it.
-    `trimmed`: fetch only what the first steps read, for tasks that are known to read the same in all steps. `planes`: as
-    in `replaced_names`."""
+    `trimmed`: fetch only what the first steps read, for tasks that are known to read the same in all steps.
+    `planes`: as in `replaced_names`."""
     with replaced_names(planes):
         env = make(num_envs=num_envs).unwrapped
         env.reset(seed=0)
