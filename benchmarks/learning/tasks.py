@@ -85,8 +85,8 @@ def outcome(result: dict) -> str:
 
 
 def report(done: list[dict]) -> str:
-    """One row a task: every seed's outcome, and what a seed took in the median."""
-    header = ["task", "recipe", "success_once", "success_at_end", "env steps", "training s", "CPU minutes"]
+    """One row a task: every seed's outcome, and what a seed took in the median, on a machine with this load."""
+    header = ["task", "recipe", "success_once", "success_at_end", "env steps", "training s", "CPU minutes", "load"]
     rows = []
     for name in dict.fromkeys(result["recipe"] for result in done):
         mine = [result for result in done if result["recipe"] == name]
@@ -99,6 +99,7 @@ def report(done: list[dict]) -> str:
                 f"{median(result['env_steps'] for result in mine):,.0f}",
                 f"{median(result['train_s'] for result in mine):.0f}",
                 f"{median(result['cpu_s'] for result in mine) / 60:.0f}",
+                f"{median(result['machine']['load_before'] for result in mine):.1f}",
             ]
         )
     return markdown(header, rows)

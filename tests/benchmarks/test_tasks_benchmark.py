@@ -14,6 +14,7 @@ NONE = {"count": 0, "of": 200, "rate": 0.0, "interval": [0.0, 0.02]}
 
 def result(name, seed, once=RATE):
     measured = {"env_steps": 80_000, "train_s": 40.0 + seed, "cpu_s": 120.0, "return": 12.3, "curve": []}
+    measured["machine"] = {"load_before": 0.5}
     about = {"recipe": name, "seed": seed, "config": "123", "eval_seed": tasks.EVAL_SEED, "task": "Push-v1"}
     return about | measured | {"success_once": once, "success_at_end": once}
 
@@ -55,7 +56,7 @@ def test_resume_measures_what_is_missing_or_comes_from_another_recipe(measured, 
 def test_a_row_tells_every_seed_zeros_too():
     row = tasks.report([result("a", 0), result("a", 1, NONE), result("b", 0, None)]).splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in row]
-    assert cells[0][2] == "95% [91%, 97%], 0% [0%, 2%]" and cells[0][4:] == ["80,000", "40", "2"]
+    assert cells[0][2] == "95% [91%, 97%], 0% [0%, 2%]" and cells[0][4:] == ["80,000", "40", "2", "0.5"]
     assert cells[1][2:4] == ["return 12", "-"]
 
 
