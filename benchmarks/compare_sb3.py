@@ -22,7 +22,7 @@ from benchmarks.common import (
     resolved,
     write_json,
 )
-from benchmarks.contestants import OURS, RECIPE, Speed, one_speed, our_run, sb3_run
+from benchmarks.contestants import ALIKE, OURS, RECIPE, Speed, one_speed, our_run, sb3_run
 from benchmarks.peers import PEERS
 from benchmarks.sb3_settings import gradient_steps, items, sb3_settings
 
@@ -104,7 +104,7 @@ def main() -> None:
     ask.add_argument("--eval-episodes", type=int, default=56, help="episodes of each evaluation")
     options = ask.parse_args()
 
-    config, env, where = resolved(RECIPE), environment(), machine()
+    config, env, where = resolved(RECIPE, *ALIKE), environment(), machine()
     steps = gradient_steps(config)
     print(
         f"both: {items(config)} env steps and {steps} gradient steps of {config['algo']['minibatch_size']} items an "

@@ -12,6 +12,7 @@ from benchmarks.peers import peers_python
 from benchmarks.sb3_settings import gradient_steps, sb3_settings
 
 RECIPE = "maniskill_ppo"
+ALIKE = ("env.after_success=0",)  # what stable-baselines3's side does
 OURS = "ours"
 TIMEOUT_S = 1800.0
 
@@ -34,7 +35,7 @@ def our_run(seed: int, steps: int, env: dict, evaluation: dict | None) -> tuple[
         told = [f"eval.episodes={evaluation['episodes']}"] if evaluation else ["eval.episodes=1"]
         told += [f"run.eval_every={evaluation['every']}"] if evaluation else []
         where = [f"run.dir={folder}", f"run.env_steps={steps}", f"seed={seed}", "eval.videos=0"]
-        cost = measure(train_command(RECIPE, *where, *told), env, TIMEOUT_S)
+        cost = measure(train_command(RECIPE, *ALIKE, *where, *told), env, TIMEOUT_S)
         run = only_run(Path(folder))
         found = [json.loads(path.read_text()) for path in run.glob("eval/*/results.json")]
         return read_metrics(run), found, num_parameters(run), cost

@@ -5,6 +5,7 @@ from __future__ import annotations
 # Options that stable-baselines3 has no counterpart for, and the value at which both mean the same.
 SAME_ONLY_AT = {
     "env.on_success": "truncate",
+    "env.after_success": 0,
     "policy.name": "mlp",
     "policy.chunk": 1,
     "policy.dtype": "float32",

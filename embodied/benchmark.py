@@ -18,8 +18,8 @@ from typing import Any
 
 from embodied import let_call
 from embodied.config.cli import from_python
-from embodied.config.merge import recipe_words
 from embodied.config.recipe import RunConfig, load
+from embodied.config.recipe_files import recipe_words
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class, speaks
 from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of

@@ -175,9 +175,7 @@ def maniskill_tasks(machine: Machine) -> Iterable[Item]:
         yield Item(
             f"maniskill {task}",
             limit + way,
-            lacks({asset: source_of(asset) for asset in facts["missing"]})
-            or facts["several"]
-            or NO_REWARD * (not rewards),
+            lacks({asset: source_of(asset) for asset in facts["missing"]}) or NO_REWARD * (not rewards),
         )
 
 

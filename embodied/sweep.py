@@ -11,7 +11,7 @@ from typing import Any
 
 from embodied import let_call
 from embodied.config.cli import from_python
-from embodied.config.merge import recipe_words
+from embodied.config.recipe_files import recipe_words
 from embodied.core.errors import ConfigError
 from embodied.run import launch
 from embodied.run.group import Group, read_group

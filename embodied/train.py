@@ -21,6 +21,7 @@ from embodied.core.errors import CheckpointError, ConfigError, NothingToLearn, W
 from embodied.core.files import reading
 from embodied.evaluate import begin_in_run, evaluate_in_run
 from embodied.learners.rendezvous import rendezvous_point
+from embodied.reporting.advice import without_success
 from embodied.reporting.console import Console
 from embodied.reporting.partial_evaluation import partial_in
 from embodied.reporting.results import RESULTS
@@ -96,7 +97,7 @@ def follow(
         folder, checkpoint = open_folder(loaded, command)
         opened(folder.path)
         with closing(folder, interruption):
-            console = Console(folder.path, folder.log.note, command=command)
+            console = Console(folder.path, folder.log.note, command=command, advice=without_success(config))
             folder.record(placement=asdict(plan))
             console.say(launch.describe(config, plan, weights=checkpoint))
             console.say(launch.describe_saving(config))

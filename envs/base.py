@@ -25,6 +25,7 @@ from embodied.envs.preflight import BeforeARun
 from embodied.envs.protocols import AS_TRAINED, Protocol
 
 Images = dict[str, np.ndarray]  # camera -> uint8 [rows, H, W, 3]
+COUNTERS = ("live", "elapsed", "since", "success")
 TEXT = "".join(chr(code) for code in range(32, 127))
 
 
@@ -65,6 +66,7 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
         self._image_cache = ImageCache(num_envs, env_spec.images, lambda rows: self._paint(rows))
         self._live = np.zeros(num_envs, bool)
         self._elapsed = np.zeros(num_envs, np.int64)
+        self._since = np.zeros(num_envs, np.int64)  # env steps since the first success, it included
         self._success = np.zeros(num_envs, bool)
         self._reward = Reward(config.reward, num_envs, env_spec.has_success)
         self._rewards = np.zeros(num_envs, self.dtype)
@@ -138,6 +140,7 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
             self._success[rows] = False if success is None else success
             self._live[rows] = self._image_cache.stale[rows] = True
             self._elapsed[rows] = 0 if elapsed is None else np.asarray(elapsed)[rows]
+            self._since[rows] = 0
             self._reward.begin(rows)
         obs = self._observation()
         self._check(obs, self._live)
@@ -206,13 +209,13 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
         state = self._get_state()
         if state is None:
             return {}
-        mine = {"live": self._live, "elapsed": self._elapsed, "success": self._success, "reward": self._reward.memory}
+        mine = {name: getattr(self, f"_{name}") for name in COUNTERS} | {"reward": self._reward.memory}
         return {name: array.copy() for name, array in {**state, **mine}.items()}
 
     def set_state(self, state: dict[str, np.ndarray]) -> Observation:
         """Continue from `get_state`. Returns the observation of all rows."""
         state = {name: np.array(array) for name, array in state.items()}
-        for name in ("live", "elapsed", "success"):
+        for name in COUNTERS:
             getattr(self, f"_{name}")[:] = state.pop(name)
         self._reward.memory[:] = state.pop("reward")
         self._set_state(state)
@@ -250,7 +253,8 @@ class VectorEnv(BeforeARun, GymnasiumVectorEnv):
             np.copyto(self._success, step.success, where=moved)
             if self.config.on_success == "truncate":
                 terminated &= ~self._success
-                cut |= self._success
+                self._since += moved & (self._success | (self._since > 0))
+                cut |= self._since > self.config.after_success
             elif self.config.on_success == "terminate":
                 terminated |= self._success & moved
         np.logical_and(cut, moved & ~terminated, out=truncated)

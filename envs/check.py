@@ -205,7 +205,7 @@ class Checker:
         if (success[last + 1 :] != success[last]).any():
             fail("frozen", f"success of row {row} changes after its episode is over")
         policy = self.env.config.on_success
-        if policy == "continue":
+        if policy == "continue" or self.env.config.after_success:
             return
         ended = played.truncated[row] if policy == "truncate" else played.terminated[row]
         if success[:last].any() or (success[last] and not ended[last]):

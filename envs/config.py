@@ -60,9 +60,9 @@ class CommonEnvConfig(Strict):
         None, gt=0, description="Env steps after which an episode is cut off; unset: the task's own limit."
     )
     on_success: OnSuccess = Field(
-        "truncate",
-        description="A success ends the episode with bootstrapping, without it, or not at all.",
+        "truncate", description="A success ends the episode with bootstrapping, without it, or not at all."
     )
+    after_success: int = Field(0, ge=0, description="With truncate: env steps that are played on after a success.")
     reward: Annotated[str, AfterValidator(known_reward)] = Field(
         "own",
         description="Reward per env step: own (as the simulator gives it), success (1 when the task is solved, else "
@@ -349,6 +349,7 @@ class TextConfig(CommonEnvConfig):
     """What all text envs have in common: a step is a turn of the conversation, and the env says when it is over."""
 
     on_success: ClassVar[str] = "continue"
+    after_success: ClassVar[int] = 0
     stagger: ClassVar[bool] = False
 
     num_envs: int = Field(

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from embodied.config.cli import read_yaml, yaml_problem
-from embodied.config.recipe_files import RECIPES, recipe_file, recipe_names, recipe_words
+from embodied.config.recipe_files import BY_TASK, RECIPES, recipe_file, recipe_names, recipe_words
 from embodied.config.schema import Section, choices, nearest_key, path_mark
 from embodied.core.errors import ConfigError
 
@@ -68,6 +68,12 @@ class Tree:
             values.pop(key[-1], None)
         for known in [known for known in self.sources if known == path or known.startswith(path + ".")]:
             del self.sources[known]
+
+
+def recipe_of_task(task: str) -> str | None:
+    """Our recipe with the settings of this task; None if it has none of its own."""
+    told = {path.stem: read_yaml(path.read_text(encoding="utf-8")) for path in sorted(BY_TASK.glob("*.yaml"))}
+    return next((name for name, values in told.items() if values["env"]["task"] == task), None)
 
 
 def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Source]:

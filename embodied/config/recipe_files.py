@@ -8,7 +8,9 @@ from pathlib import Path
 from embodied import recipes
 
 RECIPES = Path(recipes.__file__).resolve().parent
+BY_TASK = RECIPES / "maniskill"  # a task of ManiSkill's each
 TINY = RECIPES / "tiny"  # VLAs of a few million parameters, for a laptop
+FOLDERS = (RECIPES, BY_TASK, TINY)
 ENV_NAME = re.compile(r"""^env:[ ]*(?:\{[^}]*?|\n(?:[ ]+.*\n|\n)*?[ ]+)\bname:[ ]*["']?([\w.]+)""", re.M)
 BASE = re.compile(r"^extends:[ ]*(\S+)", re.M)
 DEFAULT_ENV = "maniskill"
@@ -23,14 +25,14 @@ LANGUAGE = "language"
 
 
 def recipe_names(*folders: Path) -> list[str]:
-    """Names of the recipes that come with the package, or of those in these folders; tiny ones last."""
-    return [name for folder in folders or (RECIPES, TINY) for name in sorted(p.stem for p in folder.glob("*.yaml"))]
+    """Names of the recipes that come with the package, or of those in these folders; those of single tasks and tiny
+    ones last."""
+    return [name for folder in folders or FOLDERS for name in sorted(path.stem for path in folder.glob("*.yaml"))]
 
 
 def recipe_file(name: str) -> Path:
     """The file of one of our recipes."""
-    path = RECIPES / f"{name}.yaml"
-    return path if path.is_file() else TINY / path.name
+    return next(path for folder in FOLDERS if (path := folder / f"{name}.yaml").is_file())
 
 
 def env_of(recipe: str) -> str:
@@ -53,4 +55,4 @@ def by_family(names: list[str]) -> dict[str, list[str]]:
 def recipe_words() -> str:
     """What `recipe=` may be, on one line."""
     families = "; ".join(f"{family}: {', '.join(names)}" for family, names in by_family(recipe_names(RECIPES)).items())
-    return f"{families}; one of recipes/tiny (python -m embodied.list), or path/to/my.yaml"
+    return f"{families}; one of recipes/maniskill or recipes/tiny (python -m embodied.list), or path/to/my.yaml"

@@ -31,9 +31,15 @@ class Console:
     """Prints the progress of a run."""
 
     def __init__(
-        self, folder: Path, note: Callable[[str], None] | None = None, stream=None, command: str = "train"
+        self,
+        folder: Path,
+        note: Callable[[str], None] | None = None,
+        stream=None,
+        command: str = "train",
+        advice: str = "",
     ) -> None:
-        """`note` gets every line too, for a log. `command` is the one that resumes the run."""
+        """`note` gets every line too, for a log. `command` is the one that resumes the run. `advice` is said where a
+        third of the run passes without a success."""
         self.folder = folder
         self.command = command
         self.note = note or (lambda _: None)
@@ -43,6 +49,7 @@ class Console:
         self.last_evaluation: dict | None = None
         self.last_checkpoint: Path | None = None
         self.warned = False
+        self.advice = advice
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
@@ -64,6 +71,7 @@ class Console:
             self.recent = deque(finished)
         else:
             self.recent.extend(finished)
+        self._advise(state["iteration"], finished, total)
         steps = numbers["env_steps"]
         row = {
             "iteration": state["iteration"],
@@ -99,6 +107,15 @@ class Console:
         self.now(text)
         return row
 
+    def _advise(self, iteration: int, finished: list[EpisodeResult], total: int) -> None:
+        """Say once what may help, where nothing has succeeded for long."""
+        if any(episode.success_once for episode in finished):
+            self.advice = ""
+        known = any(episode.success_once is not None for episode in self.recent)
+        if self.advice and known and iteration * 3 >= total:
+            self.say(self.advice)
+            self.advice = ""
+
     def now(self, text: str) -> None:
         """Print what is being done; on a terminal the next line takes its place."""
         if self.live:
@@ -124,6 +141,7 @@ class Console:
 
     def resumed(self, checkpoint: Path, state: dict, abandoned: int, dropped: int) -> None:
         self.last_checkpoint = checkpoint
+        self.advice = ""  # what came before may have succeeded
         lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
         batches = (
             "1 batch that was collected ahead was"

@@ -18,6 +18,7 @@ from typing import Any
 
 from embodied import _stop_at_once
 from embodied.config.cli import parse
+from embodied.config.merge import recipe_of_task
 from embodied.config.recipe import RunConfig
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import (
@@ -298,7 +299,7 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     first, *rest = plan.describe()
     tasks, kind = env.task if isinstance(env.task, str) else ", ".join(env.task), env_class(env)
     protocol = choose_protocol(kind, env, config.eval.protocol)
-    noted = [] if len(kind.tasks(env)) > 1 else kind.remarks(env, proofs(config))
+    noted = [] if len(kind.tasks(env)) > 1 else [*kind.remarks(env, proofs(config)), *other_recipes(config)]
     lines = [
         f"task        {env.name} {tasks}{f', physics {physics}' if physics else ''}",
         *(line for note in noted for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),
@@ -311,6 +312,14 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
     return "\n".join(lines)
+
+
+def other_recipes(config: RunConfig) -> list[str]:
+    """The recipe with the settings of this task, where PPO trains it with others."""
+    name = recipe_of_task(env_class(config.env).tasks(config.env)[0])
+    if name is None or config.run.name == name or (config.algo.name, config.policy.name) != ("ppo", "mlp"):
+        return []
+    return [f"recipe={name} has settings that were found for this task"]
 
 
 def schedule_lines(config: RunConfig) -> list[str]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from embodied.config.cli import FLAGS, parse, read_yaml, write_yaml, yaml_problem
-from embodied.config.merge import recipe_names
 from embodied.config.recipe import Loaded, load
+from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacementPlan, Topology
 from embodied.placement.grammar import number

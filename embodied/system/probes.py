@@ -120,7 +120,7 @@ def tasks() -> dict[str, Any]:
     """ManiSkill's tasks: step limit, rewards, and the downloads that each lacks here."""
     from embodied.envs.config import REWARD_MODES
     from embodied.envs.maniskill.choices import reward_modes
-    from embodied.envs.maniskill.tasks import SEVERAL, has_several_robots, missing_assets, registered
+    from embodied.envs.maniskill.tasks import missing_assets, registered
     from embodied.system.vulkan_driver import ensure_vulkan
 
     ensure_vulkan()
@@ -128,7 +128,6 @@ def tasks() -> dict[str, Any]:
         name: {
             "steps": spec.max_episode_steps,
             "missing": missing_assets(name),
-            "several": SEVERAL if has_several_robots(spec.cls) else "",
             "rewards": [mode for mode in reward_modes(spec.cls) if mode in REWARD_MODES],
         }
         for name, spec in sorted(registered().items())

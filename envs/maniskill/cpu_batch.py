@@ -25,22 +25,24 @@ from mani_skill.utils.building.actor_builder import ActorBuilder
 from mani_skill.utils.structs.articulation import Articulation
 from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 
+from embodied.envs.maniskill.build import action_bounds, for_robots
 from embodied.envs.maniskill.cpu_physics import BatchedCpuPhysics
 from embodied.envs.maniskill.tasks import DRAWING
 
 RigidBody = sys.modules["mani_skill.utils.structs.base"].PhysxRigidBodyComponentStruct
 
 
-def make_batched(make, num_envs: int, look, trimmed: bool = True) -> Any:
+def make_batched(make, num_envs: int, look, trimmed: bool = True, planes: bool = False) -> Any:
     """The env that `make(num_envs=...)` builds, unwrapped, reset once and ready; `look(env, info)` observes it.
-    `trimmed`: fetch only what the first steps read, for tasks that are known to read the same in all steps."""
-    with replaced_names(planes=not trimmed):
+    `trimmed`: fetch only what the first steps read, for tasks that are known to read the same in all steps.
+    `planes`: as in `replaced_names`."""
+    with replaced_names(planes):
         env = make(num_envs=num_envs).unwrapped
         env.reset(seed=0)
         physics = env.scene.px
         if trimmed:
             physics.watch()
-        action = torch.zeros((num_envs, env.single_action_space.shape[0]))
+        action = for_robots(env, torch.zeros((num_envs, len(action_bounds(env)[0]))))
         for _ in range(2):  # everything that is looked up lazily, by the code that a rollout runs
             look(env, env.step(action)[-1])
         env.reset(seed=0, options={"env_idx": torch.arange(num_envs)})
@@ -52,7 +54,7 @@ def make_batched(make, num_envs: int, look, trimmed: bool = True) -> Any:
 @contextmanager
 def replaced_names(planes: bool) -> Iterator[None]:
     """`planes`: the ground is in every scene. ManiSkill puts it into the first alone, since a GPU's scenes share it;
-    the listed tasks play on a table and never touch it."""
+    most listed tasks play on a table and never touch it."""
     changes = [
         (sapien.physx, "PhysxGpuSystem", BatchedCpuPhysics),
         (sapien_env, "CPU_SIM_BACKENDS", frozenset()),

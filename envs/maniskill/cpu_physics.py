@@ -185,7 +185,9 @@ class BatchedCpuPhysics:
         self._fetch_velocities(self._moving_now)
 
     def gpu_fetch_articulation_link_pose(self) -> None:
-        """Comes with the bodies, which every ManiSkill scene has (its ground or table)."""
+        """Comes with the bodies; where all of them are links, nobody asks for those."""
+        if not self.num_free:
+            self.gpu_fetch_rigid_dynamic_data()
 
     def gpu_fetch_articulation_link_velocity(self) -> None:
         """Comes with the bodies."""

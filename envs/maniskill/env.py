@@ -21,12 +21,11 @@ from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.tasks import TWINS, absent, asset_folder, is_bridge, source_of
-from embodied.envs.maniskill.build import build, numbers
+from embodied.envs.maniskill.build import action_bounds, build, for_robots, numbers
 from embodied.envs.maniskill.tasks import (
     BATCHED_CONTROLS,
     BATCHED_TASKS,
     DRAWING,
-    SEVERAL,
     check_bridge,
     check_task,
     control_of,
@@ -183,9 +182,7 @@ class ManiSkillEnv(VectorEnv):
         self.envs = build(config, num_envs)
         self.batched = config.backend != "cpu"
         env = self.envs[0]
-        if len(getattr(env.agent, "agents", ())) > 1:
-            raise ConfigError(f"env.task={config.task} has several robots; {SEVERAL}")
-        low, high = env.single_action_space.low, env.single_action_space.high
+        low, high = action_bounds(env)
         self._scale, self._offset = (high - low) / 2, (high + low) / 2
         if is_bridge(config.task):
             metres, radians = config.action_units or (1.0, 1.0)
@@ -195,7 +192,7 @@ class ManiSkillEnv(VectorEnv):
         limit = config.max_episode_steps or find_task(config.task).max_episode_steps or 100
         seen = numbers(env, info, config.privileged)
         spec = EnvSpec(
-            action=ActionSpec(env.single_action_space.shape[0]),
+            action=ActionSpec(len(low)),
             state_dim=int(seen["state"].shape[-1]),
             privileged_dim=int(seen["privileged"].shape[-1]) if config.privileged else None,
             images=dict.fromkeys(config.cameras, (*config.image_size, 3)),
@@ -243,7 +240,7 @@ class ManiSkillEnv(VectorEnv):
         actions = (actions * self._scale + self._offset).astype(np.float32)
         rewards, failed, success = np.zeros(self.num_envs, np.float32), *np.zeros((2, self.num_envs), bool)
         for row in np.flatnonzero(active):
-            obs, reward, _, _, info = self.envs[row].step(actions[row])
+            obs, reward, _, _, info = self.envs[row].step(for_robots(self.envs[row], actions[row]))
             self._see(row, obs, info)
             rewards[row] = float(reward)
             failed[row], success[row] = bool(info.get("fail", False)), bool(info.get("success", False))
@@ -258,7 +255,8 @@ class ManiSkillEnv(VectorEnv):
             if self.config.backend == "cpu_batched":
                 env.scene.px.advance_only(np.flatnonzero(active).tolist())
             scale, offset = (torch.from_numpy(array).to(env.device) for array in (self._scale, self._offset))
-            taken = env._step_action(tensor_of(actions, env.device).float() * scale + offset)
+            wanted = tensor_of(actions, env.device).float() * scale + offset
+            taken = env._step_action(for_robots(env, wanted))
             env._elapsed_steps += 1
             info = env.get_info()
             reward = env.get_reward(obs=None, action=taken, info=info)

@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import functools
 import importlib.util
-import inspect
 import io
 import itertools
 import logging
@@ -34,11 +33,15 @@ BATCHED_TASKS = {
     "PlaceSphere-v1": 50,
     "RollBall-v1": 80,
     "PokeCube-v1": 50,
+    "PullCubeTool-v1": 100,
+    "PickCubeSO100-v1": 50,
+    "TwoRobotPickCube-v1": 100,
+    "MS-CartpoleBalance-v1": 1000,
 }
+ROLLING = ("RollBall-v1",)  # of these, tasks whose things may leave the table: every scene needs the ground
 BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
 BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, by benchmarks/results/maniskill_stepping.json
 
-SEVERAL = "only tasks of one robot can be trained"
 UNDECLARED = {  # how names of tasks begin -> what these need and do not tell ManiSkill: robots, scenes, furniture
     "AnymalC-": ("anymal_c",),
     "ArchitecTHOR_": ("AI2THOR",),
@@ -164,12 +167,6 @@ def made(kind: Callable[..., Any], spec: Any, **options: Any) -> Any:
     env = kind(**options)
     env.spec = spec
     return env
-
-
-def has_several_robots(cls: type) -> bool:
-    """Whether a task is played by more than one robot, unless another is asked for."""
-    asked = inspect.signature(cls.__init__).parameters.get("robot_uids")
-    return asked is not None and isinstance(asked.default, list | tuple) and len(asked.default) > 1
 
 
 def missing_assets(task: str) -> list[str]:

@@ -28,7 +28,9 @@ WHITE, GREEN, RED = (245, 245, 245), (60, 180, 75), (220, 40, 40)
 
 
 PROTOCOL = Protocol(
-    "pointmass-v1", "an episode ends at its first success or at the step limit", {"on_success": "truncate"}
+    "pointmass-v1",
+    "an episode ends at its first success or at the step limit",
+    {"on_success": "truncate", "after_success": 0},
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.common import Cost, resolved
 from benchmarks.compare_sb3 import best_peer, our_evaluations, report, seconds_to_enough
-from benchmarks.contestants import Speed, our_speed, sb3_speed
+from benchmarks.contestants import ALIKE, Speed, our_speed, sb3_speed
 from benchmarks.sb3_ppo import success_once
 from benchmarks.sb3_settings import gradient_steps, items, sb3_settings
 
@@ -20,7 +20,7 @@ def speed(steps_per_s):
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_both_sides_take_the_same_gradient_steps_for_the_same_env_steps(processes):
-    config = resolved("maniskill_ppo")
+    config = resolved("maniskill_ppo", *ALIKE)
     settings = sb3_settings(config, processes, seed=0, env_steps=10 * items(config))
     ppo = settings["ppo"]
     assert settings["iterations"] == 10
@@ -43,7 +43,7 @@ def test_the_last_smaller_minibatch_counts_as_a_gradient_step():
     ],
 )
 def test_a_recipe_that_the_peer_cannot_follow_is_refused(section, key, value):
-    config = copy.deepcopy(resolved("maniskill_ppo"))
+    config = copy.deepcopy(resolved("maniskill_ppo", *ALIKE))
     config[section][key] = value
     with pytest.raises(ValueError, match=f"{section}.{key}={value}"):
         sb3_settings(config, 2, seed=0, env_steps=1600)

@@ -20,8 +20,8 @@ class CountingEnv(VectorEnv):
     A seed of 100 + k succeeds at step k, and only there.
     """
 
-    def __init__(self, num_envs, on_success="truncate", limit=LIMIT, action=None):
-        config = ExternalEnvConfig(name="counting:CountingEnv", on_success=on_success)
+    def __init__(self, num_envs, on_success="truncate", limit=LIMIT, action=None, after_success=0):
+        config = ExternalEnvConfig(name="counting:CountingEnv", on_success=on_success, after_success=after_success)
         spec = EnvSpec(action or ActionSpec(2), state_dim=1, max_episode_steps=limit, has_success=True)
         super().__init__(config, num_envs, spec)
         self.count = np.zeros(num_envs, np.float32)
@@ -115,6 +115,14 @@ def test_on_success_decides_how_a_success_ends_the_episode(on_success, ends):
     steps = {name: np.flatnonzero(getattr(result, name)[0]).tolist() for name in ("terminated", "truncated")}
     assert steps == {name: [1] if name == ends else [] for name in steps}
     assert result.success[0].tolist() == ([False, True, True, True] if ends else [False, True, False, False])
+
+
+def test_an_episode_goes_on_after_its_first_success_as_long_as_it_is_told():
+    """Row 0 succeeds at its second step and at no other, row 1 never."""
+    result = chunk(begin(102, 99, after_success=2), 4)
+    assert result.truncated.tolist() == [[False, False, False, True], [False] * 4]
+    assert not result.terminated.any()
+    assert begin(102, after_success=0).step_chunk(np.zeros((1, 2, 2), np.float32)).truncated.tolist() == [[False, True]]
 
 
 def test_success_is_frozen_after_the_end():

@@ -19,7 +19,7 @@ def chosen(config, name=None):
     ("config", "name", "fixes"),
     [
         (ManiSkillConfig(), "maniskill-v1", {"on_success": "continue", "on_failure": "continue"}),
-        (PointMassConfig(name="pointmass"), "pointmass-v1", {"on_success": "truncate"}),
+        (PointMassConfig(name="pointmass"), "pointmass-v1", {"on_success": "truncate", "after_success": 0}),
         (GymConfig(name="gym:CartPole-v1"), "gym-v1", {"on_success": "terminate"}),
         (ExternalEnvConfig(name="gymnasium.envs.classic_control:CartPoleEnv"), "gym-v1", {"on_success": "terminate"}),
     ],

@@ -1,6 +1,7 @@
 """The console when it is not read, and what it warns of."""
 
 import os
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -8,6 +9,10 @@ from embodied.core.types import EpisodeResult
 from embodied.reporting.console import Console
 
 STATE = {"iteration": 1, "version": 1, "env_steps": 8, "train_s": 1.0}
+
+
+def episodes(count, success, truncated=None):
+    return [EpisodeResult(i, "t", -1, 0, 1, success, bool(success), None, truncated=truncated) for i in range(count)]
 
 
 def test_a_closed_pipe_ends_no_run():
@@ -50,13 +55,28 @@ def test_what_was_collected_ahead_of_a_resumed_run_is_counted_in_words():
 
 
 def test_success_is_of_the_last_100_episodes_of_robots_and_of_all_conversations_of_an_iteration():
-    def episodes(count, success, truncated=None):
-        return [
-            EpisodeResult(i, "t", -1, 0, 1, success, bool(success), None, truncated=truncated) for i in range(count)
-        ]
-
     for truncated, wanted in ((None, (100, 0.0)), (False, (150, 0.3333))):
         console = Console(Path("run"), stream=StringIO())
         finished = [*episodes(50, 1.0, truncated), *episodes(100, 0.0, truncated)]
         row = console.iteration(STATE, finished, {"env_steps": 8.0}, 1.0, 3)
         assert (row["recent_episodes"], row["success_once"]) == wanted
+
+
+def told_without_success(*successes, resumed=False):
+    """What a run of nine iterations says beside its lines, where episodes end like this, one in each iteration."""
+    stream = StringIO()
+    console = Console(Path("run"), stream=stream, advice="try this")
+    if resumed:
+        console.resumed(Path("run"), STATE, 0, 0)
+    for at, success in enumerate(successes, 1):
+        finished = [replace(one, success_once=success) for one in episodes(1, 0.0)]
+        console.iteration({**STATE, "iteration": at}, finished, {"env_steps": 8.0}, 1.0, 9)
+    return [line for line in stream.getvalue().splitlines() if line == "try this"]
+
+
+def test_a_third_of_a_run_without_success_is_advised_once():
+    assert told_without_success(False, False) == []
+    assert told_without_success(False, False, False, False, False) == ["try this"]
+    assert told_without_success(False, True, False, False, False) == []
+    assert told_without_success(None, None, None, None) == []
+    assert told_without_success(False, False, False, False, resumed=True) == []

@@ -20,11 +20,10 @@ LIBERO = ENVS["libero"]
 
 
 TASKS = {
-    "PushCube-v1": {"steps": 50, "missing": [], "several": "", "rewards": ["normalized_dense", "dense", "sparse"]},
-    "Pick-v1": {"steps": None, "missing": ["ycb", "kits"], "several": "", "rewards": ["normalized_dense"]},
-    "Plug-v1": {"steps": 200, "missing": [], "several": "", "rewards": ["sparse"]},
-    "Two-v1": {"steps": 100, "missing": [], "several": "two robots", "rewards": ["dense"]},
-    "Empty-v1": {"steps": 200, "missing": [], "several": "", "rewards": []},
+    "PushCube-v1": {"steps": 50, "missing": [], "rewards": ["normalized_dense", "dense", "sparse"]},
+    "Pick-v1": {"steps": None, "missing": ["ycb", "kits"], "rewards": ["normalized_dense"]},
+    "Plug-v1": {"steps": 200, "missing": [], "rewards": ["sparse"]},
+    "Empty-v1": {"steps": 200, "missing": [], "rewards": []},
 }
 
 
@@ -98,7 +97,6 @@ def test_tasks_come_from_the_simulators_and_name_what_they_lack():
     assert tasks["maniskill PushCube-v1"].purpose == "50 steps" and not tasks["maniskill PushCube-v1"].problem
     assert tasks["maniskill Pick-v1"].purpose == "no step limit"
     assert tasks["maniskill Plug-v1"].purpose == "200 steps, with env.reward_mode=sparse"
-    assert tasks["maniskill Two-v1"].problem == "two robots"
     assert tasks["maniskill Empty-v1"].problem == "it has no reward"
     assert "download_asset ycb; kits: python -m mani_skill" in tasks["maniskill Pick-v1"].problem
     assert tasks["libero libero_object"].purpose.startswith("tasks 0 to 9, 280 steps")

@@ -1,0 +1,123 @@
+"""Each ManiSkill task with the recipe made for it: trained from fixed seeds, then 200 episodes that nobody trained on.
+
+    python -m benchmarks.learning.tasks [--tasks pullcube_ppo ...] [--seeds 0 1 2] [--resume]
+
+The cheapest tasks come first, seed 0 of all of them before the next seed. Writes results/tasks/RECIPE-seed-S.json as
+each is done; --resume leaves out what was measured with the same recipe and prints what came of it. A result names its
+commit.
+"""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+
+from benchmarks.common import (
+    RESULTS,
+    ROOT,
+    code_commit,
+    config_hash,
+    environment,
+    machine,
+    markdown,
+    measure,
+    packages,
+    read_metrics,
+    resolved,
+    train_command,
+    write_json,
+)
+from benchmarks.learning.seeds import EVAL_SEED, TIMEOUT_S, evaluate, new_folder, parser, rate, read_done
+
+SEEDS = (0, 1, 2)
+PLACE, RUNS = RESULTS / "tasks", ROOT / "runs" / "tasks"
+UNJUDGED = ("run.eval_every=null", "eval.episodes=8", "eval.videos=0", "eval.failure_videos=0")
+
+
+def recipes() -> list[str]:
+    """The recipe of every task, the one with the fewest env steps first."""
+    from embodied.config.recipe_files import BY_TASK, recipe_names
+
+    return sorted(["maniskill_ppo", *recipe_names(BY_TASK)], key=lambda name: resolved(name)["run"]["env_steps"])
+
+
+def main() -> None:
+    ask = parser(__doc__, SEEDS)
+    ask.add_argument("--tasks", nargs="+", default=recipes(), choices=recipes(), metavar="RECIPE")
+    options = ask.parse_args()
+    env, done = environment(), []
+    for seed in options.seeds:
+        for name in options.tasks:
+            about = {"recipe": name, "seed": seed, "config": config_hash(resolved(name)), "eval_seed": EVAL_SEED}
+            path = PLACE / f"{name}-seed-{seed}.json"
+            result = read_done(path, about) if options.resume else None
+            if result is None:
+                made_here = {"commit": code_commit(), "machine": machine(), "packages": packages()}
+                result = about | made_here | measure_seed(name, seed, env)
+                write_json(path, result)
+            done.append(result)
+            print(f"{name} seed {seed}: {outcome(result)}, {result['train_s']:.0f} s", flush=True)
+    print(report(done))
+
+
+def measure_seed(name: str, seed: int, env: dict) -> dict:
+    """Train, then evaluate the final checkpoint in a process of its own."""
+    folder, costs = f"{name}-seed-{seed}", []
+    command = train_command(name, f"seed={seed}", f"run.dir={RUNS}", f"run.name={folder}", *UNJUDGED)
+    run = new_folder(RUNS, folder, lambda: costs.append(measure(command, env, TIMEOUT_S)))
+    results, rows, (trained,) = evaluate(run, env), read_metrics(run), costs
+    return {
+        "task": resolved(name)["env"]["task"],
+        "env_steps": rows[-1]["env_steps"],
+        "train_s": rows[-1]["train_s"],
+        "cpu_s": round(trained.cpu_s, 2),
+        "success_once": results["overall"]["success_once"],
+        "success_at_end": results["overall"]["success_at_end"],
+        "return": results["overall"]["return"],
+        "curve": [[row["env_steps"], row["success_once"], row["return"]] for row in rows],
+    }
+
+
+def outcome(result: dict) -> str:
+    if result["success_once"] is None:
+        return f"return {result['return']:.1f}"
+    return f"success_once {rate(result['success_once'], 0)}, at the end {rate(result['success_at_end'], 0)}"
+
+
+def report(done: list[dict]) -> str:
+    """One row a task: every seed's outcome, and what a seed took in the median, on a machine with this load."""
+    header = ["task", "recipe", "success_once", "success_at_end", "env steps", "training s", "CPU minutes", "load"]
+    rows = []
+    for name in dict.fromkeys(result["recipe"] for result in done):
+        mine = [result for result in done if result["recipe"] == name]
+        rows.append(
+            [
+                mine[0]["task"],
+                f"`{name}`",
+                ", ".join(of_seed(result, "success_once") for result in mine),
+                ", ".join(of_seed(result, "success_at_end") for result in mine),
+                f"{median(result['env_steps'] for result in mine):,.0f}",
+                f"{median(result['train_s'] for result in mine):.0f}",
+                f"{median(result['cpu_s'] for result in mine) / 60:.0f}",
+                f"{median(result['machine']['load_before'] for result in mine):.1f}",
+            ]
+        )
+    return markdown(header, rows)
+
+
+def of_seed(result: dict, what: str) -> str:
+    """A seed's success with its interval; the mean return of tasks that know none."""
+    if result[what] is not None:
+        return rate(result[what], 0)
+    return f"return {result['return']:.0f}" if what == "success_once" else "-"
+
+
+def kept() -> list[dict]:
+    """All results that lie there, tasks in the order in which they are measured."""
+    found = [json.loads(path.read_text()) for path in sorted(PLACE.glob("*-seed-*.json"))]
+    order = recipes()
+    return sorted((one for one in found if one["recipe"] in order), key=lambda one: order.index(one["recipe"]))
+
+
+if __name__ == "__main__":
+    main()
