@@ -77,7 +77,7 @@ def free_port():
 
 
 @pytest.mark.slow
-def test_a_run_is_trained_and_evaluated_with_a_server(tmp_path, monkeypatch, capsys):
+def test_a_run_is_trained_and_evaluated_with_a_server(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(TOKEN, SECRET)
     few = ["sft.episodes=64", "sft.epochs=1", "sft.warmup_steps=0", "env.num_envs=8", "eval.episodes=4"]
@@ -93,7 +93,6 @@ def test_a_run_is_trained_and_evaluated_with_a_server(tmp_path, monkeypatch, cap
         (trained,) = tmp_path.glob("runs/sums_grpo-*")
         words = shlex.split(EVALUATE.replace("8000", port).replace("runs/NAME", str(trained)))[3:]
         assert evaluate.main([*words, "eval.episodes=4", "cluster.backend=inline"]) == 0
-    assert not list(Path("/dev/shm").glob("weights-*/new")), capsys.readouterr()
 
 
 @pytest.mark.slow
