@@ -31,14 +31,16 @@ def build(spec=SPEC, seed=0, **options):
     return make_policy(LanguageConfig(name="language", **options), spec, seed).eval()
 
 
-def publish(folder: Path, kind: str, tied: bool, template: str | None = None, positions: int = 256) -> Path:
+def publish(
+    folder: Path, kind: str, tied: bool, template: str | None = None, positions: int = 256, dim: int = 8
+) -> Path:
     """A folder with a model of this kind as transformers writes it, and our tokenizer of characters."""
     words = {"vocab_size": 100, "eos_token_id": 1, "bos_token_id": None, "tie_word_embeddings": tied}
     if kind == "gpt2":
         shape = GPT2Config(**words, n_embd=32, n_layer=2, n_head=4, n_positions=positions)
     else:
         family = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
-        shape = family(**words, **SIZES, head_dim=8, max_position_embeddings=positions)
+        shape = family(**words, **SIZES, head_dim=dim, max_position_embeddings=positions)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(shape)

@@ -60,9 +60,8 @@ class PolicyGradientConfig(Strict):
     )
     decoupled: bool = Field(
         False,
-        description="true: log-probs are computed again with the weights that an update starts from; ratios are taken "
-        "and clipped against these, and how much likelier they made an action than the weights that acted multiplies "
-        "its policy loss.",
+        description="true: ratios are taken and clipped against log-probs of the weights that an update starts from, and "
+        "how much likelier these made an action than the weights that acted multiplies its policy loss.",
     )
     importance_cap: float | None = Field(
         None,
@@ -90,14 +89,12 @@ class PolicyGradientConfig(Strict):
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
-        description="How that divergence is estimated in the loss, from the actions taken, at logprob_level; in the "
-        "reward it is k1.",
+        description="How the loss estimates it, from the actions taken, at logprob_level; the reward does by k1.",
     )
     kl_in: Literal["loss", "reward"] = Field(
         "loss",
-        description="Where the divergence counts: in the loss, or every decision's off the rewards: with ppo off its"
-        " own, before advantages are estimated; with groups off those up to the episode's end, before returns are "
-        "compared.",
+        description="Where the divergence counts: in the loss, or off the rewards: with ppo a decision's off its own, "
+        "before advantages; with groups off those up to the episode's end, before returns are compared.",
     )
 
     truncated: Literal["as_is", "mask", "punish"] = Field(

@@ -151,7 +151,8 @@ def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> No
     """A run is resumed as what it is: its checkpoint, if there is one, holds this policy, these env rows and this
     algorithm's state."""
     trained = find(str(checkpoint)).config if checkpoint else config.policy
-    odd = [line for line in differing("policy", trained, config.policy) if line.partition("=")[0] not in ORIGIN]
+    free = (*ORIGIN, *(f"policy.{key}" for key in SERVER))
+    odd = [line for line in differing("policy", trained, config.policy) if line.partition("=")[0] not in free]
     if trained.name != config.policy.name:
         odd = [f"policy.name={trained.name} there, {config.policy.name} here"]
     stored = read_yaml((run / "config.yaml").read_text(encoding="utf-8")) if (run / "config.yaml").is_file() else {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import importlib.util
 import os
 import queue
@@ -63,7 +64,7 @@ class HTTPEngine(Engine):
         self.counted = dict.fromkeys(("asked_again", "unusable"), 0)
         self.round: tuple[int, str, float] = (0, "", 1.0)
         self.name, self.pairs = "", {}  # of the weights that are to answer, and what they are
-        self.folder = config.weights and Path(config.weights).absolute() / f"weights-{secrets.token_hex(8)}"
+        self.folder, self.lock = own_folder(Path(config.weights).absolute()) if config.weights else (None, -1)
         self.patience_s = config.answer_s + config.away_s
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="http", daemon=True)
@@ -153,6 +154,8 @@ class HTTPEngine(Engine):
             self.loop.close()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self.lock)
+            self.folder = None
 
     # Weights
 
@@ -283,7 +286,30 @@ class HTTPEngine(Engine):
             raise EmbodiedError(f"{self.server.name}: given up") from None
 
 
-CHANGES = 5
+CHANGES = 5  # of a server's weights by others, in the time of one request
+
+
+def own_folder(parent: Path) -> tuple[Path, int]:
+    """A new folder for weights, and a lock on it that ends with this process: what others left is removed."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for left in parent.glob("weights-*"):
+            with contextlib.suppress(OSError):  # somebody else removes it, or is at work there
+                lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left)
+                finally:
+                    os.close(lock)
+        name = secrets.token_hex(8)
+        (aside := parent / f"new-{name}").mkdir()
+        lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return aside.rename(parent / f"weights-{name}"), lock
+    except OSError as err:
+        raise ConfigError(f"policy.weights={parent} cannot be written: {err.strerror or err}") from None
+
+
 KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.weights=FOLDER"
 
 

@@ -242,6 +242,9 @@ class LanguagePolicy(PublishedPolicy):
         """The model's own config with ours beside it, so that others read the folder too."""
         ours = super().description()
         ours["policy"] |= {"pretrained": "." if self.origin else None}
+        if self.config.engine == "http":  # whose server is that of a run, here and now
+            usual = type(self.config).model_fields
+            ours["policy"] |= {key: usual[key].default for key in ("engine", *self.config.of_engine)}
         return files.describe(self.model.config) | ours
 
     def saved(self) -> set[str]:

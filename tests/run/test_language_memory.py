@@ -87,6 +87,8 @@ def test_keys_and_values_are_those_of_the_conversations_that_go_on_at_a_time():
     assert acting_bytes(config("policy.max_running=8"), each, 128) == 8e9
     assert acting_bytes(config("policy.max_running=8"), each, 4) == 4e9
     assert acting_bytes(config("policy.max_running=8", "policy.engine=vllm"), each, 4) == 8e9  # reserved at the start
+    served = ("policy.engine=http", "policy.url=http://127.0.0.1:8000", "policy.weights=/dev/shm")
+    assert acting_bytes(config(*served), each, 4) == 0  # they are the server's
     assert acting_bytes(config("policy.max_running=8", "policy.cache_gb=2.5"), each, 128) == 2.5e9
 
 

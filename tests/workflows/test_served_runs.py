@@ -91,9 +91,12 @@ def test_sums_are_learned_through_a_server_as_without_one(imitated, tmp_path, ca
         capsys.readouterr()
         assert evaluate.main([f"checkpoint={imitated}", *asked]) != 0
         assert f"policy.url={server.url} has other weights" in capsys.readouterr().err
-        # Without its server, a run's policy is asked by an engine of its own.
-        more = ["eval.episodes=4", "cluster.backend=inline", "policy.engine=transformers"]
-        assert evaluate.main([f"checkpoint={ours}", *more]) == 0
+    # Without its server a run's policy is asked by an engine of its own, and the run goes on with another.
+    assert evaluate.main([f"checkpoint={ours}", "eval.episodes=4", "cluster.backend=inline"]) == 0
+    with served(load_policy(policy), policy) as server:
+        more = ["run.iterations=4", f"policy.url={server.url}", "cluster.backend=inline"]
+        assert train.main([f"resume={ours}", *more]) == 0
+        assert server.generation.version == 4
 
 
 def test_a_training_whose_weights_would_not_reach_the_server_is_refused(imitated, tmp_path, capsys):

@@ -12,6 +12,7 @@ from tiny_language import build, publish
 
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.config import LanguageConfig
+from embodied.policies.folder import read_description
 from embodied.policies.language.engine import Request, make_engine
 from embodied.serving.config import TOKEN
 
@@ -215,6 +216,27 @@ def test_other_models_weights_and_longer_conversations_are_refused(policy, tmp_p
             pytest.raises(ConfigError, match="are not those of this"),
         ):
             engine.load(short.state_dict(), 1)
+
+
+def test_weights_that_a_killed_worker_left_are_removed_and_those_of_others_stay(policy, tmp_path):
+    (left := tmp_path / "weights" / "weights-0123").mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"left")
+    with served(build(dtype="float64", **SIZES), tmp_path) as server, engine_at(server.url, policy, tmp_path) as one:
+        with engine_at(server.url, policy, tmp_path) as another:
+            assert not left.exists() and one.folder.is_dir() and another.folder.is_dir()
+        assert [*(tmp_path / "weights").iterdir()] == [one.folder]
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match=r"policy.weights=.*file/weights cannot be written"):
+            with engine_at(server.url, policy, tmp_path / "file"):
+                pass
+
+
+def test_a_saved_policy_does_not_depend_on_the_server_of_its_run(policy, tmp_path):
+    config = LanguageConfig(**policy.config.model_dump() | {"engine": "http", "url": "http://h", "weights": tmp_path})
+    policy.config = config
+    policy.save_pretrained(tmp_path / "policy")
+    found, _ = read_description(tmp_path / "policy")
+    assert found.engine == "transformers" and found.url is None and found.max_running == config.max_running
 
 
 MODELS = {"data": [{"id": "m", "owned_by": "someone"}]}
