@@ -5,7 +5,11 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import pytest
+
+from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
+from embodied.reporting.advice import without_success
 from embodied.reporting.console import Console
 
 STATE = {"iteration": 1, "version": 1, "env_steps": 8, "train_s": 1.0}
@@ -80,3 +84,21 @@ def test_a_third_of_a_run_without_success_is_advised_once():
     assert told_without_success(False, True, False, False, False) == []
     assert told_without_success(None, None, None, None) == []
     assert told_without_success(False, False, False, False, resumed=True) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "leaves_out"),
+    [
+        (["recipe=maniskill_ppo", "env.task=RollBall-v1"], ["recipe=rollball_ppo", "run.env_steps=320000"], "reward"),
+        (["recipe=rollball_ppo", "env.reward_mode=sparse"], ["env.reward_mode=normalized_dense"], "recipe="),
+        (["recipe=maniskill_grpo"], ["env.reward=own", "run.iterations=120", "demonstrations"], "recipe="),
+        (["recipe=maniskill_grpo", "run.start_from=runs/x"], ["env.reward=own"], "demonstrations"),
+    ],
+)
+def test_the_advice_names_what_the_run_lacks_and_nothing_that_it_has(arguments, says, leaves_out):
+    advice = without_success(load(arguments).config)
+    assert all(part in advice for part in says) and leaves_out not in advice
+
+
+def test_language_models_get_no_such_advice():
+    assert without_success(load(["recipe=sums_grpo"]).config) == ""
