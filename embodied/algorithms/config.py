@@ -60,8 +60,8 @@ class PolicyGradientConfig(Strict):
     )
     decoupled: bool = Field(
         False,
-        description="true: ratios are taken and clipped against log-probs of the weights an update starts from, and how "
-        "much likelier these made an action than the weights that acted multiplies its policy loss.",
+        description="true: ratios are taken and clipped against log-probs of the weights an update starts from, and "
+        "how much likelier these made an action than the weights that acted multiplies its policy loss.",
     )
     importance_cap: float | None = Field(
         None,
