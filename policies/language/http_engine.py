@@ -64,12 +64,12 @@ class HTTPEngine(Engine):
         self.counted = dict.fromkeys(("asked_again", "unusable"), 0)
         self.round: tuple[int, str, float] = (0, "", 1.0)
         self.name, self.pairs = "", {}  # of the weights that are to answer, and what they are
-        self.folder, self.lock = own_folder(Path(config.weights).absolute()) if config.weights else (None, -1)
         self.patience_s = config.answer_s + config.away_s
+        self.server = Server(config.url, token_of(config), config.answer_s)
+        self.folder, self.lock = own_folder(Path(config.weights).absolute()) if config.weights else (None, -1)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="http", daemon=True)
         self.thread.start()
-        self.server = Server(config.url, token_of(config), config.answer_s)
         self.mending = asyncio.Lock()  # one request at a time finds out what the server has
         try:
             self.wait(self.patiently(self.server.look, at_most_s=min(AT_FIRST_S, config.away_s)))
@@ -137,7 +137,7 @@ class HTTPEngine(Engine):
         self.pairs, before = self.as_served(weights), self.name
         self.name = fingerprint(version, ((name, blob_of(tensor)) for name, tensor in self.pairs.items()))
         self.wait(self.patiently(self.hand_over if self.folder else self.compare))
-        if self.folder and before != self.name:  # no server has to read them again
+        if self.folder and before not in ("", self.name):  # no server has to read them again
             shutil.rmtree(self.folder / before, ignore_errors=True)
 
     def numbers(self) -> dict[str, float]:
@@ -222,7 +222,7 @@ class HTTPEngine(Engine):
         async def attempt() -> Answer | None:
             found = await self.ask(body)
             others = self.server.ours and not same_numbers(found.fingerprint, self.name)
-            if found.finish == "abort" or others:
+            if not found.dropped and (found.finish == "abort" or others):
                 return None
             exact = np.float64 if self.exact else np.float32
             tokens, logprobs = np.array(found.tokens, np.int32), np.array(found.logprobs, exact)

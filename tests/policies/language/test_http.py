@@ -91,6 +91,7 @@ def test_tokens_are_those_of_our_own_engine_in_any_order_and_from_a_server_that_
 def test_weights_are_taken_once_they_are_new_and_answers_follow(policy, tmp_path):
     with served(of_other_weights(), tmp_path) as server, engine_at(server.url, policy, tmp_path) as engine:
         engine.load(policy.state_dict(), 1)
+        assert len([*(tmp_path / "weights").glob("*/*/model.safetensors")]) == 1  # for a server that starts again
         for temperature in (1.0, 0.7, 0.0):
             with torch.no_grad():
                 for parameter in policy.parameters():
@@ -126,6 +127,16 @@ def test_where_weights_are_not_to_change_they_have_to_be_those_of_the_policy(pol
             pytest.raises(ConfigError, match=r"has other weights \(v7-"),
         ):
             engine.load(of_other_weights().state_dict(), 1)
+
+
+def test_weights_that_make_no_numbers_make_answers_that_are_dropped(policy, tmp_path):
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter *= float("nan")
+    with served(of_other_weights(), tmp_path) as server, engine_at(server.url, policy, tmp_path) as engine:
+        engine.load(policy.state_dict(), 1)
+        assert {answer.dropped for answer in answers(engine, ASKED).values()} == {"a log-prob is not finite"}
+        assert engine.numbers() == {"asked_again": 0, "unusable": 20}
 
 
 def test_what_is_given_up_leaves_the_server_at_once(policy, tmp_path):
