@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from embodied.core.options import LocalPath, Strict
 
@@ -285,6 +285,15 @@ class GRPOConfig(PolicyGradientConfig):
     max_empty: int = Field(
         5, gt=0, description="Iterations in a row with nothing to learn from after which the run stops, saying why."
     )
+
+    @field_validator("pools", mode="before")
+    @classmethod
+    def _three_weights(cls, pools: Any) -> Any:
+        if isinstance(pools, list | tuple) and len(pools) != 3:
+            raise ValueError(
+                "takes three weights, for prompts that were solved rarely, at times and often; try [0.1,0.3,0.1]"
+            )
+        return pools
 
     @model_validator(mode="before")
     @classmethod

@@ -294,6 +294,14 @@ class RunConfig(Strict):
         """What is said of answers needs a policy that speaks, which has no values and learns in whole groups."""
         algo = self.algo
         if self.policy.name != "language":
+            packing = {"pack_tokens": 4096, "share_prompts": True}
+            if given := [
+                f"learner.{k}={getattr(self.learner, k)}" for k in packing if getattr(self.learner, k) != packing[k]
+            ]:
+                raise ValueError(
+                    f"{' and '.join(given)} has no effect with policy.name={self.policy.name}: only conversations pass "
+                    "through the network by their tokens; leave it out"
+                )
             if given := algo.of_answers():
                 raise ValueError(
                     f"{' and '.join(given)}: only a language model gives answers, and policy.name={self.policy.name} "
@@ -329,19 +337,6 @@ class RunConfig(Strict):
                 "through the network whole; set learner.pack_tokens instead"
             )
 
-    def _nothing_is_collected(self) -> None:
-        asked = {
-            "schedule": self.pipeline.schedule not in ("sync", "auto"),
-            "async_level": self.pipeline.async_level != 1,
-        }
-        if given := [f"pipeline.{key}={getattr(self.pipeline, key)}" for key, idle in asked.items() if idle]:
-            raise ValueError(
-                f"{' and '.join(given)}: demonstrations are on disk already, so there is nothing to collect meanwhile; "
-                "leave it out"
-            )
-
-    def _whole_episodes_fit(self) -> None:
-        if self.algo.name == "ppo":
     def _interleaving_fits(self) -> None:
         if not self.eval.interleave:
             return
@@ -361,6 +356,19 @@ class RunConfig(Strict):
                 "which nothing is collected; leave it out, or set run.eval_every=50"
             )
 
+    def _nothing_is_collected(self) -> None:
+        asked = {
+            "schedule": self.pipeline.schedule not in ("sync", "auto"),
+            "async_level": self.pipeline.async_level != 1,
+        }
+        if given := [f"pipeline.{key}={getattr(self.pipeline, key)}" for key, idle in asked.items() if idle]:
+            raise ValueError(
+                f"{' and '.join(given)}: demonstrations are on disk already, so there is nothing to collect meanwhile; "
+                "leave it out"
+            )
+
+    def _whole_episodes_fit(self) -> None:
+        if self.algo.name == "ppo":
             return
         given = f"algo.name={self.algo.name} plays whole episodes"
         if self.run.env_steps is not None:
@@ -501,7 +509,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     for source in sources:
         lay(tree, schema, with_own_task(source, tree))
     problems += [
-        f"{key} has no effect in {command.name}; leave it out"
+        f"{key} has no effect in {command.name}; leave it out{instead(key)}"
         for key, where in tree.sources.items()
         if where == COMMAND_LINE and command.ignores(key)
     ]
@@ -514,6 +522,12 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     if problems:
         raise config_error(tree.doubts + problems)
     return Loaded(config, tree.sources, flags, own)
+
+
+def instead(key: str) -> str:
+    """The command that a key without effect is for, where a section has one of its own."""
+    section = key.partition(".")[0]
+    return f", or run python -m embodied.{section}" if section in COMMANDS else ""
 
 
 def dump_yaml(config: RunConfig) -> str:

@@ -52,7 +52,7 @@ class Evaluator:
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
         self.config, self.protocol, self.env = workers.config, workers.protocol, workers.eval_env
-        self.episodes = workers.eval_episodes
+        self.episodes, self.most = workers.eval_episodes, workers.most_episodes
 
     @property
     def version(self) -> int:

@@ -4,6 +4,8 @@ import os
 from io import StringIO
 from pathlib import Path
 
+import pytest
+
 from embodied.core.types import EpisodeResult
 from embodied.reporting.console import Console
 
@@ -60,3 +62,31 @@ def test_success_is_of_the_last_100_episodes_of_robots_and_of_all_conversations_
         finished = [*episodes(50, 1.0, truncated), *episodes(100, 0.0, truncated)]
         row = console.iteration(STATE, finished, {"env_steps": 8.0}, 1.0, 3)
         assert (row["recent_episodes"], row["success_once"]) == wanted
+
+
+def test_an_iteration_that_left_no_group_to_learn_from_says_why():
+    stream = StringIO()
+    console = Console(Path("run"), stream=stream)
+    dropped = {"groups/dropped_equal": 5, "groups/dropped_out_of_bounds": 0, "groups/dropped_incomplete": 1}
+    for used in (2, 0):
+        console.iteration(STATE, [], {"env_steps": 8.0, "groups/used": used, **dropped}, 1.0, 3)
+    console.iteration(STATE, [], {"env_steps": 8.0}, 1.0, 3)
+    learned, empty, robots = stream.getvalue().splitlines()
+    assert "  no group to learn from: 5 of equal returns, 1 incomplete  " in empty
+    assert "no group" not in learned + robots
+
+
+@pytest.mark.parametrize(("most", "asked"), [(None, 200), (1000, 200), (20, 20)])
+def test_no_more_episodes_are_proposed_than_there_are_prompts(most, asked):
+    stream = StringIO()
+    Console(Path("run"), stream=stream).end(STATE, False, "", most)
+    assert f"checkpoint=run eval.episodes={asked}\n" in stream.getvalue()
+
+
+def test_options_of_an_evaluation_that_come_after_it_are_answered_with_the_command_that_takes_them():
+    stream = StringIO()
+    console = Console(Path("run"), stream=stream)
+    console.nothing_left(3, 3, [])
+    assert "evaluate" not in stream.getvalue()
+    console.nothing_left(3, 3, ["eval.episodes=9", "eval.seed=2"])
+    assert "with these: python -m embodied.evaluate checkpoint=run eval.episodes=9 eval.seed=2\n" in stream.getvalue()
