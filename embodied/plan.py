@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from embodied import assets
-from embodied.config.recipe import RunConfig, RunSection, load
+from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_words
+from embodied.config.sections import RunSection
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.placement import PlacementError, Role, roles_of

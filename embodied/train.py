@@ -6,9 +6,11 @@ is any `Workflow`.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +19,14 @@ from typing import Any
 from embodied import let_call
 from embodied.config.cli import from_python
 from embodied.config.recipe import Loaded, RunConfig, load
-from embodied.core.errors import CheckpointError, ConfigError, NothingToLearn, WorkerFailed
+from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.core.files import reading
 from embodied.evaluate import begin_in_run, evaluate_in_run
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.reporting.advice import without_success
 from embodied.reporting.console import Console
 from embodied.reporting.partial_evaluation import partial_in
-from embodied.reporting.results import RESULTS
+from embodied.reporting.results import RESULTS, read_results
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run, read_run
 from embodied.run import launch, several
@@ -166,7 +168,7 @@ def train(
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop, folder)
         total = loop.total_iterations()
         if state["iteration"] >= total:
-            console.nothing_left(state["iteration"], total)
+            console.nothing_left(state["iteration"], total, evaluated_otherwise(config, folder, state["version"]))
         saves = SaveClock(config.run.save_every, config.run.save_minutes)
         if checkpoint:
             saves.saved(state["version"], state["train_s"])
@@ -186,7 +188,7 @@ def train(
                 save(loop, state, saves, folder, console)
             spent = timeline.end()
         exhausted = loop.exhausted
-    console.end(state, interruption.requested or bool(exhausted), spent)
+    console.end(state, interruption.requested or bool(exhausted), spent, loop.evaluator.most)
     if exhausted:
         raise NothingToLearn(exhausted)
 
@@ -272,6 +274,15 @@ def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: in
     if (out / RESULTS).is_file():
         return False
     return partial_in(out) is not None or (done > 0 and (done >= total or due(done, config.run.eval_every)))
+
+
+def evaluated_otherwise(config: RunConfig, folder: RunFolder, version: int) -> list[str]:
+    """Options of evaluations, as arguments, that differ from those with which this version has been evaluated."""
+    then: dict[str, Any] = {}
+    with suppress(EmbodiedError):  # which reports say
+        then = (read_results(folder.evaluation(version))[0].get("protocol") or {}).get("eval") or {}
+    now = config.eval.model_dump(mode="json", exclude={"num_envs", "interleave"})
+    return [f"eval.{key}={json.dumps(value)}" for key, value in now.items() if then.get(key, value) != value]
 
 
 def due(iteration: int, every: int | None) -> bool:

@@ -65,7 +65,8 @@ def policy_class(name: str) -> type[Policy]:
         raise ConfigError(f"policy.name={name!r}: module {module} has no {attribute}") from None
     except Exception as err:
         last = traceback.extract_tb(err.__traceback__)[-1]
-        cause = f"{type(err).__name__}: {err} ({last.filename}, line {last.lineno})"
+        text = " ".join(f"{type(err).__name__}: {err}".split())
+        cause = f"{text} ({last.filename}, line {last.lineno})"
         raise ConfigError(f"policy.name={name!r}: importing {module} failed: {cause}") from err
     from embodied.policies.base import Policy
 

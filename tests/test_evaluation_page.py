@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from embodied import evaluate, train
-from embodied.config.recipe import EvalSection
+from embodied.config.sections import EvalSection
 from embodied.envs import env_class
 from embodied.envs.config import GymConfig, ManiSkillConfig, PointMassConfig
 from embodied.reporting.results import COLUMNS

@@ -7,7 +7,8 @@ import math
 
 import numpy as np
 
-from embodied.algorithms.config import AlgoConfig, GRPOConfig, SFTConfig
+from embodied.algorithms.config import AlgoConfig, GRPOConfig
+from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.rng import generator
 
 

@@ -10,14 +10,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
-from embodied.algorithms.config import AlgoConfig, PPOConfig, SFTConfig
+from embodied.algorithms.config import AlgoConfig, PPOConfig
+from embodied.algorithms.sft_config import SFTConfig
 from embodied.config.base_recipe import base_recipe, has_options, own_classes, texts, without_recipe
 from embodied.config.cli import from_python, parse
-from embodied.config.collect_section import CollectSection
 from embodied.config.commands import COMMANDS, Command
 from embodied.config.merge import (
     COMMAND_LINE,
@@ -31,148 +31,14 @@ from embodied.config.merge import (
 from embodied.config.mistakes import config_error, explain
 from embodied.config.recipe_files import recipe_names
 from embodied.config.schema import root
+from embodied.config.sections import CollectSection, EvalSection, PipelineSection, RunSection
 from embodied.core.errors import ConfigError
-from embodied.core.options import LocalPath, PathOrRecipe, Strict, one_or_several
+from embodied.core.options import LocalPath, Strict
 from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
 from embodied.learners.config import LearnerConfig
 from embodied.placement.config import PlacementConfig
 from embodied.policies.config import MLPConfig, PolicyConfig
 from embodied.runtime.config import ClusterConfig, FaultsConfig
-
-
-class RunSection(Strict):
-    one_of: ClassVar = ("env_steps", "iterations")
-
-    dir: LocalPath = Field(Path("runs"), description="Folder under which every run gets a folder of its own.")
-    name: str | None = Field(None, description="First part of that folder's name; null: the recipe's name.")
-    env_steps: int | None = Field(None, gt=0, description="Train until this many env steps, in whole iterations; or:")
-    iterations: int | None = Field(None, gt=0, description="Train for this many iterations.")
-    eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
-    save_every: int | None = Field(None, gt=0, description="Save a checkpoint every so many iterations, too.")
-    save_minutes: float | None = Field(
-        5,
-        gt=0,
-        description="Save before a crash could cost more than so many minutes of training, and after each iteration "
-        "that takes longer; more rarely where saving would take over 5% of the time. null: by save_every only, and "
-        "always before evaluations and when the run is stopped.",
-    )
-    keep: int | None = Field(
-        3,
-        gt=0,
-        description="How many of the newest checkpoints stay, besides the best by the run's evaluations and those "
-        "evaluated by hand; null: all.",
-    )
-    start_from: PathOrRecipe | None = Field(
-        None,
-        description="Begin with this policy's weights instead of random ones: a run's folder, one of its checkpoints, "
-        "or a policy folder; or a recipe, whose newest finished run in run.dir is taken, or which is trained first. "
-        "The policy's options must be the same.",
-    )
-    trace: int = Field(
-        5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
-    )
-
-    log: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(one_or_several)] = Field(
-        ("tensorboard",),
-        description="Curves besides metrics.jsonl: any of tensorboard, wandb, which sends nothing unless WANDB_MODE or "
-        "WANDB_API_KEY ask for it.",
-    )
-
-    @field_validator("name")
-    @classmethod
-    def _one_part_of_a_path(cls, name: str | None) -> str | None:
-        if name is not None and (not name.strip() or "/" in name or name.startswith(".") or len(name.encode()) > 100):
-            raise ValueError("should be a short name without /; the folder around it is run.dir")
-        return name
-
-    @model_validator(mode="after")
-    def _one_length(self) -> RunSection:
-        if (self.env_steps is None) == (self.iterations is None):
-            if self.env_steps:
-                raise ValueError(
-                    f"run.env_steps={self.env_steps} and run.iterations={self.iterations}: set one of them"
-                )
-            raise ValueError("run.env_steps or run.iterations: set one, for example run.env_steps=100000")
-        return self
-
-
-class PipelineSection(Strict):
-    schedule: Literal["auto", "sync", "periodic", "async"] = Field(
-        "sync",
-        description="When an update begins: sync, when all of its batch is collected; periodic, with the first "
-        "finished group, the result being the same; async, while the next batches are collected with older weights. "
-        "auto: periodic where a profile measured here says that it is faster, else sync.",
-    )
-    async_level: int = Field(
-        1, gt=0, description="Versions that the weights which collect are behind those that learn, with schedule=async."
-    )
-    stages: int = Field(
-        1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another."
-    )
-    granularity: int | None = Field(
-        None,
-        gt=0,
-        description="Stream partial rollouts every so many decisions; learners on devices of their own assemble them "
-        "at once and precompute the features of frozen encoders. null: whole rollouts.",
-    )
-    merge_rows: int | None = Field(
-        None,
-        gt=0,
-        description="Env rows that a policy worker answers at once, at most, where the requests of several sims wait "
-        "for it; 1: one request after the other. null: 64 with openvla, openvla_oft, pi0 and pi05, else 1.",
-    )
-    merge_wait_s: float = Field(
-        0.005, ge=0, le=10, description="Seconds that a request may wait there for those of other sims."
-    )
-
-
-class EvalSection(Strict):
-    episodes: int = Field(
-        50, gt=0, le=1_000_000, description="Episodes of an evaluation, always the same ones for one eval.seed."
-    )
-    num_envs: int | None = Field(
-        None, gt=0, description="Env rows that play them, in total; null: as many as env.num_envs."
-    )
-    seed: int = Field(
-        1, ge=0, lt=2**63, description="Names the list of episodes; apart from training's whatever the seed."
-    )
-    protocol: str | None = Field(
-        None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
-    )
-    videos: int = Field(
-        4,
-        ge=0,
-        description="How many of the first episodes are recorded; 0: no videos at all. Text envs: how many of all "
-        "transcripts the report shows unfolded.",
-    )
-    failure_videos: int = Field(
-        4,
-        ge=0,
-        description="Videos of failures, at most; those not among the first are played once more for the camera. Text "
-        "envs have none.",
-    )
-    overlay: bool = Field(
-        False, description="Write instruction, step, reward, return, value and success below the frames."
-    )
-    cameras: bool = Field(False, description="Show beside the scene what the policy's cameras see.")
-    mosaic: bool = Field(False, description="Join all videos into one, mosaic.mp4, framed by outcome.")
-    dataset: bool = Field(False, description="Write the episodes as a dataset in LeRobot's layout (needs pyarrow).")
-    samples: int = Field(
-        1,
-        gt=0,
-        description="Answers to each prompt of a text env, for avg@k and pass@k; eval.episodes counts them all.",
-    )
-    interleave: bool = Field(
-        False,
-        description="Text envs: hold an evaluation in mid-run beside the next rollout, which uses the same weights, "
-        "instead of before it. Its results are the same.",
-    )
-    temperature: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="How random actions are: 0 takes the best one, 1 samples as in training, 0.5 has half the noise.",
-    )
 
 
 class RunConfig(Strict):
@@ -291,6 +157,14 @@ class RunConfig(Strict):
         """What is said of answers needs a policy that speaks, which learns from whole groups of conversations."""
         algo = self.algo
         if self.policy.name != "language":
+            packing = {"pack_tokens": 4096, "share_prompts": True}
+            if given := [
+                f"learner.{k}={getattr(self.learner, k)}" for k in packing if getattr(self.learner, k) != packing[k]
+            ]:
+                raise ValueError(
+                    f"{' and '.join(given)} has no effect with policy.name={self.policy.name}: only conversations pass "
+                    "through the network by their tokens; leave it out"
+                )
             if given := algo.of_answers():
                 raise ValueError(
                     f"{' and '.join(given)}: only a language model gives answers, and policy.name={self.policy.name} "
@@ -338,17 +212,6 @@ class RunConfig(Strict):
                 "through the network whole; set learner.pack_tokens instead"
             )
 
-    def _nothing_is_collected(self) -> None:
-        asked = {
-            "schedule": self.pipeline.schedule not in ("sync", "auto"),
-            "async_level": self.pipeline.async_level != 1,
-        }
-        if given := [f"pipeline.{key}={getattr(self.pipeline, key)}" for key, idle in asked.items() if idle]:
-            raise ValueError(
-                f"{' and '.join(given)}: demonstrations are on disk already, so there is nothing to collect meanwhile; "
-                "leave it out"
-            )
-
     def _interleaving_fits(self) -> None:
         if not self.eval.interleave:
             return
@@ -366,6 +229,17 @@ class RunConfig(Strict):
             raise ValueError(
                 "eval.interleave=true has no effect without run.eval_every: the only evaluation is the last, after "
                 "which nothing is collected; leave it out, or set run.eval_every=50"
+            )
+
+    def _nothing_is_collected(self) -> None:
+        asked = {
+            "schedule": self.pipeline.schedule not in ("sync", "auto"),
+            "async_level": self.pipeline.async_level != 1,
+        }
+        if given := [f"pipeline.{key}={getattr(self.pipeline, key)}" for key, idle in asked.items() if idle]:
+            raise ValueError(
+                f"{' and '.join(given)}: demonstrations are on disk already, so there is nothing to collect meanwhile; "
+                "leave it out"
             )
 
     def _whole_episodes_fit(self) -> None:
@@ -461,7 +335,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     for source in sources:
         lay(tree, schema, with_own_task(source, tree))
     problems += [
-        f"{key} has no effect in {command.name}; leave it out"
+        f"{key} has no effect in {command.name}; leave it out{instead(key)}"
         for key, where in tree.sources.items()
         if where == COMMAND_LINE and command.ignores(key)
     ]
@@ -474,6 +348,12 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     if problems:
         raise config_error(tree.doubts + problems)
     return Loaded(config, tree.sources, flags, own)
+
+
+def instead(key: str) -> str:
+    """The command that a key without effect is for, where a section has one of its own."""
+    section = key.partition(".")[0]
+    return f", or run python -m embodied.{section}" if section in COMMANDS else ""
 
 
 def dump_yaml(config: RunConfig) -> str:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.advantages import normalize, token_gae
-from embodied.algorithms.config import AlgoConfig, GRPOConfig, PPOConfig, SFTConfig
+from embodied.algorithms.config import AlgoConfig, GRPOConfig, PPOConfig
 from embodied.algorithms.minibatches import permutation
+from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.types import BatchPart, Trajectory
 from embodied.learners.collective import Collective
 from embodied.learners.config import LearnerConfig

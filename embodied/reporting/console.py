@@ -94,6 +94,7 @@ class Console:
             *([f"success {success:.0%}"] if success is not None else []),
             f"return {row['return']:.2f}" if row["return"] is not None else "return -",
             *text_parts(row),
+            *signal_parts(numbers),
             *([f"loss {numbers['train/loss']:.3f}"] if "train/loss" in numbers else []),
             f"ETA {left:.0f} s",
         ]
@@ -151,12 +152,19 @@ class Console:
         lost += f"; {batches} dropped" if dropped else ""
         self.say(f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} env steps){lost}")
 
-    def nothing_left(self, done: int, total: int) -> None:
+    def nothing_left(self, done: int, total: int, otherwise: list[str]) -> None:
+        """`otherwise`: options of the evaluation that differ from those of the last one, which has been."""
         more = f"run.iterations={done + 10} would add 10"
         self.say(f"nothing left to train: {done} of {total} iterations are done; {more}")
+        if otherwise:
+            command = (
+                f"python -m embodied.evaluate {quote(f'checkpoint={self.folder}')} {' '.join(map(quote, otherwise))}"
+            )
+            self.say(f"nothing left to evaluate: it was done with other options; with these: {command}")
 
-    def end(self, state: dict, stopped: bool, spent: str) -> None:
-        """Print where the time went, where everything is, and what to type next."""
+    def end(self, state: dict, stopped: bool, spent: str, most: int | None = None) -> None:
+        """Print where the time went, where everything is, and what to type next. `most`: as many episodes can be
+        evaluated, where there is an end to them."""
         verb = "stopped" if stopped else "finished"
         self.say(f"{verb} after {state['env_steps']:,} env steps in {state['train_s']:.1f} s of training")
         self.say(f"  time        {spent}")
@@ -169,7 +177,8 @@ class Console:
             self.say(f"  transcripts {transcripts[-1]}")
         if self.last_checkpoint:
             self.say(f"  checkpoint  {self.last_checkpoint}")
-        self.say(f"  evaluate    python -m embodied.evaluate {quote(f'checkpoint={self.folder}')} eval.episodes=200")
+        more = f"eval.episodes={min(200, most or 200)}"
+        self.say(f"  evaluate    python -m embodied.evaluate {quote(f'checkpoint={self.folder}')} {more}")
         self.say(f"  resume      python -m embodied.{self.command} {quote(f'resume={self.folder}')}")
 
     def _recent_means(self) -> dict[str, float | None]:
@@ -191,6 +200,15 @@ def text_parts(row: dict) -> list[str]:
         return []
     length, speed = (row[f"text/{name}"] for name in ("tokens", "tokens_per_s"))
     return [f"{row['text/truncated']:.0%} cut off", f"{length:,.1f} tokens an answer", f"{speed:,.0f} tokens/s"]
+
+
+def signal_parts(numbers: dict[str, float]) -> list[str]:
+    """What it shows where no group was left to learn from."""
+    if numbers.get("groups/used", 1):
+        return []
+    kinds = {"equal": "of equal returns", "out_of_bounds": "out of bounds", "incomplete": "incomplete"}
+    dropped = {told: int(numbers.get(f"groups/dropped_{kind}", 0)) for kind, told in kinds.items()}
+    return [f"no group to learn from: {', '.join(f'{n} {told}' for told, n in dropped.items() if n) or 'none came'}"]
 
 
 class RunLog:

@@ -47,11 +47,16 @@ def fetch(repository: str, key: str = "checkpoint", files: Sequence[str] = FILES
         ) from None
 
 
-def with_folder(policy: Any, dry: bool = False) -> Any:
+def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
     """The policy's options, `policy.pretrained` being a folder: a model that is named by its hub id is fetched; where
-    nothing will run (`dry`), of a language model only what says of what shape it is."""
+    nothing will run (`dry`), of a language model only what says of what shape it is. A dry run refuses a folder without
+    weights, unless it is for machines `elsewhere`; workers do in others."""
     name = policy.pretrained if policy.published else None
-    if name is None or Path(name).expanduser().exists():
+    if name is None:
+        return policy
+    if (folder := Path(name).expanduser()).exists():
+        if dry and not elsewhere:
+            check_model(folder)
         return policy
     if name in MADE_HERE:
         raise CheckpointError(f"policy.pretrained={name}: there is no such folder; make it: {MADE_HERE[name]}")
@@ -59,3 +64,11 @@ def with_folder(policy: Any, dry: bool = False) -> Any:
         raise CheckpointError(f"policy.pretrained={name}: there is no such folder, and a hub id is ORG/NAME")
     files = SHAPE if dry and policy.name == "language" else FILES
     return policy.model_copy(update={"pretrained": str(fetch(name, "policy.pretrained", files))})
+
+
+def check_model(folder: Path) -> None:
+    """Refuse a folder that holds no model."""
+    if not (folder / SHAPE[0]).is_file():
+        raise CheckpointError(f"policy.pretrained={folder}: {SHAPE[0]} is missing, so it is no folder of a model")
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"policy.pretrained={folder}: the model has no weights there, no file *.safetensors")

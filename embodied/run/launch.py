@@ -126,7 +126,7 @@ def planned(
     if ":" in config.env.reward:
         import_class(config.env.reward, "env.reward")
     config = config.model_copy(update={"env": kind.resolve(env)})
-    config = config.model_copy(update={"policy": with_folder(config.policy, dry)})
+    config = config.model_copy(update={"policy": with_folder(config.policy, dry, bool(config.cluster.machines))})
     if config.eval.dataset:
         from embodied.datasets.lerobot_layout import check_pyarrow
 
@@ -222,6 +222,12 @@ def check_speech(config: RunConfig, kind: Any) -> None:
         raise ConfigError(
             f"env.name={config.env.name} {ways[0]}, and policy.name={name} {ways[1]}; "
             f"{'try policy.name=language, or a checkpoint of such a policy' if text else 'try env.name=sums'}"
+        )
+    films = ("overlay", "cameras", "mosaic", "dataset")
+    if text and (given := [f"eval.{name}=true" for name in films if getattr(options, name)]):
+        raise ConfigError(
+            f"{' and '.join(given)} has no effect with env.name={config.env.name}: a text env has nothing to film, and "
+            "all its conversations are written down anyway; leave it out"
         )
     if options.episodes % options.samples:
         fit = max(options.episodes // options.samples, 1) * options.samples

@@ -351,7 +351,7 @@ class _WorkerThread(threading.Thread):
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
         held = f" (this process held {readable(resident_bytes())})" if isinstance(error, MemoryError) else ""
-        cause = f"{name}{error}"[:_MAX_CAUSE_CHARS] + held + where
+        cause = " ".join(f"{name}{error}".split())[:_MAX_CAUSE_CHARS] + held + where
         follows = (error.peer, error.cause) if isinstance(error, ChannelClosed) else None
         retry = isinstance(error, Unusable) or not isinstance(error, EmbodiedError)
         code = error.exit_code if isinstance(error, EmbodiedError) else WorkerFailed.exit_code

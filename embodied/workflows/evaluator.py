@@ -28,7 +28,7 @@ from embodied.workflows.rollout_manager import RolloutManager
 from embodied.workflows.workers import Workers
 
 if TYPE_CHECKING:
-    from embodied.config.recipe import EvalSection
+    from embodied.config.sections import EvalSection
     from embodied.reporting.partial_evaluation import PartialEvaluation
 
 MAX_ATTEMPTS = 2  # at an episode that is open whenever its worker dies
@@ -52,7 +52,7 @@ class Evaluator:
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
         self.config, self.protocol, self.env = workers.config, workers.protocol, workers.eval_env
-        self.episodes = workers.eval_episodes
+        self.episodes, self.most = workers.eval_episodes, workers.most_episodes
 
     @property
     def version(self) -> int:

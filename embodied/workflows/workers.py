@@ -49,7 +49,10 @@ class Workers:
         tasks = kind.tasks(config.env)
         self.protocol = choose_protocol(kind, config.env, config.eval.protocol)
         self.eval_env = self.protocol.apply(config.env)
-        self.eval_episodes = fixed_episodes(config, tasks, eval_tasks or tasks, self.protocol.stored_states)
+        self.most_episodes = most_episodes(config, eval_tasks or tasks, self.protocol.stored_states)
+        self.eval_episodes = fixed_episodes(
+            config, tasks, eval_tasks or tasks, self.protocol.stored_states, self.most_episodes
+        )
         num_sims = sum(host.roles.count("sim") for host in cluster.hosts)
         self.eval_rows = eval_rows(len(self.eval_episodes), config.eval.num_envs or config.env.num_envs, num_sims)
         self.journal = cluster.channel("journal", capacity=None)  # sims note there which episodes they begin
@@ -144,14 +147,17 @@ def cut_names(arrays: dict[str, np.ndarray], start: str) -> dict[str, np.ndarray
     return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
 
 
+def most_episodes(config: RunConfig, tasks: tuple[str, ...], stored_states: Any) -> int | None:
+    """How many episodes can be evaluated where all are prompts: the same once more would say nothing new."""
+    return stored_states * len(tasks) * config.eval.samples if speaks(env_class(config.env)) else None
+
+
 def fixed_episodes(
-    config: RunConfig, tasks: tuple[str, ...], all_tasks: tuple[str, ...], stored_states: Any
+    config: RunConfig, tasks: tuple[str, ...], all_tasks: tuple[str, ...], stored_states: Any, most: int | None
 ) -> list[EpisodeSpec]:
-    """The evaluation's episodes that are of these tasks."""
+    """The evaluation's episodes that are of these tasks, at most so many of all."""
     fixed = EpisodeList(config.eval.seed, "eval", all_tasks, stored_states, config.eval.samples)
-    count = config.eval.episodes
-    if speaks(env_class(config.env)):  # the same prompt once more would say nothing new
-        count = min(count, stored_states * len(all_tasks) * config.eval.samples)
+    count = min(config.eval.episodes, most or config.eval.episodes)
     return [spec for spec in fixed.first(count) if spec.task in tasks]
 
 

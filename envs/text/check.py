@@ -244,5 +244,5 @@ def fail(rule: str, what: str) -> None:
 
 def violation(rule: str, what: str, err: Exception) -> ContractViolation:
     """What an env's own code raised, with the line."""
-    last = traceback.format_exception_only(err)[-1].strip()
+    last = " ".join(traceback.format_exception_only(err)[-1].split())
     return ContractViolation(rule, f"{what}: {last}{where(err)}")

@@ -53,9 +53,8 @@ class ReasoningGym(TextEnv):
         try:
             dataset_of(task, options(config, 0))[0]
         except Exception as err:  # of its own checks, which assert
-            raise ConfigError(
-                f"env.name={config.name} env.kwargs={config.kwargs}: {type(err).__name__}: {err}"
-            ) from err
+            text = " ".join(f"{type(err).__name__}: {err}".split())
+            raise ConfigError(f"env.name={config.name} env.kwargs={config.kwargs}: {text}") from err
 
     @classmethod
     def load(cls, config: Any) -> Shared:

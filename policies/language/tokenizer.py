@@ -95,7 +95,8 @@ class Tokenizer:
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except Exception as err:  # whatever the template raises
-            raise ConfigError(f"the model's chat template refuses this conversation ({err}); {ADVICE}") from None
+            text = " ".join(str(err).split())
+            raise ConfigError(f"the model's chat template refuses this conversation ({text}); {ADVICE}") from None
 
 
 def beginning(own: Any) -> list[int]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from embodied.algorithms.config import SFTConfig
 from embodied.algorithms.minibatches import sft_factor
+from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode

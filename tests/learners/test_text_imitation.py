@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied.algorithms.config import SFTConfig
+from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec

@@ -102,3 +102,31 @@ def test_the_advice_names_what_the_run_lacks_and_nothing_that_it_has(arguments, 
 
 def test_language_models_get_no_such_advice():
     assert without_success(load(["recipe=sums_grpo"]).config) == ""
+
+
+def test_an_iteration_that_left_no_group_to_learn_from_says_why():
+    stream = StringIO()
+    console = Console(Path("run"), stream=stream)
+    dropped = {"groups/dropped_equal": 5, "groups/dropped_out_of_bounds": 0, "groups/dropped_incomplete": 1}
+    for used in (2, 0):
+        console.iteration(STATE, [], {"env_steps": 8.0, "groups/used": used, **dropped}, 1.0, 3)
+    console.iteration(STATE, [], {"env_steps": 8.0}, 1.0, 3)
+    learned, empty, robots = stream.getvalue().splitlines()
+    assert "  no group to learn from: 5 of equal returns, 1 incomplete  " in empty
+    assert "no group" not in learned + robots
+
+
+@pytest.mark.parametrize(("most", "asked"), [(None, 200), (1000, 200), (20, 20)])
+def test_no_more_episodes_are_proposed_than_there_are_prompts(most, asked):
+    stream = StringIO()
+    Console(Path("run"), stream=stream).end(STATE, False, "", most)
+    assert f"checkpoint=run eval.episodes={asked}\n" in stream.getvalue()
+
+
+def test_options_of_an_evaluation_that_come_after_it_are_answered_with_the_command_that_takes_them():
+    stream = StringIO()
+    console = Console(Path("run"), stream=stream)
+    console.nothing_left(3, 3, [])
+    assert "evaluate" not in stream.getvalue()
+    console.nothing_left(3, 3, ["eval.episodes=9", "eval.seed=2"])
+    assert "with these: python -m embodied.evaluate checkpoint=run eval.episodes=9 eval.seed=2\n" in stream.getvalue()

@@ -46,6 +46,9 @@ class Counter(Worker):
         time.sleep(0.05)
         raise RuntimeError("broken gripper")
 
+    def complain(self):
+        raise RuntimeError("broken gripper:\n\tleft finger\n")
+
     def leave(self, code):
         raise SystemExit(code)
 
@@ -242,6 +245,15 @@ def test_a_worker_that_closes_a_channel_and_then_fails_is_the_cause(backend):
         first.close_then_fail(channel)
         with pytest.raises(WorkerFailed, match="role0-0: close_then_fail failed: RuntimeError: broken gripper"):
             waiting.wait()
+
+
+def test_a_cause_of_several_lines_is_told_in_one(backend):
+    with three(backend) as cluster:
+        worker = cluster.launch(Counter, "role0")
+        with pytest.raises(
+            WorkerFailed, match=r"RuntimeError: broken gripper: left finger \(test_groups.py:\d+ in comp"
+        ):
+            worker.complain().wait()
 
 
 def test_the_death_of_a_rank_is_the_cause_and_not_what_its_peers_tell_before(tmp_path):

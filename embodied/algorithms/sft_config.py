@@ -1,0 +1,73 @@
+"""How a policy imitates demonstrations."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from embodied.algorithms.config import Beta
+from embodied.core.options import LocalPath, Strict
+
+
+class SFTConfig(Strict):
+    kl_coef: ClassVar[float] = 0.0  # demonstrations are imitated without a reference policy
+
+    data: LocalPath | None = Field(
+        None,
+        description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0. For text envs JSONL, a line "
+        "{prompt or messages, answer} each; null: prompts of the env with its own solutions.",
+    )
+    names: dict[str, str] = Field(
+        {},
+        description="What they call action, state and the env's cameras where it is not as LeRobot does, such as "
+        "{action: actions, state: state, agentview: image}.",
+    )
+    episodes: int | None = Field(
+        None,
+        gt=0,
+        description="Use only so many of them, from the first; null: all. Without sft.data: how many of a text env's "
+        "prompts.",
+    )
+    cache: LocalPath | None = Field(
+        None,
+        description="Folder on whose disk their decoded pictures lie while the run goes on (in a file without a name); "
+        "null: the system's temporary folder, which on some machines is in memory.",
+    )
+    epochs: int = Field(50, gt=0, description="Passes over the demonstrations; each is an iteration of the run.")
+    minibatch_size: int = Field(
+        256, gt=0, description="Demonstrated env steps, or conversations, per gradient step, over all learners."
+    )
+    lr: float = Field(1e-3, ge=0, description="Adam's learning rate.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "linear",
+        description="linear: the learning rate falls in a straight line to 0 at the end of the run; cosine: step by "
+        "step to final_lr.",
+    )
+    final_lr: float = Field(0.0, ge=0, description="Where lr_schedule=cosine ends.")
+    warmup_steps: int = Field(0, ge=0, description="Gradient steps in which the learning rate climbs to lr.")
+    adam_eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    adam_betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.999), description="How long Adam remembers gradients and their squares; openpi takes [0.9, 0.95]."
+    )
+    weight_decay: float = Field(
+        0.0, ge=0, description="Weights shrink by this times the learning rate every step (AdamW); 0: never."
+    )
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Gradients with a larger global norm are scaled down to it; null: never."
+    )
+    learn_deviation: bool = Field(
+        True,
+        description="Fit how random continuous actions are as well (maximum likelihood); false: it stays at "
+        "policy.initial_log_std, and the mean is fitted by least squares.",
+    )
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> SFTConfig:
+        if self.final_lr and self.lr_schedule != "cosine":
+            raise ValueError(
+                f"sft.final_lr={self.final_lr:g} is where sft.lr_schedule=cosine ends, but it is {self.lr_schedule}"
+            )
+        if self.final_lr > self.lr:
+            raise ValueError(f"sft.final_lr={self.final_lr:g} is above sft.lr={self.lr:g}; swap them")
+        return self

@@ -1,0 +1,157 @@
+"""The sections of a recipe that are about the run as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from embodied.core.options import LocalPath, PathOrRecipe, Strict, one_or_several
+
+
+class RunSection(Strict):
+    one_of: ClassVar = ("env_steps", "iterations")
+
+    dir: LocalPath = Field(Path("runs"), description="Folder under which every run gets a folder of its own.")
+    name: str | None = Field(None, description="First part of that folder's name; null: the recipe's name.")
+    env_steps: int | None = Field(None, gt=0, description="Train until this many env steps, in whole iterations; or:")
+    iterations: int | None = Field(None, gt=0, description="Train for this many iterations.")
+    eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
+    save_every: int | None = Field(None, gt=0, description="Save a checkpoint every so many iterations, too.")
+    save_minutes: float | None = Field(
+        5,
+        gt=0,
+        description="Save before a crash could cost more than so many minutes of training, and after each iteration "
+        "that takes longer; more rarely where saving would take over 5% of the time. null: by save_every only, and "
+        "always before evaluations and when the run is stopped.",
+    )
+    keep: int | None = Field(
+        3,
+        gt=0,
+        description="How many of the newest checkpoints stay, besides the best by the run's evaluations and those "
+        "evaluated by hand; null: all.",
+    )
+    start_from: PathOrRecipe | None = Field(
+        None,
+        description="Begin with this policy's weights instead of random ones: a run's folder, one of its checkpoints, "
+        "or a policy folder; or a recipe, whose newest finished run in run.dir is taken, or which is trained first. "
+        "The policy's options must be the same.",
+    )
+    trace: int = Field(
+        5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
+    )
+
+    log: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(one_or_several)] = Field(
+        ("tensorboard",),
+        description="Curves besides metrics.jsonl: any of tensorboard, wandb, which sends nothing unless WANDB_MODE or "
+        "WANDB_API_KEY ask for it.",
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _one_part_of_a_path(cls, name: str | None) -> str | None:
+        if name is not None and (not name.strip() or "/" in name or name.startswith(".") or len(name.encode()) > 100):
+            raise ValueError("should be a short name without /; the folder around it is run.dir")
+        return name
+
+    @model_validator(mode="after")
+    def _one_length(self) -> RunSection:
+        if (self.env_steps is None) == (self.iterations is None):
+            if self.env_steps:
+                raise ValueError(
+                    f"run.env_steps={self.env_steps} and run.iterations={self.iterations}: set one of them"
+                )
+            raise ValueError("run.env_steps or run.iterations: set one, for example run.env_steps=100000")
+        return self
+
+
+class PipelineSection(Strict):
+    schedule: Literal["auto", "sync", "periodic", "async"] = Field(
+        "sync",
+        description="When an update begins: sync, when all of its batch is collected; periodic, with the first "
+        "finished group, the result being the same; async, while the next batches are collected with older weights. "
+        "auto: periodic where a profile measured here says that it is faster, else sync.",
+    )
+    async_level: int = Field(
+        1, gt=0, description="Versions that the weights which collect are behind those that learn, with schedule=async."
+    )
+    stages: int = Field(
+        1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another."
+    )
+    granularity: int | None = Field(
+        None,
+        gt=0,
+        description="Stream partial rollouts every so many decisions; learners on devices of their own assemble them "
+        "at once and precompute the features of frozen encoders. null: whole rollouts.",
+    )
+    merge_rows: int | None = Field(
+        None,
+        gt=0,
+        description="Env rows that a policy worker answers at once, at most, where the requests of several sims wait "
+        "for it; 1: one request after the other. null: 64 with openvla, openvla_oft, pi0 and pi05, else 1.",
+    )
+    merge_wait_s: float = Field(
+        0.005, ge=0, le=10, description="Seconds that a request may wait there for those of other sims."
+    )
+
+
+class EvalSection(Strict):
+    episodes: int = Field(
+        50, gt=0, le=1_000_000, description="Episodes of an evaluation, always the same ones for one eval.seed."
+    )
+    num_envs: int | None = Field(
+        None, gt=0, description="Env rows that play them, in total; null: as many as env.num_envs."
+    )
+    seed: int = Field(
+        1, ge=0, lt=2**63, description="Names the list of episodes; apart from training's whatever the seed."
+    )
+    protocol: str | None = Field(
+        None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
+    )
+    videos: int = Field(
+        4,
+        ge=0,
+        description="How many of the first episodes are recorded; 0: no videos at all. Text envs: how many of all "
+        "transcripts the report shows unfolded.",
+    )
+    failure_videos: int = Field(
+        4,
+        ge=0,
+        description="Videos of failures, at most; those not among the first are played once more for the camera. Text "
+        "envs have none.",
+    )
+    overlay: bool = Field(
+        False, description="Write instruction, step, reward, return, value and success below the frames."
+    )
+    cameras: bool = Field(False, description="Show beside the scene what the policy's cameras see.")
+    mosaic: bool = Field(False, description="Join all videos into one, mosaic.mp4, framed by outcome.")
+    dataset: bool = Field(False, description="Write the episodes as a dataset in LeRobot's layout (needs pyarrow).")
+    samples: int = Field(
+        1,
+        gt=0,
+        description="Answers to each prompt of a text env, for avg@k and pass@k; eval.episodes counts them all.",
+    )
+    interleave: bool = Field(
+        False,
+        description="Text envs: hold an evaluation in mid-run beside the next rollout, which uses the same weights, "
+        "instead of before it. Its results are the same.",
+    )
+    temperature: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="How random actions are: 0 takes the best one, 1 samples as in training, 0.5 has half the noise.",
+    )
+
+
+class CollectSection(Strict):
+    episodes: int = Field(50, gt=0, description="Episodes that are played, never those of training or evaluation.")
+    expert: Literal["scripted", "planner"] = Field("scripted", description="Our script or ManiSkill's motion planner.")
+    keep: Literal["successes", "all"] = Field("successes", description="Which of them become demonstrations.")
+    noise: float = Field(
+        0.0,
+        ge=0,
+        description="Deviation of the noise on the actions that are played; recorded is what was wanted, so that the "
+        "demonstrations show how to recover.",
+    )

@@ -1,0 +1,56 @@
+"""Keys that would change nothing are refused in a line that says why, values of a wrong shape in one that helps."""
+
+import pytest
+
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.run import launch
+
+
+def refused(*arguments, entry="train"):
+    with pytest.raises(ConfigError) as caught:
+        launch.planned(load([*arguments], entry).config, dry=True)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def test_a_key_of_another_command_is_answered_with_that_command():
+    line = refused("recipe=sums_grpo", "sft.data=examples.jsonl")
+    assert line == "sft.data has no effect in train; leave it out, or run python -m embodied.sft"
+    assert "or run python -m embodied.collect" in refused("recipe=pointmass_ppo", "collect.noise=1")
+    assert refused("recipe=sums_sft", "algo.lr=1", entry="sft").endswith("has no effect in sft; leave it out")
+
+
+@pytest.mark.parametrize("key", ["learner.pack_tokens=64", "learner.share_prompts=false"])
+def test_robots_learners_pack_no_conversations(key):
+    line = refused("recipe=pointmass_ppo", key)
+    assert f"{key.replace('false', 'False')} has no effect with policy.name=mlp: only conversations" in line
+
+
+@pytest.mark.parametrize("name", ["overlay", "cameras", "mosaic", "dataset"])
+def test_a_text_env_is_not_filmed(name):
+    line = refused("recipe=sums_grpo", "run.start_from=null", f"eval.{name}=true")
+    assert f"eval.{name}=true has no effect with env.name=sums: a text env has nothing to film" in line
+
+
+def test_pools_take_three_weights():
+    line = refused("recipe=sums_grpo", "algo.pools=[0.1,0.9]")
+    assert "algo.pools=[0.1, 0.9]: takes three weights, for prompts that were solved rarely, at times and often" in line
+    assert load(["recipe=sums_grpo", "algo.pools=[0.1,0.3,0.1]"]).config.algo.pools == (0.1, 0.3, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"), [("sums_grpo", "language"), ("pointmass_ppo_pi0_tiny", "pi0")], ids=["language", "pi0"]
+)
+def test_a_dry_run_refuses_a_folder_without_a_model_or_its_weights(recipe, name, tmp_path):
+    asked = [f"recipe={recipe}", f"policy.pretrained={tmp_path}"]
+    asked += ["run.start_from=null"] if name == "language" else []
+    assert f"policy.pretrained={tmp_path}: config.json is missing" in found(asked)
+    (tmp_path / "config.json").write_text("{}")
+    assert f"policy.pretrained={tmp_path}: the model has no weights there" in found(asked)
+
+
+def found(asked):
+    with pytest.raises(EmbodiedError) as caught:
+        launch.planned(load(asked).config, dry=True)
+    return str(caught.value)
