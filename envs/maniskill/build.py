@@ -6,9 +6,6 @@ import math
 import os
 from typing import Any
 
-import numpy as np
-from gymnasium.spaces import Dict
-
 from embodied.core.errors import ConfigError
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, ROLLING, check_task, maker, quiet
@@ -61,22 +58,6 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
         if config.backend == "cuda":
             return [make(num_envs).unwrapped]
         return [make().unwrapped for _ in range(num_envs)]
-
-
-def action_bounds(env: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the largest action [A]; of several robots one after the other."""
-    space = env.single_action_space
-    parts = list(space.values()) if isinstance(space, Dict) else [space]
-    return np.concatenate([part.low for part in parts]), np.concatenate([part.high for part in parts])
-
-
-def for_robots(env: Any, actions: Any) -> Any:
-    """Actions [..., A] as the env takes them: where it has several robots, a part for each by its name."""
-    space = env.single_action_space
-    if not isinstance(space, Dict):
-        return actions
-    ends = np.cumsum([part.shape[0] for part in space.values()]).tolist()
-    return {name: actions[..., begin:end] for name, begin, end in zip(space, [0, *ends], ends, strict=False)}
 
 
 def numbers(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[str, Any]:

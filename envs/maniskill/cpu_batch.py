@@ -25,8 +25,8 @@ from mani_skill.utils.building.actor_builder import ActorBuilder
 from mani_skill.utils.structs.articulation import Articulation
 from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 
-from embodied.envs.maniskill.build import action_bounds, for_robots
 from embodied.envs.maniskill.cpu_physics import BatchedCpuPhysics
+from embodied.envs.maniskill.robots import action_bounds, for_robots
 from embodied.envs.maniskill.tasks import DRAWING
 
 RigidBody = sys.modules["mani_skill.utils.structs.base"].PhysxRigidBodyComponentStruct
