@@ -71,6 +71,11 @@ class BeforeARun:
         """Refuse what only a built env knows to be wrong; for a dry run."""
 
     @classmethod
+    def on_cores(cls, config: Any) -> Any:
+        """The config for a machine without GPUs."""
+        return config
+
+    @classmethod
     def plain(cls, config: Any) -> Any:
         """A resolved config that tests nothing but the env itself."""
         return cls.resolve(config)

@@ -248,10 +248,9 @@ def proofs(config: RunConfig) -> Path:
 
 
 def rehearse(config: RunConfig) -> None:
-    """Refuse in a dry run what only a built env would refuse."""
-    if config.cluster.machines and config.env.on_gpu:
-        return  # of machines that are not here
-    env_class(config.env).rehearse(config.env)
+    """Refuse in a dry run what only a built env would refuse. One for the GPUs of other machines is built on cores."""
+    kind, env = env_class(config.env), config.env
+    kind.rehearse(kind.on_cores(env) if config.cluster.machines and env.on_gpu else env)
 
 
 def placed(

@@ -125,6 +125,10 @@ class ManiSkillEnv(VectorEnv):
             try_out(cls(cls.plain(config), 1))
 
     @classmethod
+    def on_cores(cls, config: ManiSkillConfig) -> ManiSkillConfig:
+        return config.model_copy(update={"backend": "cpu"})
+
+    @classmethod
     def plain(cls, config: ManiSkillConfig) -> ManiSkillConfig:
         """The config with which ManiSkill itself plays the task."""
         return cls.resolve(config.model_copy(update={"backend": "cuda" if config.backend == "cuda" else "cpu"}))

@@ -14,7 +14,7 @@ import numpy as np
 import sapien
 from sapien.render import RenderBodyComponent, RenderShapeTriangleMesh
 
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, nearest
 
 FINE = 1000  # a mesh of more triangles than this is thinned
 CELLS = 16  # along the longest side of a mesh: vertices in one cell become one
@@ -30,6 +30,7 @@ def check_cameras(env: Any, cameras: tuple[str, ...]) -> None:
     if unknown := [camera for camera in cameras if camera not in known]:
         raise ConfigError(
             f"env.cameras={unknown[0]}: {env.spec.id} has no such camera; it has {', '.join(sorted(known))}"
+            f"{nearest(unknown[0], known)}"
         )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services, worker
+from ray._private import auto_init_hook, ray_constants, services, worker
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -200,6 +200,7 @@ def _loopback(only: bool) -> Iterator[None]:
 
 
 def _connect(address: str, runtime_env: dict | None) -> None:
+    auto_init_hook.enable_auto_connect = False  # who still asks when all is over would start a cluster of Ray's own
     Config.initialize("")  # Ray has read the environment when it was imported
     AuthenticationTokenLoader.instance().reset_cache()
     main = threading.current_thread() is threading.main_thread()
