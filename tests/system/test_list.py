@@ -92,7 +92,7 @@ def test_what_lacks_files_names_them_and_how_to_get_them():
 
 def test_recipes_whose_model_or_questions_are_not_here_do_not_run_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    machine = Bare("math-verify")
+    machine = Bare("math-verify", "vllm")
     machine.environ = {"HF_HOME": str(tmp_path)}
     found = named("recipes", machine)
     assert found["smol_grpo"].problem == "lacks models/SmolLM2-135M-Instruct: python scripts/smollm2.py"
