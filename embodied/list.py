@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from embodied.config.recipe import load
-from embodied.config.recipe_files import recipe_file, recipe_names
+from embodied.config.recipe import RunConfig, load
+from embodied.config.recipe_files import by_family, recipe_file, recipe_names
 from embodied.core.errors import ConfigError
 from embodied.envs import PLUGINS, env_class
 from embodied.envs.config import ENV_CONFIGS, TOY_TASKS, EnvConfig, kind_of
@@ -19,6 +20,7 @@ from embodied.envs.libero.suites import SUITES
 from embodied.envs.maniskill.bridge.tasks import asset_folder, source_of
 from embodied.policies import FAMILIES
 from embodied.run import launch
+from embodied.run.hub import how_to_get
 from embodied.system.machine import ENVS, NO_VLLM, POLICIES, TEXT_ENVS, Machine, Requirement, why_no_engine, why_not
 
 NVIDIA = "/dev/nvidiactl"
@@ -46,6 +48,7 @@ class Item:
     name: str
     purpose: str
     problem: str  # why it does not run here; empty where it does
+    family: str = ""  # of a recipe
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +75,7 @@ def advice(problems: set[str], machine: Machine) -> Iterable[str]:
         yield "vLLM is installed by: make vllm"
     if any(problem.startswith("not installed") for problem in problems - {NO_VLLM}):
         yield "What is not installed: python -m embodied.doctor says how to."
-    if any(problem.startswith(LACKS) for problem in problems):
+    if any(problem.startswith(LACKS) and re.search("mani_skill|MS_ASSET_DIR", problem) for problem in problems):
         here = asset_folder(machine.environ)
         yield f"Files of ManiSkill's tasks are looked for in {here}; MS_ASSET_DIR names another folder that has data/."
 
@@ -81,7 +84,11 @@ def show(title: str, items: list[Item]) -> None:
     """Print a list."""
     width = max(len(title), *(len(item.name) + 2 for item in items))
     print(f"{title:<{width}}  here")
+    family = ""
     for item in items:
+        if item.family != family:
+            family = item.family
+            print(f" {family}")
         problem = f" ({item.problem})" if item.problem else ""
         here = "no" if item.problem else "yes"
         print(f"  {item.name:<{width - 2}}  {here:<4}  {item.purpose}{problem}")
@@ -89,15 +96,33 @@ def show(title: str, items: list[Item]) -> None:
 
 
 def recipes(machine: Machine) -> Iterable[Item]:
-    for name in recipe_names():
+    """By family, small ones for a laptop last in each."""
+    models, families = machine.models(), by_family(recipe_names())
+    for family, name in [(family, name) for family, names in families.items() for name in names]:
         config = load([f"recipe={name}"]).config
-        problem = problem_of_env(config.env, machine) or why_not(POLICIES.get(config.policy.name, NOTHING), machine)
-        large = config.policy.published and config.policy.preset == "full"
-        if config.policy.name == "language":
-            problem = problem or why_no_engine(config.policy.engine, machine)
-        if (config.env.on_gpu or config.learner.device == "cuda" or large) and not machine.exists(NVIDIA):
-            problem = problem or "no NVIDIA GPU"
-        yield Item(name, comment(name), problem)
+        yield Item(name, comment(name), problem_of_recipe(config, machine, models), family)
+
+
+def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str]) -> str:
+    """What is not installed, else what is not on this machine; empty where the recipe runs here."""
+    policy = config.policy
+    problem = why_not(ALL_ENVS.get(kind_of(config.env), NOTHING), machine)
+    problem = problem or why_not(POLICIES.get(policy.name, NOTHING), machine)
+    if policy.name == "language":
+        problem = problem or why_no_engine(policy.engine, machine)
+    problem = problem or problem_of_env(config.env, machine)
+    if policy.name == "language":
+        problem = problem or lacks_model(policy.pretrained, models, machine)
+    large = policy.published and policy.preset == "full"
+    if (config.env.on_gpu or config.learner.device == "cuda" or large) and not machine.exists(NVIDIA):
+        problem = problem or "no NVIDIA GPU"
+    return problem
+
+
+def lacks_model(name: str | None, models: Container[str], machine: Machine) -> str:
+    """The model that is not on this machine, and where it comes from; empty where it is, or none is asked for."""
+    here = name is None or name in models or machine.exists(Path(name).expanduser())
+    return "" if here else lacks({name: how_to_get(name)})
 
 
 def envs(machine: Machine) -> Iterable[Item]:
@@ -112,7 +137,7 @@ def models(machine: Machine) -> Iterable[Item]:
     found = machine.models()
     yield from (Item(name, f"A language model of the kind {kind}.", "") for name, kind in found.items())
     if not found:
-        yield Item("none", "ORG/NAME is fetched from the Hugging Face hub; python scripts/smollm2.py makes one.", "")
+        yield Item("none", "ORG/NAME is fetched from the hub; python scripts/smollm2.py makes one.", "none is here")
 
 
 def engines(machine: Machine) -> Iterable[Item]:

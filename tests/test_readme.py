@@ -16,7 +16,12 @@ from embodied.config.merge import recipe_names
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
-COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+COMMANDS = [
+    re.sub(r"^embodied\b", "python -m embodied", line)  # the installed command
+    for kind, text in BLOCKS
+    if kind == "bash"
+    for line in text.splitlines()
+]
 PYTHON = [line for line in COMMANDS if line.startswith("python ")]
 SHORT = ["run.iterations=2", "eval.episodes=4", "eval.videos=1"]
 
@@ -101,7 +106,7 @@ def test_a_command_does_what_it_says(folder, here, command):
     whole = dated(command, folder)
     words = [word for word in whole.split() if not (short(command) and word.startswith("run.iterations"))]
     own = "my_" in command  # learns in processes of its own below
-    apart = (trains(command) and not own) or "-m" not in words
+    apart = (trains(command) and not own) or "-m" not in words or "embodied" in words
     plays = re.search("embodied.(train|evaluate) ", command) and not re.search("--(cfg|dry-run|help)", command)
     more = [*short(command), *(["cluster.backend=inline"] if plays and not apart else [])]
     output = (run if apart else here)(" ".join(words), folder, *more)

@@ -47,6 +47,13 @@ def fetch(repository: str, key: str = "checkpoint", files: Sequence[str] = FILES
         ) from None
 
 
+def how_to_get(name: str) -> str:
+    """Where a model comes from that is not here, in a phrase."""
+    if name in MADE_HERE:
+        return MADE_HERE[name]
+    return f"hf download {name}" if is_hub_id(name) else "there is no such folder"
+
+
 def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
     """The policy's options, `policy.pretrained` being a folder: a model that is named by its hub id is fetched; where
     nothing will run (`dry`), of a language model only what says of what shape it is. A dry run refuses a folder without

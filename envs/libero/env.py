@@ -149,6 +149,9 @@ class LiberoEnv(VectorEnv):
         chosen = [self._rows[row] for row in rows]
         return np.stack([self._painter(row).paint_now(row, "agentview", side) for row in chosen])
 
+    def facts(self) -> dict[str, str]:
+        return {"state": self._layout.describe(self.config.state == "proprio")}
+
     def video_problem(self) -> str:
         return images.opengl_problem()
 

@@ -34,6 +34,16 @@ class StateLayout:
     def size(self) -> int:
         return HAND + PLACE * (self.movable + self.fixtures) + self.joints
 
+    def describe(self, proprio: bool) -> str:
+        """The numbers in their order, with how many there are of each."""
+        if proprio:
+            return "hand position 3, hand rotation vector 3, fingers 2"
+        arm = "hand position 3, hand quaternion 4, fingers 2, their speeds 2, joints 7, their speeds 7"
+        places = (
+            f"for each of {self.movable} objects and {self.fixtures} pieces of furniture: position 3, position from"
+        )
+        return f"{arm}; {places} the hand 3, quaternion 4; furniture's joints {self.joints}"
+
 
 def state_layout(tasks: Sequence[TaskFiles | Scene]) -> StateLayout:
     """The layout that fits all these tasks; of the user's own ones the scenes are asked."""

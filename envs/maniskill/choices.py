@@ -9,6 +9,7 @@ from typing import Any
 from embodied.core.errors import ConfigError, nearest
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.tasks import TWINS
+from embodied.envs.maniskill.build import groups, widths
 from embodied.envs.maniskill.tasks import find_task
 from embodied.envs.own_modules import where
 
@@ -86,6 +87,7 @@ def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
         "class": f"{cls.__name__} in {inspect.getsourcefile(cls)}",
         "steps": f"{limit}, {env.control_freq:g} a second",
         "rewards": first(env.reward_mode, reward_modes(cls), "env.reward_mode"),
+        "state": ", ".join(f"{name} {width}" for name, width in widths(groups(env, env.get_info())["state"])),
         "controls": first(env.control_mode, controls, "env.control_mode"),
         "robots": first(robot, [robot, *supported], "env.robot"),
         "cameras": ", ".join(cameras) + " (env.cameras=[...]; none is observed unless named)" if cameras else "none",

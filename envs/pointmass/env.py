@@ -87,6 +87,10 @@ class PointMassEnv(VectorEnv):
             obs["instruction"] = [INSTRUCTION] * self.num_envs
         return obs
 
+    def facts(self) -> dict[str, str]:
+        seen = "position 2, velocity 2" + ", target - position 2" * (self.config.state == "full")
+        return {"state": f"{seen}; in world sizes"}
+
     def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         views = {"top": lambda: self._draw(rows, self.config.image_size), "near": lambda: self._draw_near(rows)}
         return {camera: views[camera]() for camera in self.config.cameras}

@@ -50,6 +50,10 @@ class Math(TextEnv):
             raise ConfigError(f"env.file={config.file}: no question is left to train on, all are held out")
 
     @classmethod
+    def missing_files(cls, config: Any, machine: Any) -> dict[str, str]:
+        return {} if config.file else {"questions": "env.file=FILE.jsonl"}
+
+    @classmethod
     def held_out(cls, config: Any) -> int:
         return len(questions(config)[1])
 

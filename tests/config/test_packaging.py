@@ -60,6 +60,12 @@ def test_the_wheel_holds_every_module_and_data_file_and_no_tests(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"embodied", "embodied_loop"}
 
 
+def test_the_wheel_brings_the_command(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+    assert "embodied = embodied.__main__:main" in archive.read(name).decode().splitlines()
+
+
 def test_a_folder_of_the_same_name_in_the_working_directory_shadows_nothing(wheel, tmp_path):
     target = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(target)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
 
@@ -53,7 +54,9 @@ def named(kind, machine):
 
 
 def test_every_recipe_env_and_policy_is_listed_and_says_what_it_is():
-    assert list(named("recipes", Bare())) == recipe_names()
+    assert sorted(named("recipes", Bare())) == sorted(recipe_names())
+    families = [item.family for item in named("recipes", Bare()).values()]
+    assert [family for family, _ in groupby(families)] == ["maniskill", "libero", "robosuite", "toys", "language"]
     assert list(named("envs", Bare())) == list(PLUGINS)
     assert list(named("policies", Bare())) == list(FAMILIES)
     for kind in ("recipes", "envs", "policies"):
@@ -84,6 +87,27 @@ def test_what_lacks_files_names_them_and_how_to_get_them():
     told = "\n".join(advice({carrot, *libero}, machine))
     assert "embodied.doctor" in told and "looked for in /mine/data" in told
     assert not list(advice({"", "no NVIDIA GPU"}, machine))
+
+
+def test_recipes_whose_model_or_questions_are_not_here_do_not_run_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    machine = Bare("math-verify", "vllm")
+    machine.environ = {"HF_HOME": str(tmp_path)}
+    found = named("recipes", machine)
+    assert found["smol_grpo"].problem == "lacks models/SmolLM2-135M-Instruct: python scripts/smollm2.py"
+    assert found["reverse_text_grpo"].problem == "lacks Qwen/Qwen3-0.6B: hf download Qwen/Qwen3-0.6B"
+    assert found["math_grpo"].problem == "lacks questions: env.file=FILE.jsonl"
+    assert not found["sums_grpo"].problem and not found["reverse_text_grpo_tiny"].problem
+    assert not list(advice({found["smol_grpo"].problem}, machine))
+    machine.models = lambda: {"Qwen/Qwen3-0.6B": "qwen3"}
+    assert not named("recipes", machine)["reverse_text_grpo"].problem
+
+
+def test_a_list_needs_no_heavy_import():
+    program = "import sys; from embodied.list import main; main(['recipes', 'envs', 'policies']); print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    heavy = {"torch", "sapien", "mani_skill", "transformers", "ray", "robosuite", "mujoco"}
+    assert not heavy & set(told.stdout.splitlines()[-1].split())
 
 
 def test_what_has_its_files_runs():
@@ -133,6 +157,8 @@ def test_a_line_has_name_state_what_and_why(capsys):
         "  bcd  no    does y. (no card)",
         "",
     ]
+    show("recipes", [listing.Item("a", "does x.", "", "toys"), listing.Item("b", "does y.", "", "toys")])
+    assert capsys.readouterr().out.splitlines()[1:4] == [" toys", "  a      yes   does x.", "  b      yes   does y."]
 
 
 def test_an_unknown_word_is_refused_with_what_there_is(capsys):
