@@ -9,7 +9,7 @@ from typing import Any
 from embodied.core.errors import ConfigError, nearest
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.tasks import TWINS
-from embodied.envs.maniskill.build import groups, widths
+from embodied.envs.maniskill.state_numbers import groups, widths
 from embodied.envs.maniskill.tasks import find_task
 from embodied.envs.own_modules import where
 

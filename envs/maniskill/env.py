@@ -21,8 +21,9 @@ from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.tasks import TWINS, absent, asset_folder, is_bridge, source_of
-from embodied.envs.maniskill.build import build, numbers
+from embodied.envs.maniskill.build import build
 from embodied.envs.maniskill.robots import action_bounds, for_robots
+from embodied.envs.maniskill.state_numbers import numbers
 from embodied.envs.maniskill.tasks import (
     BATCHED_CONTROLS,
     BATCHED_TASKS,

@@ -1,0 +1,47 @@
+"""The numbers that an env of ManiSkill's is observed by, and what each of them is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from embodied.core.errors import ConfigError
+
+
+def numbers(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[str, Any]:
+    """The observed numbers [N, D], tensors: what ManiSkill calls the state, or what of it goes with images and, apart
+    from that, what does not."""
+    from mani_skill.utils import common
+
+    parts = groups(env, info, privileged)
+    return {name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()}
+
+
+def groups(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[str, dict[str, Any]]:
+    """The same by ManiSkill's names."""
+    full = env.obs_mode == "state"  # some tasks have a way of their own to tell it
+    extra = {} if full else env._get_obs_extra(info)
+    parts = {"state": env._get_obs_state_dict(info) if full else {"agent": env._get_obs_agent(), "extra": extra}}
+    if privileged:
+        before = env._obs_mode, env.obs_mode_struct.state  # tasks ask one or the other what to tell
+        env._obs_mode, env.obs_mode_struct.state = "state", True
+        try:
+            parts["privileged"] = {name: part for name, part in env._get_obs_extra(info).items() if name not in extra}
+        finally:
+            env._obs_mode, env.obs_mode_struct.state = before
+        if not parts["privileged"]:
+            raise ConfigError(f"env.privileged=true, but {env.spec.id} hides no numbers where there are images")
+    return parts
+
+
+def widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]]:
+    """How many numbers each part of a state is, in their order."""
+    found: list[tuple[str, int]] = []
+    for name, part in group.items():
+        if isinstance(part, dict):
+            found += widths(part, f"{prefix}{name}.")
+        else:
+            shape = getattr(part, "shape", None)
+            width = (len(part) if isinstance(part, list | tuple) else 1) if shape is None else math.prod(shape[1:])
+            found += [(f"{prefix}{name}", width)] * bool(width)
+    return found
