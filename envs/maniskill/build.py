@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.state_numbers import numbers
 from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, ROLLING, check_task, maker, quiet
 from embodied.system.vulkan_driver import ensure_vulkan, has_nvidia
 
