@@ -1,4 +1,4 @@
-"""Which faults strike whom, where and when: every mode, backend, algorithm and phase; and how each has to end.
+"""Which faults strike whom, where and when: every mode, schedule, backend, algorithm, phase; and how each has to end.
 
 A placement says what a mode means on a machine of two cores; what needs more devices than that is given fake ones.
 """
@@ -32,6 +32,9 @@ HOSTS = {  # who is started again, and who takes the run along
 BACKENDS = ("local", "ray")
 RECIPES = ("pointmass_ppo", "pointmass_grpo")
 SIMULATOR, SIMULATOR_MODES = "maniskill_ppo", ("auto", "hybrid")
+SYNC = "sync"  # in which all modes are struck; other schedules are in the placement that they get without asking
+SCHEDULES = {"periodic": ("pointmass_grpo",), "async": ("pointmass_ppo", "pointmass_grpo", SIMULATOR)}
+SCHEDULE_OPTIONS = {"periodic": {"algo.epochs": 1, "algo.minibatch_size": "null"}}  # what it cannot do without
 PHASES = ("rollout", "reset", "update", "long_update", "publish", "weights", "saving", "evaluation", "rebuild")
 OF_A_LEARNER = ("start", "rollout", "update", "publish", "saving", "evaluation")
 AT_THE_START = ("exception", "os_exit", "sigkill", "hang")
@@ -52,6 +55,7 @@ class Case:
     phase: str
     fault: str = "sigkill"
     inside: bool = False
+    schedule: str = SYNC
 
     @property
     def name(self) -> str:
@@ -69,14 +73,14 @@ class Case:
     @property
     def run(self) -> tuple:
         """The cases for which this is the same are struck one after the other in one run."""
-        shared = (self.recipe, self.mode, self.backend, self.wanted, self.inside)
+        shared = (self.recipe, self.mode, self.backend, self.wanted, self.inside, self.schedule)
         if self.wanted == TOLD:
             return (*shared, self.victim, self.phase, self.fault)
         return (*shared, self.victim, self.phase) if self.inside else shared
 
 
 def all_cases() -> list[Case]:
-    return [*kills(), *simulator_kills(), *faults()]
+    return [*kills(), *simulator_kills(), *faults(), *schedule_kills()]
 
 
 def kills() -> Iterable[Case]:
@@ -106,3 +110,12 @@ def faults() -> Iterable[Case]:
             yield Case(RECIPES[0], "auto", backend, worker, phase, fault, inside=True)
         for fault in AT_THE_START:
             yield Case(RECIPES[0], "auto", backend, worker, "start", fault, inside=True)
+
+
+def schedule_kills() -> Iterable[Case]:
+    """SIGKILL where learners work beside the others."""
+    mortals, learner = HOSTS["auto"]
+    for schedule, recipes in SCHEDULES.items():
+        for recipe, backend, victim in product(recipes, BACKENDS, mortals):
+            yield from (Case(recipe, "auto", backend, victim, phase, schedule=schedule) for phase in PHASES)
+            yield Case(recipe, "auto", backend, learner, "update", schedule=schedule)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 
 from benchmarks.common import markdown
-from benchmarks.fault_cases import HOSTS, MODES, OF_A_LEARNER, PHASES, RECOVERED, SIMULATOR, TOLD
+from benchmarks.fault_cases import HOSTS, MODES, OF_A_LEARNER, PHASES, RECOVERED, SCHEDULES, SIMULATOR, SYNC, TOLD
 from benchmarks.fault_table import OUT
 
 PHASE_WORDS = {
@@ -42,6 +42,11 @@ Rows = list[dict]
 
 
 def rows() -> Rows:
+    """Those of sync."""
+    return [row for row in all_rows() if row.get("schedule", SYNC) == SYNC]
+
+
+def all_rows() -> Rows:
     return json.loads(OUT.read_text())["rows"]
 
 
@@ -77,6 +82,23 @@ def kills() -> str:
 def simulator_kills() -> str:
     struck = [row for row in rows() if row["recipe"] == SIMULATOR]
     return f"{by_mode(struck, PHASES, lambda mode: (*HOSTS[mode][0], HOSTS[mode][1]))}\n\n{total(struck)}"
+
+
+def schedule_kills() -> str:
+    """Of any process, where learners work beside the others."""
+    struck = [row for row in all_rows() if row.get("schedule", SYNC) != SYNC]
+    cells = [(schedule, recipe) for schedule, recipes in SCHEDULES.items() for recipe in recipes]
+    table = []
+    for phase in PHASES:
+        mine = [row for row in struck if row["phase"] == phase]
+        table.append(
+            [
+                PHASE_WORDS[phase],
+                *(count(row for row in mine if (row["schedule"], row["recipe"]) == cell) for cell in cells),
+            ]
+        )
+    header = ["struck in", *(f"{schedule}: {recipe}" for schedule, recipe in cells)]
+    return f"{markdown(header, table)}\n\n{total(struck)}"
 
 
 def ends() -> str:

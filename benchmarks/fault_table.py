@@ -1,6 +1,7 @@
-"""What becomes of a run whose processes die: in every mode, on both backends, with PPO and GRPO, in every phase.
+"""What becomes of a run whose processes die: in every mode and schedule, on both backends, with PPO and GRPO, in every
+phase.
 
-    python -m benchmarks.fault_table [--only auto,local,update] [--at-once 2] [--list]
+    python -m benchmarks.fault_table [--only auto,local,update,sync] [--at-once 2] [--list]
 
 Every case is struck in an ordinary run of a shipped recipe (`benchmarks.gates`): processes are killed or stopped from
 outside by their ids; exceptions, NaN, hangs and the like come from inside the env or the policy. A run that goes on is
@@ -28,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.common import RESULTS, code_commit, machine, read_metrics, resolved, write_json
-from benchmarks.fault_cases import HOSTS, MODES, RECOVERED, SILENT, TOLD, Case, all_cases
+from benchmarks.fault_cases import HOSTS, MODES, RECOVERED, SCHEDULE_OPTIONS, SILENT, SYNC, TOLD, Case, all_cases
 from benchmarks.gates import HOLD
 from benchmarks.strikes import Ended, StruckRun, TooLong
 
@@ -78,6 +79,8 @@ def options(cases: list[Case]) -> dict[str, object]:
     }
     if MODES[first.mode]:
         found["placement"] = MODES[first.mode]
+    if first.schedule != SYNC:
+        found |= {"pipeline.schedule": first.schedule, **SCHEDULE_OPTIONS.get(first.schedule, {})}
     if any(case.fault in SILENT for case in cases):
         found |= {"faults.hang_s": HANG_S, "faults.timeout_s": CONSTRUCTION_S if first.phase == "start" else 120}
     return found
@@ -267,7 +270,7 @@ def row_of(outcome: Outcome, commit: str) -> dict:
 
 
 def case_of(row: dict) -> Case:
-    return Case(**{name: row[name] for name in Case.__dataclass_fields__})
+    return Case(**{name: row[name] for name in Case.__dataclass_fields__ if name in row})
 
 
 def chosen(cases: list[Case], words: list[str]) -> list[Case]:

@@ -95,3 +95,7 @@ class GatedLearner(LearnerWorker):
     def update(self, *args):
         arrive(self.name, "update")
         return super().update(*args)
+
+    def accumulate(self, *args):
+        arrive(self.name, "update")
+        return super().accumulate(*args)

@@ -59,6 +59,7 @@ BLOCKS = {
     "experts": ("libero.md", experts),
     "kills": ("faults.md", fault_page.kills),
     "simulator kills": ("faults.md", fault_page.simulator_kills),
+    "schedule kills": ("faults.md", fault_page.schedule_kills),
     "ends": ("faults.md", fault_page.ends),
     "faults": ("faults.md", fault_page.faults),
 }

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import fault_table
-from benchmarks.fault_cases import BACKENDS, HOSTS, MODES, RECIPES, RECOVERED, TOLD, Case, all_cases
+from benchmarks.fault_cases import BACKENDS, HOSTS, MODES, PHASES, RECIPES, RECOVERED, SCHEDULES, TOLD, Case, all_cases
 from embodied.config.recipe import load
 from embodied.placement import make_plan
+from embodied.placement.topology import one_machine
+from embodied.run.launch import placed
 
 CASES = all_cases()
 ITERATIONS, STEPS = 12, 512  # of pointmass_ppo
@@ -20,6 +22,24 @@ def test_every_mode_backend_algorithm_and_phase_is_struck():
     phases = ("start", "rollout", "reset", "update", "publish", "evaluation", "saving")
     assert set(product(MODES, BACKENDS, ("ppo", "grpo"), phases)) <= struck
     assert len(CASES) == len(set(CASES))
+
+
+def test_every_schedule_is_struck_in_every_phase_on_both_backends():
+    struck = {(case.schedule, case.recipe, case.backend, case.phase) for case in CASES if "sim" in case.victim}
+    for schedule, recipes in SCHEDULES.items():
+        assert set(product([schedule], recipes, BACKENDS, PHASES)) <= struck
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recipe"), [(schedule, recipe) for schedule in SCHEDULES for recipe in SCHEDULES[schedule]]
+)
+def test_a_schedule_is_struck_in_the_placement_that_it_gets_without_asking(schedule, recipe):
+    case = next(case for case in CASES if (case.schedule, case.recipe) == (schedule, recipe))
+    asked = {key: value for key, value in fault_table.options([case]).items() if key != "cluster.backend"}
+    config = load([f"recipe={recipe}", *(f"{key}={value}" for key, value in asked.items())]).config
+    assert config.pipeline.schedule == schedule
+    hosts = placed(config, one_machine((0, 1)), learn=True)[1].hosts
+    assert [host.roles for host in hosts] == [("sim", "policy"), ("learner",)]
 
 
 @pytest.mark.parametrize("mode", MODES)
