@@ -58,6 +58,8 @@ class StruckRun:
     def __exit__(self, *args: object) -> None:
         self.process.kill()
         self.process.wait()
+        self._listener.join(10)
+        self.process.stdout.close()
 
     def _listen(self) -> None:
         for text in self.process.stdout:

@@ -62,7 +62,7 @@ class Role:
     """
 
     name: str  # in placements, logs and process names
-    worker: str  # "package.module:Class", imported by the processes that run it and by no other
+    worker: str | Callable[[RunConfig], str]  # "package.module:Class", imported by its processes alone; or which it is
     arguments: Callable[[Workers], tuple] = lambda workers: ()  # of the constructor, the same for every replica
     phase: Literal["rollout", "update"] = ROLLOUT
     sends_to: tuple[
@@ -74,8 +74,12 @@ class Role:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"a role's name should be a word like reward, not {self.name!r}")
-        if ":" not in self.worker:
+        if isinstance(self.worker, str) and ":" not in self.worker:
             raise ValueError(f"role {self.name}: its worker should be package.module:Class, not {self.worker!r}")
+
+    def worker_for(self, config: RunConfig) -> str:
+        """The class of its workers in a run of this recipe."""
+        return self.worker if isinstance(self.worker, str) else self.worker(config)
 
 
 def check_roles(roles: tuple[Role, ...]) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from embodied.core.types import EnvSpec, EpisodeResult, Merging
 from embodied.envs import env_class
+from embodied.policies import WORKERS
 from embodied.reporting.timeline import Timeline
 from embodied.run.checkpoints import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup
@@ -29,6 +30,15 @@ from embodied.workflows.workers import Workers
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.reporting.partial_evaluation import PartialEvaluation
+
+
+def sim_worker(config: RunConfig) -> str:
+    """Robots are stepped, texts are spoken with."""
+    return env_class(config.env).worker
+
+
+def policy_worker(config: RunConfig) -> str:
+    return WORKERS.get(config.policy.name, "embodied.policies.worker:PolicyWorker")
 
 
 def sim_arguments(workers: Workers) -> tuple:
@@ -49,8 +59,8 @@ def learner_arguments(workers: Workers, algo: Any = None) -> tuple:
 
 
 # By name: the driver never imports torch or a simulator.
-SIM = Role("sim", "embodied.envs.worker:SimWorker", sim_arguments, sends_to=("policy",))
-POLICY = Role("policy", "embodied.policies.worker:PolicyWorker", policy_arguments, holds_policy=True)
+SIM = Role("sim", sim_worker, sim_arguments, sends_to=("policy",))
+POLICY = Role("policy", policy_worker, policy_arguments, holds_policy=True)
 LEARNER = Role(
     "learner",
     "embodied.learners.worker:LearnerWorker",

@@ -15,7 +15,6 @@ import numpy as np
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeSpec
 from embodied.envs import env_class, speaks
 from embodied.envs.protocols import choose_protocol
-from embodied.policies import WORKERS
 from embodied.run import devices
 from embodied.runtime import Channel, Cluster, Handle, Timers, Turns, take_turns
 from embodied.runtime.weights import new_name
@@ -57,10 +56,8 @@ class Workers:
         self.eval_rows = eval_rows(len(self.eval_episodes), config.eval.num_envs or config.env.num_envs, num_sims)
         self.journal = cluster.channel("journal", capacity=None)  # sims note there which episodes they begin
         self.notes = cluster.channel("evaluation notes", capacity=None)
-        found = {"sim": kind.worker, "policy": WORKERS.get(config.policy.name)}
         self.groups = {
-            role.name: cluster.launch(found.get(role.name) or role.worker, role.name, *role.arguments(self))
-            for role in roles
+            role.name: cluster.launch(role.worker_for(config), role.name, *role.arguments(self)) for role in roles
         }
         self.sims, self.policies = self.groups["sim"], self.groups["policy"]
         self.learners = self.groups.get("learner")

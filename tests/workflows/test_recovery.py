@@ -2,12 +2,9 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -304,26 +301,3 @@ def test_inline_has_no_second_life(tmp_path):
     with pytest.raises(WorkerFailed, match="sim-0: collect failed: RuntimeError: the gripper fell off"):
         with Run(tmp_path, ONE_SIM, *faulty("exception", "rollout", tmp_path), backend="inline") as run:
             run.iterate(0)
-
-
-def test_a_run_that_was_paused_with_its_driver_calls_nobody_hung(tmp_path):
-    """As a container is paused: nobody runs, then all do. Who looks at the clock finds everybody silent for as long."""
-    command = [sys.executable, "-m", "embodied.train", "recipe=pointmass_ppo", "run.iterations=12", "eval.episodes=2"]
-    options = ["faults.hang_s=3", "faults.max_restarts=0", "eval.videos=0", f"run.dir={tmp_path}"]
-    options += ['placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
-    run = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        next(line for line in run.stdout if "iteration 3/" in line)
-        everybody = [run.pid, *children_of(run.pid)]
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in everybody:
-                os.kill(pid, number)
-            time.sleep(5 if number is signal.SIGSTOP else 0)
-        output, _ = run.communicate(timeout=120)
-    finally:
-        run.kill()
-    assert run.returncode == 0 and "started again" not in output, output
-
-
-def children_of(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from embodied.config.recipe import load
+from embodied.envs.worker import SimWorker
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
+from embodied.policies.worker import PolicyWorker
 from embodied.run import launch
 from embodied.runtime import Worker
 from embodied.workflows.contract import BatchSource, Role, check_roles
@@ -111,6 +113,39 @@ def test_every_source_of_batches_has_all_that_is_declared(source):
     made = source(load([f"recipe={recipe}"]).config, ("reach",))
     assert [name for name in declared if not hasattr(made, name)] == []
     assert made.total_iterations() > 0
+
+
+class CountingSim(SimWorker):
+    def collect(self, *args, **kwargs):
+        self.collected = getattr(self, "collected", 0) + 1
+        return super().collect(*args, **kwargs)
+
+    def count(self):
+        return self.collected
+
+
+class CountingPolicy(PolicyWorker):
+    def count(self):
+        return "of one's own"
+
+
+def test_a_program_may_have_sims_and_policies_of_its_own(tmp_path):
+    class CountedLoop(EmbodiedLoop):
+        roles = (
+            replace(SIM, worker=f"{__name__}:CountingSim"),
+            replace(POLICY, worker=f"{__name__}:CountingPolicy"),
+            LEARNER,
+        )
+
+    config = load(ARGUMENTS).config
+    plan = make_plan({"sim": "fake:0", "policy": "fake:1", "learner": "fake:2"}, (0,), config.env.num_envs)
+    with launch.cluster(config, plan, tmp_path) as cluster:
+        loop = CountedLoop(config, cluster, rendezvous=rendezvous_point(1, "inline", tmp_path, 60))
+        loop.start()
+        loop.publish(0)
+        loop.iterate(0, 1)
+        assert loop.workers.groups["sim"].count().wait() == [1]
+        assert loop.workers.groups["policy"].count().wait() == ["of one's own"]
 
 
 def test_imitation_differs_from_training_in_its_learners_alone():

@@ -1,0 +1,129 @@
+"""Commands under every schedule whose driver is stopped, killed or paused: nothing is lost that was saved."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied.policies.folder import read_weights
+
+ITERATIONS, STRUCK = 10, 4
+GRPO = ["recipe=pointmass_grpo", "algo.epochs=1", "algo.minibatch_size=null"]
+SCHEDULES = {
+    "sync": ["recipe=pointmass_ppo"],
+    "periodic": [*GRPO, "pipeline.schedule=periodic"],
+    "async": ["recipe=pointmass_ppo", "pipeline.schedule=async"],
+}
+EVERY = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+class Command:
+    """A training run as a user starts it."""
+
+    def __init__(self, folder, *arguments):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "embodied.train", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        self.process.kill()
+        self.process.wait()
+
+    def reach(self, iteration):
+        next(line for line in self.process.stdout if f"iteration {iteration}/" in line)
+
+    def everybody(self):
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [pid, *map(int, children)]
+
+    def end(self):
+        output, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, output
+
+
+def arguments(schedule, *more):
+    few = ["eval.episodes=4", "eval.videos=0", "run.save_every=1", f"run.iterations={ITERATIONS}"]
+    return [*SCHEDULES[schedule], *few, *more]
+
+
+def weights(run):
+    return read_weights(run / "checkpoints" / f"v{ITERATIONS:06d}" / "policy")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "number"),
+    [
+        pytest.param("sync", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("sync", signal.SIGKILL, marks=pytest.mark.slow),
+        ("periodic", signal.SIGTERM),
+        pytest.param("periodic", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("async", signal.SIGTERM, marks=pytest.mark.slow),
+        ("async", signal.SIGKILL),
+    ],
+)
+def test_a_run_whose_driver_was_stopped_or_killed_goes_on_from_its_newest_checkpoint(schedule, number, tmp_path):
+    with Command(tmp_path, *arguments(schedule, "run.name=struck")) as run:
+        run.reach(STRUCK)
+        everybody = run.everybody()
+        os.kill(everybody[0], number)
+        code, output = run.end()
+    assert "Traceback" not in output and code == (143 if number == signal.SIGTERM else -number), output
+    await_the_end_of(everybody[1:])
+    (folder,) = tmp_path.glob("runs/struck-*")
+    with Command(tmp_path, f"resume={folder}") as run:
+        code, output = run.end()
+    assert code == 0, output
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
+    assert json.loads((folder / "run.json").read_text())["state"] == "finished"
+    staleness = [row["train/staleness"] for row in rows]
+    if schedule == "async":
+        resumed = next(row for row in range(1, ITERATIONS) if staleness[row] == 0)
+        assert resumed >= STRUCK - 1
+        assert staleness == [0, *[1] * (resumed - 1), 0, *[1] * (ITERATIONS - resumed - 1)]
+        return
+    assert staleness == [0] * ITERATIONS
+    with Command(tmp_path, *arguments(schedule, "run.name=whole")) as run:
+        assert run.end()[0] == 0
+    ended, expected = weights(folder), weights(next(tmp_path.glob("runs/whole-*")))
+    for name in expected:
+        if schedule == "sync":
+            assert np.array_equal(ended[name], expected[name])
+        else:  # float32, added up in the order in which groups come
+            np.testing.assert_allclose(ended[name], expected[name], rtol=0, atol=2e-3)
+
+
+def await_the_end_of(pids):
+    until = time.monotonic() + 30
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < until, f"{left} outlived their driver"
+        time.sleep(0.1)
+
+
+@EVERY
+def test_a_run_that_was_paused_with_its_driver_calls_nobody_hung(schedule, tmp_path):
+    """As a container is paused: nobody runs, then all do. Who looks at the clock finds everybody silent for as long."""
+    impatient = ["faults.hang_s=3", "faults.max_restarts=0"]
+    with Command(tmp_path, *arguments(schedule, *impatient)) as run:
+        run.reach(STRUCK)
+        everybody = run.everybody()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in everybody:
+                os.kill(pid, number)
+            time.sleep(5 if number is signal.SIGSTOP else 0)
+        code, output = run.end()
+    assert code == 0 and "started again" not in output, output
