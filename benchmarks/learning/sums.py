@@ -1,11 +1,12 @@
-"""What one command makes of a small language model on two cores: imitation, then GRPO, seed by seed.
+"""What one command makes of a small language model on two cores, seed by seed.
 
-    python -m benchmarks.learning.sums [--seeds 0 1 2] [--task sums] [--schedules sync periodic async] [--resume]
+    python -m benchmarks.learning.sums [--recipe sums_grpo] [--seeds 0 1 2] [--schedules sync periodic async] [--resume]
 
-Each seed is `python -m embodied.train recipe=sums_grpo`, timed as a whole: nothing is there before. Then the policy
-that GRPO began with and its result answer the same 200 held-out prompts, at temperature 1 and greedily. Control is the
-first seed once more, a few iterations with lr=0, which must leave all answers as they were. Writes
-results/TASK_grpo/SCHEDULE-seed-S.json and control.json as each is done.
+Each seed is `python -m embodied.train recipe=sums_grpo`, timed as a whole: nothing is there before, but for `smol_grpo`
+the model that `python scripts/smollm2.py` makes. Then the policy that RL began with (after the imitation that the
+recipe names, or that model) and its result answer the same 200 held-out prompts, at temperature 1 and greedily. Control
+is the first seed once more, a few iterations with lr=0, which must leave all answers as they were. Writes
+results/RECIPE/SCHEDULE-seed-S.json and control.json as each is done.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.common import (
     RESULTS,
@@ -25,10 +28,12 @@ from benchmarks.common import (
     resolved,
     train_command,
 )
-from benchmarks.learning.grpo_gain import in_order, interval, paired_gain, summary, weights_digest
+from benchmarks.learning.grpo_gain import in_order, interval, paired_gain, summary
 from benchmarks.learning.seeds import HELD_OUT, TIMEOUT_S, once, outcomes, parser, program, rate
+from embodied.policies.folder import read_weights
+from embodied.run.checkpoints import locate
 
-TASKS = ("sums", "sort")
+RECIPES = ("sums_grpo", "sort_grpo", "sums_ppo", "smol_grpo")
 SCHEDULES = ("sync", "periodic", "async")
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 CONTROL = ("algo.lr=0", "run.iterations=3")
@@ -36,14 +41,14 @@ CONTROL = ("algo.lr=0", "run.iterations=3")
 
 def main() -> None:
     ask = parser(__doc__, (0, 1, 2))
-    ask.add_argument("--task", choices=TASKS, default="sums")
+    ask.add_argument("--recipe", choices=RECIPES, default=RECIPES[0])
     ask.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=("sync",))
     options = ask.parse_args()
-    recipe, env, done = f"{options.task}_grpo", environment(), []
+    recipe, env, done = options.recipe, environment(), []
     arms = [(f"{schedule}-seed-{seed}", schedule, seed, ()) for seed in options.seeds for schedule in options.schedules]
     for name, schedule, seed, changes in [*arms, ("control", "sync", options.seeds[0], CONTROL)]:
         given = (f"pipeline.schedule={schedule}", *changes)
-        about = {"seed": seed, "schedule": schedule, "config": hash_of(options.task, given)}
+        about = {"seed": seed, "schedule": schedule, "config": hash_of(recipe, given)}
         run = lambda name=name, seed=seed, given=given: learned(recipe, name, seed, given, env)  # noqa: E731
         result = once(RESULTS / recipe / f"{name}.json", about, options.resume, run)
         done.append((name, result))
@@ -51,16 +56,19 @@ def main() -> None:
     print(report(done))
 
 
-def hash_of(task: str, given: Sequence[str]) -> str:
-    """Names what both recipes of a task say."""
-    return config_hash(resolved(f"{task}_grpo", *given) | {"start": resolved_start(task)})
+def hash_of(recipe: str, given: Sequence[str]) -> str:
+    """Names what a recipe says, and the one that it begins with."""
+    config = resolved(recipe, *given)
+    return config_hash(config | {"start": resolved_start(config["run"]["start_from"])})
 
 
-def resolved_start(task: str) -> dict:
-    """What imitation is asked to do."""
+def resolved_start(recipe: str | None) -> dict:
+    """What imitation is asked to do, if there is any."""
     from embodied.config.recipe import load
 
-    config = load([f"recipe={task}_sft"], entry="sft").config.model_dump(mode="json")
+    if recipe is None:
+        return {}
+    config = load([f"recipe={recipe}"], entry="sft").config.model_dump(mode="json")
     return {key: config[key] for key in ("env", "policy", "sft", "learner")}
 
 
@@ -70,17 +78,29 @@ def learned(recipe: str, name: str, seed: int, given: Sequence[str], env: dict) 
     runs.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=runs))
     cost = measure(train_command(recipe, f"seed={seed}", f"run.dir={folder}", *given), env, TIMEOUT_S)
-    (start,), (run,) = folder.glob("sft-*"), folder.glob(f"{recipe}-*")
+    (run,) = folder.glob(f"{recipe}-*")
+    imitating = next(folder.glob("sft-*"), None)
+    start = imitating or Path(resolved(recipe)["policy"]["pretrained"]).resolve()
     rows = read_metrics(run)
     return {
         "wall_s": round(cost.wall_s, 1),
         "cpu_s": round(cost.cpu_s, 1),
-        "imitation": part_of(read_metrics(start)),
-        "grpo": part_of(rows),
+        "imitation": part_of(read_metrics(imitating)) if imitating else None,
+        "rl": part_of(rows),
         **{word: compared(recipe, start, run, word, env) for word in TEMPERATURES},
-        "weights_changed": weights_digest(start) != weights_digest(run),
+        "weights_changed": not same_weights(start, run),
         "curve": [[row["train_s"], row["success_once"]] for row in rows],
     }
+
+
+def same_weights(start: Path, run: Path) -> bool:
+    """Whether the policies of two runs, or a model's folder and a run's, have the same weights."""
+    one, other = (read_weights(folder_of(path)) for path in (start, run))
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def folder_of(path: Path) -> Path:
+    return path if (path / "config.json").is_file() else locate(str(path))[0]
 
 
 def part_of(rows: Sequence[dict]) -> dict:
@@ -102,7 +122,7 @@ def describe(name: str, result: dict) -> str:
 
 
 def report(done: Sequence[tuple[str, dict]]) -> str:
-    header = ["run", "start, T=1", "after GRPO", "gain on the same prompts", "greedy", "whole command s", "CPU s"]
+    header = ["run", "start, T=1", "after RL", "gain on the same prompts", "greedy", "whole command s", "CPU s"]
     rows = []
     for name, result in done:
         one, greedy = result["sampled"], result["greedy"]
