@@ -61,12 +61,12 @@ def table(found: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 def compare(policy, groups: int, group_size: int, prompt: int, answer: int, rounds: int) -> dict[str, Any]:
     inputs = inputs_of(policy.model.config.vocab_size, groups, group_size, prompt, answer)
+    apart = inputs | {"groups": np.arange(groups * group_size)}  # nothing is shared between groups
     seconds: dict[str, list[float]] = {"separate": [], "shared": []}
     for _ in range(rounds + 1):
         for name, times in seconds.items():
-            policy.share_prompts = name == "shared"
             started = process_time()
-            policy(inputs).logprobs.sum().backward()
+            policy(inputs if name == "shared" else apart).logprobs.sum().backward()
             times.append(process_time() - started)
             policy.zero_grad(set_to_none=True)
     one, other = group_size * (prompt + answer), prompt + group_size * answer

@@ -75,6 +75,11 @@ def inputs_of(*conversations) -> dict:
     }
 
 
+def apart(inputs) -> dict:
+    """The same, every conversation a group of its own: nothing is shared."""
+    return inputs | {"groups": np.arange(len(inputs["groups"]))}
+
+
 def answers(*found, prompt=(5, 6, 7), group=0):
     """Conversations of one group: a prompt and these answers."""
     return [(group, [(False, list(prompt)), (True, list(answer))]) for answer in found]

@@ -54,17 +54,16 @@ def lay_out(
     mask: np.ndarray,
     lengths: np.ndarray,
     groups: np.ndarray,
-    share: bool = True,
     row: int = ROW,
     wide: float = math.inf,
 ) -> Packed:
     """Rows for all of these conversations, one after the other in `tokens` and `mask` [n], which is False where the env
-    spoke. They share what those of a group have in common at the beginning, if `share`; `wide` as for `cheapest`."""
+    spoke. They share what those of a group have in common at the beginning; `wide` as for `cheapest`."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     if mask[starts].any():
         raise ValueError("a conversation begins with a token that was sampled: nothing says how likely that was")
-    whole = blocks_of(tokens, mask, lengths, groups, share)
+    whole = blocks_of(tokens, mask, lengths, groups)
     found = [part for block in whole for part in cheapest(block, lengths, wide)]
     row = max([row, *(block.size for block in found)])
     bins = evenly([block.size for block in found], row)
@@ -105,18 +104,15 @@ def into_passes(
     lengths: np.ndarray,
     groups: np.ndarray,
     most: int,
-    share: bool = True,
 ) -> list[list[int]]:
     """Which conversations, by number, go through the network together: `most` tokens at a time, whole groups where they
     fit. A group of more is split, and a conversation of more stands alone."""
-    parts = [part for block in blocks_of(tokens, mask, lengths, groups, share) for part in split(block, lengths, most)]
+    parts = [part for block in blocks_of(tokens, mask, lengths, groups) for part in split(block, lengths, most)]
     bins = first_fit([part.size for part in parts], most)
     return sorted(sorted(member for number in numbers for member in parts[number].members) for numbers in bins)
 
 
-def blocks_of(
-    tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, share: bool
-) -> list[Block]:
+def blocks_of(tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> list[Block]:
     """The groups in the order in which they begin; conversations that share nothing are blocks of their own."""
     starts = np.cumsum(lengths) - lengths
     members: dict[int, list[int]] = {}
@@ -124,7 +120,7 @@ def blocks_of(
         members.setdefault(group, []).append(number)
     found = []
     for numbers in members.values():
-        shared = shared_prompt(tokens, mask, starts[numbers], lengths[numbers]) if share else 0
+        shared = shared_prompt(tokens, mask, starts[numbers], lengths[numbers])
         for some in [tuple(numbers)] if shared else [(number,) for number in numbers]:
             found.append(Block(some, shared, size_of(some, shared, lengths)))
     return found

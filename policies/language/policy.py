@@ -45,7 +45,6 @@ class ValueHead(nn.Linear):
 class LanguagePolicy(PublishedPolicy):
     speaks = True
     value_names = ("value_head.",)
-    share_prompts = True  # the learner's option: a prompt that conversations of a group share is computed once
     model: Any  # transformers' causal language model
 
     def __init__(self, config: LanguageConfig, spec: EnvSpec) -> None:
@@ -130,7 +129,7 @@ class LanguagePolicy(PublishedPolicy):
         """Which conversations, by number, `forward` is to score together: at most so many tokens at a time, a shared
         prompt counted once, and whole groups where they fit. `tokens`, `mask` [n], `lengths`, `groups` [R]."""
         arrays = [host(each).reshape(-1) for each in (tokens, mask, lengths, groups)]
-        return into_passes(*arrays, most, self.share_prompts)
+        return into_passes(*arrays, most)
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         """Score the tokens of R whole conversations, one after the other: "actions" [n, 1, 1], "mask" [n, 1] (False
@@ -139,7 +138,7 @@ class LanguagePolicy(PublishedPolicy):
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
         way = kernel(self.device, self.dtype)
         room = wide(way, self.model.config.hidden_size)
-        packed = lay_out(tokens, mask, lengths, groups, self.share_prompts, wide=room)
+        packed = lay_out(tokens, mask, lengths, groups, wide=room)
         chosen, takes, scored = (
             tensor_of(each, self.device)
             for each in (tokens[packed.scored].astype(np.int64), packed.takes, packed.scored)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_language import answers, build, inputs_of
+from tiny_language import answers, apart, build, inputs_of
 from torch.nn.attention.flex_attention import create_mask
 
 from embodied.policies.language.attention import dense, rule
@@ -15,8 +15,8 @@ def flat(inputs):
     return [inputs[name].reshape(-1) for name in ("actions", "mask", "lengths", "groups")]
 
 
-def passes(conversations, most, share=True):
-    return into_passes(*flat(inputs_of(*conversations)), most, share)
+def passes(conversations, most):
+    return into_passes(*flat(inputs_of(*conversations)), most)
 
 
 def test_a_prompt_is_laid_out_once_and_answers_restart_behind_it():
@@ -39,8 +39,8 @@ def test_conversations_of_a_group_with_different_prompts_share_what_is_alike():
     assert lay_out(*flat(inputs_of(*some))).num_tokens == 1 + 3 + 2
 
 
-def test_without_sharing_every_conversation_is_laid_out_whole():
-    assert lay_out(*flat(inputs_of(*answers([7, 8], [9]))), share=False).num_tokens == 5 + 4
+def test_in_groups_of_their_own_conversations_are_laid_out_whole():
+    assert lay_out(*flat(apart(inputs_of(*answers([7, 8], [9]))))).num_tokens == 5 + 4
 
 
 def test_blocks_fill_rows_as_wide_as_the_widest():
@@ -128,7 +128,5 @@ def test_groups_need_not_stand_together():
 def test_the_policy_packs_as_it_will_score():
     policy = build()
     inputs = inputs_of(*answers([8] * 3, [9] * 3, prompt=[5] * 4))
-    arrays = [inputs[name] for name in ("actions", "mask", "lengths", "groups")]
-    assert policy.pack(*arrays, 10) == [[0, 1]]
-    policy.share_prompts = False
-    assert policy.pack(*arrays, 10) == [[0], [1]]
+    assert policy.pack(*flat(inputs), 10) == [[0, 1]]
+    assert policy.pack(*flat(apart(inputs)), 10) == [[0], [1]]

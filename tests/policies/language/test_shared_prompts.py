@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_language import alone, answers, build, inputs_of
+from tiny_language import alone, answers, apart, build, inputs_of
 
 DRAW = np.random.default_rng(3)
 
@@ -20,9 +20,8 @@ TURNS = [(0, [(False, [5, 6, 7]), (True, [8, 9]), (False, [10]), (True, [11])])]
 MIXED = [*TWO_GROUPS, *TURNS, (7, [(False, [5, 6, 7]), (True, [8])])]
 
 
-def results(policy, inputs, share=True):
+def results(policy, inputs):
     """Log-probs, entropies and the gradient of a sum of both."""
-    policy.share_prompts = share
     policy.zero_grad()
     scores = policy(inputs)
     weights = torch.linspace(0.5, 2, len(scores.logprobs), dtype=policy.exact)[:, None, None]
@@ -41,7 +40,7 @@ def results(policy, inputs, share=True):
 )
 def test_shared_prompts_score_and_learn_like_separate_conversations(options, bar):
     policy, inputs = build(**options), inputs_of(*MIXED)
-    shared, separate = results(policy, inputs), results(policy, inputs, share=False)
+    shared, separate = results(policy, inputs), results(policy, apart(inputs))
     for one, other in zip(shared, separate, strict=True):
         assert (one - other).abs().max() <= bar * max(1.0, float(other.abs().max()))
     expected = alone(policy, inputs)
@@ -54,7 +53,7 @@ def test_shared_prompts_score_and_learn_like_separate_conversations(options, bar
 
 def test_large_groups_that_are_split_score_and_learn_alike():
     policy, inputs = build(preset="tiny_gpt2", dtype="float64"), inputs_of(*answers(*(some(90) for _ in range(7))))
-    shared, separate = results(policy, inputs), results(policy, inputs, share=False)
+    shared, separate = results(policy, inputs), results(policy, apart(inputs))
     for one, other in zip(shared, separate, strict=True):
         assert (one - other).abs().max() <= 1e-12 * max(1.0, float(other.abs().max()))
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_language import answers, build, inputs_of, publish, theirs
+from tiny_language import answers, apart, build, inputs_of, publish, theirs
 
 from embodied.core.errors import CheckpointError
 from embodied.policies import load_policy
@@ -45,8 +45,7 @@ def values_by_hand(policy, inputs):
 
 @pytest.mark.parametrize("share", [True, False])
 def test_values_are_those_of_separate_conversations_however_they_are_packed(share):
-    policy, inputs = judging(), inputs_of(*MIXED)
-    policy.share_prompts = share
+    policy, inputs = judging(), inputs_of(*MIXED) if share else apart(inputs_of(*MIXED))
     found, known = policy(inputs).values, values_by_hand(policy, inputs)
     assert (found - known).abs().max() < 1e-12 and found.std() > 0.1
     weights = torch.linspace(-1, 2, len(found), dtype=torch.float64)
