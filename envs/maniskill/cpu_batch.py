@@ -29,6 +29,7 @@ from embodied.envs.maniskill.cpu_physics import BatchedCpuPhysics
 from embodied.envs.maniskill.robots import action_bounds, for_robots
 from embodied.envs.maniskill.tasks import DRAWING
 
+BETWEEN_STEPS = ("_before_simulation_step", "_after_simulation_step")  # what a task may do between physics steps
 RigidBody = sys.modules["mani_skill.utils.structs.base"].PhysxRigidBodyComponentStruct
 
 
@@ -99,6 +100,7 @@ def setup_scene(env: Any) -> None:
     scene.px = BatchedCpuPhysics(scenes)
     scene.gpu_sim_enabled = True
     scene.px.timestep = 1.0 / env._sim_freq
+    scene.px.puts_off = all(getattr(type(env), name) is getattr(sapien_env.BaseEnv, name) for name in BETWEEN_STEPS)
     env.scene = scene
 
 

@@ -3,7 +3,8 @@
 ManiSkill's batched code reads and writes whole arrays of poses and joint positions ("cuda_rigid_body_data" and so on)
 and asks the physics system to fetch them from, or apply them to, the simulator. Here the arrays are plain memory and
 fetch and apply copy row by row. Only rows that changed are applied, and after a step only what moves and is read is
-fetched: see `watch`, `settle` and `refresh`.
+fetched: see `watch`, `settle` and `refresh`. A scene takes all physics steps of an env step in a row, while what it
+needs is in the core's cache: see `step`.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class BatchedCpuPhysics:
     def __init__(self, scenes: list[sapien.Scene]) -> None:
         self.scenes = scenes
         self.systems = [scene.physx_system for scene in scenes]
+        self.owed = 0  # steps that the active envs have not taken yet
+        self.puts_off = True  # false: every step at once, for a task with code between steps, which may read anything
 
     @property
     def timestep(self) -> float:
@@ -78,6 +81,7 @@ class BatchedCpuPhysics:
 
     @timestep.setter
     def timestep(self, value: float) -> None:
+        self.catch_up()
         for system in self.systems:
             system.timestep = value
 
@@ -128,6 +132,7 @@ class BatchedCpuPhysics:
         """Let `step` advance these envs alone from now on; the others stand still, so nothing of theirs is fetched."""
         if envs == self.active:
             return
+        self.catch_up()
         self.active, chosen = envs, set(envs)
         self._posed_now, self._moving_now = (
             [row for row in rows if self.env_of[row] in chosen] for rows in (self.posed, self.moving)
@@ -135,6 +140,7 @@ class BatchedCpuPhysics:
         self._articulations_now = [row for row, env in enumerate(self.articulation_env) if env in chosen]
 
     def _advance_all(self) -> None:
+        self.catch_up()
         self.active: list[int] = []
         self.advance_only(list(range(len(self.systems))))
 
@@ -211,12 +217,14 @@ class BatchedCpuPhysics:
         """Targets are only written by us."""
 
     def _fetch_joints(self, name: str, rows: list[int]) -> None:
+        self.catch_up()
         buffer = self._buffer(name)
         for row in rows:
             buffer.np[row, : self.dof[row]] = getattr(self.articulations[row], name)
         buffer.applied[rows] = buffer.np[rows]
 
     def _fetch_poses(self, rows: list[int], envs: Iterable[int]) -> None:
+        self.catch_up()
         entities, places = self.entities, self.places
         for row in rows:
             pose, place = entities[row].pose, places[row]
@@ -227,6 +235,7 @@ class BatchedCpuPhysics:
             self._contacts.pop(env, None)
 
     def _fetch_velocities(self, rows: list[int]) -> None:
+        self.catch_up()
         bodies, places = self.bodies, self.places
         for row in rows:
             body, place = bodies[row], places[row]
@@ -237,6 +246,7 @@ class BatchedCpuPhysics:
     # apply: arrays -> simulator
 
     def gpu_apply_rigid_dynamic_data(self) -> None:
+        self.catch_up()
         buffer = self.cuda_rigid_body_data
         for row in np.flatnonzero(buffer.differs()[: self.num_free].any(axis=1)):
             values, body = buffer.np[row], self.bodies[row]
@@ -247,6 +257,7 @@ class BatchedCpuPhysics:
             buffer.applied[row] = values
 
     def gpu_apply_articulation_root_pose(self) -> None:
+        self.catch_up()
         buffer = self.cuda_rigid_body_data
         changed = buffer.differs()[self.roots, POSE].any(axis=1)
         for articulation, row, is_changed in zip(self.articulations, self.roots, changed.tolist(), strict=True):
@@ -255,6 +266,7 @@ class BatchedCpuPhysics:
                 buffer.applied[row, POSE] = buffer.np[row, POSE]
 
     def gpu_apply_articulation_root_velocity(self) -> None:
+        self.catch_up()
         buffer = self.cuda_rigid_body_data
         changed = buffer.differs()[self.roots, TWIST].any(axis=1)
         for articulation, row, is_changed in zip(self.articulations, self.roots, changed.tolist(), strict=True):
@@ -264,14 +276,17 @@ class BatchedCpuPhysics:
                 buffer.applied[row, TWIST] = buffer.np[row, TWIST]
 
     def gpu_apply_articulation_qpos(self) -> None:
+        self.catch_up()
         for row in self.cuda_articulation_qpos.changed():
             self.articulations[row].set_qpos(self.cuda_articulation_qpos.np[row, : self.dof[row]])
 
     def gpu_apply_articulation_qvel(self) -> None:
+        self.catch_up()
         for row in self.cuda_articulation_qvel.changed():
             self.articulations[row].set_qvel(self.cuda_articulation_qvel.np[row, : self.dof[row]])
 
     def gpu_apply_articulation_qf(self) -> None:
+        self.catch_up()
         for row in self.cuda_articulation_qf.changed():
             self.articulations[row].set_qf(self.cuda_articulation_qf.np[row, : self.dof[row]])
 
@@ -285,6 +300,7 @@ class BatchedCpuPhysics:
         changed = buffer.differs()
         if not changed.any():
             return
+        self.catch_up()
         values = buffer.np.tolist()
         for row, joint in zip(*map(np.ndarray.tolist, np.nonzero(changed)), strict=True):
             if joint < self.dof[row]:
@@ -294,19 +310,31 @@ class BatchedCpuPhysics:
     # stepping and contacts
 
     def step(self) -> None:
+        """Owe a step, which is taken when somebody reads or writes what is in the simulator."""
         self.gpu_apply_articulation_target_position()
         self.gpu_apply_articulation_target_velocity()
-        systems = self.systems
-        for env in self.active:
-            systems[env].step()
+        self.owed += 1
+        if not self.puts_off:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Take the steps that were put off, all of one env's before the next one's."""
+        steps, self.owed = range(self.owed), 0
+        if steps:
+            for env in self.active:
+                step = self.systems[env].step
+                for _ in steps:
+                    step()
 
     def get_contacts(self) -> list:
+        self.catch_up()
         return [contact for system in self.systems for contact in system.get_contacts()]
 
     def gpu_create_contact_pair_impulse_query(self, pairs: list[tuple[Any, Any]]) -> PairImpulses:
         return PairImpulses(pairs, [self.env_of[self.body_index[id(a)]] for a, _ in pairs])
 
     def gpu_query_contact_pair_impulses(self, query: PairImpulses) -> None:
+        self.catch_up()
         query.cuda_impulses.np[:] = 0
         for i, ((a, b), env) in enumerate(zip(query.pairs, query.envs, strict=True)):
             if env not in self._contacts:

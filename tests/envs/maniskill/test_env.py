@@ -92,6 +92,54 @@ def test_frozen_rows_stand_still_and_the_others_go_on_bitwise_as_in_full_company
     assert len(batched.envs[0].scene.px.active) == 1
 
 
+def test_steps_that_are_put_off_lead_to_the_same_bits(batched, monkeypatch):
+    actions = np.random.default_rng(5).uniform(-1, 1, (4, 50, 8)).astype(np.float32)
+    physics, seen = batched.envs[0].scene.px, []
+    for puts_off in (True, False):
+        monkeypatch.setattr(physics, "puts_off", puts_off)
+        began = reset(batched, range(4), [31, 32, 33, 34])
+        played = [batched.step_chunk(actions[:, t : t + 1]) for t in range(50)]
+        seen.append([began, *(each for one in played for each in (one.obs["state"], one.rewards))])
+    for one, other in zip(*seen, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_scene_takes_the_physics_steps_of_an_env_step_in_a_row(batched, monkeypatch):
+    physics, taken = batched.envs[0].scene.px, []
+
+    class Noted:
+        def __init__(self, env, system):
+            self.env, self.system = env, system
+
+        def step(self):
+            taken.append(self.env)
+            self.system.step()
+
+    monkeypatch.setattr(physics, "systems", [Noted(env, system) for env, system in enumerate(physics.systems)])
+    reset(batched, range(4), [1, 2, 3, 4])
+    batched.step_chunk(np.zeros((4, 1, 8), np.float32))
+    assert taken == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5 and physics.owed == 0
+    physics.step()
+    assert physics.owed == 1 and len(taken) == 20
+    physics.refresh([0])
+    assert physics.owed == 0 and taken[20:] == [0, 1, 2, 3]
+
+
+def test_code_between_physics_steps_finds_every_one_taken(monkeypatch):
+    from mani_skill.envs.tasks import PushCubeEnv
+
+    heights = []
+    see = lambda env: heights.append(env.obj._bodies[0].entity.pose.p[2])  # noqa: E731
+    monkeypatch.setattr(PushCubeEnv, "_after_simulation_step", see)
+    env = make_env(ManiSkillConfig(task="PushCube-v1", backend="cpu_batched"), 1)
+    reset(env, [0], [1])
+    env.envs[0].obj._bodies[0].entity.set_pose(type(env.envs[0].obj._bodies[0].entity.pose)([0, 0, 1]))
+    heights.clear()
+    env.step_chunk(np.zeros((1, 1, 8), np.float32))
+    env.close()
+    assert len(heights) == 5 and (np.diff(heights) < 0).all()  # it falls from step to step
+
+
 def test_the_contract_holds(batched):
     check_vector_env(batched, atol=2e-5)
 
