@@ -57,6 +57,7 @@ from embodied.run.program import modules_of
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
+LONGER = 4  # times as long is what a run without success is advised to be
 
 UNSAVED = "; what came after the last checkpoint is lost"
 
@@ -351,6 +352,26 @@ def advice_on_staleness(config: RunConfig) -> str:
         f"algo.epochs={algo.epochs} takes weights far from those that collect: algo.decoupled=true learned more in our "
         "measurements (docs/schedules.md)"
     )
+
+
+def without_success(config: RunConfig) -> str:
+    """A line for a run in which no episode of the first third was a success; empty for language models, whose runs
+    stop by themselves where there is nothing to learn from."""
+    if config.policy.name == "language":
+        return ""
+    env, run = config.env, config.run
+    task = env_class(env).tasks(env)[0]
+    recipe = recipe_of_task(task)
+    steps = f"run.env_steps={LONGER * run.env_steps}" if run.env_steps else f"run.iterations={LONGER * run.iterations}"
+    sparse = getattr(env, "reward_mode", None) == "sparse"
+    options = [
+        f"the settings found for this task, recipe={recipe}" if recipe and run.name != recipe else "",
+        "a shaped reward, env.reward_mode=normalized_dense" if sparse else "",
+        "the simulator's own reward, env.reward=own" if env.reward == "success" else "",
+        f"a longer run, {steps}",
+        "demonstrations to begin with (docs/demonstrations.md)" if run.start_from is None else "",
+    ]
+    return f"nothing has succeeded in a third of the run; what may help: {'; '.join(filter(None, options))}"
 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:

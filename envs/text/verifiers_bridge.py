@@ -18,6 +18,7 @@ import secrets
 import signal
 import subprocess
 import threading
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,9 +27,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from embodied.core.conversations import Said
+from embodied.core.conversations import Message, Said
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.envs.text.verifiers_tools import heard, in_words
 
 CHILD = Path(__file__).with_name("verifiers_child.py")
 # Where Python finds modules, the first place is the working directory: a script's own would be this folder.
@@ -38,6 +38,20 @@ PARKED_S = 86_400.0  # that a request waits for the policy: the longest pause of
 LARGEST = 64 << 20  # bytes of a request
 ROUTE = re.compile(r"/(\d+)/v1/(.+)")
 FULL = {"message": "the context length of the policy is reached", "code": "context_length_exceeded"}
+CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+FUNCTIONS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{functions}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
 
 
 class Lost(Exception):
@@ -368,3 +382,56 @@ class Asked(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """Nothing is logged."""
+
+
+# Tools: models that call tools mostly learned to as Qwen and Hermes write it, with the functions in the system message,
+# calls as `<tool_call>{...}</tool_call>` and results between `<tool_response>` tags. Chat templates differ here, so no
+# template is asked.
+
+
+def in_words(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> tuple[Message, ...]:
+    """Messages as they are said to a policy; `tools` are described in the system message."""
+    said: list[Message] = []
+    for one in messages:
+        role, content = one["role"], one["content"]
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        for call in one.get("tool_calls", ()):
+            content += f"\n<tool_call>\n{written(call)}\n</tool_call>"
+        if said and said[-1]["role"] == role == "user" and one["role"] == "tool":
+            said[-1]["content"] += f"\n{content}"
+        else:
+            said.append({"role": role, "content": content})
+    if tools:
+        functions = FUNCTIONS.format(functions="\n".join(json.dumps(tool) for tool in tools))
+        system = said.pop(0)["content"] + "\n\n" if said[0]["role"] == "system" else ""
+        said.insert(0, {"role": "system", "content": system + functions})
+    return tuple(said)
+
+
+def written(call: dict[str, Any]) -> str:
+    """A call in an environment's message, as JSON."""
+    function = call["function"]
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}}}'
+
+
+def heard(answer: str, tools: Sequence[dict[str, Any]], turn: int) -> dict[str, Any]:
+    """An answer as a message of OpenAI's protocol. Calls that are not well-formed, all or one, stay text."""
+    found = CALL.findall(answer) if tools else []
+    calls = [call_of(text) for text in found]
+    if not calls or None in calls:
+        return {"role": "assistant", "content": answer}
+    named = [
+        {"id": f"call_{turn}_{at}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for at, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": answer[: answer.index("<tool_call>")], "tool_calls": named}
+
+
+def call_of(text: str) -> tuple[str, dict[str, Any]] | None:
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return None
+    name, arguments = call.get("name"), call.get("arguments")
+    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None

@@ -13,8 +13,8 @@ from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
+from embodied.learners.bc import Demonstrations, Pictures
 from embodied.learners.collective import Alone
-from embodied.learners.demonstrations import Demonstrations, Pictures
 from embodied.learners.model import Optimizer
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig

@@ -9,9 +9,8 @@ import torch
 from embodied.algorithms.config import GRPOConfig
 from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
 from embodied.datasets import RecordedEpisode
-from embodied.learners.bc import ImitationLearner
+from embodied.learners.bc import Demonstrations, ImitationLearner
 from embodied.learners.collective import Alone
-from embodied.learners.demonstrations import Demonstrations
 from embodied.learners.share import prepare
 from embodied.learners.update import mismatch_of
 

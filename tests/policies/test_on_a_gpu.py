@@ -13,10 +13,9 @@ from embodied.core import arrays
 from embodied.core.arrays import map_obs, text_arrays
 from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
 from embodied.datasets.reader import RecordedEpisode
-from embodied.learners.bc import ImitationLearner
+from embodied.learners.bc import Demonstrations, ImitationLearner
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
-from embodied.learners.demonstrations import Demonstrations
 from embodied.learners.model import Model, Optimizer
 from embodied.learners.share import prepare
 from embodied.learners.update import frozen_features, update_policy
