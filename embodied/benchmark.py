@@ -45,7 +45,7 @@ from embodied.reporting.console import now
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.folder import provenance
-from embodied.run.program import program_of
+from embodied.run.launch import program_of
 from embodied.system.load import LoadMeter, load_before
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop

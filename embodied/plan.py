@@ -52,8 +52,7 @@ from embodied.reporting import gantt
 from embodied.reporting.html import page, section, table, tag
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
-from embodied.run.launch import proofs
-from embodied.run.program import program_of
+from embodied.run.launch import program_of, proofs
 from embodied.system.discovery import discover
 from embodied.workflows.embodied import EmbodiedLoop
 

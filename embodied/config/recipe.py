@@ -31,12 +31,11 @@ from embodied.config.merge import (
 from embodied.config.mistakes import config_error, explain
 from embodied.config.recipe_files import recipe_names
 from embodied.config.schema import root
-from embodied.config.sections import CollectSection, EvalSection, PipelineSection, RunSection
+from embodied.config.sections import CollectSection, EvalSection, PipelineSection, PlacementConfig, RunSection
 from embodied.core.errors import ConfigError
 from embodied.core.options import LocalPath, Strict
 from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
 from embodied.learners.config import LearnerConfig
-from embodied.placement.config import PlacementConfig
 from embodied.policies.config import MLPConfig, PolicyConfig
 from embodied.runtime.config import ClusterConfig, FaultsConfig
 

@@ -27,6 +27,7 @@ from embodied.core.errors import (
     EmbodiedError,
 )
 from embodied.envs import env_class, import_class, speaks
+from embodied.envs.own_modules import own_modules
 from embodied.envs.protocols import choose_protocol
 from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED
@@ -53,7 +54,6 @@ from embodied.run.memory_check import (
     most_sims,
     random_weights,
 )
-from embodied.run.program import modules_of
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
@@ -417,6 +417,30 @@ def cluster(
     own = modules_of(config, program)
     plans = host_plans(plan) if program is None else host_plans(plan, [r.name for r in program.roles if r.holds_policy])
     return Cluster(options.backend, plans, *about, own, options.start_s, on_start)
+
+
+def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:
+    """The workflow that program=my_module:MyLoop names, `usual` without it, and the other arguments."""
+    named = [arg.partition("=")[2] for arg in argv if arg.startswith("program=")]
+    rest = [arg for arg in argv if not arg.startswith("program=")]
+    return (import_class(named[-1], "program") if named else usual), rest
+
+
+def command_of(program: type) -> str:
+    """The words after `python -m embodied.` that run this workflow, and resume what it has run."""
+    named = f" program={program.__module__}:{program.__qualname__}" * is_own(program)
+    return f"{program.command}{named}"
+
+
+def is_own(program: type) -> bool:
+    """Whether a workflow is the user's."""
+    return not program.__module__.startswith("embodied.")
+
+
+def modules_of(config: RunConfig, program: type | None) -> list[str]:
+    """The user's modules that a run imports, which nodes of a Ray cluster may lack."""
+    found = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
+    return [*found, program.__module__] if program and is_own(program) else found
 
 
 def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:

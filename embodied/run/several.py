@@ -26,8 +26,8 @@ from embodied.run.devices import machines
 from embodied.run.ending import Interruption
 from embodied.run.first_run import first_run
 from embodied.run.group import GOING_ON, OVER, Group, Member, describe_setting, find_group, held, recipe_mark
+from embodied.run.launch import program_of
 from embodied.run.memory_check import needs
-from embodied.run.program import program_of
 from embodied.workflows.embodied import EmbodiedLoop
 
 OWN = ("seeds", "at_once", "group")
