@@ -25,8 +25,8 @@ from embodied.envs import env_class, speaks
 from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of
 from embodied.placement.costs import Pricer
 from embodied.placement.deploy import as_placement, granularity
-from embodied.placement.planner import Choice
 from embodied.placement.profile import Profile, read_profile, write_profile
+from embodied.placement.profile_planner import Choice
 from embodied.placement.reasons import describe_layout, idle_shares, why_not
 from embodied.plan import Planned, plan
 from embodied.profiling.measure import measure as measure_profile

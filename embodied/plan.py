@@ -25,8 +25,8 @@ from embodied.placement.dataflow import SCHEDULES
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.layout import DeviceClass
-from embodied.placement.planner import STAGES, Choice, Planner
 from embodied.placement.profile import Profile, read_profile
+from embodied.placement.profile_planner import STAGES, Choice, Planner
 from embodied.placement.reasons import (
     describe_layout,
     equal_to_the_fastest,
@@ -36,7 +36,7 @@ from embodied.placement.reasons import (
     why_not_apart,
     words,
 )
-from embodied.placement.schedules import overlaps
+from embodied.placement.schedule_cost import overlaps
 from embodied.placement.simulate import Schedule, simulate
 from embodied.placement.topology import Topology, read_topology
 from embodied.profiling.store import (

@@ -22,7 +22,7 @@ class Expert(Protocol):
         """[N, A]: the next action of every row; those of rows without an open episode are ignored."""
 
 
-class BeforeARun:
+class EnvCapabilities:
     """A plug-in overrides what it has an answer to."""
 
     draws_on_gpus = False  # whether its cameras can, beside a simulator on cores

@@ -286,7 +286,7 @@ class Stage(EpisodePlayer):
         self.final_obs, self.final_rows = None, np.empty(0, np.int64)
 
 
-def take_turns(
+def step_stages(
     stages: Sequence[Stage], records: Sequence[Record], refills: Sequence[Refill], horizon: int = 0
 ) -> Iterator[int]:
     """Play until no row does, or `horizon` decisions. Stages take turns, so that the policy works for one while another

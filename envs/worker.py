@@ -27,7 +27,7 @@ from embodied.core.types import (
 from embodied.envs import make_env
 from embodied.envs.episode_keeper import EpisodeKeeper
 from embodied.envs.evaluation import ExpertActions, PolicyActions, play_episodes
-from embodied.envs.rollout import EpisodeStream, PolicyClient, Record, Refill, Stage, take_turns
+from embodied.envs.rollout import EpisodeStream, PolicyClient, Record, Refill, Stage, step_stages
 from embodied.runtime import Channel, Needs, served_while_busy
 from embodied.runtime.device_memory import Taken
 
@@ -96,7 +96,7 @@ class SimWorker(EpisodeKeeper):
         for stage, *channels in zip(self.stages, route.sources, route.requests, route.replies, strict=True):
             stage.client = PolicyClient(*channels)
         refills = self._go_on(episodes) if horizon else self._begin_whole(episodes)
-        for decisions in take_turns(self.stages, records, refills, horizon):
+        for decisions in step_stages(self.stages, records, refills, horizon):
             if granularity and decisions > 1 and (decisions - 1) % granularity == 0:
                 self._deliver(records, out, decisions - 1)  # what follows the last one is not known yet
         if horizon:

@@ -19,7 +19,7 @@ import numpy as np
 
 from embodied.placement.costs import Pricer
 from embodied.placement.layout import Layer, Layout, Zone
-from embodied.placement.schedules import (
+from embodied.placement.schedule_cost import (
     learner_of,
     learns,
     num_waves,

@@ -27,10 +27,10 @@ from embodied.learners.collective import Collective
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.rollout_buffer import Batch, own, take
-from embodied.learners.share import (
-    GRPOShare,
-    PPOShare,
-    Share,
+from embodied.learners.train_batch import (
+    GRPOBatch,
+    PPOBatch,
+    RankBatch,
     divergences,
     everywhere,
     logprobs_of,
@@ -112,7 +112,7 @@ class Conversations(Batch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenShare(Share):
+class TokenBatch(RankBatch):
     """This rank's tokens of an iteration; `num_items` are the trained tokens of all ranks.
 
     All minibatches divide by one number, in proportion to their conversations: together they add up to the gradient of
@@ -154,12 +154,12 @@ class TokenShare(Share):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedTokens(TokenShare, GRPOShare):
+class ComparedTokens(TokenBatch, GRPOBatch):
     """Tokens that are judged by how their conversation did in its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedTokens(TokenShare, PPOShare):
+class JudgedTokens(TokenBatch, PPOBatch):
     """Tokens that are judged by values."""
 
     def summary(self) -> dict[str, float]:
@@ -167,7 +167,7 @@ class JudgedTokens(TokenShare, PPOShare):
         return self.about
 
 
-def prepare_conversations(
+def build_token_batch(
     trajectory: Trajectory,
     part: BatchPart,
     config: PPOConfig | GRPOConfig,

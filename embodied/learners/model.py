@@ -138,7 +138,7 @@ FILE = "optimizer.safetensors"
 MASTER = "master"
 
 
-class Optimizer:
+class PolicyOptimizer:
     """Adam over the policy's trainable parameters.
 
     Ranks that hold all weights exchange their gradients as one flat vector; ranks that hold shards have them summed by

@@ -14,14 +14,20 @@ from torch import Tensor
 from embodied.algorithms.config import AlgoConfig
 from embodied.algorithms.minibatches import lr_factor, minibatches, skip_remaining_epochs, step_items
 from embodied.core.errors import Diverged, WrongShape
-from embodied.learners.model import FrozenFeatures, Model, Optimizer
+from embodied.learners.model import FrozenFeatures, Model, PolicyOptimizer
 from embodied.learners.rollout_buffer import Batch, take
-from embodied.learners.share import Share
+from embodied.learners.train_batch import RankBatch
 from embodied.policies.base import Scores
 
 
 def update_policy(
-    model: Model, optimizer: Optimizer, config: AlgoConfig, share: Share, seed: int, iteration: int, total: int
+    model: Model,
+    optimizer: PolicyOptimizer,
+    config: AlgoConfig,
+    share: RankBatch,
+    seed: int,
+    iteration: int,
+    total: int,
 ) -> dict[str, float]:
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     factor = lr_factor(config.lr_schedule, iteration / total)
@@ -70,7 +76,7 @@ def frozen_features(model: Model, batch: Batch, size: int) -> dict[str, Tensor]:
     return features.kept
 
 
-def most(optimizer: Optimizer, passes: int) -> int:
+def most(optimizer: PolicyOptimizer, passes: int) -> int:
     """The passes of the rank that has most of them, where all must run the network equally often: it is sharded."""
     if not optimizer.sharded:
         return 0
@@ -78,7 +84,7 @@ def most(optimizer: Optimizer, passes: int) -> int:
 
 
 def gradient(
-    model: Model, config: AlgoConfig, share: Share, mine: Tensor, count: float, passes: int, compare: bool = True
+    model: Model, config: AlgoConfig, share: RankBatch, mine: Tensor, count: float, passes: int, compare: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Leave the gradient of this rank's units of a minibatch in the parameters; return the sums of its statistics and
     the largest of its mismatches, if it is to `compare` log-probs with those at act time."""
@@ -146,7 +152,7 @@ def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
         )
 
 
-def check_weights(optimizer: Optimizer, iteration: int, *numbers: float) -> np.ndarray:
+def check_weights(optimizer: PolicyOptimizer, iteration: int, *numbers: float) -> np.ndarray:
     """A step may be finite and still too large: what is published or saved must be usable. Returns these numbers of
     all ranks, a row each."""
     rows = np.array([[0.0 if optimizer.finite() else 1.0, *numbers]])

@@ -31,7 +31,7 @@ from embodied.envs.own_modules import own_modules
 from embodied.envs.protocols import choose_protocol
 from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED
-from embodied.placement.modes import ENVS_PER_SIM
+from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.policies import check_package
 from embodied.reporting.curves import check_log
 from embodied.run.devices import (
@@ -181,7 +181,7 @@ def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, r
     if not plan.apart(*updating) and not gives_way(config, plan, updating):
         placement = "this map" if plan.mode == "explicit" else f"placement={plan.mode}"
         turns = f"but with {placement} they take turns with others on their devices"
-        if schedule := meanwhile(config):
+        if schedule := overlap_key(config):
             works = "placement=auto, or pipeline.schedule=sync"
             try:
                 placed(config.model_copy(update={"placement": "auto"}), machines, True, roles)
@@ -209,7 +209,7 @@ def gives_way(config: RunConfig, plan: PlacementPlan, updating: list[str]) -> bo
     return config.pipeline.schedule == "async" and alone and len(sharing) < len(acting)
 
 
-def meanwhile(config: RunConfig) -> str:
+def overlap_key(config: RunConfig) -> str:
     """The key by which learners learn while sims and policies collect; empty where they take turns."""
     schedule = config.pipeline.schedule
     return f"pipeline.schedule={schedule}" if schedule in ("periodic", "async") else ""
@@ -281,7 +281,7 @@ def placed(
         draws=draws_on_gpus(env),
         roles=roles,
         more=not learn,  # a map may place roles that only learning needs
-        meanwhile=meanwhile(config) if learn else "",
+        overlap=overlap_key(config) if learn else "",
         shared=speaks(kind),
     )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
@@ -331,7 +331,7 @@ def other_recipes(config: RunConfig) -> list[str]:
 def schedule_lines(config: RunConfig) -> list[str]:
     """When an update begins, where that is not at the end of its batch, and what to try then."""
     advice = wrap(advice_on_staleness(config), WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
-    return [f"schedule    {describe_schedule(config)}", *advice] if meanwhile(config) else []
+    return [f"schedule    {describe_schedule(config)}", *advice] if overlap_key(config) else []
 
 
 def describe_schedule(config: RunConfig) -> str:

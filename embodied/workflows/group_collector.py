@@ -224,7 +224,7 @@ class GroupCollector:
 
         if self.stream is not None:
             self.stream.begin({spec.index: sim for sim, share in shares.items() for spec in share})
-        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, 1.0, "train", meanwhile=self.stream)
+        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, 1.0, "train", background=self.stream)
         played = [call for call in calls.values() if call.succeeded()]
         stats = [call.wait()[0] for call in played]
         batch.stats += stats

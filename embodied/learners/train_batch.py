@@ -29,7 +29,7 @@ from embodied.policies.base import Scores
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankBatch:
     """This rank's items of an iteration."""
 
     batch: Batch
@@ -48,11 +48,11 @@ class Share:
         """The parts of the loss that the log shows."""
         return self.SUMS if self.proximal is None else (*self.SUMS, "importance_weight")
 
-    def with_replay(self, known: dict[str, Tensor]) -> Share:
+    def with_replay(self, known: dict[str, Tensor]) -> RankBatch:
         """With more inputs of its items."""
         return replace(self, batch=replace(self.batch, replay=self.batch.replay | known))
 
-    def corrected(self, model: Model, config: PPOConfig | GRPOConfig, passes: int) -> Share:
+    def corrected(self, model: Model, config: PPOConfig | GRPOConfig, passes: int) -> RankBatch:
         """With what the weights that the update starts from say of stale items, in at least so many passes."""
         batch = self.batch
         proximal = logprobs_of(model, batch, step_items(config, len(batch)), passes)
@@ -107,7 +107,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOShare(Share):
+class PPOBatch(RankBatch):
     values: Tensor  # [items], at act time
     returns: Tensor  # [items]
 
@@ -137,7 +137,7 @@ class PPOShare(Share):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOShare(Share):
+class GRPOBatch(RankBatch):
     weights: Tensor  # [items]
 
     SUMS: ClassVar = ("policy_loss", "entropy", "reference_kl", "approx_kl", "clip_fraction", "dual_clip_fraction")
@@ -151,7 +151,7 @@ class GRPOShare(Share):
         return grpo_loss_sum(scores.logprobs, scores.entropy, GRPOItems(**self.known(part, weight)), config)
 
 
-def prepare(
+def build_rank_batch(
     trajectory: Trajectory,
     part: BatchPart,
     config: PPOConfig | GRPOConfig,
@@ -159,7 +159,7 @@ def prepare(
     dtype: torch.dtype,
     device: str = "cpu",
     reference: Model | None = None,
-) -> PPOShare | GRPOShare:
+) -> PPOBatch | GRPOBatch:
     """This rank's sequences as items with their advantages; all ranks take part."""
     mine = part.last - part.first
     lengths = np.concatenate([found[:, 0] for found in collective.gather(trajectory.lengths[:mine, None])])
@@ -173,10 +173,10 @@ def prepare(
         common["episodes"] = torch.from_numpy(episodes_within(trajectory)).to(device)
     if part.advantages is None:
         found, more = ppo_advantages(trajectory, away, config, collective)
-        kind, common["values"] = PPOShare, own(trajectory.values).to(device)
+        kind, common["values"] = PPOBatch, own(trajectory.values).to(device)
     else:
-        found, more = group_advantages(trajectory, part, lengths, away, config, collective)
-        kind = GRPOShare
+        found, more = spread_group_advantages(trajectory, part, lengths, away, config, collective)
+        kind = GRPOBatch
     tensors = {name: torch.from_numpy(numbers).to(device, dtype) for name, numbers in found.items()}
     return kind(**common, **tensors, about=about | more)
 
@@ -238,7 +238,7 @@ def gae_of(trajectory: Trajectory, rewards: np.ndarray, config: PPOConfig) -> tu
     return advantages[at], returns[at]
 
 
-def group_advantages(
+def spread_group_advantages(
     trajectory: Trajectory,
     part: BatchPart,
     lengths: np.ndarray,
@@ -318,7 +318,7 @@ def scores_of(model: Model, batch: Batch, size: int, passes: int, which: Callabl
     return take(torch.cat(found[: len(parts)]), torch.argsort(torch.cat(parts)))
 
 
-def explained_variance(share: PPOShare) -> float:
+def explained_variance(share: PPOBatch) -> float:
     """How much of the returns' variance the value function predicted at act time (this rank's items)."""
     variance = float(share.returns.var(unbiased=False))
     error = float((share.returns - share.values).var(unbiased=False))

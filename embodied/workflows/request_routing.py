@@ -2,7 +2,7 @@
 
 Robots' questions are dealt: each stage of a sim asks one policy worker, whose number of rows is known before. How long
 a language model's answers are is not, so where several engines write, all prompts go into one channel and each engine
-has as many as it has room for (`SharedRound`). Answers depend on the question alone, so neither way changes any.
+has as many as it has room for (`PromptRouter`). Answers depend on the question alone, so neither way changes any.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts hears from us
 
 
-class Round:
+class RequestRouter:
     """Which policy worker answers whom in a round.
 
     Every source asks one, and is sent to another one where its own has to leave or more take part. It asks its last
@@ -135,7 +135,7 @@ class Round:
                 self.manager.cluster.end(self.policies.hosts[policy], f"{cause} (faults.hang_s)")
 
 
-class SharedRound(Round):
+class PromptRouter(RequestRouter):
     """Which engine writes which answer. All sims ask through one channel; the driver hands what waits there to engines
     as they say that they have room, so one whose answers are short, or that is fast, has more of them.
 
@@ -146,13 +146,13 @@ class SharedRound(Round):
     def __init__(self, manager: RolloutManager, routes: dict[int, Route], *others) -> None:
         self.names: dict[int, str] = {}  # of policy workers as they serve now: every time another one
         self.times = count()
-        self.desk = Desk()
+        self.queue = PromptQueue()
         self.quiet_until = monotonic() + SIGN_OF_LIFE_S
         super().__init__(manager, routes, *others)
-        self.desk.first = {*self.names.values()}
+        self.queue.first = {*self.names.values()}
 
     def due(self) -> bool:
-        """Whether somebody asks or has room, or `Round.due`."""
+        """Whether somebody asks or has room, or `RequestRouter.due`."""
         return self.manager.prompts.qsize() > 0 or monotonic() > self.quiet_until or super().due()
 
     def go_on(self) -> None:
@@ -161,9 +161,9 @@ class SharedRound(Round):
         while prompts.qsize():
             item = prompts.get()
             if isinstance(item, Vacancy):
-                self.desk.make_room(item)
+                self.queue.make_room(item)
             elif item.source in self.stages and self._plays(item.source):
-                self.desk.add(item)
+                self.queue.add(item)
         if super().due():
             super().go_on()
             self._forget_who_left()
@@ -176,7 +176,7 @@ class SharedRound(Round):
     def begin_again(self, replaced: Iterable[int]) -> None:
         for policy in self.serving.keys() & set(replaced) - self.leaving.keys():
             self.serving[policy] = self._serve(policy)
-        self.desk.keep(self._plays)
+        self.queue.keep(self._plays)
         self._forget_who_left()
         self._hand_out()
 
@@ -195,18 +195,18 @@ class SharedRound(Round):
         self.serving |= {policy: self._serve(policy) for policy in joining}
 
     def _forget_who_left(self) -> None:
-        if self.desk.forget({self.names[policy] for policy in self.serving}):
+        if self.queue.forget({self.names[policy] for policy in self.serving}):
             for source in filter(self._plays, self.stages):
                 self.replies[source].put(AskAgain(source))
 
     def _hand_out(self) -> None:
         here = {self.names[policy]: policy for policy in self.serving.keys() - self.leaving.keys()}
-        for name, batches in self.desk.hand_out(sorted(here)).items():
+        for name, batches in self.queue.hand_out(sorted(here)).items():
             for batch in batches:
                 self.manager.requests[here[name]].put(batch)
 
 
-class Desk:
+class PromptQueue:
     """The prompts of a round: those that wait, in the order they came, and which engine had each of the others."""
 
     def __init__(self) -> None:

@@ -54,18 +54,18 @@ def choose(
     most_sims: int | None = None,
     draws: bool = False,
     roles: Sequence[Role] = EMBODIED,
-    meanwhile: str = "",
+    overlap: str = "",
 ) -> tuple[dict[str, Any], str]:
     """The map, and the reason where there was a choice. `networks` compute on "cpu" or "gpu"; `rows` is the least
     that a sim worker beside GPUs plays, `most_sims` how many of these there are; where it `draws`, on
-    the GPUs of its machine. `meanwhile`: the key by which learners work while the others do."""
+    the GPUs of its machine. `overlap`: the key by which learners work while the others do."""
     cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu")
     asked = Asked(f"placement={mode}")
-    if meanwhile:
+    if overlap:
         several = len(gpus if networks == "gpu" else cores) > 1 and mode != "auto"
-        told = meanwhile if mode == "auto" else f"placement={mode}"
+        told = overlap if mode == "auto" else f"placement={mode}"
         asked = Asked(told, "placement=auto" if several else "pipeline.schedule=sync")
-    mode, reason = resolved(mode, networks, gpu_sims, meanwhile)
+    mode, reason = resolved(mode, networks, gpu_sims, overlap)
     more = others(roles)
     own = [role for role in more if mode == "disaggregated" or not role.home]
     names = [role.name for role in own if networks == "cpu" or not role.network]
@@ -78,9 +78,7 @@ def choose(
     else:
         on = on_gpus if networks == "gpu" else on_cores
         groups = on(mode, gpus if networks == "gpu" else cores, num_envs, stages, asked)
-    apart = [
-        role for role in more if meanwhile and role not in own and (role.phase, role.home) == ("rollout", "learner")
-    ]
+    apart = [role for role in more if overlap and role not in own and (role.phase, role.home) == ("rollout", "learner")]
     acting = next((held for names, held in groups if "policy" in names.split(",")), [])
     groups = [joined(group, [role for role in more if role not in [*own, *apart]]) for group in groups]
     groups += [*((role.name, acting) for role in apart), *kept_cores, *kept_gpus]
@@ -92,14 +90,14 @@ def choose(
     return with_drawing(found, machines) if draws and not gpu_sims else found, reason
 
 
-def resolved(mode: str, networks: str, gpu_sims: bool, meanwhile: str) -> tuple[str, str]:
-    """The mode that auto means, with the reason. Where learners work meanwhile and the mode has no name, `meanwhile`
+def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[str, str]:
+    """The mode that auto means, with the reason. Where learners work meanwhile and the mode has no name, `overlap`
     stands for it."""
     if mode != "auto":
         return mode, ""
     kind = "GPUs" if networks == "gpu" else "cores"
-    if meanwhile:
-        return meanwhile, f"with {meanwhile} learners work while the others do, on {kind} of their own"
+    if overlap:
+        return overlap, f"with {overlap} learners work while the others do, on {kind} of their own"
     if networks == "gpu" and not gpu_sims:
         return "hybrid", "hybrid: sims on cores; policy and learner of a GPU share its weights"
     who = "all" if networks == "gpu" else "sims and learners"

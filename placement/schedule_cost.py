@@ -104,7 +104,7 @@ def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: 
 
     def spent(side: Sequence[Turn], beside: bool) -> Array:
         work = {turn.node: pricer.node_seconds(pricer.dataflow.order[turn.node], at, stages, beside) for turn in side}
-        return pricer.take_turns(layer, work, 1, at, swapped, side)
+        return pricer.time_shared_s(layer, work, 1, at, swapped, side)
 
     rollout, update = ([spent(side, beside) for beside in (True, False)] for side in (collecting, learning))
     possible = np.isfinite(rollout[0]) & np.isfinite(update[0])  # else a zone is too small for a worker
