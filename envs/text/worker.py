@@ -31,8 +31,8 @@ from embodied.core.types import (
     join,
 )
 from embodied.envs import env_class
-from embodied.envs.episode_keeper import EpisodeKeeper
 from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.worker import EpisodeKeeper
 from embodied.reporting.transcripts import TranscriptWriter
 from embodied.runtime import Channel, Needs, Timers, served_while_busy
 
