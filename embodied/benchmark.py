@@ -284,7 +284,7 @@ def read_options(argv: list[str]) -> tuple[Options, list[str]]:
     unknown = [name for name in values.get("schedules", ()) if name not in OVERLAPPING]
     problems += [f"schedules: {name!r} is none; all, none, {', '.join(OVERLAPPING)}" for name in unknown]
     unknown = [mode for mode in values.get("modes", ()) if mode not in (*MODES, OTHER)]
-    problems += [f"modes: {mode!r} is no mode; all, {', '.join(MODES)}, {OTHER}" for mode in unknown]
+    problems += [f"modes: {mode!r} is not a mode; all, {', '.join(MODES)}, {OTHER}" for mode in unknown]
     for key, kind in (("rounds", int), ("seconds", (int, float))):
         if key in values and (not isinstance(values[key], kind) or values[key] <= 0):
             problems.append(f"{key}={values[key]!r}: should be a number above 0")

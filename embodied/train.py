@@ -110,7 +110,7 @@ def follow(
 
 
 def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> tuple[int, Path | None]:
-    """The folder of the run that `run.start_from` names by its recipe, after it is trained where it is not there; a dry
+    """The folder of the run that `run.start_from` names by its recipe, training it first if it does not exist; a dry
     run only says so. Returns its exit code, too."""
     launch.say(first.describe())
     if first.folder:

@@ -23,7 +23,7 @@ class Expert(Protocol):
 
 
 class EnvCapabilities:
-    """A plug-in overrides what it has an answer to."""
+    """What an env's class says before a run; a plug-in overrides the methods for which it has an answer."""
 
     draws_on_gpus = False  # whether its cameras can, beside a simulator on cores
 

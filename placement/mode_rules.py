@@ -13,13 +13,14 @@ beside GPUs        policy's would play all rows of a GPU on one core
                    disaggregated  policies on half of the GPUs, learners on the others
                    hybrid         {policy + learner} on every GPU
                    auto           hybrid: policy and learner of a GPU share one copy of the weights
-learners meanwhile learners that work while the others do (pipeline.schedule) have devices of their own: collocated and
+learners overlap   learners that work during the rollout (pipeline.schedule) have devices of their own: collocated and
                    hybrid give them none
                    auto           {sim + policy} on three quarters of the cores, learners on the rest; on GPUs on one
                                   half, learners on the other; beside GPUs policies on one half, learners on the other
 other roles        of a program go with the policy in collocated and hybrid plans, with the learner if they work in
                    the update, or with the role that their declaration names; disaggregated, or if it names none, each
-                   has one device of its own; those that would go with learners meanwhile go beside the policies
+                   has one device of its own; while learners overlap with the rollout, roles that work in the rollout
+                   and name the learner go beside the policies
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def choose(
 
 
 def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[str, str]:
-    """The mode that auto means, with the reason. Where learners work meanwhile and the mode has no name, `overlap`
-    stands for it."""
+    """The mode that auto means, with the reason. Where learners overlap with the rollout and the mode has no name,
+    `overlap` stands for it."""
     if mode != "auto":
         return mode, ""
     kind = "GPUs" if networks == "gpu" else "cores"
@@ -210,7 +211,7 @@ def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: As
 
 
 def need(asked: Asked, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
-    """Raise PlacementError where there are fewer devices, with what works: `mode`, unless learners work meanwhile."""
+    """Raise PlacementError where there are fewer devices, with what works: `mode`, or `asked.instead`."""
     if have < least:
         raise PlacementError(
             f"{asked.told} gives {what} {kind} of their own: that needs {least} {kind}, this run may use {have}; "

@@ -76,7 +76,7 @@ class PipelineSection(Strict):
         "auto: periodic where a profile measured here says that it is faster, else sync.",
     )
     async_level: int = Field(
-        1, gt=0, description="Versions that the weights which collect are behind those that learn, with schedule=async."
+        1, gt=0, description="How many versions the rollout weights lag the learner's, with schedule=async."
     )
     stages: int = Field(
         1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another."

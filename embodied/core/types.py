@@ -184,8 +184,8 @@ class Trajectory:
     """Consecutive decisions of R sequences, one sequence after the other, with all the learner needs: K decisions.
 
     A sequence is what one env row played in a rollout, or a piece of it (its id is the row's; one episode may follow
-    another), or one whole episode (its id is the episode's index). Two of two decisions and one: `ids` [3, 5],
-    `lengths` [2, 1], K = 3, and row 2 of every array is the only decision of sequence 5.
+    another), or one whole episode (its id is the episode's index). With two decisions of sequence 3 and one of
+    sequence 5, `ids` is [3, 5], `lengths` [2, 1], K = 3, and row 2 of every array is the only decision of sequence 5.
 
     `values` is V(obs) at act time and `next_values` V of what followed: of the final observation where the episode was
     truncated inside the decision, else of the next observation. Algorithms without values have None.
@@ -254,12 +254,12 @@ class ActRequest:
 
     `final_obs` holds the final observations of rows whose episode was truncated in the decision before; only their
     value is wanted. With `value_only` the same holds for `obs` (the end of a rollout). The next rollout begins with
-    what was seen then: it names that question (its source and number) as `same_as` instead of sending `obs` again.
+    that observation: it names that request (its source and number) as `same_as` instead of sending `obs` again.
     `done`: no request will follow in this round. `num_sims`: so many sims ask from now on. Both come from the driver.
     """
 
     source: str  # where the answer goes, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
-    number: int = 0  # of the question in its round; asked again, it keeps it
+    number: int = 0  # of the request in its round; a repeated request keeps it
     obs: Observation | None = None
     episodes: np.ndarray | None = None  # int [N]
     decisions: np.ndarray | None = None  # int [N]

@@ -201,7 +201,9 @@ class Pictures:
         self.item_bytes = sum(int(np.prod(shape)) for shape in shapes.values())
         place = Path(tempfile.gettempdir() if folder is None else folder)
         if not place.is_dir() or not os.access(place, os.W_OK):
-            raise ConfigError(f"sft.cache={place} is no folder that can be written to; mkdir {place}, or name another")
+            raise ConfigError(
+                f"sft.cache={place} is not a folder that can be written to; mkdir {place}, or name another"
+            )
         needed, free = items * self.item_bytes, shutil.disk_usage(place).free
         if needed > free:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """What a learner rank gets of a rollout: pieces, put together and encoded by frozen parts of the policy as they come.
 
-Where learners have devices of their own, this is done while the rollout goes on. Frozen features depend on no weights
-that change and are computed in fixed microbatches, so where pieces end cannot change what is learned.
+Where learners have devices of their own, this is done while the rollout is in progress. Frozen features depend on no
+weights that change and are computed in fixed microbatches, so where pieces end cannot change what is learned.
 """
 
 from __future__ import annotations
@@ -193,6 +193,6 @@ def stage_of(source: str) -> str:
 
 
 def round_of(source: str) -> int:
-    """In which round of the run, or at which handing over, it was played; these numbers only grow."""
+    """In which round of the run, or in which handover, it was played; these numbers only grow."""
     number = source.partition("#")[2]
     return int(number) if number.isdigit() else 0

@@ -53,7 +53,7 @@ class LearnerWorker(Worker):
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
         self.computing = Computing()
-        self.rollout_buffer: RolloutBuffer | None = None  # what has come of a rollout that goes on
+        self.rollout_buffer: RolloutBuffer | None = None  # what has come of a rollout in progress
         self.early: list[Trajectory] = []  # pieces of batches that come after the one it learns from
         self.shares = False  # its weights are acted with in this process
 

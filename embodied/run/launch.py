@@ -190,7 +190,7 @@ def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, r
             raise ConfigError(f"{schedule}: learners learn while sims and policies collect, {turns}; try {works}")
         if pieces := config.pipeline.granularity:
             raise ConfigError(
-                f"pipeline.granularity={pieces}: learners put a rollout together while it goes on, {turns}; leave it "
+                f"pipeline.granularity={pieces}: learners put a rollout together during it, {turns}; leave it "
                 """out, or give them devices of their own: placement='{"sim,policy": "cpu:0", learner: "cpu:1"}'"""
             )
     try:

@@ -188,7 +188,7 @@ def check_fits(target: Target, env: Any, spec: EnvSpec) -> None:
     made = target.spec
     if made is None:
         return
-    offered = {camera: spec.images.get(camera) for camera in made.images}  # what it does not look at is no matter
+    offered = {camera: spec.images.get(camera) for camera in made.images}  # what it does not look at does not matter
     words = {
         "actions": (made.action, spec.action),
         "state": (made.state_dim, spec.state_dim if made.state_dim else None),

@@ -297,7 +297,7 @@ class LanguageServer:
         if mode not in ("wait", "abort"):
             raise BadRequest("mode should be wait or abort", "mode")
         if not folder.is_absolute() or not folder.is_dir():
-            raise BadRequest(f"path: {str(folder)[:200]} is no folder that this server sees", "path")
+            raise BadRequest(f"path: {str(folder)[:200]} is not a folder that this server sees", "path")
         try:
             before = self.generation.fingerprint
             found = await self.changed(self.generation.update(folder, version, mode, known))

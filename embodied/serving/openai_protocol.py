@@ -67,7 +67,7 @@ class Ask:
     noise: Noise | None = None  # of the only answer
     stop: tuple[str, ...] = ()  # texts at which an answer ends, before them
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False  # the model's own stop tokens are no end
+    ignore_eos: bool = False  # the model's own stop tokens do not end an answer
     logprobs: bool = False
     return_token_ids: bool = False
     stream: bool = False

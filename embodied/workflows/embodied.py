@@ -204,7 +204,7 @@ class EmbodiedLoop:
         return self.rollouts.take_abandoned()
 
     def take_dropped(self) -> int:
-        """Batches collected ahead of a checkpoint that a run resumed from it plays anew, since the last call."""
+        """Batches collected ahead of a checkpoint that a run resumed from it recollects, since the last call."""
         count, self.dropped = self.dropped, 0
         return count
 

@@ -98,7 +98,7 @@ class GroupCollector:
             )
 
     def total_iterations(self) -> int:
-        """`run.iterations`: how long whole episodes are is not known before."""
+        """`run.iterations`: the length of whole episodes is not known in advance."""
         return self.config.run.iterations
 
     @property

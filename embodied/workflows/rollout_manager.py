@@ -41,7 +41,7 @@ class BackgroundTask(Protocol):
         """Do it, without waiting."""
 
 
-SAME_ERROR = 3  # times that a worker fails at one line before it ends a round: no accident, its next life would as well
+SAME_ERROR = 3  # times that a worker fails at one line before the run ends: not chance, a restart would fail too
 
 
 class RolloutManager:

@@ -25,7 +25,7 @@ RANGES = {"add2": (10, 100), "fewshot_sums": (1, 50), "calc2": (10, 100)}  # of 
 CALL = re.compile(r"<calc>([^<]*)</calc>\s*\Z")
 LONGEST = 200  # characters of an expression
 LARGEST = 10**30  # of its numbers, whether given or computed
-DIGITS = 10  # of a result that is no integer
+DIGITS = 10  # of a result that is not an integer
 
 
 class Calculator:

@@ -368,7 +368,7 @@ class Asked(BaseHTTPRequestHandler):
             status, reply = 401, {"error": {"message": "the key is wrong"}}
             self.close_connection = True
         elif found is None or length > LARGEST:
-            status, reply = 400, {"error": {"message": "this is no request to a conversation"}}
+            status, reply = 400, {"error": {"message": "this is not a request to a conversation"}}
             self.close_connection = True
         else:
             body = json.loads(self.rfile.read(length))

@@ -2,7 +2,7 @@
 
 A policy folder of ours is such a folder. What only we need to know of it (`OURS`: options, env, and what adapters were
 trained on top of) are further keys of the same config.json, which others leave alone; weights have the names that
-transformers gives them. A folder of adapters alone is no model to others: `save_published` writes one with all weights.
+transformers gives them. A folder of adapters alone is no model to others: `save_published` writes all weights.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # no we
 def read_config(folder: Path) -> PreTrainedConfig:
     """What a folder's config.json says of the model."""
     if not (folder / CONFIG).is_file():
-        raise CheckpointError(f"{folder} is no folder of a language model: {CONFIG} is missing")
+        raise CheckpointError(f"{folder} is not a folder of a language model: {CONFIG} is missing")
     try:
         found = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as err:  # of many kinds
         cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise CheckpointError(f"{folder / CONFIG} is not that of a language model: {cause}") from None
     if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(f"{folder} holds a {found.model_type}, which is no causal language model")
+        raise CheckpointError(f"{folder} holds a {found.model_type}, which is not a causal language model")
     for key in OURS:
         found.__dict__.pop(key, None)
     return found

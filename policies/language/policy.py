@@ -1,8 +1,8 @@
 """A causal language model as a policy: it is asked what it thinks of whole conversations, token by token.
 
 What it writes comes from an engine; here is what learning needs. What surprises: the policy's weights have
-transformers' own names, as if it were the model, and a head that is tied to the embeddings is no weight of its own, so
-it is published, saved and loaded once. A head that predicts values is ours alone: engines do not get it, and in a
+transformers' own names, as if it were the model, and a head that is tied to the embeddings is not a weight of its own,
+so it is published, saved and loaded once. A head that predicts values is ours alone: engines do not get it, and in a
 folder it lies apart, so that what others load is the model.
 """
 
@@ -100,8 +100,8 @@ class LanguagePolicy(PublishedPolicy):
             return
         if not any(isinstance(part, nn.Linear) for block in files.blocks_of(model) for part in block.modules()):
             raise ConfigError(
-                f"policy.lora_rank={config.lora_rank}: the layers of a {model.config.model_type} are no linear layers, "
-                "which alone take adapters; leave it out, or try policy.train_layers"
+                f"policy.lora_rank={config.lora_rank}: the layers of a {model.config.model_type} are not linear "
+                "layers, which alone take adapters; leave it out, or try policy.train_layers"
             )
         with torch.device("meta"):
             add_lora({"model": model}, config.lora_rank, config.lora_scale, targets=config.lora_targets)

@@ -65,7 +65,7 @@ def test_memory_does_not_grow_with_the_pictures(tmp_path):
 @pytest.mark.parametrize("place", ["nowhere", "file"])
 def test_a_cache_that_is_no_folder_is_refused(tmp_path, place):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=rf"sft\.cache=.*{place} is no folder"):
+    with pytest.raises(ConfigError, match=rf"sft\.cache=.*{place} is not a folder"):
         Pictures({"top": (4, 4, 3)}, 2, tmp_path / place)
 
 
