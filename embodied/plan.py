@@ -284,7 +284,7 @@ def drawable(planned: Planned, choice: Choice) -> bool:
 
 
 def mean_idle(planned: Planned, choice: Choice) -> float | None:
-    """Over the devices of the classes in use."""
+    """The mean idle share over the devices of the classes in use."""
     if not drawable(planned, choice):
         return None
     shares = idle_shares(planned.planner.pricer, choice.layout)

@@ -309,7 +309,7 @@ class Record:
     """What one stage plays, decision by decision, until it is handed on as a trajectory."""
 
     def __init__(self, source: str, horizon: int = 0) -> None:
-        """With a `horizon`: that many decisions of every env row, with values. Without: whole episodes, no values."""
+        """Holds `horizon` decisions of every env row, with values; without a horizon whole episodes, without values."""
         self.source, self.horizon = source, horizon
         self.handed = 0  # decisions that have been handed on
         self.env_steps = 0

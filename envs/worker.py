@@ -217,7 +217,7 @@ class SimWorker(EpisodeKeeper):
 
     @served_while_busy
     def stop_playing(self) -> None:
-        """Give up the evaluation that goes on, and any that follows."""
+        """Give up the evaluation in progress, and any that follows."""
         self.stopped = True
 
     def get_state(self) -> dict[str, np.ndarray]:

@@ -119,7 +119,7 @@ def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: 
 
 
 def tail_seconds(pricer: Pricer, at: Mapping, stages: int, beside: bool = False) -> Array:
-    """Of an update in groups, what comes once, after the last of them."""
+    """Seconds of an update in groups that come once, after the last of them."""
     name = learner_of(pricer.dataflow)
     cost = pricer.cost(name, at[name][0].device_class)
     once = cost.exchange_s.at(pricer.count(name, at, stages)) + cost.fixed_s

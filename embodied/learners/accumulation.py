@@ -122,7 +122,7 @@ class Accumulation:
             self.ids = np.concatenate([self.ids, group.ids])
 
     def step(self, optimizer: PolicyOptimizer, end: BatchEnd) -> dict[str, float]:
-        """With all ranks: divide what all have summed up, and take the step. Returns numbers for the log; {} where no
+        """Divide what all ranks have summed up, and take the step. Returns numbers for the log; {} where no
         rank had a group."""
         count, counted, episodes = optimizer.collective.sum(self.counts).tolist()
         if not episodes:

@@ -214,7 +214,7 @@ class Pictures:
         os.unlink(name)
 
     def add(self, images: dict[str, np.ndarray]) -> None:
-        """Of the next items."""
+        """Append the images of the next items."""
         parts = [images[camera].reshape(len(images[camera]), -1) for camera in self.shapes]
         rest = memoryview(np.concatenate(parts, axis=1)).cast("B")
         while len(rest):

@@ -270,7 +270,7 @@ class PolicyOptimizer:
 
 
 class Adam:
-    """As `torch.optim.adam` computes it, with its state by parameter. `torch.optim.Adam` is the same, and imports
+    """Adam as `torch.optim.adam` computes it, with its state by parameter. `torch.optim.Adam` is the same, and imports
     torch's compiler at its first step: a second of every learner's start."""
 
     def __init__(
@@ -286,7 +286,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, rates: Sequence[float]) -> None:
-        """With a learning rate per group; parameters without a gradient stay."""
+        """Take a step with a learning rate per group; parameters without a gradient stay."""
         for group, lr in zip(self.groups, rates, strict=True):
             params = [p for p in group if p.grad is not None]
             states = [self._state(p) for p in params]

@@ -30,7 +30,7 @@ from embodied.policies.base import Scores
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatch:
-    """This rank's items of an iteration."""
+    """This rank's items of an iteration, with their advantages."""
 
     batch: Batch
     num_items: int  # over all ranks
@@ -49,11 +49,12 @@ class RankBatch:
         return self.SUMS if self.proximal is None else (*self.SUMS, "importance_weight")
 
     def with_replay(self, known: dict[str, Tensor]) -> RankBatch:
-        """With more inputs of its items."""
+        """The same batch with more inputs of its items."""
         return replace(self, batch=replace(self.batch, replay=self.batch.replay | known))
 
     def corrected(self, model: Model, config: PPOConfig | GRPOConfig, passes: int) -> RankBatch:
-        """With what the weights that the update starts from say of stale items, in at least so many passes."""
+        """The same batch with the log-probs of stale items under the weights that the update starts from, computed in
+        at least so many passes."""
         batch = self.batch
         proximal = logprobs_of(model, batch, step_items(config, len(batch)), passes)
         masked = None

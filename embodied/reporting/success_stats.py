@@ -287,7 +287,7 @@ def mean_with_interval(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, n
 
 
 def standings(found: dict[str, tuple[float, Sequence[float] | None]]) -> dict[str, str]:
-    """By name, for figures with their intervals: `behind` where an interval lies below that of the highest figure, else
+    """How figures with intervals stand, by name: `behind` where an interval lies below that of the highest figure, else
     `not apart`. The highest is `best` where all others are behind, else `highest`; several as high have neither."""
     if len(found) < 2:
         return dict.fromkeys(found, "-")

@@ -31,7 +31,7 @@ from embodied.run.group import ENDED, FINISHED, MISSING, OVER, Group, Member, st
 
 LONGEST_NAME = 100  # bytes of run.name
 POLL_S = 0.2
-TELL_S = 60.0  # between two lines about the runs that go on, off a terminal
+TELL_S = 60.0  # between two lines about the runs in progress, off a terminal
 CLOSE_S = 30.0  # for a run that is stopped at once
 TRAIN = ("-m", "embodied.train")
 STOPPED = (143, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a run that was told to stop
@@ -50,7 +50,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 @dataclass
 class Going:
-    """A run that goes on."""
+    """A run in progress."""
 
     member: Member
     process: subprocess.Popen
@@ -62,7 +62,7 @@ class Going:
 
 
 class Children:
-    """`places`: cores and CUDA_VISIBLE_DEVICES of the runs that go on at the same time; empty where one has all."""
+    """`places`: cores and CUDA_VISIBLE_DEVICES of the runs in progress at the same time; empty where one has all."""
 
     def __init__(
         self,

@@ -235,7 +235,7 @@ def take_turns(
 
 
 def parts_of(leases: Mapping[str, Sequence[Claim]], giving_way: Collection[str]) -> dict[str, dict[str, list[Claim]]]:
-    """By phase, the gangs of those workers that can come and go in it by themselves: they share devices with another
+    """The gangs of workers that can come and go in a phase by themselves, by phase: they share devices with another
     phase, and with no worker of their own that has to stay. Those that share devices with each other are one gang."""
     found: dict[str, dict[str, list[Claim]]] = {}
     for phase, claims in leases.items():

@@ -63,7 +63,7 @@ class Supervisor:
         return self._hosts[host].state
 
     def restarts(self, host: str) -> int:
-        """Over the whole run."""
+        """How often this host was started again in the whole run."""
         return self._hosts[host].restarts
 
     def replaces(self, host: str) -> bool:

@@ -381,7 +381,7 @@ class GroupStream:
             self.under_way.append(self._send(group))
 
     def hand_on_certain(self) -> None:
-        """At the end of a round: until the learners have all that is certain now."""
+        """Hand on, at the end of a round, until the learners have all that is certain now."""
         self.go_on()
         while self.under_way:
             self.rollouts.settle(*(call for one in self.under_way for call in one.calls.values()))

@@ -1,8 +1,9 @@
-"""Who answers whom while sims play a round.
+"""Which policy worker answers which sim while sims play a round.
 
-Robots' questions are dealt: each stage of a sim asks one policy worker, whose number of rows is known before. How long
-a language model's answers are is not, so where several engines write, all prompts go into one channel and each engine
-has as many as it has room for (`PromptRouter`). Answers depend on the question alone, so neither way changes any.
+Robots' questions are dealt: each stage of a sim asks one policy worker, whose number of rows is known before. The
+length of a language model's answers is not, so where several engines write, all prompts go into one channel and each
+engine takes as many as it has room for (`PromptRouter`). Answers depend on the request alone, so neither way changes
+any.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ class PromptRouter(RequestRouter):
 
 
 class PromptQueue:
-    """The prompts of a round: those that wait, in the order they came, and which engine had each of the others."""
+    """The prompts of a round: those that wait, in the order in which they came, and which engine had each other one."""
 
     def __init__(self) -> None:
         self.first: set[str] = set()  # engines that the round begins with: nothing is handed out before all have spoken
@@ -247,7 +248,8 @@ class PromptQueue:
         return bool(lost)
 
     def hand_out(self, engines: list[str]) -> dict[str, list[PromptBatch]]:
-        """As much as these have room for, so that they have about as many each; neighbours stay together."""
+        """Returns as much as these engines have room for, so that they have about as many each; neighbours stay
+        together."""
         if any(name in self.first and name not in self.room for name in engines):
             return {}
         shares = dict.fromkeys((name for name in engines if name in self.room), 0)

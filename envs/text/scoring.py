@@ -38,7 +38,7 @@ class Scorer:
 
     @property
     def pid(self) -> int:
-        """Of the process that scores now."""
+        """The id of the process that scores now."""
         return self._process.pid
 
     def score(self, seconds: float, **question: Any) -> tuple[float, str]:

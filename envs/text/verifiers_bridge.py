@@ -303,7 +303,7 @@ class Example:
         raise EmbodiedError(f"env.name={self.bridge.config.name} ({self.bridge.facts['kind']}): {why}")
 
     def _say_again(self) -> None:
-        """To the process that has taken the place of the one that knew this conversation."""
+        """Repeat this conversation to the process that has replaced the one that knew it."""
         before = self.known
         self._begin()
         said = self._next()

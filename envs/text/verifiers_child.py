@@ -171,7 +171,7 @@ class Player:
 
 
 def what_counts(output):
-    """Of all that the package says about a rollout, what we read."""
+    """What we read of all that the package says about a rollout."""
     error = output.get("error")
     if error:
         return {"error": str(output.get("error_chain") or error)[:LONGEST]}

@@ -1,8 +1,8 @@
 """The sim worker of text envs: holds conversations for training and evaluation, and keeps them until learners want
 them. It never sees the policy and knows no tokens but those that come with answers.
 
-As many conversations go on at a time as there are rows; one that ends makes room for the next. Neither their order nor
-who answers changes any of them. Earlier text is never encoded again: a turn appends to the conversation's tokens.
+As many conversations are held at a time as there are rows; one that ends makes room for the next. Neither their order
+nor who answers changes any of them. Earlier text is never encoded again: a turn appends to the conversation's tokens.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class TextWorker(EpisodeKeeper):
 
     @served_while_busy
     def stop_playing(self) -> None:
-        """Give up the evaluation that goes on, and any that follows."""
+        """Give up the evaluation in progress, and any that follows."""
         self.stopped = True
 
     def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
@@ -208,7 +208,7 @@ class Part:
         self.turns = self.kind.env_spec(self.config).max_episode_steps
 
     def begin(self, timers: Timers) -> list[Conversation]:
-        """As many as there is room for."""
+        """Begin as many conversations as there is room for."""
         wanted: list[EpisodeSpec] = []
         while self.waiting and self.open + len(wanted) < self.rows:
             if self.waiting[0].index in self.alone and (self.open or wanted):
@@ -234,7 +234,7 @@ class Part:
 
 @dataclass
 class Conversation:
-    """One that goes on, or has ended."""
+    """A conversation, in progress or ended."""
 
     spec: EpisodeSpec
     env: TextEnv

@@ -282,7 +282,7 @@ class HTTPEngine(Engine):
             pause = min(2 * pause, LONGEST_S)
 
     async def mend(self) -> None:
-        """After something went wrong: find out what the server has."""
+        """Find out, after something went wrong, which weights the server has."""
         async with self.mending:
             await self.hand_over()
 
@@ -403,7 +403,7 @@ class Server:
             )
 
     async def load_into_vllm(self, folder: Path, name: str, tied: bool) -> None:
-        """By way of vLLM's development routes, while nothing is being written."""
+        """Load weights by vLLM's development routes, while nothing is being written."""
         method, why = ("load_folder", f"--worker-extension-cls {EXTENSION}") if tied else ("reload_weights", "")
         await self.call("POST", "/pause?mode=wait", missing=None)
         try:

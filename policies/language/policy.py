@@ -229,7 +229,7 @@ class LanguagePolicy(PublishedPolicy):
         return {name: tensor for name, tensor in self.state_dict().items() if self.is_models(name)}
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
-        """With those weights, of a policy with or without a value head; ours stays as it is where that has none."""
+        """Begin with these weights of a policy, which may lack a value head: then ours stays as it is."""
         own = self.state_dict()
         heads = {name: host(tensor) for name, tensor in own.items() if not self.is_models(name)}
         self.load_weights(heads | {name: each for name, each in tensors.items() if name in own or self.is_models(name)})

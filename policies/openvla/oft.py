@@ -213,8 +213,8 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return Scores(*scores, self._value(hidden[:, 0, 0]))
 
     def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
-        """With an l1 head the plain difference, and how well the scale fits it. As a likelihood, numbers that a
-        demonstrator never moves would leave the others no gradient."""
+        """The loss of demonstrated actions: with an l1 head the plain difference, and how well the scale fits it. As a
+        likelihood, numbers that a demonstrator never moves would leave the others no gradient."""
         if self.config.sft_loss == "vocabulary":
             return self._word_losses_of_items(inputs)
         if self.head != "l1":
