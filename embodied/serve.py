@@ -153,7 +153,7 @@ def load_published(folder: Path, protocol: list[str]) -> Policy:
 
 async def serve(policy: Policy, config: ServeConfig) -> None:
     """Serve until a signal asks to stop."""
-    from embodied.serving.server import Answers, Server
+    from embodied.serving.server import Answers, PolicyServer
 
     answers = Answers(policy, config)
     about = answers.metadata()
@@ -165,7 +165,7 @@ async def serve(policy: Policy, config: ServeConfig) -> None:
         print(f"clients     {'show the token in ' + TOKEN if config.token else 'of this machine, without a token'}")
         print(f"listening   ws://{config.host}:{port}", flush=True)
 
-    await until_stopped(Server(answers, config), config, ready)
+    await until_stopped(PolicyServer(answers, config), config, ready)
 
 
 async def until_stopped(server: Any, config: ServeConfig, ready: Callable[[int], None]) -> None:

@@ -44,7 +44,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Turn:
+class NodeTurn:
     """A node of the dataflow in a layer: its components by zone, and the nodes on other devices it waits for: for each
     of their chunks as it comes if it streams, else for all of them. Others are done when its own devices are free."""
 
@@ -140,7 +140,7 @@ class Pricer:
         chunks: int,
         at: Mapping | None = None,
         swapped=frozenset(),
-        turns: Sequence[Turn] | None = None,
+        turns: Sequence[NodeTurn] | None = None,
     ) -> Array:
         """Nodes in order, on zones that come free, chunk by chunk; `work` is what a pass of each takes. `turns`: of one
         side, which does not wait for the other."""
@@ -169,7 +169,7 @@ class Pricer:
                 free[z] = time
         return max_of(*free)
 
-    def _after_looking(self, turn: Turn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
+    def _after_looking(self, turn: NodeTurn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
         """When frozen parts have computed all of their input: chunk by chunk, where that is made on other devices."""
         for chunk in range(chunks):
             there = (ready[source][chunk] for source in turn.waits if source in ready)
@@ -180,7 +180,7 @@ class Pricer:
         items = -(-self.dataflow[name].ahead // np.maximum(self.count(name, at, 1), 1))
         return self.cost(name, at[name][0].device_class).ahead_s * items
 
-    def _turns_of(self, layer: Layer) -> tuple[Turn, ...]:
+    def _turns_of(self, layer: Layer) -> tuple[NodeTurn, ...]:
         place = {name: z for z, zone in enumerate(layer) for name in zone.components}
         found = []
         for i, node in enumerate(self.dataflow.order):
@@ -190,7 +190,7 @@ class Pricer:
                 sources = [(j, self.dataflow.order[j]) for j in self.dataflow.sources[i]]
                 here = [(j, names) for j, names in sources if names[0] in place]
                 waits = tuple(j for j, names in here if all(place[name] not in mine for name in names))
-                found.append(Turn(i, parts, waits, all(self.dataflow[name].streams for name in node)))
+                found.append(NodeTurn(i, parts, waits, all(self.dataflow[name].streams for name in node)))
         return tuple(found)
 
     def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: frozenset[str], which: str) -> float:

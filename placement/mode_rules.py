@@ -39,7 +39,7 @@ ENVS_PER_SIM = 4  # fewer rows in a batched simulator cost almost as much as the
 MOST_LEARNERS = 8  # more ranks of a small network exchange gradients longer than they compute them
 
 
-class Asked(NamedTuple):
+class DeviceRequest(NamedTuple):
     told: str  # the key that asks for devices
     instead: str = ""  # what works where there are too few; "": another mode
 
@@ -61,11 +61,11 @@ def choose(
     that a sim worker beside GPUs plays, `most_sims` how many of these there are; where it `draws`, on
     the GPUs of its machine. `overlap`: the key by which learners work while the others do."""
     cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu")
-    asked = Asked(f"placement={mode}")
+    asked = DeviceRequest(f"placement={mode}")
     if overlap:
         several = len(gpus if networks == "gpu" else cores) > 1 and mode != "auto"
         told = overlap if mode == "auto" else f"placement={mode}"
-        asked = Asked(told, "placement=auto" if several else "pipeline.schedule=sync")
+        asked = DeviceRequest(told, "placement=auto" if several else "pipeline.schedule=sync")
     mode, reason = resolved(mode, networks, gpu_sims, overlap)
     more = others(roles)
     own = [role for role in more if mode == "disaggregated" or not role.home]
@@ -105,7 +105,7 @@ def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[st
     return "collocated", f"collocated: {who} take turns on all {kind}"
 
 
-def keep(devices: list[Device], names: list[str], kind: str, asked: Asked) -> tuple[list[Device], Groups]:
+def keep(devices: list[Device], names: list[str], kind: str, asked: DeviceRequest) -> tuple[list[Device], Groups]:
     """The devices but for the last ones, and those for roles that have one each."""
     if names:
         what = f"{' and '.join(names)} and the others"
@@ -151,7 +151,7 @@ def devices_of(machines: Topology, kind: str) -> list[Device]:
     return [device for turn in zip_longest(*numbers) for device in turn if device is not None]
 
 
-def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: Asked) -> Groups:
+def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: DeviceRequest) -> Groups:
     if mode == "collocated":
         sims, learners = num_sims(num_envs, stages, len(cores)), min(len(cores), num_envs, MOST_LEARNERS)
         return [("sim,policy", cores[:sims]), ("learner", cores[:learners])]
@@ -176,7 +176,9 @@ def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: 
     return [("sim,policy", cores[:sims]), ("learner", learning)]
 
 
-def beside_gpus(mode: str, sims: list[Device], gpus: list[Device], num_envs: int, stages: int, asked: Asked) -> Groups:
+def beside_gpus(
+    mode: str, sims: list[Device], gpus: list[Device], num_envs: int, stages: int, asked: DeviceRequest
+) -> Groups:
     parts = len(sims) * stages
     if mode == "hybrid":
         return [("sim", sims), ("policy,learner", gpus[: min(num_envs, parts)])]
@@ -187,7 +189,7 @@ def beside_gpus(mode: str, sims: list[Device], gpus: list[Device], num_envs: int
     return [("sim", sims), ("policy", gpus[:policies]), ("learner", gpus[policies:][:num_envs])]
 
 
-def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: Asked) -> Groups:
+def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: DeviceRequest) -> Groups:
     """Simulators that are simulated there, too. One keeps `stages` policies busy."""
     if mode == "collocated":
         return [("sim,policy", gpus[: even_workers(num_envs, stages, len(gpus))]), ("learner", gpus[:num_envs])]
@@ -210,7 +212,7 @@ def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: As
     return [("sim,policy", gpus[:sims]), ("learner", gpus[sims:][:num_envs])]
 
 
-def need(asked: Asked, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
+def need(asked: DeviceRequest, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
     """Raise PlacementError where there are fewer devices, with what works: `mode`, or `asked.instead`."""
     if have < least:
         raise PlacementError(

@@ -23,7 +23,7 @@ from embodied.placement.dataflow import Dataflow
 from embodied.placement.layout import Layer
 
 if TYPE_CHECKING:
-    from embodied.placement.costs import Pricer, Turn
+    from embodied.placement.costs import NodeTurn, Pricer
 
 TINY = 1e-300  # seconds; instead of 0 in a quotient
 
@@ -90,9 +90,9 @@ def shares_of_waves(dataflow: Dataflow, num_envs: int) -> np.ndarray:
     return shares
 
 
-def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[NodeTurn, ...], tuple[NodeTurn, ...]]:
     """The turns of those that collect, and of the learners."""
-    found: tuple[list[Turn], list[Turn]] = ([], [])
+    found: tuple[list[NodeTurn], list[NodeTurn]] = ([], [])
     for turn in pricer.turns(layer):
         found[learns(pricer.dataflow, turn.node)].append(turn)
     return tuple(found[0]), tuple(found[1])
@@ -102,7 +102,7 @@ def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: 
     """Seconds until rollout and update have ended, each on devices of its own."""
     collecting, learning = sides(pricer, layer)
 
-    def spent(side: Sequence[Turn], beside: bool) -> Array:
+    def spent(side: Sequence[NodeTurn], beside: bool) -> Array:
         work = {turn.node: pricer.node_seconds(pricer.dataflow.order[turn.node], at, stages, beside) for turn in side}
         return pricer.time_shared_s(layer, work, 1, at, swapped, side)
 

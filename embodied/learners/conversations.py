@@ -26,7 +26,7 @@ from embodied.core.types import BatchPart, Trajectory
 from embodied.learners.collective import Collective
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
-from embodied.learners.rollout_buffer import Batch, own, take
+from embodied.learners.rollout_buffer import ItemBatch, own, take
 from embodied.learners.train_batch import (
     GRPOBatch,
     PPOBatch,
@@ -60,7 +60,7 @@ def packing_of(policy: Policy, config: LearnerConfig, algo: AlgoConfig | SFTConf
 
 
 @dataclass(frozen=True)
-class Conversations(Batch):
+class ConversationBatch(ItemBatch):
     """The tokens of a block of conversations as items; `first` is the number of its first conversation among those of
     all ranks."""
 
@@ -119,7 +119,7 @@ class TokenBatch(RankBatch):
     the batch, whichever conversations meet in one.
     """
 
-    batch: Conversations
+    batch: ConversationBatch
     weights: Tensor  # [items]
     num_conversations: int  # of all ranks
     weight_sum: float  # of all ranks' tokens
@@ -221,7 +221,7 @@ def build_token_batch(
     )
 
 
-def values_of(model: Model, batch: Conversations, collective: Collective) -> np.ndarray:
+def values_of(model: Model, batch: ConversationBatch, collective: Collective) -> np.ndarray:
     """Float64 [K], what every token that counts was worth, before any step of the update."""
     passes = 0
     if model.config.shard:  # all ranks must run the network equally often
@@ -275,11 +275,11 @@ def trained_tokens(trajectory: Trajectory, config: PPOConfig | GRPOConfig) -> np
 
 def conversations(
     trajectory: Trajectory, trained: np.ndarray, first: int, version: int, device: str, packing: Packing
-) -> Conversations:
+) -> ConversationBatch:
     """The trajectory's tokens as items, of which these [K] are trained; `first` is the global number of the first
     conversation."""
     lengths = np.array(trajectory.lengths)
-    return Conversations(
+    return ConversationBatch(
         first=first,
         obs={},
         actions=own(trajectory.actions).to(device),

@@ -21,11 +21,11 @@ from embodied.runtime import Channel
 
 
 @dataclass(frozen=True)
-class Batch:
+class ItemBatch:
     """Items of a block of sequences: tensors [items, ...] on this rank; `first` is the global id of item 0.
 
     An item is one decision. Global ids count the decisions of all ranks' sequences in the order of their ids: which
-    worker delivered first makes no difference. Minibatches deal units, here items (conversations: `Conversations`).
+    worker delivered first makes no difference. Minibatches deal units, here items (conversations: `ConversationBatch`).
     """
 
     first: int
@@ -71,10 +71,10 @@ class Batch:
         return torch.zeros(1, dtype=torch.int64)
 
 
-def flatten(trajectory: Trajectory, first: int, version: int, device: str) -> Batch:
+def flatten(trajectory: Trajectory, first: int, version: int, device: str) -> ItemBatch:
     """The trajectory's decisions as items; `first` is the global id of the first. What losses are made of goes to the
     device; observations stay where they are, pixels as bytes, until they are encoded."""
-    return Batch(
+    return ItemBatch(
         first=first,
         obs=map_obs(own, trajectory.obs),
         actions=own(trajectory.actions).to(device),

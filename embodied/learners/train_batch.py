@@ -24,7 +24,7 @@ from embodied.core.arrays import Observation, host, is_tensor, map_obs
 from embodied.core.types import Array, BatchPart, Trajectory
 from embodied.learners.collective import Collective
 from embodied.learners.model import Model
-from embodied.learners.rollout_buffer import Batch, flatten, own, take
+from embodied.learners.rollout_buffer import ItemBatch, flatten, own, take
 from embodied.policies.base import Scores
 
 
@@ -32,7 +32,7 @@ from embodied.policies.base import Scores
 class RankBatch:
     """This rank's items of an iteration, with their advantages."""
 
-    batch: Batch
+    batch: ItemBatch
     num_items: int  # over all ranks
     advantages: Tensor  # [items]
     reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
@@ -299,18 +299,18 @@ def penalised_rewards(rewards: np.ndarray, divergences: np.ndarray, kl_coef: flo
     return paid
 
 
-def divergences(batch: Batch, reference: Tensor) -> np.ndarray:
+def divergences(batch: ItemBatch, reference: Tensor) -> np.ndarray:
     """[items], by how much an item was likelier when it was taken than under the reference, in nats."""
     differences = torch.where(batch.mask[:, :, None], batch.logprobs - reference, 0.0)
     return differences.sum((1, 2)).double().cpu().numpy()
 
 
-def logprobs_of(model: Model, batch: Batch, size: int, passes: int = 0) -> Tensor:
+def logprobs_of(model: Model, batch: ItemBatch, size: int, passes: int = 0) -> Tensor:
     """Log-probs of all items under a policy, without gradient, in at least so many passes."""
     return scores_of(model, batch, size, passes, lambda scores: scores.logprobs)
 
 
-def scores_of(model: Model, batch: Batch, size: int, passes: int, which: Callable[[Scores], Tensor]) -> Tensor:
+def scores_of(model: Model, batch: ItemBatch, size: int, passes: int, which: Callable[[Scores], Tensor]) -> Tensor:
     """One of the scores of all items under a policy, without gradient, in at least so many passes."""
     parts = batch.every(model, size)
     padding = [batch.padding] * (passes - len(parts))

@@ -15,7 +15,7 @@ from embodied.algorithms.config import AlgoConfig
 from embodied.algorithms.minibatches import lr_factor, minibatches, skip_remaining_epochs, step_items
 from embodied.core.errors import Diverged, WrongShape
 from embodied.learners.model import FrozenFeatures, Model, PolicyOptimizer
-from embodied.learners.rollout_buffer import Batch, take
+from embodied.learners.rollout_buffer import ItemBatch, take
 from embodied.learners.train_batch import RankBatch
 from embodied.policies.base import Scores
 
@@ -66,7 +66,7 @@ def update_policy(
     return means | about | {"train/epochs": epoch + 1.0, "train/lr": config.lr * factor, **share.summary()}
 
 
-def frozen_features(model: Model, batch: Batch, size: int) -> dict[str, Tensor]:
+def frozen_features(model: Model, batch: ItemBatch, size: int) -> dict[str, Tensor]:
     """What the policy computes of the items' observations and no epoch changes; empty where that does not fit."""
     features = FrozenFeatures(model, len(batch))
     for items in torch.arange(len(batch)).split(model.config.micro_batch_size or size):
@@ -112,7 +112,7 @@ def gradient(
     return sums, largest
 
 
-def mismatch_of(batch: Batch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def mismatch_of(batch: ItemBatch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """How far the log-probs [b, C, A] of some items are from those at act time.
 
     k3 [b], per decision: the sum of r - 1 - log r over its numbers, whose mean is KL(acted || now). The gap [b] in nats

@@ -24,7 +24,7 @@ from embodied.learners.config import LearnerConfig
 from embodied.learners.conversations import build_token_batch, packing_of
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
-from embodied.learners.rollout_buffer import Batch, RolloutBuffer, round_of
+from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
 from embodied.learners.train_batch import RankBatch, build_rank_batch, moments_of
 from embodied.learners.update import frozen_features, update_policy
@@ -168,7 +168,7 @@ class LearnerWorker(Worker):
         self.timers.mark("first backward", self.model.first_backward)
         return numbers | {"time/first_backward_s": self.model.first_backward - started - groups.end.seconds}
 
-    def _encoded(self, buffer: RolloutBuffer, whole: Trajectory, batch: Batch) -> dict[str, Tensor]:
+    def _encoded(self, buffer: RolloutBuffer, whole: Trajectory, batch: ItemBatch) -> dict[str, Tensor]:
         """Frozen features of the items: of rollouts as they came, of whole episodes now."""
         if whole.values is None:
             return frozen_features(self.model, batch, step_items(self.algo, len(batch)))

@@ -27,7 +27,7 @@ from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.run import launch
 from embodied.run.ending import Interruption
 from embodied.run.folder import DRIVER
-from embodied.run.group import ENDED, FINISHED, MISSING, OVER, Group, Member, state_of
+from embodied.run.group import ENDED, FINISHED, MISSING, OVER, Member, RunGroup, state_of
 
 LONGEST_NAME = 100  # bytes of run.name
 POLL_S = 0.2
@@ -66,7 +66,7 @@ class Children:
 
     def __init__(
         self,
-        group: Group,
+        group: RunGroup,
         words: Sequence[str],
         parent: Path,
         places: Sequence[tuple[list[int], str]] = (([], ""),),

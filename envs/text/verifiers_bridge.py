@@ -59,7 +59,7 @@ class Lost(Exception):
 
 
 @dataclass
-class Request:
+class ModelRequest:
     """A request that waits to be answered."""
 
     route: str
@@ -247,7 +247,7 @@ class Example:
         self.child, self.at, self.mail = self.bridge.begin(*self.where)
         self.known: list[dict[str, Any]] = []  # all messages so far, as the environment has them
         self.tools: list[dict[str, Any]] = []
-        self.request: Request | None = None
+        self.request: ModelRequest | None = None
 
     def _answer(self, text: str) -> Said | dict[str, Any]:
         # The package takes an empty answer for a server's failure.
@@ -278,7 +278,7 @@ class Example:
         self.request = event
         return self._new(event)
 
-    def _new(self, request: Request) -> Said:
+    def _new(self, request: ModelRequest) -> Said:
         """What a request says that was not said before."""
         body = request.body
         if request.route != "chat/completions" or body.get("stream") or body.get("n") not in (None, 1):
@@ -336,7 +336,7 @@ class Endpoint(ThreadingHTTPServer):
     request_queue_size = 1024
 
     def __init__(self, bridge: Bridge) -> None:
-        super().__init__(("127.0.0.1", 0), Asked)
+        super().__init__(("127.0.0.1", 0), EndpointHandler)
         self.bridge = bridge
 
     def park(self, number: int, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -345,7 +345,7 @@ class Endpoint(ThreadingHTTPServer):
         mail = child.mail.get(number) if child is not None else None
         if mail is None:
             return 404, {"error": {"message": f"there is no conversation {number}"}}
-        request = Request(route, body)
+        request = ModelRequest(route, body)
         mail.put(request)
         try:
             return request.replies.get(timeout=PARKED_S)
@@ -356,7 +356,7 @@ class Endpoint(ThreadingHTTPServer):
         """A connection that breaks is the end of who asked, and the process is watched elsewhere."""
 
 
-class Asked(BaseHTTPRequestHandler):
+class EndpointHandler(BaseHTTPRequestHandler):
     server: Endpoint
     protocol_version = "HTTP/1.1"
     timeout = 60  # between requests of a connection

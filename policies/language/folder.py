@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 
 from embodied.core.errors import CheckpointError
 from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
-from embodied.policies.language.tokenizer import Tokenizer
+from embodied.policies.language.tokenizer import ConversationTokenizer
 from embodied.runtime.tensor_bytes import Blob
 
 OURS = ("policy", "env_spec", "base", "base_names")
@@ -125,7 +125,7 @@ def read_weights(folder: Path, tied: str | None) -> dict[str, Blob]:
     return {name: blob for name, blob in stored.items() if name != tied and not name.endswith(LEFTOVERS)}
 
 
-def write_companions(folder: Path, origin: Path | None, tokenizer: Tokenizer) -> None:
+def write_companions(folder: Path, origin: Path | None, tokenizer: ConversationTokenizer) -> None:
     """Write what others need beside config.json and weights: files of `origin` as they are, else those of ours."""
     if origin:
         copy_files(origin, folder, COMPANIONS)

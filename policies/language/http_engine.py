@@ -77,7 +77,7 @@ class HTTPEngine(Engine):
         self.round: tuple[int, str, float] = (0, "", 1.0)
         self.name, self.pairs = "", {}  # of the weights that are to answer, and what they are
         self.patience_s = config.answer_s + config.away_s
-        self.server = Server(config.url, token_of(config), config.answer_s)
+        self.server = RemoteServer(config.url, token_of(config), config.answer_s)
         self.folder, self.lock = own_folder(Path(config.weights).absolute()) if config.weights else (None, -1)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="http", daemon=True)
@@ -348,7 +348,7 @@ class Away(EmbodiedError):
         self.status = status  # of its answer, where there is one
 
 
-class Server:
+class RemoteServer:
     """One server. All but the constructor runs in the loop of its first call."""
 
     def __init__(self, url: str, token: str | None, answer_s: float) -> None:

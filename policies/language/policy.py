@@ -76,7 +76,7 @@ class LanguagePolicy(PublishedPolicy):
         if config.value_head:
             self.value_head = ValueHead(model.config.hidden_size, 1, device="cpu", dtype=self.exact)
 
-    def choose_tokenizer(self, shape: Any) -> words.Tokenizer:
+    def choose_tokenizer(self, shape: Any) -> words.ConversationTokenizer:
         if self.origin is None:
             return words.of_characters(self.config.chat)
         found = words.of_folder(
@@ -407,7 +407,7 @@ def rule(blocks: Tensor, segments: Tensor) -> Any:
     return sees
 
 
-class Kept(torch.autograd.Function):
+class CountedAttention(torch.autograd.Function):
     """What both kernels keep for the backward pass: what goes in and what comes out, no table of who sees whom."""
 
     @staticmethod
@@ -419,7 +419,7 @@ class Kept(torch.autograd.Function):
 
 def counted(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """Attention on the meta device, as transformers calls it: [B, heads, W, D] -> [B, W, heads, D]."""
-    return Kept.apply(query, key, value).transpose(1, 2).contiguous(), None
+    return CountedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(COUNTED, counted)

@@ -21,7 +21,7 @@ from embodied.policies.openvla.base import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.llama import LlamaStack
 from embodied.policies.openvla.tokens import STOP, action_scores, pick
-from embodied.policies.openvla.vision import Block
+from embodied.policies.openvla.vision import VisionBlock
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.statistics import Statistics, statistics_of
 from embodied.runtime.tensor_bytes import Blob
@@ -79,7 +79,7 @@ class ProprioProjector(nn.Module):
 class FiLM(nn.Module):
     """A vision block whose features the mean word scales and shifts."""
 
-    def __init__(self, block: Block, words: int, dim: int) -> None:
+    def __init__(self, block: VisionBlock, words: int, dim: int) -> None:
         super().__init__()
         self.block = block
         self.scale = nn.Linear(words, dim)
