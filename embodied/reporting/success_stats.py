@@ -113,19 +113,6 @@ def text_figures(played: list[EpisodeResult]) -> dict[str, Any]:
     }
 
 
-def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, float]:
-    """Training metrics of the conversations that ended in an iteration; none where no language policy played."""
-    played = [episode for episode in finished if episode.truncated is not None]
-    turns, tokens = (sum(getattr(episode, name) for episode in played) for name in ("length", "tokens"))
-    if not turns:
-        return {}
-    return {
-        "text/truncated": sum(bool(episode.truncated) for episode in played) / len(played),
-        "text/tokens": tokens / turns,  # an answer, on average
-        "text/tokens_per_s": tokens / elapsed_s,
-    }
-
-
 def pass_rate(by_prompt: Iterable[list[bool]], k: int) -> dict[str, Any] | None:
     """pass@k over the prompts that have at least k answers."""
     enough = [right for right in by_prompt if len(right) >= k]
