@@ -273,7 +273,7 @@ class Pricer:
         self, name: str, asker: str, at: Mapping, stages: int, slowed: Array
     ) -> tuple[Array, Array, Array, Array]:
         """Seconds of one request, until the first stage of every asker has its answer, of all requests of a round,
-        and of the question after the last decision."""
+        and of the request after the last decision."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = self.table(asker, home.device_class, stages)
         if name == asker:
@@ -297,8 +297,8 @@ class Pricer:
         return one, first, whole, cost.last_s.at(together * each) * slowed
 
     def merging(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array]:
-        """Returns for a component that answers: items of a question, questions of a stage that wait for a worker, and
-        how many of these it answers in a call. The question of a stage of an asker goes to one worker, as a whole."""
+        """Returns for a component that answers: items of a request, requests of a stage that wait for a worker, and
+        how many of these it answers in a call. The request of a stage of an asker goes to one worker, as a whole."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
         each = self.dataflow[name].items / (asking * stages)

@@ -256,7 +256,7 @@ def check_hardware(hosts: list[PlannedHost]) -> None:
 
 def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
     """Every sim worker gets the same number of envs in every stage, every learner and policy worker at least one env,
-    or stage of a sim worker where questions are not `shared`."""
+    or stage of a sim worker where requests are not `shared`."""
     sims, policies, learners = (plan.count(role) for role in ("sim", "policy", "learner"))
     if not sims:
         return  # a program without simulators

@@ -61,7 +61,7 @@ class Schedule:
 
 
 def simulate(pricer: Pricer, layout: Layout) -> Schedule:
-    """One iteration of this layout, from the first question to the new weights."""
+    """One iteration of this layout, from the first request to the new weights."""
     return LayoutReplay(pricer, layout).run()
 
 
@@ -290,7 +290,7 @@ class Cycle:
         return begin + seconds
 
     def ask(self, request: SimulatedRequest, hop: int, now: float) -> None:
-        """A question arrives at the component that is `hop` steps around the cycle."""
+        """A request arrives at the component that is `hop` steps around the cycle."""
         if hop == len(self.others):
             self.at_time(now + self.delay, partial(self.answer, request))
             return

@@ -77,7 +77,7 @@ class RunConfig(Strict):
 
     @property
     def merged_rows(self) -> int:
-        """Env rows that a policy worker answers at once, at most; 1: one question after the other."""
+        """Env rows that a policy worker answers at once, at most; 1: one request after the other."""
         return self.pipeline.merge_rows or self.policy.merged_rows
 
     def with_pipeline(self, **changes: Any) -> RunConfig:

@@ -273,7 +273,7 @@ class ActRequest:
 @dataclass(frozen=True)
 class ActReply:
     source: str
-    number: int  # of the question
+    number: int  # of the request
     output: PolicyOutput | None  # None for value_only
     values: np.ndarray  # [N]
     final_values: np.ndarray | None
@@ -291,10 +291,10 @@ class AskAgain:
 
 @dataclass(frozen=True)
 class Merging:
-    """Which questions of several sim workers a policy worker answers together."""
+    """Which requests of several sim workers a policy worker answers together."""
 
-    rows: int = 1  # env rows that are answered together at most; a question of more is answered by itself
-    wait_s: float = 0.0  # how long a question waits for those of other sims
+    rows: int = 1  # env rows that are answered together at most; a request of more is answered by itself
+    wait_s: float = 0.0  # how long a request waits for those of other sims
 
 
 @dataclass(frozen=True)

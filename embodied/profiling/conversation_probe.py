@@ -80,7 +80,7 @@ class ConversationProbe(ProbeWorker):
 
 
 class AnsweredWithNothing:
-    """A channel to nobody, both ways: every question has a number for an answer, at no cost."""
+    """A channel to nobody, both ways: every request has a number for an answer, at no cost."""
 
     def __init__(self) -> None:
         self.waiting: deque = deque()

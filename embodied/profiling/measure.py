@@ -174,7 +174,7 @@ def env_sizes(config: RunConfig, workers: int) -> list[int]:
 
 def call_sizes(config: RunConfig, sims: int, workers: int) -> list[int]:
     """Rows that a policy worker is asked for at once, where so many sims are elsewhere: at most its share, or what it
-    answers in a call, or the question of a sim."""
+    answers in a call, or the request of a sim."""
     total = config.env.num_envs
     most = max(min(total // workers, config.merged_rows), total // sims, 1)
     return list(dict.fromkeys(max(1, most // n) for n in (1, 2, 4, 16)))

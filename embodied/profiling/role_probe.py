@@ -102,7 +102,7 @@ class ProbeWorker(Worker):
         horizon = self._horizon(part.limit)
         samples = self.samples.setdefault(num_envs, Samples(bytes=part.bytes, horizon=horizon))
         part.kept.copies = copies
-        if part.policy:  # what larger questions took does not count
+        if part.policy:  # what larger requests took does not count
             part.policy.computing, part.policy.cache_bytes = Computing(), 0
         self.steps = decisions * self._chunk
         for repeat in range(repeats + 1):
@@ -349,7 +349,7 @@ def used_bytes(simulator: str) -> int:
 
 
 class Directly:
-    """A channel to a policy in the same process: a question put here is answered at once, as if `copies` sims asked."""
+    """A channel to a policy in the same process: a request put here is answered at once, as if `copies` sims asked."""
 
     def __init__(self, policy: PolicyWorker, copies: int = 1) -> None:
         self.policy, self.copies = policy, copies

@@ -243,7 +243,7 @@ def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTiming
 
 
 def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> Profile:
-    """The profile with what the second run shows: weights that need not be handed over, and questions that must be."""
+    """The profile with what the second run shows: weights that need not be handed over, and requests that must be."""
     link = profile.link
     if link == Link():
         link = Link(latency_s=latency_of(profile, pricer, layout, seen))

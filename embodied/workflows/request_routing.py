@@ -1,6 +1,6 @@
 """Which policy worker answers which sim while sims play a round.
 
-Robots' questions are dealt: each stage of a sim asks one policy worker, whose number of rows is known before. The
+Robots' requests are dealt: each stage of a sim asks one policy worker, whose number of rows is known before. The
 length of a language model's answers is not, so where several engines write, all prompts go into one channel and each
 engine takes as many as it has room for (`PromptRouter`). Answers depend on the request alone, so neither way changes
 any.
@@ -28,8 +28,8 @@ SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts hears from
 class RequestRouter:
     """Which policy worker answers whom in a round.
 
-    Every source asks one, and is sent to another one where its own has to leave or more take part. It asks its last
-    question again there. An answer depends on the question alone, and the source ignores a second one, so whatever
+    Every source asks one, and is sent to another one where its own has to leave or more take part. It sends its last
+    request again there. An answer depends on the request alone, and the source ignores a second one, so whatever
     moves when, every decision is answered once. A worker that has to leave still answers what was asked, and is ended
     where it does not come to that.
     """
@@ -100,7 +100,7 @@ class RequestRouter:
         return [source for source, asked in self.asked.items() if asked == policy]
 
     def _serve(self, policy: int) -> Handle:
-        """Where sources move, a worker knows all of the round: a question may come before it could be told of it."""
+        """Where sources move, a worker knows all of the round: a request may come before it could be told of it."""
         requests, mine = self.manager.requests[policy], self._sources(policy)
         known = {source: self.replies[source] for source in (self.replies if self.moving else mine)}
         call = self.policies[policy].serve(requests, known, *self.how)
@@ -109,12 +109,12 @@ class RequestRouter:
         return call
 
     def _announce(self, policy: int) -> None:
-        """How many sims ask a policy worker, which waits for no others when it merges their questions."""
+        """How many sims ask a policy worker, which waits for no others when it merges their requests."""
         num_sims = len({self.stages[source][0] for source in self._sources(policy)})
         self.manager.requests[policy].put(ActRequest("the driver", num_sims=num_sims))
 
     def _share_out(self, policies: list[int], joining: list[int]) -> None:
-        """Every source asks its last question again where it has another worker now, or one that has just joined."""
+        """Every source sends its last request again where it has another worker now, or one that has just joined."""
         playing = [source for source, (sim, _) in self.stages.items() if not self.calls[sim].done()]
         new = {s: self.manager.share(*self.stages[s], policies) if policies else self.asked[s] for s in playing}
         moved = [source for source in playing if new[source] != self.asked[source] or new[source] in joining]

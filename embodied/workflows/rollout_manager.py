@@ -4,7 +4,7 @@ They work in rounds: some sims play, the policy workers serve them until all are
 while learners update, is started again at once, and its successors are given what they lack:
 
     policy worker   its policy and the current weights, or the next ones where those are published while it builds; the
-                    stages it serves ask their last question again, so nothing is lost
+                    stages it serves send their last request again, so nothing is lost
     sim worker      its envs, and the next episode of every row; what the dead one has played in this round is lost,
                     and the caller decides whether it is played again
 
@@ -65,7 +65,7 @@ class RolloutManager:
         stages, sims, policies = range(self.num_stages), range(len(self.sims)), range(len(self.policies))
         about = {"capacity": None} if text else {}  # conversations are bounded by those that go on at a time
         self.requests = [channel(f"requests-{p}", home=self.policies[p], **about) for p in policies]
-        # Prompts for whichever engine has room, and what engines say of that; None where questions are dealt.
+        # Prompts for whichever engine has room, and what engines say of that; None where requests are dealt.
         self.prompts = channel("prompts", **about) if text and len(self.policies) > 1 else None
         if self.prompts:
             self.cluster.watch(self.prompts)

@@ -1,7 +1,7 @@
 """The policy worker of language models: an engine continues sims' conversations, each answered as soon as it is over.
 
 What it is asked is encoded here, once; the answer goes back as tokens with their log-probs and as text. A token's
-noise is keyed by the episode and the token's place, so an answer depends on the question alone: one that is asked
+noise is keyed by the episode and the token's place, so an answer depends on the request alone: one that is asked
 again, elsewhere or beside others, is answered alike.
 """
 
