@@ -306,7 +306,7 @@ def step_stages(
 
 
 class Record:
-    """What one stage plays, decision by decision, until it is handed on as a trajectory."""
+    """Records what one stage plays, decision by decision, until it is handed on as a trajectory."""
 
     def __init__(self, source: str, horizon: int = 0) -> None:
         """Holds `horizon` decisions of every env row, with values; without a horizon whole episodes, without values."""

@@ -51,7 +51,7 @@ class EpisodeKeeper(Worker):
         finished: Iterable[EpisodeResult],
         problems: Iterable[str] = (),
     ) -> RolloutStats:
-        """What was done, and where the time went since the timers were at `before`."""
+        """Statistics of a rollout: what was done, and where the time went since the timers were at `before`."""
         now, nothing = self.timers.totals(), Total(0, 0.0, 0.0)
         spent = (
             now.get(part, nothing).seconds - before.get(part, nothing).seconds for part in ("step", "reset", "wait")
@@ -139,7 +139,7 @@ class SimWorker(EpisodeKeeper):
         return self.eval_env.env_spec
 
     def needs(self, shared: bool = False) -> Needs:
-        """What its simulators took when they were built. They stay: their state is in there."""
+        """The memory that its simulators took when they were built. They stay: their state is in there."""
         return Needs(self.memory.num_bytes, self.memory.num_bytes)
 
     def collect(

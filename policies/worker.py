@@ -77,7 +77,7 @@ class PolicyWorker(Worker):
         return [*self.policy.parameters(), *self.policy.buffers()]
 
     def route(self, publication: Publication) -> str:
-        """How this process gets published weights."""
+        """The way in which this process gets published weights."""
         return self.weights.route(publication)
 
     def load_weights(self, publication: Publication, route: str, channel: Channel, whole: bool) -> int | None:

@@ -25,7 +25,7 @@ Array = Any  # numpy array, or a torch tensor where data stays on a GPU
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """Which episode an env row plays. The driver owns the list; `index`, unique in a run, keys its randomness."""
+    """An episode that an env row plays. The driver owns the list; `index`, unique in a run, keys its randomness."""
 
     task: str
     init_state_id: int  # which stored initial state, for simulators that have them; otherwise -1
@@ -65,7 +65,7 @@ def episode_seed(seed: int, stream: str, turn: int) -> int:
 
 
 def head_start(env_ids: np.ndarray, max_episode_steps: int) -> np.ndarray:
-    """How much of its step limit an env has used up when a staggered run begins: int [N].
+    """The part of its step limit that an env has used up when a staggered run begins: int [N].
 
     Multiples of the golden ratio spread evenly over the envs of each sim worker, however many there are.
     """
@@ -93,7 +93,7 @@ class ActionSpec:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What a policy must know of an env, without the simulator."""
+    """All that a policy must know of an env, without the simulator."""
 
     action: ActionSpec
     state_dim: int | None = None
@@ -291,7 +291,7 @@ class AskAgain:
 
 @dataclass(frozen=True)
 class Merging:
-    """Which requests of several sim workers a policy worker answers together."""
+    """How far a policy worker answers requests of several sim workers together."""
 
     rows: int = 1  # env rows that are answered together at most; a request of more is answered by itself
     wait_s: float = 0.0  # how long a request waits for those of other sims
@@ -299,7 +299,7 @@ class Merging:
 
 @dataclass(frozen=True)
 class Note:
-    """What a sim worker reports to the driver as it happens, so that it is known should the worker die."""
+    """A sim worker's report to the driver, made as things happen, so that it is known should the worker die."""
 
     source: str
     begun: tuple[int, ...] = ()  # indices of the episodes that begin now
@@ -416,7 +416,7 @@ def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
 
 
 def trajectory_from(arrays: dict[str, np.ndarray]) -> Trajectory:
-    """What `arrays_of` was made of."""
+    """The trajectory that `arrays_of` was made of."""
     tree: dict[str, Any] = {"replay": {}}
     for name, array in with_flags(arrays).items():
         *groups, leaf = name.split(".")
@@ -437,6 +437,6 @@ def with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def env_blocks(num_envs: int, ranks: int) -> list[range]:
-    """Which global env ids each learner rank owns: contiguous, as equal as possible."""
+    """The global env ids that each learner rank owns: contiguous, as equal as possible."""
     borders = [num_envs * rank // ranks for rank in range(ranks + 1)]
     return [range(a, b) for a, b in pairwise(borders)]

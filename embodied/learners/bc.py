@@ -119,7 +119,7 @@ class ImitationLearner(LearnerWorker):
     # What a minibatch's loss is a mean of, and how a rank goes through its part
 
     def _count(self, minibatch: np.ndarray) -> float:
-        """What the loss of a minibatch, over all ranks, is divided by."""
+        """The divisor of the loss of a minibatch, over all ranks."""
         return float(len(minibatch))
 
     def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class ImitationLearner(LearnerWorker):
         return mean_of_items(losses, mask)
 
     def _passes(self, minibatch: np.ndarray) -> int:
-        """How often all ranks must run the network, where it is sharded."""
+        """The number of times that all ranks must run the network, where it is sharded."""
         if not self.optimizer.sharded:
             return 0
         return max(self.model.passes(len(owned(minibatch, *block))) for block in self.blocks)

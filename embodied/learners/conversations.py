@@ -1,4 +1,4 @@
-"""What a learner rank learns from where the policy speaks: the tokens of whole conversations.
+"""The batch of a learner rank where the policy speaks: the tokens of whole conversations.
 
 A token is an item, as losses see it, but conversations are the units that minibatches deal, in whole groups: a group's
 conversations are neighbours, so that those that share a prompt pass through the network together. Only tokens that the
@@ -71,7 +71,7 @@ class ConversationBatch(ItemBatch):
     packing: Packing
 
     def inputs(self, items: Tensor) -> dict:
-        """What `Policy.forward` needs of these tokens, which are those of whole conversations."""
+        """The inputs of `Policy.forward` for these tokens, which are those of whole conversations."""
         numbers, lengths = (part.cpu() for part in torch.unique_consecutive(take(self.of, items), return_counts=True))
         tokens = {"actions": take(self.actions, items), "mask": take(self.mask, items)}
         return tokens | {"lengths": lengths, "groups": torch.from_numpy(self.groups)[numbers]}
@@ -82,7 +82,7 @@ class ConversationBatch(ItemBatch):
         return torch.from_numpy(local[(local >= 0) & (local < len(self.lengths))])
 
     def passes(self, model: Model, units: Tensor) -> int:
-        """How often the network runs for these conversations."""
+        """The number of times that the network runs for these conversations."""
         return len(self._packs(units[torch.from_numpy(self.teaching)[units]]))
 
     def micro_batches(self, model: Model, units: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
@@ -127,7 +127,7 @@ class TokenBatch(RankBatch):
 
     @property
     def num_units(self) -> int:
-        """What minibatches deal, over all ranks: conversations."""
+        """The number of units that minibatches deal, over all ranks: conversations."""
         return self.num_conversations
 
     def order(self, seed: int, iteration: int, epoch: int) -> np.ndarray:
@@ -137,19 +137,19 @@ class TokenBatch(RankBatch):
         return (groups[:, None] * size + np.arange(size)).ravel()
 
     def divisor(self, units: int) -> float:
-        """What the loss of a minibatch of so many conversations is divided by."""
+        """The divisor of the loss of a minibatch of so many conversations."""
         return (self.loss_count or 1.0) * units / self.num_conversations
 
     def counted(self, units: int) -> float:
-        """What the statistics of a minibatch of so many conversations are divided by."""
+        """The divisor of the statistics of a minibatch of so many conversations."""
         return (self.weight_sum or 1.0) * units / self.num_conversations
 
     def weights_of(self, part: Tensor) -> Tensor:
-        """How much each of some tokens counts."""
+        """The weight of each of these tokens."""
         return take(self.weights, part)
 
     def known(self, part: Tensor, weight: float) -> dict[str, Any]:
-        """What the loss takes of some tokens (`weight` 0: padding)."""
+        """The arguments of the loss for these tokens (`weight` 0: padding)."""
         return {**super().known(part, weight), "answers": take(self.batch.of, part)}
 
 
@@ -163,7 +163,7 @@ class JudgedTokens(TokenBatch, PPOBatch):
     """Tokens that are judged by values."""
 
     def summary(self) -> dict[str, float]:
-        """What there is to say of the data."""
+        """Metrics of the data."""
         return self.about
 
 

@@ -79,7 +79,7 @@ class Model:
             return self.policy.imitate(inputs, noise).to(self.dtype)
 
     def passes(self, count: int) -> int:
-        """How often the network runs for so many items."""
+        """The number of times that the network runs for so many items."""
         return -(-count // (self.config.micro_batch_size or max(count, 1)))
 
     def micro_batches(self, items: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
@@ -90,8 +90,8 @@ class Model:
 
 
 class FrozenFeatures:
-    """What frozen parts of the policy make of the observations of so many items: computed once for all epochs of an
-    update, where all of it can be kept."""
+    """Features that frozen parts of the policy compute of so many items' observations: once for all epochs of an
+    update, where all of them can be kept."""
 
     def __init__(self, model: Model, num_items: int) -> None:
         self.model, self.num_items = model, num_items

@@ -1,4 +1,4 @@
-"""What a learner rank gets of a rollout: pieces, put together and encoded by frozen parts of the policy as they come.
+"""A learner rank's part of a rollout: pieces, put together and encoded by frozen parts of the policy as they come.
 
 Where learners have devices of their own, this is done while the rollout is in progress. Frozen features depend on no
 weights that change and are computed in fixed microbatches, so where pieces end cannot change what is learned.
@@ -40,7 +40,7 @@ class ItemBatch:
         return len(self.mask)
 
     def inputs(self, items: Tensor) -> dict:
-        """What `Policy.forward` needs of these items."""
+        """The inputs of `Policy.forward` for these items."""
         replay = {name: take(tensor, items) for name, tensor in self.replay.items()}
         return {"obs": self.observed(items), "actions": take(self.actions, items)} | replay
 
@@ -53,7 +53,7 @@ class ItemBatch:
         return torch.from_numpy(owned(minibatch, self.first, len(self)))
 
     def passes(self, model: Model, units: Tensor) -> int:
-        """How often the network runs for these units."""
+        """The number of times that the network runs for these units."""
         return model.passes(len(units))
 
     def micro_batches(self, model: Model, units: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
@@ -116,7 +116,7 @@ class Coming:
 
 
 class RolloutBuffer:
-    """What has come of one iteration."""
+    """The pieces of one iteration that have arrived."""
 
     def __init__(self, batch_size: int, horizon: int = 0) -> None:
         """About `batch_size` items are encoded together; rollouts that come in pieces have `horizon` decisions."""
@@ -144,11 +144,11 @@ class RolloutBuffer:
         return all(s in there and there[s].have == there[s].whole.lengths.max() for s in sources)
 
     def parts(self, sources: Iterable[str]) -> list[Trajectory]:
-        """What each of these sources has played."""
+        """The trajectory of each of these sources."""
         return [self.coming[stage_of(source)].whole for source in sources]
 
     def trajectory(self, sources: Iterable[str]) -> Trajectory:
-        """All that these sources have played, together."""
+        """The trajectories of these sources, joined."""
         return join(self.parts(sources))
 
     def encode(self, model: Model, rows: np.ndarray) -> None:

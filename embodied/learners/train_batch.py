@@ -1,4 +1,4 @@
-"""What one learner rank learns from: a trajectory's decisions as items, each with its advantage.
+"""The batch of one learner rank: a trajectory's decisions as items, each with its advantage.
 
 PPO estimates advantages from values along a sequence; GRPO and its relatives compare whole episodes within groups.
 What is normalised is normalised over all ranks, in the order of sequences, however many ranks there are.
@@ -64,7 +64,7 @@ class RankBatch:
 
     @property
     def num_units(self) -> int:
-        """What minibatches deal, over all ranks: here items."""
+        """The number of units that minibatches deal, over all ranks: here items."""
         return self.num_items
 
     def order(self, seed: int, iteration: int, epoch: int) -> np.ndarray:
@@ -72,11 +72,11 @@ class RankBatch:
         return permutation(seed, iteration, epoch, self.num_items)
 
     def divisor(self, units: int) -> float:
-        """What the loss of a minibatch of so many units is divided by."""
+        """The divisor of the loss of a minibatch of so many units."""
         return units
 
     def counted(self, units: int) -> float:
-        """What the statistics of a minibatch of so many units are divided by."""
+        """The divisor of the statistics of a minibatch of so many units."""
         return units
 
     @property
@@ -87,11 +87,11 @@ class RankBatch:
         return int((self.masked & self.batch.mask.any(dim=1)).sum())
 
     def weights_of(self, part: Tensor) -> Tensor:
-        """How much each of some items counts."""
+        """The weight of each of these items."""
         return self.advantages.new_ones(len(part))
 
     def known(self, part: Tensor, weight: float) -> dict[str, Any]:
-        """What all losses take of some items (`weight` 0: padding)."""
+        """The arguments of all losses for these items (`weight` 0: padding)."""
         mask = take(self.batch.mask, part)
         return {
             "logprobs": take(self.batch.logprobs, part),
@@ -103,7 +103,7 @@ class RankBatch:
         }
 
     def summary(self) -> dict[str, float]:
-        """What there is to say of the data."""
+        """Metrics of the data."""
         return self.about
 
 
@@ -144,7 +144,7 @@ class GRPOBatch(RankBatch):
     SUMS: ClassVar = ("policy_loss", "entropy", "reference_kl", "approx_kl", "clip_fraction", "dual_clip_fraction")
 
     def weights_of(self, part: Tensor) -> Tensor:
-        """How much each of some items counts."""
+        """The weight of each of these items."""
         return take(self.weights, part)
 
     def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: GRPOConfig) -> tuple[Tensor, Stats]:
@@ -183,7 +183,7 @@ def build_rank_batch(
 
 
 def staleness(ages: np.ndarray, collective: Collective) -> dict[str, float]:
-    """How many versions old the decisions of all ranks are, of which these [K] are this one's: the mean, the largest,
+    """The age in versions of the decisions of all ranks, of which these [K] are this one's: the mean, the largest,
     and the share of each age that there is."""
     rows = np.stack(np.unique(ages, return_counts=True), axis=1)
     found, counts = np.concatenate(collective.gather(rows)).T
@@ -270,7 +270,7 @@ def penalised_returns(
     collective: Collective,
     exists: np.ndarray | None = None,
 ) -> tuple[dict[str, float], np.ndarray]:
-    """What to log, and advantages [K]: scores less the divergences `away` [K] that follow, compared with those of all
+    """Metrics, and advantages [K]: scores less the divergences `away` [K] that follow, compared with those of all
     decisions of the first `counted` sequences of every rank, of those that exist (bool [K]; None: all)."""
     returns = returns_to_go(scores, away, trajectory.lengths, config.kl_coef)
     lengths = trajectory.lengths[:counted]
@@ -320,7 +320,7 @@ def scores_of(model: Model, batch: ItemBatch, size: int, passes: int, which: Cal
 
 
 def explained_variance(share: PPOBatch) -> float:
-    """How much of the returns' variance the value function predicted at act time (this rank's items)."""
+    """The share of the returns' variance that the value function predicted at act time (this rank's items)."""
     variance = float(share.returns.var(unbiased=False))
     error = float((share.returns - share.values).var(unbiased=False))
     return 1.0 - error / variance if variance > 0 else 0.0

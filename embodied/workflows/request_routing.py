@@ -26,7 +26,7 @@ SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts hears from
 
 
 class RequestRouter:
-    """Which policy worker answers whom in a round.
+    """Decides which policy worker answers which source in a round.
 
     Every source asks one, and is sent to another one where its own has to leave or more take part. It sends its last
     request again there. An answer depends on the request alone, and the source ignores a second one, so whatever
@@ -109,7 +109,7 @@ class RequestRouter:
         return call
 
     def _announce(self, policy: int) -> None:
-        """How many sims ask a policy worker, which waits for no others when it merges their requests."""
+        """Tell a policy worker how many sims ask it: it waits for no others when it merges requests."""
         num_sims = len({self.stages[source][0] for source in self._sources(policy)})
         self.manager.requests[policy].put(ActRequest("the driver", num_sims=num_sims))
 
@@ -137,8 +137,8 @@ class RequestRouter:
 
 
 class PromptRouter(RequestRouter):
-    """Which engine writes which answer. All sims ask through one channel; the driver hands what waits there to engines
-    as they say that they have room, so one whose answers are short, or that is fast, has more of them.
+    """Decides which engine writes which answer. All sims ask through one channel; the driver hands what waits there to
+    engines as they say that they have room, so one whose answers are short, or that is fast, has more of them.
 
     Where an engine dies or leaves, sims ask again for all that is open to them; what others have in hand is not
     written twice.
@@ -192,7 +192,7 @@ class PromptRouter(RequestRouter):
         )
 
     def _share_out(self, policies: list[int], joining: list[int]) -> None:
-        """Who joins says that there is room; who leaves is forgotten when it has left."""
+        """A worker that joins says that it has room; one that leaves is forgotten when it has left."""
         self.serving |= {policy: self._serve(policy) for policy in joining}
 
     def _forget_who_left(self) -> None:

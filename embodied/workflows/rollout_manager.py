@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundTask(Protocol):
-    """What the driver does while a round is played, as notes of the sims come and calls end."""
+    """Work of the driver while a round is played: due when notes of the sims come or calls end."""
 
     def due(self) -> bool:
         """Whether there is something to do now."""
@@ -213,7 +213,7 @@ class RolloutManager:
         )
 
     def share(self, sim: int, stage: int, policies: list[int]) -> int:
-        """Which of these policy workers answers a sim's stage: neighbours ask the same one."""
+        """The policy worker, of these, that answers a sim's stage: neighbours ask the same one."""
         total = len(self.sims) * self.num_stages
         return policies[(sim * self.num_stages + stage) * len(policies) // total] if policies else 0
 

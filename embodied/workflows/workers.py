@@ -112,7 +112,7 @@ class Workers:
         return [self.cluster.channel(f"trajectories-{r}", home=self.learners[r], capacity=None) for r in ranks]
 
     def save(self) -> dict[str, np.ndarray]:
-        """What the workers of roles that are saved return from `get_state`, each array under its worker's name."""
+        """The arrays that workers of roles that are saved return from `get_state`, under their workers' names."""
         found = {}
         for role in [role for role in self.roles if role.saved]:
             group = self.groups[role.name]
