@@ -2,26 +2,34 @@
 
 The same model, prompts and lengths for all. Answers are of unequal length, as reasoning is: most end early, some use
 all they may. `generate()` gets one batch, padded on the left, and what it writes past an answer's end does not count.
-Rounds of all contestants are interleaved in one process; medians count.
+Every contestant has a process of its own, which waits while others write; rounds of all are interleaved, and medians
+count. Ours and `generate()` run with one torch thread and with one for each core, vLLM as it sets itself up: the better
+of each stands in the table.
 
     python -m benchmarks.engines
-    python -m benchmarks.engines --requests 16 64 --rounds 5 --model large
+    python -m benchmarks.engines --requests 16 64 --rounds 11 --model large
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import RESULTS, code_commit, machine, markdown, write_json
+from benchmarks.common import RESULTS, ROOT, code_commit, environment, machine, markdown, write_json
 
+OURS, GENERATE, VLLM = "transformers", "generate", "vllm"
+NAMES = {OURS: "ours", GENERATE: "generate()", VLLM: "vLLM"}
+TOOK = "took "
 SHORTEST, LONGEST, PROMPT = 4, 128, 48  # tokens of an answer, and of a prompt at most
 SIZES = {"tiny": (128, 3, 4, 384, 100), "large": (512, 8, 8, 1536, 8000)}  # width, layers, heads, MLP, vocabulary
 
@@ -29,15 +37,17 @@ SIZES = {"tiny": (128, 3, 4, 384, 100), "large": (512, 8, 8, 1536, 8000)}  # wid
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--model", choices=SIZES, default="tiny")
+    parser.add_argument("--contestant", nargs=2, metavar=("ENGINE", "THREADS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    policy = make_policy(options.model)
-    rows = [row for count in options.requests for row in compare(policy, count, options.rounds)]
+    if options.contestant:
+        write_when_asked(*options.contestant, options.model, options.requests[0])
+        return
+    rows = [row for count in options.requests for row in compare(options.model, count, options.rounds)]
     print(markdown([*rows[0]], [[str(cell) for cell in row.values()] for row in rows]))
-    found = {"given": vars(options), "rows": rows, "machine": machine(), "commit": code_commit()}
-    write_json(RESULTS / f"engines-{options.model}.json", found)
+    found = {"given": {"requests": options.requests, "rounds": options.rounds, "model": options.model}, "rows": rows}
+    write_json(RESULTS / f"engines-{options.model}.json", found | {"machine": machine(), "commit": code_commit()})
 
 
 def make_policy(size: str) -> Any:
@@ -76,31 +86,80 @@ def questions(count: int, words: int) -> list[Any]:
     return [Request(i, prompt, int(length), i) for i, (prompt, length) in enumerate(zip(prompts, lengths))]
 
 
-def compare(policy: Any, count: int, rounds: int) -> list[dict[str, Any]]:
+class Contestant:
+    """A process that writes the answers whenever it is asked to, and says how long it took."""
+
+    def __init__(self, engine: str, threads: int, model: str, count: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.engines", "--model", model, "--requests", str(count)]
+        env = environment() | {"OMP_WAIT_POLICY": "PASSIVE"}
+        self.process = subprocess.Popen(
+            [*command, "--contestant", engine, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=env,
+            cwd=ROOT,
+        )
+
+    def seconds(self) -> float:
+        self.process.stdin.write("write\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(TOOK):
+                return float(line.removeprefix(TOOK))
+        raise SystemExit(f"{self.process.args} ended with {self.process.wait(60)}")
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def write_when_asked(engine: str, threads: str, model: str, count: int) -> None:
+    """The contestant's side: a line of seconds for every line that comes in."""
+    import torch
+
+    if int(threads):
+        torch.set_num_threads(int(threads))
+    policy = make_policy(model)
     asked = questions(count, policy.model.config.vocab_size)
-    ways = {"ours": by_engine(policy, count, "transformers"), "generate()": by_generate(policy.model)}
-    if vllm := by_vllm(policy, count):
-        ways["vLLM"] = vllm
-    for write in ways.values():
-        write(asked)  # what is compiled or allocated at first does not count
-    wanted = sum(request.max_tokens for request in asked)
-    rates: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, write in ways.items():
-            started = time.perf_counter()
-            write(asked)
-            rates[way].append(wanted / (time.perf_counter() - started))
-    ours = median(rates["ours"])
+    write = by_generate(policy.model) if engine == GENERATE else by_engine(policy, count, engine)
+    write(asked)  # what is compiled or allocated at first does not count
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        write(asked)
+        print(f"{TOOK}{time.perf_counter() - started}", flush=True)
+
+
+def compare(model: str, count: int, rounds: int) -> list[dict[str, Any]]:
+    cores = len(os.sched_getaffinity(0))
+    ways = {(name, threads): name for name in (OURS, GENERATE) for threads in {1, cores}}
+    ways |= {(VLLM, 0): VLLM} if find_spec(VLLM) else {}
+    wanted = sum(request.max_tokens for request in questions(count, SIZES[model][-1]))
+    contestants = {way: Contestant(*way, model, count) for way in ways}
+    rates: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for way, one in contestants.items():
+            took = one.seconds()
+            if number:
+                rates[way].append(wanted / took)
+    for one in contestants.values():
+        one.end()
+    best = {
+        name: max((way for way in ways if way[0] == name), key=lambda way: median(rates[way])) for name in ways.values()
+    }
+    ours = median(rates[best[OURS]])
     return [
         {
             "requests": count,
-            "engine": way,
-            "new tokens/s": round(median(found)),
-            "lowest": round(min(found)),
-            "highest": round(max(found)),
-            "ours is faster by": round(ours / median(found), 2),
+            "engine": NAMES[name],
+            "threads": way[1] or "its own choice",
+            "new tokens/s": round(median(rates[way])),
+            "lowest": round(min(rates[way])),
+            "highest": round(max(rates[way])),
+            "ours is faster by": round(ours / median(rates[way]), 2),
         }
-        for way, found in rates.items()
+        for name, way in best.items()
     ]
 
 
@@ -121,15 +180,6 @@ def by_engine(policy: Any, count: int, name: str) -> Callable[[list[Any]], None]
         assert tokens == sum(request.max_tokens for request in asked)
 
     return write
-
-
-def by_vllm(policy: Any, count: int) -> Callable[[list[Any]], None] | None:
-    from embodied.core.errors import ConfigError
-
-    try:
-        return by_engine(policy, count, "vllm")
-    except ConfigError:
-        return None
 
 
 def by_generate(model: Any) -> Callable[[list[Any]], None]:

@@ -61,7 +61,7 @@ class Run:
         return int(self.cluster._backend.where(self.cluster._host_of(worker)).split(",")[0].removeprefix("pid "))
 
     def weights(self):
-        self.loop.learners.save(self.folder / "saved").wait()
+        self.loop.save_learners(self.folder / "saved")
         return read_weights(self.folder / "saved" / "policy")
 
 

@@ -55,7 +55,7 @@ def trained(folder, placement, backend="inline", stages=1, options=(), route=Non
         loop.weight_sync.routes = [route] * len(loop.workers.policies) if route else []
         loop.publish(0)
         norms = [loop.iterate(i, ITERATIONS)[1]["train/grad_norm"] for i in range(ITERATIONS)]
-        loop.learners.save(folder / "saved").wait()
+        loop.save_learners(folder / "saved")
     return read_weights(folder / "saved" / "policy"), norms
 
 

@@ -257,6 +257,7 @@ class LearnerWorker(Worker):
     @done_together
     def save(self, folder: Path) -> None:
         """The policy folder and the optimizer, into a checkpoint that is being written; rank 0 writes."""
+        assert not self.belongings.away, "the weights are not on their device: nothing may be saved outside of its turn"
         try:
             with self.alive(MOVING_S):
                 self._write(folder)

@@ -118,7 +118,7 @@ class Trial:
                 if known.issuperset(roles):
                     before, after = found.get(roles, (first, last))
                     found[roles] = min(before, first), max(after, last)
-        return found
+        return through_the_driver(found, self.program.roles)
 
     def peak_bytes(self) -> int:
         """Bytes of all processes of the plan, each at its fullest; shared pages count in all that map them."""
@@ -152,6 +152,16 @@ class Trial:
 
 def seconds_of(total: Total | None) -> float:
     return total.seconds if total else 0.0
+
+
+def through_the_driver(
+    flows: dict[tuple[str, str], tuple[float, float]], roles: Iterable[Any]
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """These, and what a role sends to another by way of the driver, as prompts for whichever engine has room: answers
+    come back directly, and say from when to when. `roles` as a program declares them."""
+    declared = {(role.name, other) for role in roles for other in role.sends_to}
+    routed = {pair: flows[pair[::-1]] for pair in declared if pair not in flows and pair[::-1] in flows}
+    return flows | routed
 
 
 # What a profile takes from them

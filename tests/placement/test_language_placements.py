@@ -4,11 +4,14 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
+from embodied.placement.dataflow import traced_edges
 from embodied.profiling.conversation_probe import ConversationProbe
 from embodied.profiling.measure import share_of_step
 from embodied.profiling.role_probe import real
 from embodied.profiling.store import cost_key, dataflow_of, periodic_is_the_same
+from embodied.profiling.timed_run import through_the_driver
 from embodied.run import launch
+from embodied.workflows.embodied import EmbodiedLoop
 
 SMALL = ("recipe=sums_grpo", "run.start_from=null", "env.num_envs=8", "algo.groups=4", "algo.group_size=4")
 
@@ -122,3 +125,14 @@ def test_language_recipes_run_under_every_schedule(name, schedule):
             load(options)
         options += ["algo.normalize_advantages=false", "algo.minibatch_size=null"]
     assert load(options).config.pipeline.schedule == schedule
+
+
+def test_prompts_that_go_by_way_of_the_driver_make_a_cycle_of_sims_and_engines():
+    """Engines answer sims directly; what these ask goes to whichever has room, as the driver sees to."""
+    seen = {("policy", "sim"): (1.0, 8.0), ("sim", "learner"): (9.0, 9.5), ("learner", "policy"): (12.0, 13.0)}
+    flows = through_the_driver(seen, EmbodiedLoop.roles)
+    assert flows == seen | {("sim", "policy"): (1.0, 8.0)}
+    edges = {(edge.source, edge.target): edge.next_iteration for edge in traced_edges(flows)}
+    now = [("policy", "sim"), ("sim", "policy"), ("sim", "learner")]
+    assert edges == {**dict.fromkeys(now, False), ("learner", "policy"): True}
+    assert through_the_driver(flows, EmbodiedLoop.roles) == flows

@@ -67,7 +67,7 @@ class Run:
         return [self.loop.iterate(number, ITERATIONS) for number in range(first, last)]
 
     def weights(self):
-        self.loop.learners.save(self.folder / "saved").wait()
+        self.loop.save_learners(self.folder / "saved")
         return read_weights(self.folder / "saved" / "policy")
 
 
@@ -164,7 +164,7 @@ def test_a_group_begins_alike_and_goes_different_ways(tmp_path):
 def test_a_resumed_run_equals_one_that_was_not_stopped(reference, tmp_path):
     with Run(tmp_path / "first", TWO_SIMS, *DROPS) as run:
         run.train(0, 2)
-        run.loop.learners.save(tmp_path / "saved").wait()
+        run.loop.save_learners(tmp_path / "saved")
         state = run.loop.source.save()
     np.savez(tmp_path / "sims.npz", **state)
     with np.load(tmp_path / "sims.npz") as content, Run(tmp_path / "second", TWO_SIMS, *DROPS) as run:

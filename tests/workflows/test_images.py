@@ -41,7 +41,7 @@ def trained(folder, placement, backend, *options):
         loop.publish(0)
         for iteration in range(ITERATIONS):
             _, numbers = loop.iterate(iteration, ITERATIONS)
-        loop.learners.save(folder / "saved").wait()
+        loop.save_learners(folder / "saved")
     return read_weights(folder / "saved" / "policy"), numbers
 
 

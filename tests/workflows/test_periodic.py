@@ -80,7 +80,7 @@ class Run:
         return [self.loop.iterate(number, ITERATIONS) for number in range(first, last)]
 
     def weights(self):
-        self.loop.learners.save(self.folder / "saved").wait()
+        self.loop.save_learners(self.folder / "saved")
         return read_weights(self.folder / "saved" / "policy")
 
 
@@ -303,7 +303,7 @@ def test_a_long_first_episode_is_no_delay(tmp_path):
 def test_a_resumed_run_equals_one_that_was_not_stopped(sync, tmp_path):
     with Run(tmp_path / "first", PERIODIC) as run:
         run.train(0, 2)
-        run.loop.learners.save(tmp_path / "saved").wait()
+        run.loop.save_learners(tmp_path / "saved")
         state = run.loop.source.save()
     assert not any(name.startswith("kept.") for name in state)
     with Run(tmp_path / "second", PERIODIC) as run:
