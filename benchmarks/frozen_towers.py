@@ -22,7 +22,7 @@ from embodied.core.arrays import text_arrays
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
-from embodied.learners.rollout_buffer import Batch
+from embodied.learners.rollout_buffer import ItemBatch
 from embodied.learners.update import frozen_features
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
@@ -75,13 +75,13 @@ def compare(config, items: int, epochs: int, rounds: int) -> dict[str, float]:
     return {"again": again, "once": once, "saved": 1 - once / again, "kept_bytes": kept}
 
 
-def learn(model: Model, batch: Batch, epochs: int) -> None:
+def learn(model: Model, batch: ItemBatch, epochs: int) -> None:
     for _ in range(epochs):
         scores = model.score(batch.inputs(torch.arange(len(batch))))
         (scores.logprobs.mean() + scores.values.mean()).backward()
 
 
-def batch_of(policy, rows: int) -> Batch:
+def batch_of(policy, rows: int) -> ItemBatch:
     draw = np.random.default_rng(0)
     obs = {
         "images": {name: draw.integers(0, 256, (rows, *size), np.uint8) for name, size in SPEC.images.items()},
@@ -95,7 +95,7 @@ def batch_of(policy, rows: int) -> Batch:
     obs["images"] = {name: torch.from_numpy(image) for name, image in obs["images"].items()}
     obs["state"] = torch.from_numpy(obs["state"])
     replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
-    return Batch(0, text_arrays(obs), *map(torch.from_numpy, (output.actions, output.logprobs, *played)), replay)
+    return ItemBatch(0, text_arrays(obs), *map(torch.from_numpy, (output.actions, output.logprobs, *played)), replay)
 
 
 if __name__ == "__main__":

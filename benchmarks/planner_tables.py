@@ -18,8 +18,8 @@ from statistics import median
 from benchmarks.common import RESULTS, code_commit, machine
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.dataflow import Component, Dataflow, Edge
-from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Link, Profile, Sync, read_profile
+from embodied.placement.profile_planner import Planner
 from embodied.placement.topology import read_topology
 from embodied.plan import packaged
 

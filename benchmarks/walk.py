@@ -1,9 +1,9 @@
 """How much of the house does one iteration take to follow? python -m benchmarks.walk [recipe=maniskill_ppo]
 
 Trains two iterations in one process and counts the modules of ours, and their lines, in which anything runs during the
-second. Not counted, as a reader may take them on trust: the transport under a call or a channel (`runtime/` but the
-worker, its group and its channel), physics and drawing of a simulator (its folder but `env.py`), and the packages'
-`__init__.py`.
+second, and how many of these lines are in functions that ran. Not counted, as a reader may take them on trust: the
+transport under a call or a channel (`runtime/` but the worker, its group and its channel), physics and drawing of a
+simulator (its folder but `env.py`), and the packages' `__init__.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
+from collections import defaultdict
+from inspect import CO_OPTIMIZED
 from pathlib import Path
+from types import CodeType
 
 from benchmarks.common import ROOT
 
@@ -23,9 +26,12 @@ OVERRIDES = ("cluster.backend=inline", "run.iterations=2", "run.eval_every=null"
 def main(argv: list[str]) -> None:
     walked = modules_of(argv or ["recipe=maniskill_ppo"])
     followed = {path: lines for path, lines in walked.items() if is_followed(path)}
-    for path, lines in sorted(followed.items()):
-        print(f"{lines:5d}  {path}")
-    print(f"{len(followed)} modules, {sum(followed.values())} lines; with what is under them {len(walked)} modules")
+    print("lines    ran  module")
+    for path, (lines, ran) in sorted(followed.items()):
+        print(f"{lines:5d}  {ran:5d}  {path}")
+    lines, ran = (sum(column) for column in zip(*followed.values(), strict=True))
+    print(f"{len(followed)} modules, {lines} lines, of which {ran} in functions that ran", end="; ")
+    print(f"with what is under them {len(walked)} modules")
 
 
 def is_followed(path: str) -> bool:
@@ -33,16 +39,17 @@ def is_followed(path: str) -> bool:
     return name != "__init__.py" and (name in READ or not path.startswith(TRUSTED))
 
 
-def modules_of(arguments: list[str]) -> dict[str, int]:
-    """The files in which something ran during the second iteration, with their numbers of lines."""
+def modules_of(arguments: list[str]) -> dict[str, tuple[int, int]]:
+    """The files in which something ran during the second iteration, with their lines and those of functions that
+    ran."""
     from embodied import train
 
-    seen: set[str] = set()
+    seen: dict[str, set[CodeType]] = defaultdict(set)
     iterations = []
 
     def note(frame, event, argument) -> None:
         if event == "call" and len(iterations) == 2:
-            seen.add(frame.f_code.co_filename)
+            seen[frame.f_code.co_filename].add(frame.f_code)
 
     iterate = train.iterate
 
@@ -62,11 +69,23 @@ def modules_of(arguments: list[str]) -> dict[str, int]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    ours = {Path(name).resolve() for name in seen if name.endswith(".py")}
+    ours = {Path(name).resolve(): codes for name, codes in seen.items() if name.endswith(".py")}
     kept = [path for path in ours if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "benchmarks")]
     return {
-        str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in kept if ".venv" not in path.parts
+        str(path.relative_to(ROOT)): (len(path.read_text().splitlines()), lines_of(ours[path]))
+        for path in kept
+        if ".venv" not in path.parts
     }
+
+
+def lines_of(codes: set[CodeType]) -> int:
+    """The lines from the first to the last of each function, without those of modules and classes as a whole."""
+    found: set[int] = set()
+    for code in codes:
+        numbers = [line for _, _, line in code.co_lines() if line]
+        if code.co_flags & CO_OPTIMIZED:
+            found.update(range(code.co_firstlineno, max(numbers) + 1))
+    return len(found)
 
 
 if __name__ == "__main__":

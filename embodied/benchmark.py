@@ -25,8 +25,8 @@ from embodied.envs import env_class, speaks
 from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of
 from embodied.placement.costs import Pricer
 from embodied.placement.deploy import as_placement, granularity
-from embodied.placement.planner import Choice
 from embodied.placement.profile import Profile, read_profile, write_profile
+from embodied.placement.profile_planner import Choice
 from embodied.placement.reasons import describe_layout, idle_shares, why_not
 from embodied.plan import Planned, plan
 from embodied.profiling.measure import measure as measure_profile
@@ -45,7 +45,7 @@ from embodied.reporting.console import now
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.folder import provenance
-from embodied.run.program import program_of
+from embodied.run.launch import program_of
 from embodied.system.load import LoadMeter, load_before
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
@@ -284,7 +284,7 @@ def read_options(argv: list[str]) -> tuple[Options, list[str]]:
     unknown = [name for name in values.get("schedules", ()) if name not in OVERLAPPING]
     problems += [f"schedules: {name!r} is none; all, none, {', '.join(OVERLAPPING)}" for name in unknown]
     unknown = [mode for mode in values.get("modes", ()) if mode not in (*MODES, OTHER)]
-    problems += [f"modes: {mode!r} is no mode; all, {', '.join(MODES)}, {OTHER}" for mode in unknown]
+    problems += [f"modes: {mode!r} is not a mode; all, {', '.join(MODES)}, {OTHER}" for mode in unknown]
     for key, kind in (("rounds", int), ("seconds", (int, float))):
         if key in values and (not isinstance(values[key], kind) or values[key] <= 0):
             problems.append(f"{key}={values[key]!r}: should be a number above 0")

@@ -131,7 +131,7 @@ def compare(
 
 
 def refuse_errors_only(played: dict[str, list[EpisodeResult]], out: Path) -> None:
-    """An evaluation that measured nothing is no success, though it came to its end and what it found is kept."""
+    """An evaluation that measured nothing is not a success, though it came to its end and what it found is kept."""
     for name, episodes in played.items():
         if all(episode.error for episode in episodes):
             failed = f"{name} was not evaluated, every episode ended in an error"
@@ -303,7 +303,7 @@ def write_evaluation(
 
 
 def asked_for(parts: Sequence[tuple[RunConfig, Any]], played: Any, policy: dict[str, Any]) -> dict[str, Any]:
-    """All that the outcome of an episode follows from, and what is kept of it. How many rows play is no matter."""
+    """All that the outcome of an episode follows from, and what is kept of it. How many rows play does not matter."""
     config, _ = parts[0]
     protocol = choose_protocol(env_class(config.env), config.env, config.eval.protocol)
     env = protocol.apply(config.env).model_dump(mode="json", exclude={"num_envs"})

@@ -96,7 +96,7 @@ def show(title: str, items: list[Item]) -> None:
 
 
 def recipes(machine: Machine) -> Iterable[Item]:
-    """By family, small ones for a laptop last in each."""
+    """The recipes by family, small ones for a laptop last in each."""
     models, families = machine.models(), by_family(recipe_names())
     for family, name in [(family, name) for family, names in families.items() for name in names]:
         config = load([f"recipe={name}"]).config

@@ -25,8 +25,8 @@ from embodied.placement.dataflow import SCHEDULES
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.layout import DeviceClass
-from embodied.placement.planner import STAGES, Choice, Planner
 from embodied.placement.profile import Profile, read_profile
+from embodied.placement.profile_planner import STAGES, Choice, Planner
 from embodied.placement.reasons import (
     describe_layout,
     equal_to_the_fastest,
@@ -36,7 +36,7 @@ from embodied.placement.reasons import (
     why_not_apart,
     words,
 )
-from embodied.placement.schedules import overlaps
+from embodied.placement.schedule_cost import overlaps
 from embodied.placement.simulate import Schedule, simulate
 from embodied.placement.topology import Topology, read_topology
 from embodied.profiling.store import (
@@ -52,8 +52,7 @@ from embodied.reporting import gantt
 from embodied.reporting.html import page, section, table, tag
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
-from embodied.run.launch import proofs
-from embodied.run.program import program_of
+from embodied.run.launch import program_of, proofs
 from embodied.system.discovery import discover
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -285,7 +284,7 @@ def drawable(planned: Planned, choice: Choice) -> bool:
 
 
 def mean_idle(planned: Planned, choice: Choice) -> float | None:
-    """Over the devices of the classes in use."""
+    """The mean idle share over the devices of the classes in use."""
     if not drawable(planned, choice):
         return None
     shares = idle_shares(planned.planner.pricer, choice.layout)

@@ -21,17 +21,23 @@ from embodied.config.merge import COMMAND_LINE, Tree
 from embodied.config.mistakes import config_error, explain
 from embodied.config.schema import leaves, root
 from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.policies.config import LanguageConfig
+from embodied.policies.folder import published_family
 from embodied.run import launch
-from embodied.run.hub import is_hub_id
+from embodied.run.hub import folder_of, is_hub_id
+from embodied.run.policy_source import SERVER, Target, find
+from embodied.runtime.tensor_bytes import array_of
 from embodied.serving.config import TOKEN, ServeConfig
-from embodied.serving.models import find_language, load_language, with_options
 from embodied.serving.protocol import check_packages
 
 if TYPE_CHECKING:
     from embodied.policies.base import Policy
-    from embodied.run.policy_source import Target
+    from embodied.policies.language.policy import LanguagePolicy
 
 PROTOCOL = ("env.", "policy.")
+SERVING = ("max_tokens", "max_length", "max_running", "cache_gb", "chat", "dtype")  # options that the command line has
+ANY_TEXT = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, text=True)  # of a model that was made for none
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,9 +105,6 @@ def usage() -> str:
 def load(config: ServeConfig, protocol: list[str]) -> Policy:
     """The policy to serve. `protocol` are the arguments that configure a published model."""
     from embodied.policies import load_policy
-    from embodied.policies.folder import published_family
-    from embodied.run.hub import folder_of
-    from embodied.run.policy_source import find
 
     here = folder_of(config.checkpoint)
     if published_family(here):
@@ -140,7 +143,7 @@ def load_published(folder: Path, protocol: list[str]) -> Policy:
     """A published model as its authors evaluate it on a benchmark, without the simulator; prints the protocol."""
     from embodied.config.recipe import load as load_recipe
     from embodied.policies import make_policy
-    from embodied.run.policy_source import describe_published, find, published_spec
+    from embodied.run.policy_source import describe_published, published_spec
 
     loaded = load_recipe([f"checkpoint={folder}", *protocol], entry="evaluate")
     target = find(str(folder), loaded)
@@ -150,7 +153,7 @@ def load_published(folder: Path, protocol: list[str]) -> Policy:
 
 async def serve(policy: Policy, config: ServeConfig) -> None:
     """Serve until a signal asks to stop."""
-    from embodied.serving.server import Answers, Server
+    from embodied.serving.server import Answers, PolicyServer
 
     answers = Answers(policy, config)
     about = answers.metadata()
@@ -162,7 +165,7 @@ async def serve(policy: Policy, config: ServeConfig) -> None:
         print(f"clients     {'show the token in ' + TOKEN if config.token else 'of this machine, without a token'}")
         print(f"listening   ws://{config.host}:{port}", flush=True)
 
-    await until_stopped(Server(answers, config), config, ready)
+    await until_stopped(PolicyServer(answers, config), config, ready)
 
 
 async def until_stopped(server: Any, config: ServeConfig, ready: Callable[[int], None]) -> None:
@@ -177,6 +180,44 @@ async def until_stopped(server: Any, config: ServeConfig, ready: Callable[[int],
             f"host={config.host} port={config.port}: {cause}; choose others (port=0: a free one)"
         ) from None
     print("stopped", flush=True)
+
+
+def find_language(checkpoint: str) -> Target | None:
+    """The language model that is to be served; None where it is a policy of actions."""
+    here = folder_of(checkpoint)
+    if (family := published_family(here)) == "language":
+        return Target(here.resolve().name, LanguageConfig(name="language", pretrained=str(here)), folder=here.resolve())
+    if family or (target := find(checkpoint)).config.name != "language":
+        return None
+    return target
+
+
+def with_options(config: LanguageConfig, words: list[str]) -> LanguageConfig:
+    """The model's options as these arguments change them."""
+    values = parse(words, []).values
+    if odd := [key for key in values if key.removeprefix("policy.") not in SERVING]:
+        known = ", ".join(f"policy.{key}" for key in SERVING)
+        raise ConfigError(f"{odd[0]} has no effect in serving a language model; there are {known}")
+    changed = {key.removeprefix("policy."): value for key, value in values.items()}
+    own = {key: value for key, value in config.model_dump().items() if key not in SERVER}
+    try:
+        return LanguageConfig.model_validate(own | changed)
+    except ValidationError as err:
+        raise ConfigError("; ".join(f"policy.{one['loc'][0]}: {one['msg']}" for one in err.errors())) from None
+
+
+def load_language(config: LanguageConfig, target: Target) -> LanguagePolicy:
+    """The model with the weights of its folder."""
+    from embodied.policies.folder import read_weights
+    from embodied.policies.language.policy import LanguagePolicy
+
+    if target.spec is None:
+        policy = LanguagePolicy(config, ANY_TEXT)
+        policy.load_weights({name: array_of(blob) for name, blob in policy.stored_weights().items()})
+    else:
+        policy = LanguagePolicy(config, target.spec)
+        policy.load_weights(read_weights(target.folder))
+    return policy
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from embodied.config.cli import from_python
 from embodied.config.recipe_files import recipe_words
 from embodied.core.errors import ConfigError
 from embodied.run import launch
-from embodied.run.group import Group, read_group
+from embodied.run.group import RunGroup, read_group
 from embodied.run.several import run_several
 
 USAGE = f"""Train a recipe with several settings, each with several seeds, and write one page that compares them.
@@ -43,7 +43,7 @@ def start(argv: list[str]) -> int:
     return run_several(argv, sweep=True)[0]
 
 
-def call(*words: str | Mapping[str, Any]) -> Group:
+def call(*words: str | Mapping[str, Any]) -> RunGroup:
     """Run a sweep from Python, as the command does, and return the group with its runs; of seeds alone, too:
     embodied.sweep("pointmass_ppo", "algo.lr=1e-4,1e-3", "seeds=0-2")."""
     argv = from_python(words)

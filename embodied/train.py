@@ -23,7 +23,6 @@ from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, No
 from embodied.core.files import reading
 from embodied.evaluate import begin_in_run, evaluate_in_run
 from embodied.learners.rendezvous import rendezvous_point
-from embodied.reporting.advice import without_success
 from embodied.reporting.console import Console
 from embodied.reporting.partial_evaluation import partial_in
 from embodied.reporting.results import RESULTS, read_results
@@ -34,8 +33,8 @@ from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, re
 from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, starting_from
 from embodied.run.folder import RunFolder
+from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.policy_source import Target, check_continues, check_fits, check_same_policy, find_start
-from embodied.run.program import command_of, program_of
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
 from embodied.workflows.supervised import imitation_of
@@ -111,7 +110,7 @@ def follow(
 
 
 def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> tuple[int, Path | None]:
-    """The folder of the run that `run.start_from` names by its recipe, after it is trained where it is not there; a dry
+    """The folder of the run that `run.start_from` names by its recipe, training it first if it does not exist; a dry
     run only says so. Returns its exit code, too."""
     launch.say(first.describe())
     if first.folder:

@@ -96,6 +96,6 @@ def env_class(config: Any) -> type[VectorEnv]:
     if inspect.isclass(found) and issubclass(found, gymnasium.Env):
         return env_class({"name": "gym:"})
     raise ConfigError(
-        f"env.name={config.name!r} is no class of embodied.envs.base.VectorEnv or gymnasium.Env, and no task of "
+        f"env.name={config.name!r} is not a class of embodied.envs.base.VectorEnv or gymnasium.Env, and not a task of "
         f"a simulator: {found!r}"
     )

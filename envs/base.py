@@ -21,7 +21,7 @@ from embodied.core.arrays import Observation, finite_rows, host, is_tensor, map_
 from embodied.core.errors import ConfigError, NotFinite, WrongShape
 from embodied.core.types import ChunkResult, EnvSpec, EpisodeSpec
 from embodied.envs import import_class
-from embodied.envs.preflight import BeforeARun
+from embodied.envs.preflight import EnvCapabilities
 from embodied.envs.protocols import AS_TRAINED, Protocol
 
 Images = dict[str, np.ndarray]  # camera -> uint8 [rows, H, W, 3]
@@ -43,7 +43,7 @@ class StepResult:
     truncated: np.ndarray | None = None  # bool [N], where the simulator itself cuts episodes short
 
 
-class VectorEnv(BeforeARun, GymnasiumVectorEnv):
+class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
     """Base of every env plug-in, constructed as `MyEnv(config, num_envs)`."""
 
     worker = "embodied.envs.worker:SimWorker"  # by name: the driver never imports a simulator's worker

@@ -420,7 +420,7 @@ def cut_steps(played: Played, steps: slice) -> Played:
 
 
 def images_are_painted_where_promised(check: Checker) -> None:
-    """For envs that leave their images to `_paint`: a row is painted when it begins, at the border of a chunk if it
+    """Check envs that leave their images to `_paint`: a row is painted when it begins, at the border of a chunk if it
     moved, and where its episode ends inside a chunk: once for everything new that is seen."""
     env, everybody = check.env, np.arange(check.num)
     with painted_rows(env) as counts:

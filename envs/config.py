@@ -389,7 +389,7 @@ class ToyTextConfig(TextConfig):
         for task in (self.task,) if isinstance(self.task, str) else self.task:
             if task not in known:
                 raise ValueError(
-                    f"env.task={task!r} is no task of {self.name} (known: {', '.join(known)}){nearest(task, known)}"
+                    f"env.task={task!r} is not a task of {self.name} (known: {', '.join(known)}){nearest(task, known)}"
                 )
         return self
 

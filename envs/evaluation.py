@@ -152,7 +152,7 @@ class VideoRecorder:
         if problem:
             print(f"no videos: {problem}", file=sys.stderr)
         self.open: dict[int, VideoWriter] = {}
-        self.courses: dict[int, Course] = {}
+        self.statuses: dict[int, EpisodeStatus] = {}
         self.newest: dict[int, np.ndarray] = {}  # the last frame, which waits for the outcome to be written below it
 
     def __enter__(self) -> VideoRecorder:
@@ -169,14 +169,14 @@ class VideoRecorder:
         for row, spec in wanted:
             self.open[row] = VideoWriter(self.recording.videos, fps=self.env.env_spec.control_hz)
             words = spec.task if instructions is None else instructions[row]
-            self.courses[row] = Course(words, self.env.env_spec.has_success)
+            self.statuses[row] = EpisodeStatus(words, self.env.env_spec.has_success)
         self._add_frames([row for row, _ in wanted])
 
     def decided(self, rows: np.ndarray, values: np.ndarray) -> None:
         """The policy or expert has decided for these rows."""
         for row, value in zip(rows, values, strict=False):  # an expert gives none
-            if int(row) in self.courses:
-                self.courses[int(row)].value = float(value)
+            if int(row) in self.statuses:
+                self.statuses[int(row)].value = float(value)
 
     def on_frame(self, active: np.ndarray) -> None:
         """Called by the env after each env step with the rows that took it."""
@@ -184,7 +184,7 @@ class VideoRecorder:
         rows = [row for row in self.open if active[row]]
         self._write(rows)
         for row in rows:
-            self.courses[row].stepped(float(rewards[row]), bool(success[row]))
+            self.statuses[row].stepped(float(rewards[row]), bool(success[row]))
         self._add_frames(rows)
 
     def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
@@ -196,7 +196,7 @@ class VideoRecorder:
             if self.recording.failures_only and outcome.success_once is not False:
                 writer.discard()
             else:
-                self.courses[int(row)].over = True
+                self.statuses[int(row)].over = True
                 writer.add(self._captioned(int(row), frame))
                 writer.finish(name_of_video(outcome))
 
@@ -210,7 +210,7 @@ class VideoRecorder:
             return frame
         from embodied.reporting.videos import captioned
 
-        return captioned(frame, self.courses[row].caption())
+        return captioned(frame, self.statuses[row].caption())
 
     def _add_frames(self, rows: list[int]) -> None:
         """Draw a frame of each of these rows, with the cameras that were asked for."""
@@ -230,7 +230,7 @@ def no_encoder() -> str:
     return encoder_problem()
 
 
-class Course:
+class EpisodeStatus:
     """How an episode goes, for what is written under its frames."""
 
     def __init__(self, words: str, has_success: bool) -> None:

@@ -59,7 +59,7 @@ LOCAL = threading.local()
 def import_module(name: str, said: str) -> ModuleType:
     """A module by its name, also from the working directory; `said` is the option that names it, for messages."""
     if not MODULE.fullmatch(name) or name.endswith(".py"):
-        raise ConfigError(f"{said}: {name!r} is no name of a module{as_module(name)}")
+        raise ConfigError(f"{said}: {name!r} is not the name of a module{as_module(name)}")
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))
     try:
@@ -107,7 +107,7 @@ def registered_with_libero(module: ModuleType, name: str) -> type | None:
 
 
 def simulator_of(found: Any) -> str | None:
-    """The `env.name` that runs this class as a task; None if it is no simulator's task."""
+    """The `env.name` that runs this class as a task; None if it is not a simulator's task."""
     bases = found.__mro__ if inspect.isclass(found) else ()
     return next((BASES[name] for base in bases if (name := f"{base.__module__}.{base.__qualname__}") in BASES), None)
 

@@ -22,8 +22,8 @@ class Expert(Protocol):
         """[N, A]: the next action of every row; those of rows without an open episode are ignored."""
 
 
-class BeforeARun:
-    """A plug-in overrides what it has an answer to."""
+class EnvCapabilities:
+    """What an env's class says before a run; a plug-in overrides the methods for which it has an answer."""
 
     draws_on_gpus = False  # whether its cameras can, beside a simulator on cores
 

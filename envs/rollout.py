@@ -162,10 +162,10 @@ def spread(actions: Array, at: np.ndarray, num_rows: int) -> Array:
 
 
 class PolicyClient:
-    """Asks a stage's policy worker, and takes the answer to the last question from whichever worker gives it.
+    """Asks a stage's policy worker, and takes the answer to the last request from whichever worker gives it.
 
-    A policy worker may die between question and answer, or another one may take its place. That one knows of no
-    question, so the stage is sent `AskAgain`; the answer is the same, since it depends on the question alone, and a
+    A policy worker may die between request and answer, or another one may take its place. That one knows of no
+    request, so the stage is sent `AskAgain`; the answer is the same, since it depends on the request alone, and a
     second one is ignored.
     """
 
@@ -173,15 +173,15 @@ class PolicyClient:
         self.source = source
         self.requests = requests
         self.replies = replies
-        self.question = ActRequest(source)
+        self.request = ActRequest(source)
 
     def ask(self, same_as: tuple[str, int] | None = None, **what: Any) -> tuple[str, int]:
         """Send a request; returns its id. If `obs` repeats that of an earlier request (`same_as`), only that id is
         sent."""
-        self.question = ActRequest(self.source, self.question.number + 1, **what)
-        short = replace(self.question, obs=None, same_as=same_as)
-        self.requests.put(self.question if same_as is None else short)
-        return self.question.source, self.question.number
+        self.request = ActRequest(self.source, self.request.number + 1, **what)
+        short = replace(self.request, obs=None, same_as=same_as)
+        self.requests.put(self.request if same_as is None else short)
+        return self.request.source, self.request.number
 
     def answer(self) -> ActReply:
         while True:
@@ -191,8 +191,8 @@ class PolicyClient:
             if isinstance(reply, AskAgain):
                 if reply.requests is not None:
                     self.requests = reply.requests
-                self.requests.put(self.question)
-            elif reply.number == self.question.number:
+                self.requests.put(self.request)
+            elif reply.number == self.request.number:
                 return reply
 
 
@@ -217,7 +217,7 @@ class Stage(EpisodePlayer):
         self.client: PolicyClient | None = None
         self.final_obs: Observation | None = None  # of the rows `final_rows`, truncated in the last decision
         self.final_rows = np.empty(0, np.int64)
-        self.valued: tuple[Observation | None, tuple[str, int] | None] = (None, None)  # the last, and in which question
+        self.valued: tuple[Observation | None, tuple[str, int] | None] = (None, None)  # the last, and in which request
 
     # Where rollouts are of a fixed number of decisions, every row goes on to its own next episode
 
@@ -253,10 +253,10 @@ class Stage(EpisodePlayer):
     def ask(self, value_only: bool = False) -> None:
         """Send the policy what the playing rows see. The observation that ends a rollout begins the next one, and is
         sent once."""
-        (valued, question), self.valued = self.valued, (None, None)
+        (valued, request_id), self.valued = self.valued, (None, None)
         self.at, self.shown = self.seen()
         asked = self.client.ask(
-            same_as=question if valued is self.obs else None,
+            same_as=request_id if valued is self.obs else None,
             obs=self.shown,
             episodes=self.rows.episode[self.at],
             decisions=self.rows.decision[self.at],
@@ -286,7 +286,7 @@ class Stage(EpisodePlayer):
         self.final_obs, self.final_rows = None, np.empty(0, np.int64)
 
 
-def take_turns(
+def step_stages(
     stages: Sequence[Stage], records: Sequence[Record], refills: Sequence[Refill], horizon: int = 0
 ) -> Iterator[int]:
     """Play until no row does, or `horizon` decisions. Stages take turns, so that the policy works for one while another
@@ -306,10 +306,10 @@ def take_turns(
 
 
 class Record:
-    """What one stage plays, decision by decision, until it is handed on as a trajectory."""
+    """Records what one stage plays, decision by decision, until it is handed on as a trajectory."""
 
     def __init__(self, source: str, horizon: int = 0) -> None:
-        """With a `horizon`: that many decisions of every env row, with values. Without: whole episodes, no values."""
+        """Holds `horizon` decisions of every env row, with values; without a horizon whole episodes, without values."""
         self.source, self.horizon = source, horizon
         self.handed = 0  # decisions that have been handed on
         self.env_steps = 0

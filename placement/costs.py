@@ -7,7 +7,7 @@ A cycle (sim and policy) with s stages: the station with the most work per decis
 waits for its own answer: period = max(busiest station, round trip). All decisions take (n - 1) periods and one round.
 A layer: nodes begin when their input and their zone are there; with chunks, when the first chunk is. What a component
 can compute ahead of its work (frozen parts) it computes chunk by chunk. Where learners work while the others collect,
-each side takes its own turns (`schedules.py`).
+each side takes its own turns (`schedule_cost.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cache
 
 import numpy as np
 
-from embodied.placement import schedules
+from embodied.placement import schedule_cost
 from embodied.placement.cost_tables import Array, Table, make_table, max_of
 from embodied.placement.dataflow import Dataflow, Edge, asker_of
 from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
@@ -44,7 +44,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Turn:
+class NodeTurn:
     """A node of the dataflow in a layer: its components by zone, and the nodes on other devices it waits for: for each
     of their chunks as it comes if it streams, else for all of them. Others are done when its own devices are free."""
 
@@ -81,7 +81,7 @@ class Pricer:
         others, and what learners exchange after the last group is not hidden behind a rollout."""
         if self.dataflow.schedule == "periodic" and any(map(self.dataflow.teaches, components)):
             return True
-        slowed = self.profile.costs if schedules.overlaps(self.dataflow) else components
+        slowed = self.profile.costs if schedule_cost.overlaps(self.dataflow) else components
         costs = [cost for name in slowed for cost in self.profile.costs[name].values()]
         receives = any(e.next_iteration and e.target in components for e in self.dataflow.edges)
         return receives or any(cost.alone < 1 for cost in costs)
@@ -127,20 +127,20 @@ class Pricer:
         self, layer: Layer, devices: Sequence[Array], stages: int, chunks: int, swapped: frozenset[str] = frozenset()
     ) -> Array:
         at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
-        if schedules.overlaps(self.dataflow):
-            return schedules.overlapped(self, layer, at, stages, swapped) + self.sync_seconds(at, stages)
+        if schedule_cost.overlaps(self.dataflow):
+            return schedule_cost.overlapped(self, layer, at, stages, swapped) + self.sync_seconds(at, stages)
         order = self.dataflow.order
         work = {turn.node: self.node_seconds(order[turn.node], at, stages) for turn in self.turns(layer)}
-        return self.take_turns(layer, work, chunks, at, swapped) + self.sync_seconds(at, stages)
+        return self.time_shared_s(layer, work, chunks, at, swapped) + self.sync_seconds(at, stages)
 
-    def take_turns(
+    def time_shared_s(
         self,
         layer: Layer,
         work: Mapping[int, Array],
         chunks: int,
         at: Mapping | None = None,
         swapped=frozenset(),
-        turns: Sequence[Turn] | None = None,
+        turns: Sequence[NodeTurn] | None = None,
     ) -> Array:
         """Nodes in order, on zones that come free, chunk by chunk; `work` is what a pass of each takes. `turns`: of one
         side, which does not wait for the other."""
@@ -169,7 +169,7 @@ class Pricer:
                 free[z] = time
         return max_of(*free)
 
-    def _after_looking(self, turn: Turn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
+    def _after_looking(self, turn: NodeTurn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
         """When frozen parts have computed all of their input: chunk by chunk, where that is made on other devices."""
         for chunk in range(chunks):
             there = (ready[source][chunk] for source in turn.waits if source in ready)
@@ -180,7 +180,7 @@ class Pricer:
         items = -(-self.dataflow[name].ahead // np.maximum(self.count(name, at, 1), 1))
         return self.cost(name, at[name][0].device_class).ahead_s * items
 
-    def _turns_of(self, layer: Layer) -> tuple[Turn, ...]:
+    def _turns_of(self, layer: Layer) -> tuple[NodeTurn, ...]:
         place = {name: z for z, zone in enumerate(layer) for name in zone.components}
         found = []
         for i, node in enumerate(self.dataflow.order):
@@ -190,7 +190,7 @@ class Pricer:
                 sources = [(j, self.dataflow.order[j]) for j in self.dataflow.sources[i]]
                 here = [(j, names) for j, names in sources if names[0] in place]
                 waits = tuple(j for j, names in here if all(place[name] not in mine for name in names))
-                found.append(Turn(i, parts, waits, all(self.dataflow[name].streams for name in node)))
+                found.append(NodeTurn(i, parts, waits, all(self.dataflow[name].streams for name in node)))
         return tuple(found)
 
     def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: frozenset[str], which: str) -> float:
@@ -204,9 +204,9 @@ class Pricer:
 
     def least_turns(self, layer: Layer, work: Mapping[int, Array], chunks: int) -> Array:
         """No layer in which a pass of each node takes at least `work` takes less."""
-        if not schedules.overlaps(self.dataflow):
-            return self.take_turns(layer, work, chunks)
-        return max_of(*(self.take_turns(layer, work, 1, turns=side) for side in schedules.sides(self, layer)))
+        if not schedule_cost.overlaps(self.dataflow):
+            return self.time_shared_s(layer, work, chunks)
+        return max_of(*(self.time_shared_s(layer, work, 1, turns=side) for side in schedule_cost.sides(self, layer)))
 
     def node_seconds(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool = False) -> Array:
         """One pass of a cycle, or of one component; `beside`: while the other side works."""
@@ -226,7 +226,7 @@ class Pricer:
         if beside:
             mine = any(map(self.dataflow.teaches, node))
             for i, other in enumerate(self.dataflow.order):
-                if other[0] in at and schedules.learns(self.dataflow, i) != mine:
+                if other[0] in at and schedule_cost.learns(self.dataflow, i) != mine:
                     for name, more in self.at_work(other, at, stages).items():
                         busy[name] = busy.get(name, 0) + more
         found = {}
@@ -273,7 +273,7 @@ class Pricer:
         self, name: str, asker: str, at: Mapping, stages: int, slowed: Array
     ) -> tuple[Array, Array, Array, Array]:
         """Seconds of one request, until the first stage of every asker has its answer, of all requests of a round,
-        and of the question after the last decision."""
+        and of the request after the last decision."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = self.table(asker, home.device_class, stages)
         if name == asker:
@@ -297,8 +297,8 @@ class Pricer:
         return one, first, whole, cost.last_s.at(together * each) * slowed
 
     def merging(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array]:
-        """For a component that answers: items of a question, questions of a stage that wait for a worker, and how many
-        of these it answers in a call. The question of a stage of an asker goes to one worker, as a whole."""
+        """Returns for a component that answers: items of a request, requests of a stage that wait for a worker, and
+        how many of these it answers in a call. The request of a stage of an asker goes to one worker, as a whole."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
         each = self.dataflow[name].items / (asking * stages)
@@ -351,7 +351,7 @@ class Pricer:
         component, cost = self.dataflow[name], self.cost(name, device_class)
         on, learns = self.classes[device_class], self.dataflow.teaches(name)
         groups = self.dataflow.groups if learns and self.dataflow.schedule == "periodic" else 1
-        held = schedules.held_items(self.dataflow) if learns else 0
+        held = schedule_cost.held_items(self.dataflow) if learns else 0
         return make_table(component, cost, on, stages if component.splits else 1, groups, held)
 
 

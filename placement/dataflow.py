@@ -28,7 +28,7 @@ class Component:
     items: int
     even: bool = False  # every worker gets the same number of items (envs), so their number divides `items`
     splits: bool = False  # in a cycle: its workers split their items into stages, and each stage asks on its own
-    merges: int = 1  # in a cycle: a worker answers questions that wait for it in one call, up to so many items
+    merges: int = 1  # in a cycle: a worker answers requests that wait for it in one call, up to so many items
     streams: bool = False  # begins before its input is whole, with what has arrived
     ahead: int = 0  # items that it looks at in an iteration as they come, before its calls, which need all of them
 

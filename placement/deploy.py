@@ -8,7 +8,7 @@ from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import Dataflow
 from embodied.placement.grammar import PlacementError, text_of
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.modes import with_drawing
+from embodied.placement.mode_rules import with_drawing
 from embodied.placement.topology import Topology
 
 

@@ -123,7 +123,7 @@ def parse_map(
     placed = [name.strip() for key in placement for name in str(key).split(",")]
     for name in placed:
         if name not in known and not (more and name.isidentifier() and known.keys() <= set(placed)):
-            raise PlacementError(f"{name!r} is no role; roles: {', '.join(known)}")
+            raise PlacementError(f"{name!r} is not a role; roles: {', '.join(known)}")
     for key, place in placement.items():
         names = tuple(name.strip() for name in str(key).split(","))
         if place is None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from embodied.placement import modes
+from embodied.placement import mode_rules
 from embodied.placement.grammar import EMBODIED, PlacementError, Role, Slot, number, parse_map, span
-from embodied.placement.modes import ENVS_PER_SIM
+from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.placement.topology import Gpu, Node, Topology, one_machine
 
 
@@ -112,7 +112,7 @@ def make_plan(
     draws: bool = False,
     roles: Sequence[Role] = EMBODIED,
     more: bool = False,
-    meanwhile: str = "",
+    overlap: str = "",
     shared: bool = False,
 ) -> PlacementPlan:
     """The plan of a placement. `machines` are those that the run may use; cores alone stand for one machine with
@@ -123,8 +123,8 @@ def make_plan(
     reason, mode = "", "explicit"
     if isinstance(placement, str):
         mode = placement
-        placement, reason = modes.choose(
-            placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles, meanwhile
+        placement, reason = mode_rules.choose(
+            placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles, overlap
         )
         plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles), num_envs, reason)
         check_shares(plan, stages, shared)
@@ -135,7 +135,7 @@ def make_plan(
         except PlacementError as err:
             if not {role.name for role in EMBODIED}.issubset(role.name for role in roles):
                 raise  # a program of other roles
-            how = (gpu_sims, rows, most_sims, draws, roles, meanwhile)
+            how = (gpu_sims, rows, most_sims, draws, roles, overlap)
             works = working_map(machines, num_envs, stages, networks, *how)
             raise PlacementError(f"{err}; try placement='{works}'") from None
     if any(host.node or host.device for host in plan.hosts):
@@ -148,7 +148,7 @@ def working_map(machines: Topology, num_envs: int, stages: int, networks: str, *
     """A map that holds on the machine that the run is started on, if it has what the networks compute on."""
     here = Topology(machines.nodes[:1])
     where = machines if networks == "gpu" and not here.gpus else here
-    return json.dumps(modes.choose("auto", where, num_envs, stages, networks, *how)[0])
+    return json.dumps(mode_rules.choose("auto", where, num_envs, stages, networks, *how)[0])
 
 
 def named_nodes(placement: str | dict[str, Any]) -> set[str]:
@@ -256,7 +256,7 @@ def check_hardware(hosts: list[PlannedHost]) -> None:
 
 def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
     """Every sim worker gets the same number of envs in every stage, every learner and policy worker at least one env,
-    or stage of a sim worker where questions are not `shared`."""
+    or stage of a sim worker where requests are not `shared`."""
     sims, policies, learners = (plan.count(role) for role in ("sim", "policy", "learner"))
     if not sims:
         return  # a program without simulators

@@ -31,7 +31,7 @@ class Cost:
     seconds: Curve  # of one call, by items per worker
     bytes: Curve = NOTHING  # of device memory while it works, by items per worker
     fixed_s: float = 0.0  # once per pass, whatever the size
-    last_s: Curve = NOTHING  # in a cycle: of the question after the last decision (a value), by items
+    last_s: Curve = NOTHING  # in a cycle: of the request after the last decision (a value), by items
     exchange_s: Curve = NOTHING  # per call, by number of workers: of what they exchange (gradients)
     alone: float = 1.0  # how long work takes where no other device of the class does any, next to where all do
     ahead_s: float = 0.0  # per item that frozen parts compute ahead of the calls

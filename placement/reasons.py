@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from embodied.placement.costs import Pricer
 from embodied.placement.layout import NAMED, Layout
-from embodied.placement.planner import Choice, Planner
-from embodied.placement.schedules import overlaps
+from embodied.placement.profile_planner import Choice, Planner
+from embodied.placement.schedule_cost import overlaps
 from embodied.placement.simulate import simulate
 
 GB = 1e9

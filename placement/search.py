@@ -18,7 +18,7 @@ import numpy as np
 from embodied.placement.cost_tables import Array, max_of
 from embodied.placement.costs import Pricer
 from embodied.placement.layout import NAMED, DeviceClass, Layer, Zone, arrangements, components_of
-from embodied.placement.schedules import allowed
+from embodied.placement.schedule_cost import allowed
 
 HALVINGS = 20
 COARSE = 6  # sizes of a zone to price first, where splits are more than

@@ -19,7 +19,7 @@ import numpy as np
 
 from embodied.placement.costs import Pricer
 from embodied.placement.layout import Layer, Layout, Zone
-from embodied.placement.schedules import (
+from embodied.placement.schedule_cost import (
     learner_of,
     learns,
     num_waves,
@@ -61,7 +61,7 @@ class Schedule:
 
 
 def simulate(pricer: Pricer, layout: Layout) -> Schedule:
-    """One iteration of this layout, from the first question to the new weights."""
+    """One iteration of this layout, from the first request to the new weights."""
     return LayoutReplay(pricer, layout).run()
 
 
@@ -227,7 +227,7 @@ class LayoutReplay:
         return Cycle(self, node, at, start).run()
 
 
-class Request(NamedTuple):
+class SimulatedRequest(NamedTuple):
     asker: int
     stage: int
     number: int  # decisions made before it; after the last one only a value is asked for
@@ -263,7 +263,7 @@ class Cycle:
         self.ticket = count()
         self.turn = [0] * self.num  # stages that each asker has simulated, over all decisions
         self.answered: list[set[int]] = [set() for _ in range(self.num)]  # stages whose answer waits
-        self.waiting: dict[tuple[str, int, int, int, int], list[Request]] = defaultdict(
+        self.waiting: dict[tuple[str, int, int, int, int], list[SimulatedRequest]] = defaultdict(
             list
         )  # to be answered in one call
         self.end = start
@@ -271,7 +271,7 @@ class Cycle:
     def run(self) -> float:
         for asker in range(self.num):
             for stage in range(self.stages):
-                self.at_time(self.start, partial(self.ask, Request(asker, stage, 0), 0))
+                self.at_time(self.start, partial(self.ask, SimulatedRequest(asker, stage, 0), 0))
         while self.events:
             now, _, happen = heapq.heappop(self.events)
             happen(now)
@@ -289,8 +289,8 @@ class Cycle:
         self.replay.schedule.add(device, component, begin, begin + seconds)
         return begin + seconds
 
-    def ask(self, request: Request, hop: int, now: float) -> None:
-        """A question arrives at the component that is `hop` steps around the cycle."""
+    def ask(self, request: SimulatedRequest, hop: int, now: float) -> None:
+        """A request arrives at the component that is `hop` steps around the cycle."""
         if hop == len(self.others):
             self.at_time(now + self.delay, partial(self.answer, request))
             return
@@ -311,11 +311,11 @@ class Cycle:
     def worker_of(self, name: str, asker: int, stage: int) -> int:
         return (asker * self.stages + stage) * self.workers[name] // (self.num * self.stages)
 
-    def pass_on(self, requests: list[Request], hop: int, when: float) -> None:
+    def pass_on(self, requests: list[SimulatedRequest], hop: int, when: float) -> None:
         for request in requests:
             self.at_time(when, partial(self.ask, request, hop + 1))
 
-    def answer(self, request: Request, now: float) -> None:
+    def answer(self, request: SimulatedRequest, now: float) -> None:
         self.end = max(self.end, now)
         self.answered[request.asker].add(request.stage)
         self.simulate(request.asker, now)
@@ -329,7 +329,7 @@ class Cycle:
         self.turn[asker] += 1
         end = self.work(self.device(self.zone, asker), self.asker, now, 0)
         self.replay.played[asker, number + 1] = end
-        self.at_time(end, partial(self.ask, Request(asker, stage, number + 1), 0))
+        self.at_time(end, partial(self.ask, SimulatedRequest(asker, stage, number + 1), 0))
         self.at_time(end, partial(self.simulate, asker))
 
     def device(self, zone: Zone, worker: int) -> str:

@@ -71,7 +71,7 @@ def policy_class(name: str) -> type[Policy]:
     from embodied.policies.base import Policy
 
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
-        raise ConfigError(f"policy.name={name!r} is no class of embodied.policies.base.Policy: {kind!r}")
+        raise ConfigError(f"policy.name={name!r} is not a class of embodied.policies.base.Policy: {kind!r}")
     check_methods(kind, *(() if kind.speaks else ("noise_spec", "act")))
     return kind
 

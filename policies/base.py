@@ -30,7 +30,7 @@ warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserW
 
 @dataclass(frozen=True)
 class Scores:
-    """What the learner needs of B stored decisions, with gradients."""
+    """Log-probs, entropy and values of B stored decisions, with gradients."""
 
     logprobs: Tensor  # [B, C, A]
     entropy: Tensor  # [B, C, A]
@@ -62,7 +62,7 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def noise_spec(self) -> NoiseSpec:
-        """What randomness one decision needs."""
+        """The randomness that one decision needs."""
         raise NotImplementedError
 
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
@@ -80,7 +80,7 @@ class Policy(nn.Module):
     def pack(
         self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, most: int
     ) -> list[list[int]]:
-        """Which of R conversations, by number, `forward` is to score together: at most so many tokens at a time, and
+        """The conversations of R, by number, that `forward` is to score together: at most so many tokens at a time, and
         whole groups where they fit. `tokens` and `mask` [n] are theirs, `lengths` and `groups` [R]."""
         raise NotImplementedError
 
@@ -103,8 +103,8 @@ class Policy(nn.Module):
         return None
 
     def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
-        """How badly it predicts demonstrated actions [B, horizon, A]: a loss for each number [B, horizon, A], or one
-        for each item [B]. `inputs` holds "obs", "actions", and which of these there are, "mask" [B, horizon]."""
+        """The loss of demonstrated actions [B, horizon, A]: one for each number [B, horizon, A], or one for each
+        item [B]. `inputs` holds "obs", "actions", and which of these there are, "mask" [B, horizon]."""
         return -self.forward(inputs).logprobs
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
@@ -162,7 +162,7 @@ class Policy(nn.Module):
         return set(self.state_dict())
 
     def description(self) -> dict[str, Any]:
-        """What config.json says."""
+        """The content of config.json."""
         return {"policy": self.config.model_dump(mode="json"), "env_spec": dataclasses.asdict(self.spec)}
 
     def check_names(self, names: Iterable[str]) -> None:

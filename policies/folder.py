@@ -40,7 +40,7 @@ def read_description(folder: Path) -> tuple[Any, EnvSpec]:
                 f"train it with policy.name={family} policy.pretrained={folder}"
             )
         if missing := [name for name in ("policy", "env_spec") if name not in content]:
-            raise CheckpointError(f"{path} is no policy of ours: it has no {' and no '.join(missing)}")
+            raise CheckpointError(f"{path} is not a policy of ours: it has no {' and no '.join(missing)}")
         spec = dict(content["env_spec"])
         if unknown := spec.keys() - {field.name for field in fields(EnvSpec)}:
             raise ValueError(f"env_spec has {', '.join(sorted(unknown))}, which nobody here knows")

@@ -1,8 +1,8 @@
 """The policy worker: answers sim workers' requests with the current weights.
 
 It knows nothing of envs but what each stage saw at the end of a rollout, with which the next one begins. A worker that
-has no weights yet (or lost them) is stale and refuses to act. Questions of several sims are answered in one call of the
-policy where that pays. Noise is keyed by episode and decision, so an answer does not depend on the other questions
+has no weights yet (or lost them) is stale and refuses to act. Requests of several sims are answered in one call of the
+policy where that pays. Noise is keyed by episode and decision, so an answer does not depend on the other requests
 beside it, but for the last digits of floating-point numbers.
 """
 
@@ -44,7 +44,7 @@ class PolicyWorker(Worker):
         self.computing = Computing()
         self.shares = False  # its weights are a learner's
         self.cache_bytes = 0  # the most that it acted in so far
-        self.valued: dict[str, tuple[tuple[str, int], Observation]] = {}  # stage -> its last question of values only
+        self.valued: dict[str, tuple[tuple[str, int], Observation]] = {}  # stage -> its last request of values only
 
     def build(self, spec: EnvSpec) -> None:
         self.belongings = Belongings(self.timers)
@@ -77,7 +77,7 @@ class PolicyWorker(Worker):
         return [*self.policy.parameters(), *self.policy.buffers()]
 
     def route(self, publication: Publication) -> str:
-        """How this process gets published weights."""
+        """The way in which this process gets published weights."""
         return self.weights.route(publication)
 
     def load_weights(self, publication: Publication, route: str, channel: Channel, whole: bool) -> int | None:
@@ -98,8 +98,8 @@ class PolicyWorker(Worker):
     ) -> int:
         """Answer these sources with this version until the round is over; requests of other sources are of an earlier
         round. Returns the number of decisions. What waits is answered together, as far as `merging` says."""
-        decisions, questions = 0, Questions(requests, replies, self.merging)
-        while taken := self._take(questions):
+        decisions, batcher = 0, RequestBatcher(requests, replies, self.merging)
+        while taken := self._take(batcher):
             whole = [(request, self.completed(request)) for request in taken]
             for request in (request for request, known in whole if known is None):
                 replies[request.source].put(AskAgain(request.source))
@@ -109,7 +109,7 @@ class PolicyWorker(Worker):
         return decisions
 
     def _answers(self, requests: list[ActRequest], version: int, temperature: float, stream: str) -> Iterator[ActReply]:
-        """Together; where that fails each by itself, so that one bad question leaves no other without an answer."""
+        """Together; where that fails each by itself, so that one bad request leaves no other without an answer."""
         if not requests:
             return
         try:
@@ -123,7 +123,7 @@ class PolicyWorker(Worker):
         except Exception as err:
             if len(requests) == 1:
                 raise
-            print(f"{len(requests)} questions are answered one by one: {type(err).__name__}: {err}", flush=True)
+            print(f"{len(requests)} requests are answered one by one: {type(err).__name__}: {err}", flush=True)
         else:
             yield from replies
             return
@@ -147,12 +147,12 @@ class PolicyWorker(Worker):
             self.valued[stage] = (request.source, request.number), request.obs
         if request.same_as is None:
             return request
-        question, obs = self.valued.pop(stage, (None, None))
-        return replace(request, obs=obs) if question == request.same_as else None
+        earlier, obs = self.valued.pop(stage, (None, None))
+        return replace(request, obs=obs) if earlier == request.same_as else None
 
-    def _take(self, questions: Questions) -> list[ActRequest]:
+    def _take(self, batcher: RequestBatcher) -> list[ActRequest]:
         with self.timers.measure("wait"):
-            return questions.take()
+            return batcher.take()
 
     def _answer(self, requests: list[ActRequest], temperature: float, stream: str) -> list[ActReply]:
         """One call of the policy for all decisions, one for values alone, one for those of final observations."""
@@ -215,7 +215,7 @@ def check_output(output: PolicyOutput, num: int, dim: int) -> None:
         )
 
 
-class Questions:
+class RequestBatcher:
     """The requests of these sources that come through a channel in one round."""
 
     def __init__(self, channel: Channel, sources: Collection[str], merging: Merging) -> None:
@@ -242,7 +242,7 @@ class Questions:
         return taken
 
     def _another(self, taken: Sequence[ActRequest], until: float) -> ActRequest | None:
-        """The next request. Waits only while there is a sim that has not asked: a sim whose question is here asks no
+        """The next request. Waits only while there is a sim that has not asked: a sim whose request is here sends no
         second one, or simulates the other half of its envs meanwhile."""
         asked = len({sim_of(request.source) for request in taken})
         return self._get(until if asked < self.sims else 0.0)
@@ -271,7 +271,7 @@ def sim_of(source: str) -> str:
 
 
 def cut(array: Array, counts: Sequence[int]) -> list[Array]:
-    """The rows of each question."""
+    """The rows of each request."""
     if len(counts) == 1:
         return [array]
     ends = np.cumsum(counts).tolist()
@@ -279,7 +279,7 @@ def cut(array: Array, counts: Sequence[int]) -> list[Array]:
 
 
 def cut_output(output: PolicyOutput, counts: Sequence[int]) -> list[PolicyOutput]:
-    """The output for each question."""
+    """The output for each request."""
     actions, logprobs, values = (cut(part, counts) for part in (output.actions, output.logprobs, output.values))
     replay = {name: cut(part, counts) for name, part in output.replay.items()}
     return [

@@ -155,7 +155,7 @@ def test_paired_rounds_cancel_a_slow_minute():
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
-        (["modes=colocated"], "'colocated' is no mode; all, collocated"),
+        (["modes=colocated"], "'colocated' is not a mode; all, collocated"),
         (["schedules=sync"], "schedules: 'sync' is none; all, none, periodic, async"),
         (["rounds=0"], "rounds=0: should be a number above 0"),
         (["profile=old"], "should be new or stored"),

@@ -77,7 +77,7 @@ def test_a_simulator_is_never_in_the_process_of_a_role_that_updates():
 def test_a_role_that_the_program_does_not_declare_is_refused_before_anything_starts():
     told = "placement={sim: cpu:0, policy: cpu:0, reward: cpu:0, learner: cpu:0}"
     config = load([*SMALL, told]).config
-    with pytest.raises(ConfigError, match="'reward' is no role; roles: sim, policy, learner; try"):
+    with pytest.raises(ConfigError, match="'reward' is not a role; roles: sim, policy, learner; try"):
         launch.planned(config)
     _, placed = launch.planned(config, roles=ScoredLoop.roles)
     assert placed.count("reward") == 1
@@ -86,7 +86,7 @@ def test_a_role_that_the_program_does_not_declare_is_refused_before_anything_sta
 
 
 def test_a_misspelt_role_is_refused_while_the_recipe_is_read():
-    with pytest.raises(ConfigError, match="'sims' is no role"):
+    with pytest.raises(ConfigError, match="'sims' is not a role"):
         load([*SMALL, "placement={sims: cpu:0, policy: cpu:0, learner: cpu:0}"])
 
 

@@ -185,7 +185,7 @@ def test_a_class_that_is_not_there_is_said_in_one_line(tmp_path, capsys):
         ("my_nets:Nothing", "module my_nets has no Nothing"),
         ("raises:Policy", "importing raises failed: RuntimeError: boom"),
         ("nowhere:Policy", "No module named 'nowhere'"),
-        ("my_sims:Lift", "is no class of embodied.policies.base.Policy"),
+        ("my_sims:Lift", "is not a class of embodied.policies.base.Policy"),
         ("a:b:c", "a class is my_pkg.my_module:MyPolicy"),
     ]:
         run(evaluate, f"checkpoint={checkpoint}", "env.name=pointmass", "cluster.backend=inline", code=2)

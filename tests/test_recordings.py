@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embodied import evaluate
-from embodied.envs.evaluation import Course
+from embodied.envs.evaluation import EpisodeStatus
 from embodied.reporting.results import read_results
 from embodied.reporting.videos import Caption, beside, captioned
 
@@ -126,18 +126,18 @@ def test_a_caption_begins_with_the_outcome_and_fits_below_the_frame(side):
 
 
 def test_the_caption_says_how_the_episode_goes_and_in_the_end_went():
-    course = Course("push", True)
-    assert course.caption() == Caption("no success yet", ("step 0", "reward 0.00", "return 0.00", ""), "push")
-    course.stepped(-0.5, False)
-    course.value = 250.0
-    course.stepped(0.25, True)
-    assert course.caption() == Caption(
+    status = EpisodeStatus("push", True)
+    assert status.caption() == Caption("no success yet", ("step 0", "reward 0.00", "return 0.00", ""), "push")
+    status.stepped(-0.5, False)
+    status.value = 250.0
+    status.stepped(0.25, True)
+    assert status.caption() == Caption(
         "SUCCESS at step 2", ("step 2", "reward 0.25", "return -0.25", "value 250"), "push"
     )
-    course.stepped(0.0, False)
-    course.over = True
-    assert course.caption().outcome == "SUCCESS at step 2, lost"
-    failed, without = Course("push", True), Course("push", False)
+    status.stepped(0.0, False)
+    status.over = True
+    assert status.caption().outcome == "SUCCESS at step 2, lost"
+    failed, without = EpisodeStatus("push", True), EpisodeStatus("push", False)
     failed.over = without.over = True
     assert (failed.caption().outcome, without.caption().outcome) == ("FAILURE", "")
 

@@ -77,7 +77,7 @@ def token_gae(
     lam: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and returns (value targets), float64 [K], of conversations, one after the other; 0 for what the env
-    said, which is no step: the recursion goes from one sampled token to the next. Nothing comes after the last one,
+    said, which is not a step: the recursion goes from one sampled token to the next. Nothing comes after the last one,
     also where an answer was cut off.
 
     Prompt, answer, env, answer, with gamma = lambda = 1/2, all values 4, and a reward of 1 and of 2 at the ends:

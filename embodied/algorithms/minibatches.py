@@ -20,7 +20,7 @@ def learning_rates(config: AlgoConfig | SFTConfig) -> dict[str, float]:
 
 
 def lr_factor(schedule: str, progress: float) -> float:
-    """Learning rates are multiplied with it; `progress` is 0 before the first iteration, 1 after the last."""
+    """Learning rates are multiplied by it; `progress` is 0 before the first iteration, 1 after the last."""
     return min(1.0, max(0.0, 1.0 - progress)) if schedule == "linear" else 1.0
 
 

@@ -31,12 +31,11 @@ from embodied.config.merge import (
 from embodied.config.mistakes import config_error, explain
 from embodied.config.recipe_files import recipe_names
 from embodied.config.schema import root
-from embodied.config.sections import CollectSection, EvalSection, PipelineSection, RunSection
+from embodied.config.sections import CollectSection, EvalSection, PipelineSection, PlacementConfig, RunSection
 from embodied.core.errors import ConfigError
 from embodied.core.options import LocalPath, Strict
 from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
 from embodied.learners.config import LearnerConfig
-from embodied.placement.config import PlacementConfig
 from embodied.policies.config import MLPConfig, PolicyConfig
 from embodied.runtime.config import ClusterConfig, FaultsConfig
 
@@ -78,7 +77,7 @@ class RunConfig(Strict):
 
     @property
     def merged_rows(self) -> int:
-        """Env rows that a policy worker answers at once, at most; 1: one question after the other."""
+        """Env rows that a policy worker answers at once, at most; 1: one request after the other."""
         return self.pipeline.merge_rows or self.policy.merged_rows
 
     def with_pipeline(self, **changes: Any) -> RunConfig:
@@ -137,8 +136,8 @@ class RunConfig(Strict):
             )
         if schedule == "async" and self.pipeline.granularity:
             raise ValueError(
-                f"pipeline.granularity={self.pipeline.granularity} lets learners work on a rollout that goes on, but "
-                "with pipeline.schedule=async they learn from an earlier one meanwhile; leave it out"
+                f"pipeline.granularity={self.pipeline.granularity} lets learners work on a rollout still in progress, "
+                "but with pipeline.schedule=async they learn from an earlier one at that time; leave it out"
             )
         if schedule == "async" and algo.surplus == "carry":
             raise ValueError(

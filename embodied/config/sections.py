@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from embodied.core.options import LocalPath, PathOrRecipe, Strict, one_or_several
+from embodied.placement.grammar import MAP_EXAMPLE, MODES, PlacementError, parse_map
 
 
 class RunSection(Strict):
@@ -74,7 +76,7 @@ class PipelineSection(Strict):
         "auto: periodic where a profile measured here says that it is faster, else sync.",
     )
     async_level: int = Field(
-        1, gt=0, description="Versions that the weights which collect are behind those that learn, with schedule=async."
+        1, gt=0, description="How many versions the rollout weights lag the learner's, with schedule=async."
     )
     stages: int = Field(
         1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another."
@@ -155,3 +157,23 @@ class CollectSection(Strict):
         description="Deviation of the noise on the actions that are played; recorded is what was wanted, so that the "
         "demonstrations show how to recover.",
     )
+
+
+def _readable(value: Any) -> str | dict[str, Any]:
+    """The `placement` key: a mode, or a map from roles to devices; `make_plan` decides what it means on a machine."""
+    if isinstance(value, dict):
+        try:
+            parse_map(value, more=True)
+        except PlacementError as err:
+            raise PlacementError(f"{err}; try placement='{MAP_EXAMPLE}'") from None
+        return value
+    if value in MODES:
+        return value
+    close = difflib.get_close_matches(str(value), MODES, n=1)
+    meant = close[0] if close else "auto"
+    raise ValueError(
+        f"neither a mode nor a map; try placement={meant}. Modes: {', '.join(MODES)}; a map: {MAP_EXAMPLE}"
+    )
+
+
+PlacementConfig = Annotated[str | dict[str, str | dict[str, str]], BeforeValidator(_readable)]

@@ -32,7 +32,7 @@ class Manner:
 class Prompt:
     """A conversation that a policy worker is to continue: all that was said before, and what the env says now."""
 
-    number: int  # of the question, unique within its source and round; asked again, it keeps it
+    number: int  # of the request, unique within its source and round; asked again, it keeps it
     episode: int  # EpisodeSpec.index: with a token's place in the stream it keys the token's noise
     said: Said  # new; empty where an answer was interrupted and goes on
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [n], the conversation before it
@@ -52,7 +52,7 @@ class PromptBatch:
 class Completion:
     """What follows a prompt's `tokens`: what the env said, encoded, and the answer. P + A tokens."""
 
-    number: int  # of the question
+    number: int  # of the request
     tokens: np.ndarray  # int32 [P + A]
     logprobs: np.ndarray  # float32 [A], of the answer's tokens at temperature 1
     version: int  # of the weights

@@ -65,7 +65,7 @@ def read_arrays(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: s
             with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
                 return {name: content[name] for name in content.files}
         except (BadZipFile, BadBytes, NotImplementedError) as err:
-            raise ValueError(f"it is no archive of arrays ({err})") from err
+            raise ValueError(f"it is not an archive of arrays ({err})") from err
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -25,7 +25,7 @@ Array = Any  # numpy array, or a torch tensor where data stays on a GPU
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """Which episode an env row plays. The driver owns the list; `index`, unique in a run, keys its randomness."""
+    """An episode that an env row plays. The driver owns the list; `index`, unique in a run, keys its randomness."""
 
     task: str
     init_state_id: int  # which stored initial state, for simulators that have them; otherwise -1
@@ -65,7 +65,7 @@ def episode_seed(seed: int, stream: str, turn: int) -> int:
 
 
 def head_start(env_ids: np.ndarray, max_episode_steps: int) -> np.ndarray:
-    """How much of its step limit an env has used up when a staggered run begins: int [N].
+    """The part of its step limit that an env has used up when a staggered run begins: int [N].
 
     Multiples of the golden ratio spread evenly over the envs of each sim worker, however many there are.
     """
@@ -93,7 +93,7 @@ class ActionSpec:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What a policy must know of an env, without the simulator."""
+    """All that a policy must know of an env, without the simulator."""
 
     action: ActionSpec
     state_dim: int | None = None
@@ -184,8 +184,8 @@ class Trajectory:
     """Consecutive decisions of R sequences, one sequence after the other, with all the learner needs: K decisions.
 
     A sequence is what one env row played in a rollout, or a piece of it (its id is the row's; one episode may follow
-    another), or one whole episode (its id is the episode's index). Two of two decisions and one: `ids` [3, 5],
-    `lengths` [2, 1], K = 3, and row 2 of every array is the only decision of sequence 5.
+    another), or one whole episode (its id is the episode's index). With two decisions of sequence 3 and one of
+    sequence 5, `ids` is [3, 5], `lengths` [2, 1], K = 3, and row 2 of every array is the only decision of sequence 5.
 
     `values` is V(obs) at act time and `next_values` V of what followed: of the final observation where the episode was
     truncated inside the decision, else of the next observation. Algorithms without values have None.
@@ -254,12 +254,12 @@ class ActRequest:
 
     `final_obs` holds the final observations of rows whose episode was truncated in the decision before; only their
     value is wanted. With `value_only` the same holds for `obs` (the end of a rollout). The next rollout begins with
-    what was seen then: it names that question (its source and number) as `same_as` instead of sending `obs` again.
+    that observation: it names that request (its source and number) as `same_as` instead of sending `obs` again.
     `done`: no request will follow in this round. `num_sims`: so many sims ask from now on. Both come from the driver.
     """
 
     source: str  # where the answer goes, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
-    number: int = 0  # of the question in its round; asked again, it keeps it
+    number: int = 0  # of the request in its round; a repeated request keeps it
     obs: Observation | None = None
     episodes: np.ndarray | None = None  # int [N]
     decisions: np.ndarray | None = None  # int [N]
@@ -273,7 +273,7 @@ class ActRequest:
 @dataclass(frozen=True)
 class ActReply:
     source: str
-    number: int  # of the question
+    number: int  # of the request
     output: PolicyOutput | None  # None for value_only
     values: np.ndarray  # [N]
     final_values: np.ndarray | None
@@ -291,15 +291,15 @@ class AskAgain:
 
 @dataclass(frozen=True)
 class Merging:
-    """Which questions of several sim workers a policy worker answers together."""
+    """How far a policy worker answers requests of several sim workers together."""
 
-    rows: int = 1  # env rows that are answered together at most; a question of more is answered by itself
-    wait_s: float = 0.0  # how long a question waits for those of other sims
+    rows: int = 1  # env rows that are answered together at most; a request of more is answered by itself
+    wait_s: float = 0.0  # how long a request waits for those of other sims
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a sim worker reports to the driver as it happens, so that it is known should the worker die."""
+    """A sim worker's report to the driver, made as things happen, so that it is known should the worker die."""
 
     source: str
     begun: tuple[int, ...] = ()  # indices of the episodes that begin now
@@ -416,7 +416,7 @@ def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
 
 
 def trajectory_from(arrays: dict[str, np.ndarray]) -> Trajectory:
-    """What `arrays_of` was made of."""
+    """The trajectory that `arrays_of` was made of."""
     tree: dict[str, Any] = {"replay": {}}
     for name, array in with_flags(arrays).items():
         *groups, leaf = name.split(".")
@@ -437,6 +437,6 @@ def with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def env_blocks(num_envs: int, ranks: int) -> list[range]:
-    """Which global env ids each learner rank owns: contiguous, as equal as possible."""
+    """The global env ids that each learner rank owns: contiguous, as equal as possible."""
     borders = [num_envs * rank // ranks for rank in range(ranks + 1)]
     return [range(a, b) for a, b in pairwise(borders)]

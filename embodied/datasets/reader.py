@@ -138,7 +138,7 @@ class Dataset:
     def _check(self, columns: dict[str, np.ndarray], length: int) -> None:
         """Raise ValueError for rows that no policy can learn from."""
         if columns["task_index"].dtype.kind not in "iu":
-            raise ValueError("task_index is no number")
+            raise ValueError("task_index is not a number")
         for name in (ACTION, *([STATE] if STATE in self.features else [])):
             values, shape = as_vectors(columns[name]), self.features[name]["shape"]
             if values.dtype.kind not in "fiub" or values.shape[1:] != shape:

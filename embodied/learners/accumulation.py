@@ -16,10 +16,10 @@ from embodied.algorithms.minibatches import lr_factor
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import BatchEnd, BatchPart, GroupPart, Trajectory, join
 from embodied.learners.collective import Alone, Collective
-from embodied.learners.conversations import Packing, prepare_conversations
-from embodied.learners.model import Model, Optimizer
+from embodied.learners.conversations import Packing, build_token_batch
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rollout_buffer import flatten
-from embodied.learners.share import GRPOShare, PPOShare, logprobs_of, moments_of
+from embodied.learners.train_batch import GRPOBatch, PPOBatch, logprobs_of, moments_of
 from embodied.learners.update import check_finite, check_weights, gradient, mismatch_numbers
 from embodied.runtime import Channel
 
@@ -74,10 +74,10 @@ class Accumulation:
                 f"pipeline.schedule=periodic divides all losses by one count, with algo.weighting=episode that of the "
                 f"episodes, but {', '.join(own)} counts decisions; try algo.weighting=decision"
             )
-        sums = GRPOShare.SUMS
+        sums = GRPOBatch.SUMS
         if isinstance(config, PPOConfig):
             compared = reference is not None and config.kl_in == "loss"
-            sums = (*PPOShare.SUMS, "reference_kl") if compared else PPOShare.SUMS
+            sums = (*PPOBatch.SUMS, "reference_kl") if compared else PPOBatch.SUMS
         self.names = (*sums, *own, "mismatch_k3")
         self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=device)
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)  # of losses, of statistics, and of episodes
@@ -94,14 +94,14 @@ class Accumulation:
         else:
             part = BatchPart(group.ids, 0, len(group.ids), self.version, scores, advantages)
             about = self.config, Alone(), self.model.dtype, self.device, self.reference, self.packing, self.model
-            share = prepare_conversations(group, part, *about)
+            share = build_token_batch(group, part, *about)
             counts = [share.loss_count, share.weight_sum]
         sums, largest = gradient(self.model, self.config, share, torch.arange(share.num_units), 1, 0)
         self.sums += sums
         self.counts += torch.tensor([*counts, len(group.ids)], dtype=torch.float64, device=self.device)
         self.largest = torch.maximum(self.largest, largest)
 
-    def _decisions(self, group: Trajectory, advantages: np.ndarray) -> GRPOShare:
+    def _decisions(self, group: Trajectory, advantages: np.ndarray) -> GRPOBatch:
         """A group's decisions as items, which weigh 1, or all of an episode's together."""
         batch = flatten(group, 0, self.version, self.device)
         compared = None if self.reference is None else logprobs_of(self.reference, batch, len(batch))
@@ -112,7 +112,7 @@ class Accumulation:
             name: torch.from_numpy(np.repeat(each, group.lengths)).to(self.device, self.model.dtype)
             for name, each in (("advantages", advantages), ("weights", weights))
         }
-        return GRPOShare(batch=batch, num_items=len(batch), reference=compared, **tensors)
+        return GRPOBatch(batch=batch, num_items=len(batch), reference=compared, **tensors)
 
     def observe(self, group: Trajectory) -> None:
         """Keep the moments of a group's observations, if the policy tracks them."""
@@ -121,8 +121,8 @@ class Accumulation:
             self.moments = np.concatenate([self.moments, found]) if len(self.ids) else found
             self.ids = np.concatenate([self.ids, group.ids])
 
-    def step(self, optimizer: Optimizer, end: BatchEnd) -> dict[str, float]:
-        """With all ranks: divide what all have summed up, and take the step. Returns numbers for the log; {} where no
+    def step(self, optimizer: PolicyOptimizer, end: BatchEnd) -> dict[str, float]:
+        """Divide what all ranks have summed up, and take the step. Returns numbers for the log; {} where no
         rank had a group."""
         count, counted, episodes = optimizer.collective.sum(self.counts).tolist()
         if not episodes:

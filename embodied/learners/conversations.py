@@ -1,4 +1,4 @@
-"""What a learner rank learns from where the policy speaks: the tokens of whole conversations.
+"""The batch of a learner rank where the policy speaks: the tokens of whole conversations.
 
 A token is an item, as losses see it, but conversations are the units that minibatches deal, in whole groups: a group's
 conversations are neighbours, so that those that share a prompt pass through the network together. Only tokens that the
@@ -26,11 +26,11 @@ from embodied.core.types import BatchPart, Trajectory
 from embodied.learners.collective import Collective
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
-from embodied.learners.rollout_buffer import Batch, own, take
-from embodied.learners.share import (
-    GRPOShare,
-    PPOShare,
-    Share,
+from embodied.learners.rollout_buffer import ItemBatch, own, take
+from embodied.learners.train_batch import (
+    GRPOBatch,
+    PPOBatch,
+    RankBatch,
     divergences,
     everywhere,
     logprobs_of,
@@ -60,7 +60,7 @@ def packing_of(policy: Policy, config: LearnerConfig, algo: AlgoConfig | SFTConf
 
 
 @dataclass(frozen=True)
-class Conversations(Batch):
+class ConversationBatch(ItemBatch):
     """The tokens of a block of conversations as items; `first` is the number of its first conversation among those of
     all ranks."""
 
@@ -71,7 +71,7 @@ class Conversations(Batch):
     packing: Packing
 
     def inputs(self, items: Tensor) -> dict:
-        """What `Policy.forward` needs of these tokens, which are those of whole conversations."""
+        """The inputs of `Policy.forward` for these tokens, which are those of whole conversations."""
         numbers, lengths = (part.cpu() for part in torch.unique_consecutive(take(self.of, items), return_counts=True))
         tokens = {"actions": take(self.actions, items), "mask": take(self.mask, items)}
         return tokens | {"lengths": lengths, "groups": torch.from_numpy(self.groups)[numbers]}
@@ -82,7 +82,7 @@ class Conversations(Batch):
         return torch.from_numpy(local[(local >= 0) & (local < len(self.lengths))])
 
     def passes(self, model: Model, units: Tensor) -> int:
-        """How often the network runs for these conversations."""
+        """The number of times that the network runs for these conversations."""
         return len(self._packs(units[torch.from_numpy(self.teaching)[units]]))
 
     def micro_batches(self, model: Model, units: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
@@ -112,14 +112,14 @@ class Conversations(Batch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenShare(Share):
+class TokenBatch(RankBatch):
     """This rank's tokens of an iteration; `num_items` are the trained tokens of all ranks.
 
     All minibatches divide by one number, in proportion to their conversations: together they add up to the gradient of
     the batch, whichever conversations meet in one.
     """
 
-    batch: Conversations
+    batch: ConversationBatch
     weights: Tensor  # [items]
     num_conversations: int  # of all ranks
     weight_sum: float  # of all ranks' tokens
@@ -127,7 +127,7 @@ class TokenShare(Share):
 
     @property
     def num_units(self) -> int:
-        """What minibatches deal, over all ranks: conversations."""
+        """The number of units that minibatches deal, over all ranks: conversations."""
         return self.num_conversations
 
     def order(self, seed: int, iteration: int, epoch: int) -> np.ndarray:
@@ -137,37 +137,37 @@ class TokenShare(Share):
         return (groups[:, None] * size + np.arange(size)).ravel()
 
     def divisor(self, units: int) -> float:
-        """What the loss of a minibatch of so many conversations is divided by."""
+        """The divisor of the loss of a minibatch of so many conversations."""
         return (self.loss_count or 1.0) * units / self.num_conversations
 
     def counted(self, units: int) -> float:
-        """What the statistics of a minibatch of so many conversations are divided by."""
+        """The divisor of the statistics of a minibatch of so many conversations."""
         return (self.weight_sum or 1.0) * units / self.num_conversations
 
     def weights_of(self, part: Tensor) -> Tensor:
-        """How much each of some tokens counts."""
+        """The weight of each of these tokens."""
         return take(self.weights, part)
 
     def known(self, part: Tensor, weight: float) -> dict[str, Any]:
-        """What the loss takes of some tokens (`weight` 0: padding)."""
+        """The arguments of the loss for these tokens (`weight` 0: padding)."""
         return {**super().known(part, weight), "answers": take(self.batch.of, part)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedTokens(TokenShare, GRPOShare):
+class ComparedTokens(TokenBatch, GRPOBatch):
     """Tokens that are judged by how their conversation did in its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedTokens(TokenShare, PPOShare):
+class JudgedTokens(TokenBatch, PPOBatch):
     """Tokens that are judged by values."""
 
     def summary(self) -> dict[str, float]:
-        """What there is to say of the data."""
+        """Metrics of the data."""
         return self.about
 
 
-def prepare_conversations(
+def build_token_batch(
     trajectory: Trajectory,
     part: BatchPart,
     config: PPOConfig | GRPOConfig,
@@ -221,7 +221,7 @@ def prepare_conversations(
     )
 
 
-def values_of(model: Model, batch: Conversations, collective: Collective) -> np.ndarray:
+def values_of(model: Model, batch: ConversationBatch, collective: Collective) -> np.ndarray:
     """Float64 [K], what every token that counts was worth, before any step of the update."""
     passes = 0
     if model.config.shard:  # all ranks must run the network equally often
@@ -275,11 +275,11 @@ def trained_tokens(trajectory: Trajectory, config: PPOConfig | GRPOConfig) -> np
 
 def conversations(
     trajectory: Trajectory, trained: np.ndarray, first: int, version: int, device: str, packing: Packing
-) -> Conversations:
+) -> ConversationBatch:
     """The trajectory's tokens as items, of which these [K] are trained; `first` is the global number of the first
     conversation."""
     lengths = np.array(trajectory.lengths)
-    return Conversations(
+    return ConversationBatch(
         first=first,
         obs={},
         actions=own(trajectory.actions).to(device),

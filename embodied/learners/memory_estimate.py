@@ -50,8 +50,8 @@ class Memory:
         return self.weights + self.training + self.activations + self.reference
 
     def sharded(self, ranks: int) -> int:
-        """Of each of so many learners that hold shards: weights (the trained ones in float32), two moments and the
-        gradient twice of its rows, and the whole gradient in float32."""
+        """Bytes of each of so many learners that hold shards: weights (the trained ones in float32), two moments and
+        the gradient twice of its rows, and the whole gradient in float32."""
         rows = self.weights - self.trained + 5 * EXACT * self.num_trained
         return rows // ranks + EXACT * self.num_trained + self.gathered + self.activations + self.reference
 
@@ -64,7 +64,7 @@ class Memory:
 
 
 def estimate(config: RunConfig, items: int = 1) -> Memory | None:
-    """Of a recipe's learner, without its simulator and without the folder of its model; None for small policies. An
+    """Memory of a recipe's learner, found without its simulator and its model's folder; None for small policies. An
     iteration has so many items, where nothing says how many are looked at together."""
     from embodied.policies import policy_class
 
@@ -87,7 +87,8 @@ def spec_of_arm(config: RunConfig) -> EnvSpec:
 
 
 def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memory:
-    """Of a policy, which loses its weights by it, and a micro-batch of inputs as the learner gives them to it."""
+    """Memory of training a policy, which loses its weights by this, on a micro-batch of inputs as the learner has
+    it."""
     parameters = list(policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
     weights, blocks = size_of(parameters), [size_of(block.parameters()) for block in policy.blocks()]
@@ -120,7 +121,7 @@ def acting_bytes(policy: Policy, parameters: list[Tensor], config: LearnerConfig
 
 
 def training_bytes(p: Tensor) -> int:
-    """Of one number: gradient, two moments, gradients on their way; and for half precision a copy."""
+    """Bytes per trained number: gradient, two moments, gradients on their way; and for half precision a copy."""
     size = EXACT if p.dtype in HALVES else p.element_size()
     return size * (5 if p.dtype in HALVES else 4)
 

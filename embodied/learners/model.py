@@ -79,7 +79,7 @@ class Model:
             return self.policy.imitate(inputs, noise).to(self.dtype)
 
     def passes(self, count: int) -> int:
-        """How often the network runs for so many items."""
+        """The number of times that the network runs for so many items."""
         return -(-count // (self.config.micro_batch_size or max(count, 1)))
 
     def micro_batches(self, items: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
@@ -90,8 +90,8 @@ class Model:
 
 
 class FrozenFeatures:
-    """What frozen parts of the policy make of the observations of so many items: computed once for all epochs of an
-    update, where all of it can be kept."""
+    """Features that frozen parts of the policy compute of so many items' observations: once for all epochs of an
+    update, where all of them can be kept."""
 
     def __init__(self, model: Model, num_items: int) -> None:
         self.model, self.num_items = model, num_items
@@ -138,7 +138,7 @@ FILE = "optimizer.safetensors"
 MASTER = "master"
 
 
-class Optimizer:
+class PolicyOptimizer:
     """Adam over the policy's trainable parameters.
 
     Ranks that hold all weights exchange their gradients as one flat vector; ranks that hold shards have them summed by
@@ -270,7 +270,7 @@ class Optimizer:
 
 
 class Adam:
-    """As `torch.optim.adam` computes it, with its state by parameter. `torch.optim.Adam` is the same, and imports
+    """Adam as `torch.optim.adam` computes it, with its state by parameter. `torch.optim.Adam` is the same, and imports
     torch's compiler at its first step: a second of every learner's start."""
 
     def __init__(
@@ -286,7 +286,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, rates: Sequence[float]) -> None:
-        """With a learning rate per group; parameters without a gradient stay."""
+        """Take a step with a learning rate per group; parameters without a gradient stay."""
         for group, lr in zip(self.groups, rates, strict=True):
             params = [p for p in group if p.grad is not None]
             states = [self._state(p) for p in params]

@@ -1,7 +1,7 @@
-"""What a learner rank gets of a rollout: pieces, put together and encoded by frozen parts of the policy as they come.
+"""A learner rank's part of a rollout: pieces, put together and encoded by frozen parts of the policy as they come.
 
-Where learners have devices of their own, this is done while the rollout goes on. Frozen features depend on no weights
-that change and are computed in fixed microbatches, so where pieces end cannot change what is learned.
+Where learners have devices of their own, this is done while the rollout is in progress. Frozen features depend on no
+weights that change and are computed in fixed microbatches, so where pieces end cannot change what is learned.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from embodied.runtime import Channel
 
 
 @dataclass(frozen=True)
-class Batch:
+class ItemBatch:
     """Items of a block of sequences: tensors [items, ...] on this rank; `first` is the global id of item 0.
 
     An item is one decision. Global ids count the decisions of all ranks' sequences in the order of their ids: which
-    worker delivered first makes no difference. Minibatches deal units, here items (conversations: `Conversations`).
+    worker delivered first makes no difference. Minibatches deal units, here items (conversations: `ConversationBatch`).
     """
 
     first: int
@@ -40,7 +40,7 @@ class Batch:
         return len(self.mask)
 
     def inputs(self, items: Tensor) -> dict:
-        """What `Policy.forward` needs of these items."""
+        """The inputs of `Policy.forward` for these items."""
         replay = {name: take(tensor, items) for name, tensor in self.replay.items()}
         return {"obs": self.observed(items), "actions": take(self.actions, items)} | replay
 
@@ -53,7 +53,7 @@ class Batch:
         return torch.from_numpy(owned(minibatch, self.first, len(self)))
 
     def passes(self, model: Model, units: Tensor) -> int:
-        """How often the network runs for these units."""
+        """The number of times that the network runs for these units."""
         return model.passes(len(units))
 
     def micro_batches(self, model: Model, units: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
@@ -71,10 +71,10 @@ class Batch:
         return torch.zeros(1, dtype=torch.int64)
 
 
-def flatten(trajectory: Trajectory, first: int, version: int, device: str) -> Batch:
+def flatten(trajectory: Trajectory, first: int, version: int, device: str) -> ItemBatch:
     """The trajectory's decisions as items; `first` is the global id of the first. What losses are made of goes to the
     device; observations stay where they are, pixels as bytes, until they are encoded."""
-    return Batch(
+    return ItemBatch(
         first=first,
         obs=map_obs(own, trajectory.obs),
         actions=own(trajectory.actions).to(device),
@@ -116,7 +116,7 @@ class Coming:
 
 
 class RolloutBuffer:
-    """What has come of one iteration."""
+    """The pieces of one iteration that have arrived."""
 
     def __init__(self, batch_size: int, horizon: int = 0) -> None:
         """About `batch_size` items are encoded together; rollouts that come in pieces have `horizon` decisions."""
@@ -144,11 +144,11 @@ class RolloutBuffer:
         return all(s in there and there[s].have == there[s].whole.lengths.max() for s in sources)
 
     def parts(self, sources: Iterable[str]) -> list[Trajectory]:
-        """What each of these sources has played."""
+        """The trajectory of each of these sources."""
         return [self.coming[stage_of(source)].whole for source in sources]
 
     def trajectory(self, sources: Iterable[str]) -> Trajectory:
-        """All that these sources have played, together."""
+        """The trajectories of these sources, joined."""
         return join(self.parts(sources))
 
     def encode(self, model: Model, rows: np.ndarray) -> None:
@@ -193,6 +193,6 @@ def stage_of(source: str) -> str:
 
 
 def round_of(source: str) -> int:
-    """In which round of the run, or at which handing over, it was played; these numbers only grow."""
+    """In which round of the run, or in which handover, it was played; these numbers only grow."""
     number = source.partition("#")[2]
     return int(number) if number.isdigit() else 0

@@ -14,14 +14,20 @@ from torch import Tensor
 from embodied.algorithms.config import AlgoConfig
 from embodied.algorithms.minibatches import lr_factor, minibatches, skip_remaining_epochs, step_items
 from embodied.core.errors import Diverged, WrongShape
-from embodied.learners.model import FrozenFeatures, Model, Optimizer
-from embodied.learners.rollout_buffer import Batch, take
-from embodied.learners.share import Share
+from embodied.learners.model import FrozenFeatures, Model, PolicyOptimizer
+from embodied.learners.rollout_buffer import ItemBatch, take
+from embodied.learners.train_batch import RankBatch
 from embodied.policies.base import Scores
 
 
 def update_policy(
-    model: Model, optimizer: Optimizer, config: AlgoConfig, share: Share, seed: int, iteration: int, total: int
+    model: Model,
+    optimizer: PolicyOptimizer,
+    config: AlgoConfig,
+    share: RankBatch,
+    seed: int,
+    iteration: int,
+    total: int,
 ) -> dict[str, float]:
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     factor = lr_factor(config.lr_schedule, iteration / total)
@@ -60,7 +66,7 @@ def update_policy(
     return means | about | {"train/epochs": epoch + 1.0, "train/lr": config.lr * factor, **share.summary()}
 
 
-def frozen_features(model: Model, batch: Batch, size: int) -> dict[str, Tensor]:
+def frozen_features(model: Model, batch: ItemBatch, size: int) -> dict[str, Tensor]:
     """What the policy computes of the items' observations and no epoch changes; empty where that does not fit."""
     features = FrozenFeatures(model, len(batch))
     for items in torch.arange(len(batch)).split(model.config.micro_batch_size or size):
@@ -70,7 +76,7 @@ def frozen_features(model: Model, batch: Batch, size: int) -> dict[str, Tensor]:
     return features.kept
 
 
-def most(optimizer: Optimizer, passes: int) -> int:
+def most(optimizer: PolicyOptimizer, passes: int) -> int:
     """The passes of the rank that has most of them, where all must run the network equally often: it is sharded."""
     if not optimizer.sharded:
         return 0
@@ -78,7 +84,7 @@ def most(optimizer: Optimizer, passes: int) -> int:
 
 
 def gradient(
-    model: Model, config: AlgoConfig, share: Share, mine: Tensor, count: float, passes: int, compare: bool = True
+    model: Model, config: AlgoConfig, share: RankBatch, mine: Tensor, count: float, passes: int, compare: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Leave the gradient of this rank's units of a minibatch in the parameters; return the sums of its statistics and
     the largest of its mismatches, if it is to `compare` log-probs with those at act time."""
@@ -106,7 +112,7 @@ def gradient(
     return sums, largest
 
 
-def mismatch_of(batch: Batch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def mismatch_of(batch: ItemBatch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """How far the log-probs [b, C, A] of some items are from those at act time.
 
     k3 [b], per decision: the sum of r - 1 - log r over its numbers, whose mean is KL(acted || now). The gap [b] in nats
@@ -146,7 +152,7 @@ def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
         )
 
 
-def check_weights(optimizer: Optimizer, iteration: int, *numbers: float) -> np.ndarray:
+def check_weights(optimizer: PolicyOptimizer, iteration: int, *numbers: float) -> np.ndarray:
     """A step may be finite and still too large: what is published or saved must be usable. Returns these numbers of
     all ranks, a row each."""
     rows = np.array([[0.0 if optimizer.finite() else 1.0, *numbers]])

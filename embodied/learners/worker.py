@@ -21,12 +21,12 @@ from embodied.core.types import BatchPart, EnvSpec, Trajectory
 from embodied.learners.accumulation import Accumulation, Groups
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
-from embodied.learners.conversations import packing_of, prepare_conversations
-from embodied.learners.model import Model, Optimizer
+from embodied.learners.conversations import build_token_batch, packing_of
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
-from embodied.learners.rollout_buffer import Batch, RolloutBuffer, round_of
+from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
-from embodied.learners.share import Share, moments_of, prepare
+from embodied.learners.train_batch import RankBatch, build_rank_batch, moments_of
 from embodied.learners.update import frozen_features, update_policy
 from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
@@ -53,7 +53,7 @@ class LearnerWorker(Worker):
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
         self.computing = Computing()
-        self.rollout_buffer: RolloutBuffer | None = None  # what has come of a rollout that goes on
+        self.rollout_buffer: RolloutBuffer | None = None  # what has come of a rollout in progress
         self.early: list[Trajectory] = []  # pieces of batches that come after the one it learns from
         self.shares = False  # its weights are acted with in this process
 
@@ -82,7 +82,7 @@ class LearnerWorker(Worker):
         if self.config.shard:
             shard(self.policy, self.rendezvous, self.rank, self.world_size)
         self.collective = join(self.rendezvous, self, self.model.device)
-        self.optimizer = Optimizer(self.policy, self.algo, self.collective, self.dtypes)
+        self.optimizer = PolicyOptimizer(self.policy, self.algo, self.collective, self.dtypes)
         weights = self.policy.state_dict()
         frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
         self.moving = weights.keys() - frozen  # what an update may change
@@ -124,10 +124,12 @@ class LearnerWorker(Worker):
         self.timers.mark("first backward", self.model.first_backward)
         return numbers | {"time/first_backward_s": self.model.first_backward - started}
 
-    def _prepared(self, whole: Trajectory, part: BatchPart) -> Share:
+    def _prepared(self, whole: Trajectory, part: BatchPart) -> RankBatch:
         """Its items with their advantages: decisions, or tokens of conversations."""
         common = whole, part, self.algo, self.collective, self.model.dtype, self.device, self.reference
-        return prepare(*common) if self.packing is None else prepare_conversations(*common, self.packing, self.model)
+        return (
+            build_rank_batch(*common) if self.packing is None else build_token_batch(*common, self.packing, self.model)
+        )
 
     def _receive(self, trajectories: Channel, sources: tuple[str, ...], buffer: RolloutBuffer) -> None:
         """Put what these sources hand over into the buffer; pieces of later batches wait for their own update."""
@@ -166,7 +168,7 @@ class LearnerWorker(Worker):
         self.timers.mark("first backward", self.model.first_backward)
         return numbers | {"time/first_backward_s": self.model.first_backward - started - groups.end.seconds}
 
-    def _encoded(self, buffer: RolloutBuffer, whole: Trajectory, batch: Batch) -> dict[str, Tensor]:
+    def _encoded(self, buffer: RolloutBuffer, whole: Trajectory, batch: ItemBatch) -> dict[str, Tensor]:
         """Frozen features of the items: of rollouts as they came, of whole episodes now."""
         if whole.values is None:
             return frozen_features(self.model, batch, step_items(self.algo, len(batch)))

@@ -17,7 +17,7 @@ from embodied.core.types import EpisodeList, Route, Trajectory
 from embodied.envs.text.worker import TextWorker
 from embodied.policies import make_policy
 from embodied.policies.language.worker import LanguageWorker
-from embodied.profiling.role_probe import Kept, ProbedPart, ProbeWorker, Samples, real, tasks_of, used_bytes
+from embodied.profiling.role_probe import ProbedPart, ProbeWorker, ReplayedChannel, Samples, real, tasks_of, used_bytes
 
 NUMBER = "\\boxed{7}"
 
@@ -66,7 +66,7 @@ class ConversationProbe(ProbeWorker):
             spec = sim.spec()
             taken = max(used_bytes("cpu") - before, 0)
             policy = self._policy(sim) if "policy" in self.measured else None
-            self.parts[rows] = ProbedPart(sim, Kept(), policy, taken, spec.max_episode_steps)
+            self.parts[rows] = ProbedPart(sim, ReplayedChannel(), policy, taken, spec.max_episode_steps)
         return self.parts[rows]
 
     def _policy(self, sim: Any) -> LanguageWorker:
@@ -80,7 +80,7 @@ class ConversationProbe(ProbeWorker):
 
 
 class AnsweredWithNothing:
-    """A channel to nobody, both ways: every question has a number for an answer, at no cost."""
+    """A channel to nobody, both ways: every request has a number for an answer, at no cost."""
 
     def __init__(self) -> None:
         self.waiting: deque = deque()

@@ -41,8 +41,8 @@ from embodied.profiling.store import (
 from embodied.profiling.timed_run import Clock, calibrate
 from embodied.run import devices, launch
 from embodied.run.folder import commit
+from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
-from embodied.run.program import program_of
 from embodied.system.load import LoadMeter, load_before, under_load
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -174,7 +174,7 @@ def env_sizes(config: RunConfig, workers: int) -> list[int]:
 
 def call_sizes(config: RunConfig, sims: int, workers: int) -> list[int]:
     """Rows that a policy worker is asked for at once, where so many sims are elsewhere: at most its share, or what it
-    answers in a call, or the question of a sim."""
+    answers in a call, or the request of a sim."""
     total = config.env.num_envs
     most = max(min(total // workers, config.merged_rows), total // sims, 1)
     return list(dict.fromkeys(max(1, most // n) for n in (1, 2, 4, 16)))

@@ -77,7 +77,7 @@ class ProbedPart:
     """A sim, what it played last, and the policy that it asks where that is measured."""
 
     sim: SimWorker
-    kept: Kept
+    kept: ReplayedChannel
     policy: PolicyWorker | None
     bytes: int  # that came with the sim
     limit: int  # env steps of its episodes
@@ -102,11 +102,13 @@ class ProbeWorker(Worker):
         horizon = self._horizon(part.limit)
         samples = self.samples.setdefault(num_envs, Samples(bytes=part.bytes, horizon=horizon))
         part.kept.copies = copies
-        if part.policy:  # what larger questions took does not count
+        if part.policy:  # what larger requests took does not count
             part.policy.computing, part.policy.cache_bytes = Computing(), 0
         self.steps = decisions * self._chunk
         for repeat in range(repeats + 1):
-            direct = Directly(part.policy, copies) if part.policy else Noise(self._actions(part), self.config.seed)
+            direct = (
+                Directly(part.policy, copies) if part.policy else NoiseAnswers(self._actions(part), self.config.seed)
+            )
             route = Route(("probe",), (direct,), (direct,))
             started = perf_counter()
             reset_s = self._play(part, rows, decisions, route)
@@ -117,7 +119,7 @@ class ProbeWorker(Worker):
         samples.policy_bytes = part.policy.needs().num_bytes if part.policy else 0.0
         return samples
 
-    def _note(self, samples: Samples, direct: Directly | Noise, wall: float, reset_s: float) -> None:
+    def _note(self, samples: Samples, direct: Directly | NoiseAnswers, wall: float, reset_s: float) -> None:
         whole = wall - sum(direct.act_s) - sum(direct.value_s)
         decisions = len(direct.act_s)
         samples.decision_s = wall / decisions
@@ -258,7 +260,7 @@ class ProbeWorker(Worker):
             if self.grouped:
                 self._cut_episodes(sim.stages[0].env, limit)
             policy = self._policy(sim) if "policy" in self.measured else None
-            self.parts[rows] = ProbedPart(sim, Kept(), policy, taken, limit)
+            self.parts[rows] = ProbedPart(sim, ReplayedChannel(), policy, taken, limit)
         return self.parts[rows]
 
     def _horizon(self, limit: int) -> int:
@@ -347,7 +349,7 @@ def used_bytes(simulator: str) -> int:
 
 
 class Directly:
-    """A channel to a policy in the same process: a question put here is answered at once, as if `copies` sims asked."""
+    """A channel to a policy in the same process: a request put here is answered at once, as if `copies` sims asked."""
 
     def __init__(self, policy: PolicyWorker, copies: int = 1) -> None:
         self.policy, self.copies = policy, copies
@@ -367,7 +369,7 @@ class Directly:
         return self.answers.popleft()
 
 
-class Noise:
+class NoiseAnswers:
     """The same with noise for actions, at no cost."""
 
     def __init__(self, shape: tuple[int, int], seed: int) -> None:
@@ -391,7 +393,7 @@ class Noise:
         return self.answers.popleft()
 
 
-class Kept:
+class ReplayedChannel:
     """A channel that keeps what is put, and gives it again and again, as if `copies` sims had played it."""
 
     def __init__(self, copies: int = 1) -> None:

@@ -23,8 +23,8 @@ from embodied.placement.dataflow import Dataflow, embodied_dataflow
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.grammar import EMBODIED, number, others
 from embodied.placement.layout import DeviceClass
-from embodied.placement.planner import Choice, Planner
 from embodied.placement.profile import NOTHING, Profile, read_profile
+from embodied.placement.profile_planner import Choice, Planner
 from embodied.placement.reasons import why_not, why_not_apart
 from embodied.placement.topology import GB
 from embodied.run.devices import draws_on_gpus, networks_on

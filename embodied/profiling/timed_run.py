@@ -185,7 +185,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunTimings:
     """Medians over the iterations of a short real run."""
 
     rollout_s: float
@@ -245,15 +245,15 @@ def positions(layout: Layout) -> dict[str, tuple[Zone, int]]:
     return {name: (zone, zone.devices) for zone in layout.zones for name in zone.components}
 
 
-def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> float:
+def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> float:
     """Seconds of handing over between a sim's process and a policy's, as a rollout shows it."""
     expected = float(pricer.node_seconds(("sim", "policy"), positions(layout), 1))
     expected += beside_sims_s(profile, pricer, layout)
     return max(seen.rollout_s - expected, 0.0) / (profile.dataflow["sim"].calls + 1) / 2  # there and back
 
 
-def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> Profile:
-    """The profile with what the second run shows: weights that need not be handed over, and questions that must be."""
+def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> Profile:
+    """The profile with what the second run shows: weights that need not be handed over, and requests that must be."""
     link = profile.link
     if link == Link():
         link = Link(latency_s=latency_of(profile, pricer, layout, seen))
@@ -280,7 +280,7 @@ def with_costs(profile: Profile, name: str, change: Callable[[Cost], Cost]) -> P
     return replace(profile, costs={**profile.costs, name: changed})
 
 
-def with_others(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen, more: Iterable[Role]) -> Profile:
+def with_others(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings, more: Iterable[Role]) -> Profile:
     """The profile with what roles without a probe cost in a run, in proportion to their items."""
     at = positions(layout)
     for role in more:
@@ -297,7 +297,7 @@ def beside_sims_s(profile: Profile, pricer: Pricer, layout: Layout) -> float:
     return sum(float(pricer.node_seconds((name,), positions(layout), 1)) for name in names)
 
 
-def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: Seen) -> Profile:
+def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> Profile:
     """Put what the first run took beyond its parts where it belongs."""
     at, dataflow = positions(layout), profile.dataflow
     ranks = int(pricer.count("learner", at, 1))
@@ -358,7 +358,7 @@ def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunCon
     return with_algo(config, groups=groups).model_copy(update={"env": env}), cut
 
 
-def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, program: type) -> Seen:
+def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, program: type) -> RunTimings:
     """Two iterations at least, of which the first warms up."""
     with Trial(config, plan, logs, program) as trial:
         rounds = [trial.iterate()]
@@ -367,7 +367,7 @@ def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, p
         edges = traced_edges(trial.flows())
     rounds = rounds[1:]
     rest = [r.seconds - r.rollout_s - r.update_s - r.publish_s for r in rounds]
-    return Seen(
+    return RunTimings(
         median(r.rollout_s for r in rounds),
         median(r.update_s for r in rounds),
         median(r.sync_s for r in rounds),

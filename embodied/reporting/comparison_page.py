@@ -38,7 +38,7 @@ from embodied.reporting.training_page import (
 )
 from embodied.reporting.transcripts import transcript_lines
 from embodied.reporting.transcripts_page import Conversations, can_be_shown, legend
-from embodied.run.group import Group
+from embodied.run.group import RunGroup
 
 MOST_PROMPTS = 20  # whose answers are shown side by side
 
@@ -57,7 +57,7 @@ class ComparedRun:
     color: int
 
 
-def comparison(found: Sequence[Run | SeedSet], beside: Path, group: Group | None = None) -> str:
+def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | None = None) -> str:
     """The page as text; links are relative to the folder `beside`. `group`: what all of these are."""
     sets = with_names(found)
     colors = {one.label: place for place, one in enumerate(sets)}
@@ -106,7 +106,7 @@ def of_single_runs(entries: list[ComparedRun], beside: Path) -> list[Html]:
     return parts
 
 
-def heading(sets: list[SeedSet], runs: list[Run], group: Group | None) -> Html:
+def heading(sets: list[SeedSet], runs: list[Run], group: RunGroup | None) -> Html:
     """What is compared, from when to when, of which code, and what did not end well."""
     code = groups_page.commits(runs)
     said = [f"{len(runs)} runs"] * bool(group) + [f"of commit {one}" for one in code if len(code) == 1]
@@ -122,7 +122,7 @@ def heading(sets: list[SeedSet], runs: list[Run], group: Group | None) -> Html:
     )
 
 
-def recipe_of(group: Group | None, runs: list[Run]) -> Html | None:
+def recipe_of(group: RunGroup | None, runs: list[Run]) -> Html | None:
     """The resolved recipe of the first run of a group."""
     if group is None or not runs:
         return None

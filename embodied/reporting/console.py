@@ -20,7 +20,6 @@ from embodied.core.files import replace_text
 from embodied.core.types import EpisodeResult
 from embodied.reporting.curves import Curves, TensorBoardCurves, WandbCurves
 from embodied.reporting.results import describe_results, evaluation_numbers, warn_of_errors
-from embodied.reporting.success_stats import text_numbers
 from embodied.reporting.transcripts import TRANSCRIPTS
 
 RECENT = 100  # episodes over which the success rate and return of training are taken
@@ -296,3 +295,16 @@ def row_of(line: str) -> dict | None:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, float]:
+    """Training metrics of the conversations that ended in an iteration; none where no language policy played."""
+    played = [episode for episode in finished if episode.truncated is not None]
+    turns, tokens = (sum(getattr(episode, name) for episode in played) for name in ("length", "tokens"))
+    if not turns:
+        return {}
+    return {
+        "text/truncated": sum(bool(episode.truncated) for episode in played) / len(played),
+        "text/tokens": tokens / turns,  # an answer, on average
+        "text/tokens_per_s": tokens / elapsed_s,
+    }

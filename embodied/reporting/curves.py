@@ -27,7 +27,7 @@ class Curves(Protocol):
 
 
 def check_log(names: Sequence[str]) -> None:
-    """Refuse what cannot be written here. A folder wandb/ in the working directory is no package."""
+    """Refuse what cannot be written here. A folder wandb/ in the working directory is not a package."""
     found = importlib.util.find_spec("wandb") if "wandb" in names else None
     if "wandb" in names and (found is None or found.origin is None):
         raise ConfigError(f"run.log={list(names)} needs the package wandb, which is not installed: {HOW}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from embodied.reporting.runs import Run, read_run
-from embodied.run.group import MISSING, OVER, Group
+from embodied.run.group import MISSING, OVER, RunGroup
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def alone(run: Run, label: str) -> SeedSet:
     return SeedSet(label, [run], [None], [True])
 
 
-def sets_of(group: Group, beside_others: bool = False) -> list[SeedSet]:
+def sets_of(group: RunGroup, beside_others: bool = False) -> list[SeedSet]:
     """A set for each setting of a group, in the order in which they were asked for; `beside_others`: named with the
     group."""
     found = []

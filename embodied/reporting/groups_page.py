@@ -78,7 +78,7 @@ def in_order(sets: Sequence[SeedSet]) -> list[SeedSet]:
 
 
 def places_of(sets: Sequence[SeedSet]) -> dict[str, str]:
-    """By label: best, not apart from it, or behind."""
+    """How each set stands, by its label: best, not apart from the best, or behind."""
     name = ranked_by(sets)
     found = {one.label: summary(one, name) for one in sets} if name else {}
     return standings({label: (one["iqm"], one["interval"]) for label, one in found.items() if one})

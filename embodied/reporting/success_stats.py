@@ -113,19 +113,6 @@ def text_figures(played: list[EpisodeResult]) -> dict[str, Any]:
     }
 
 
-def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, float]:
-    """Training metrics of the conversations that ended in an iteration; none where no language policy played."""
-    played = [episode for episode in finished if episode.truncated is not None]
-    turns, tokens = (sum(getattr(episode, name) for episode in played) for name in ("length", "tokens"))
-    if not turns:
-        return {}
-    return {
-        "text/truncated": sum(bool(episode.truncated) for episode in played) / len(played),
-        "text/tokens": tokens / turns,  # an answer, on average
-        "text/tokens_per_s": tokens / elapsed_s,
-    }
-
-
 def pass_rate(by_prompt: Iterable[list[bool]], k: int) -> dict[str, Any] | None:
     """pass@k over the prompts that have at least k answers."""
     enough = [right for right in by_prompt if len(right) >= k]
@@ -287,7 +274,7 @@ def mean_with_interval(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, n
 
 
 def standings(found: dict[str, tuple[float, Sequence[float] | None]]) -> dict[str, str]:
-    """By name, for figures with their intervals: `behind` where an interval lies below that of the highest figure, else
+    """How figures with intervals stand, by name: `behind` where an interval lies below that of the highest figure, else
     `not apart`. The highest is `best` where all others are behind, else `highest`; several as high have neither."""
     if len(found) < 2:
         return dict.fromkeys(found, "-")

@@ -132,7 +132,7 @@ def describe(groups: Iterable[Phases]) -> str:
 
 
 def clock_differences(group: WorkerGroup) -> dict[str, float]:
-    """By worker, the seconds to add to its clock to get the driver's."""
+    """The seconds to add to each worker's clock to get the driver's, by worker."""
     here, differences = machine(), {}
     for rank, (worker, (where, _)) in enumerate(zip(group.workers, group.process().wait(), strict=True)):
         differences[worker] = 0.0 if where == here else min(ping(group[rank]) for _ in range(PINGS))[1]

@@ -2,7 +2,7 @@
 
 Each sim worker appends to a file of its own in `transcripts/`, so that none waits for another; at the end they become
 one `transcripts.jsonl` in the order of the episodes. A worker that is killed may leave half a line: its successor
-begins a new one, and reading skips what is no transcript. Where an episode was played twice, the later line counts.
+begins a new one, and reading skips what is not a transcript. Where an episode was played twice, the later line counts.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def transcripts_in(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def episode_of(line: bytes) -> int | None:
-    """Which episode a line tells of; None where it is no whole transcript."""
+    """Which episode a line tells of; None where it is not a whole transcript."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

@@ -3,7 +3,7 @@
 Frames are streamed to ffmpeg one by one, so that memory stays flat.
 
 A file gets its name only when it is whole: it is written under a hidden name in the same folder and renamed at the end,
-when the outcome that belongs into the name is known.
+when the outcome that belongs in the name is known.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.run import launch
 from embodied.run.ending import Interruption
 from embodied.run.folder import DRIVER
-from embodied.run.group import ENDED, FINISHED, MISSING, OVER, Group, Member, state_of
+from embodied.run.group import ENDED, FINISHED, MISSING, OVER, Member, RunGroup, state_of
 
 LONGEST_NAME = 100  # bytes of run.name
 POLL_S = 0.2
-TELL_S = 60.0  # between two lines about the runs that go on, off a terminal
+TELL_S = 60.0  # between two lines about the runs in progress, off a terminal
 CLOSE_S = 30.0  # for a run that is stopped at once
 TRAIN = ("-m", "embodied.train")
 STOPPED = (143, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a run that was told to stop
@@ -50,7 +50,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 @dataclass
 class Going:
-    """A run that goes on."""
+    """A run in progress."""
 
     member: Member
     process: subprocess.Popen
@@ -62,11 +62,11 @@ class Going:
 
 
 class Children:
-    """`places`: cores and CUDA_VISIBLE_DEVICES of the runs that go on at the same time; empty where one has all."""
+    """`places`: cores and CUDA_VISIBLE_DEVICES of the runs in progress at the same time; empty where one has all."""
 
     def __init__(
         self,
-        group: Group,
+        group: RunGroup,
         words: Sequence[str],
         parent: Path,
         places: Sequence[tuple[list[int], str]] = (([], ""),),

@@ -107,7 +107,7 @@ class RunFolder:
             self._lock = None
 
     def _hold(self) -> None:
-        """Keep others from continuing this run while it goes on. The kernel lets go when this process ends."""
+        """Keep others from continuing this run while it is in progress. The kernel lets go when this process ends."""
         lock = os.open(self.logs / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
         if taken(lock) is False:
             os.close(lock)

@@ -51,7 +51,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """What group.json says."""
 
     folder: Path
@@ -83,7 +83,7 @@ class Group:
         }
         replace_text(self.folder / GROUP, json.dumps(content, indent=1) + "\n")
 
-    def with_member(self, changed: Member) -> Group:
+    def with_member(self, changed: Member) -> RunGroup:
         """The same with what is known now of this member, written down."""
         others = [changed if member.key == changed.key else member for member in self.members]
         group = replace(self, members=tuple(others))
@@ -129,14 +129,14 @@ def is_group(folder: Path) -> bool:
     return (folder / GROUP).is_file()
 
 
-def read_group(folder: Path) -> Group:
+def read_group(folder: Path) -> RunGroup:
     path = folder / GROUP
     content = read_object(path)
     with reading(path):
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         members = tuple(Member(**one) for one in content["runs"])
-        return Group(
+        return RunGroup(
             folder,
             content["name"],
             dict(content["asked"]),
@@ -147,7 +147,7 @@ def read_group(folder: Path) -> Group:
         )
 
 
-def find_group(parent: Path, wanted: Group, named: Path | None) -> tuple[Group, bool]:
+def find_group(parent: Path, wanted: RunGroup, named: Path | None) -> tuple[RunGroup, bool]:
     """The group of these runs, or of some of them, with those added that it lacks; -> also whether it is new. `named`:
     the folder that the command line names, else the newest that fits."""
     if named and is_group(named):
@@ -171,7 +171,7 @@ def find_group(parent: Path, wanted: Group, named: Path | None) -> tuple[Group, 
     return replace(wanted, folder=folder, made=provenance()), True
 
 
-def other(found: Group, wanted: Group) -> str:
+def other(found: RunGroup, wanted: RunGroup) -> str:
     """Why these are not the same runs; "" where they are."""
     if found.swept != wanted.swept:
         return f"they differ in {', '.join(found.swept) or 'their seeds alone'}"
@@ -183,7 +183,7 @@ def other(found: Group, wanted: Group) -> str:
     return f"the recipe has changed since{f' ({changed[0]})' if changed[0] else ''}" if changed else ""
 
 
-def joined(found: Group, wanted: Group) -> Group:
+def joined(found: RunGroup, wanted: RunGroup) -> RunGroup:
     """The group with the wanted runs that it lacks, and the command that asked for all of them last."""
     known = {member.key for member in found.members}
     more = [member for member in wanted.members if member.key not in known]
@@ -191,7 +191,7 @@ def joined(found: Group, wanted: Group) -> Group:
 
 
 @contextmanager
-def held(group: Group) -> Iterator[None]:
+def held(group: RunGroup) -> Iterator[None]:
     """While this command goes on, no other one does with the same group."""
     logs = group.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -76,6 +76,6 @@ def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
 def check_model(folder: Path) -> None:
     """Refuse a folder that holds no model."""
     if not (folder / SHAPE[0]).is_file():
-        raise CheckpointError(f"policy.pretrained={folder}: {SHAPE[0]} is missing, so it is no folder of a model")
+        raise CheckpointError(f"policy.pretrained={folder}: {SHAPE[0]} is missing, so it is not a folder of a model")
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"policy.pretrained={folder}: the model has no weights there, no file *.safetensors")

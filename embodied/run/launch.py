@@ -27,10 +27,11 @@ from embodied.core.errors import (
     EmbodiedError,
 )
 from embodied.envs import env_class, import_class, speaks
+from embodied.envs.own_modules import own_modules
 from embodied.envs.protocols import choose_protocol
 from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED
-from embodied.placement.modes import ENVS_PER_SIM
+from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.policies import check_package
 from embodied.reporting.curves import check_log
 from embodied.run.devices import (
@@ -53,10 +54,10 @@ from embodied.run.memory_check import (
     most_sims,
     random_weights,
 )
-from embodied.run.program import modules_of
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
+LONGER = 4  # times as long is what a run without success is advised to be
 
 UNSAVED = "; what came after the last checkpoint is lost"
 
@@ -180,7 +181,7 @@ def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, r
     if not plan.apart(*updating) and not gives_way(config, plan, updating):
         placement = "this map" if plan.mode == "explicit" else f"placement={plan.mode}"
         turns = f"but with {placement} they take turns with others on their devices"
-        if schedule := meanwhile(config):
+        if schedule := overlap_key(config):
             works = "placement=auto, or pipeline.schedule=sync"
             try:
                 placed(config.model_copy(update={"placement": "auto"}), machines, True, roles)
@@ -189,7 +190,7 @@ def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, r
             raise ConfigError(f"{schedule}: learners learn while sims and policies collect, {turns}; try {works}")
         if pieces := config.pipeline.granularity:
             raise ConfigError(
-                f"pipeline.granularity={pieces}: learners put a rollout together while it goes on, {turns}; leave it "
+                f"pipeline.granularity={pieces}: learners put a rollout together during it, {turns}; leave it "
                 """out, or give them devices of their own: placement='{"sim,policy": "cpu:0", learner: "cpu:1"}'"""
             )
     try:
@@ -208,7 +209,7 @@ def gives_way(config: RunConfig, plan: PlacementPlan, updating: list[str]) -> bo
     return config.pipeline.schedule == "async" and alone and len(sharing) < len(acting)
 
 
-def meanwhile(config: RunConfig) -> str:
+def overlap_key(config: RunConfig) -> str:
     """The key by which learners learn while sims and policies collect; empty where they take turns."""
     schedule = config.pipeline.schedule
     return f"pipeline.schedule={schedule}" if schedule in ("periodic", "async") else ""
@@ -280,7 +281,7 @@ def placed(
         draws=draws_on_gpus(env),
         roles=roles,
         more=not learn,  # a map may place roles that only learning needs
-        meanwhile=meanwhile(config) if learn else "",
+        overlap=overlap_key(config) if learn else "",
         shared=speaks(kind),
     )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
@@ -330,7 +331,7 @@ def other_recipes(config: RunConfig) -> list[str]:
 def schedule_lines(config: RunConfig) -> list[str]:
     """When an update begins, where that is not at the end of its batch, and what to try then."""
     advice = wrap(advice_on_staleness(config), WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
-    return [f"schedule    {describe_schedule(config)}", *advice] if meanwhile(config) else []
+    return [f"schedule    {describe_schedule(config)}", *advice] if overlap_key(config) else []
 
 
 def describe_schedule(config: RunConfig) -> str:
@@ -351,6 +352,26 @@ def advice_on_staleness(config: RunConfig) -> str:
         f"algo.epochs={algo.epochs} takes weights far from those that collect: algo.decoupled=true learned more in our "
         "measurements (docs/schedules.md)"
     )
+
+
+def without_success(config: RunConfig) -> str:
+    """A line for a run in which no episode of the first third was a success; empty for language models, whose runs
+    stop by themselves where there is nothing to learn from."""
+    if config.policy.name == "language":
+        return ""
+    env, run = config.env, config.run
+    task = env_class(env).tasks(env)[0]
+    recipe = recipe_of_task(task)
+    steps = f"run.env_steps={LONGER * run.env_steps}" if run.env_steps else f"run.iterations={LONGER * run.iterations}"
+    sparse = getattr(env, "reward_mode", None) == "sparse"
+    options = [
+        f"the settings found for this task, recipe={recipe}" if recipe and run.name != recipe else "",
+        "a shaped reward, env.reward_mode=normalized_dense" if sparse else "",
+        "the simulator's own reward, env.reward=own" if env.reward == "success" else "",
+        f"a longer run, {steps}",
+        "demonstrations to begin with (docs/demonstrations.md)" if run.start_from is None else "",
+    ]
+    return f"nothing has succeeded in a third of the run; what may help: {'; '.join(filter(None, options))}"
 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
@@ -396,6 +417,30 @@ def cluster(
     own = modules_of(config, program)
     plans = host_plans(plan) if program is None else host_plans(plan, [r.name for r in program.roles if r.holds_policy])
     return Cluster(options.backend, plans, *about, own, options.start_s, on_start)
+
+
+def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:
+    """The workflow that program=my_module:MyLoop names, `usual` without it, and the other arguments."""
+    named = [arg.partition("=")[2] for arg in argv if arg.startswith("program=")]
+    rest = [arg for arg in argv if not arg.startswith("program=")]
+    return (import_class(named[-1], "program") if named else usual), rest
+
+
+def command_of(program: type) -> str:
+    """The words after `python -m embodied.` that run this workflow, and resume what it has run."""
+    named = f" program={program.__module__}:{program.__qualname__}" * is_own(program)
+    return f"{program.command}{named}"
+
+
+def is_own(program: type) -> bool:
+    """Whether a workflow is the user's."""
+    return not program.__module__.startswith("embodied.")
+
+
+def modules_of(config: RunConfig, program: type | None) -> list[str]:
+    """The user's modules that a run imports, which nodes of a Ray cluster may lack."""
+    found = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
+    return [*found, program.__module__] if program and is_own(program) else found
 
 
 def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:

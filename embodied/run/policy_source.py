@@ -21,7 +21,7 @@ from embodied.run.hub import fetch, is_hub_id
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
-    from embodied.workflows.rollout_manager import Weights
+    from embodied.workflows.weight_sync import Weights
 
 CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.baselines:RandomPolicy", "zero": "embodied.policies.baselines:ZeroPolicy"}
@@ -77,7 +77,7 @@ def find_all(loaded: Loaded) -> list[Target]:
 def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
     """`loaded` says how a model that others published is evaluated, and the options of a class of the user's."""
     from embodied.policies.folder import published_family, read_blobs, read_description
-    from embodied.workflows.rollout_manager import Weights
+    from embodied.workflows.weight_sync import Weights
 
     if checkpoint in BUILT_IN or is_class(checkpoint):
         return find_class(checkpoint, loaded)
@@ -188,7 +188,7 @@ def check_fits(target: Target, env: Any, spec: EnvSpec) -> None:
     made = target.spec
     if made is None:
         return
-    offered = {camera: spec.images.get(camera) for camera in made.images}  # what it does not look at is no matter
+    offered = {camera: spec.images.get(camera) for camera in made.images}  # what it does not look at does not matter
     words = {
         "actions": (made.action, spec.action),
         "state": (made.state_dim, spec.state_dim if made.state_dim else None),
@@ -250,7 +250,7 @@ def published_spec(config: Any, env: Any) -> EnvSpec:
 def weights_of(config: Any, spec: EnvSpec) -> Weights:
     """Weights of the folder, in the order and under the names of the policy that acts in this env."""
     from embodied.policies import make_policy
-    from embodied.workflows.rollout_manager import Weights
+    from embodied.workflows.weight_sync import Weights
 
     return Weights(0, make_policy(config, spec).stored_weights())
 

@@ -25,9 +25,9 @@ from embodied.run.children import Children
 from embodied.run.devices import machines
 from embodied.run.ending import Interruption
 from embodied.run.first_run import first_run
-from embodied.run.group import GOING_ON, OVER, Group, Member, describe_setting, find_group, held, recipe_mark
+from embodied.run.group import GOING_ON, OVER, Member, RunGroup, describe_setting, find_group, held, recipe_mark
+from embodied.run.launch import program_of
 from embodied.run.memory_check import needs
-from embodied.run.program import program_of
 from embodied.workflows.embodied import EmbodiedLoop
 
 OWN = ("seeds", "at_once", "group")
@@ -275,7 +275,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     plans = [launch.planned(one.config, dry=dry, roles=program.roles) for one in recipes.values()]
     config, plan = plans[0]
     at_once, why = decide(order, first, plan)
-    wanted = Group(
+    wanted = RunGroup(
         Path(),
         first.name,
         order.asked,
@@ -306,7 +306,7 @@ def side_by_side(at_once: int) -> str:
     return "one after another" if at_once == 1 else f"{at_once} at once, each on cores of its own"
 
 
-def describe(group: Group, new: bool, todo: Sequence[Member], states: dict[str, str], how: str) -> list[str]:
+def describe(group: RunGroup, new: bool, todo: Sequence[Member], states: dict[str, str], how: str) -> list[str]:
     """What there is and what will be done, a few lines."""
     counts = {state: [*states.values()].count(state) for state in dict.fromkeys(states.values())}
     there = ", ".join(f"{count} {state}" for state, count in counts.items() if not new)

@@ -32,7 +32,7 @@ from embodied.runtime.timers import Timers
 
 @dataclass
 class _Phase:
-    """One that goes on."""
+    """A phase in progress."""
 
     thread: int  # that is in it
     call: Handle | None = None  # that ends its turn, if there is one
@@ -113,7 +113,7 @@ class Turns:
         return worker in self.part_of
 
     def takes_part(self, worker: str) -> bool:
-        """Whether a worker of a phase that goes on holds its devices, and need not leave."""
+        """Whether a worker of a phase in progress holds its devices, and need not leave."""
         part = self.part_of.get(worker)
         with self._changed:
             return part is None or (self.coordinator.granted(part) and part not in self.coordinator.leaving())
@@ -235,7 +235,7 @@ def take_turns(
 
 
 def parts_of(leases: Mapping[str, Sequence[Claim]], giving_way: Collection[str]) -> dict[str, dict[str, list[Claim]]]:
-    """By phase, the gangs of those workers that can come and go in it by themselves: they share devices with another
+    """The gangs of workers that can come and go in a phase by themselves, by phase: they share devices with another
     phase, and with no worker of their own that has to stay. Those that share devices with each other are one gang."""
     found: dict[str, dict[str, list[Claim]]] = {}
     for phase, claims in leases.items():

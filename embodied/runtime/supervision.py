@@ -63,14 +63,14 @@ class Supervisor:
         return self._hosts[host].state
 
     def restarts(self, host: str) -> int:
-        """Over the whole run."""
+        """How often this host was started again in the whole run."""
         return self._hosts[host].restarts
 
     def replaces(self, host: str) -> bool:
         return host in self._hosts and host not in self._unique
 
     def at_work(self, host: str) -> bool:
-        """It was constructed, so what it raises now is no failure of a constructor."""
+        """It was constructed, so what it raises now is not a constructor's failure."""
         return self.state(host) in (State.HEALTHY, State.SUSPECT, State.STALE)
 
     def silent(self, host: str, seconds: float) -> bool:
@@ -82,7 +82,7 @@ class Supervisor:
         return seconds >= self.budget.hang_s
 
     def died(self, host: str, now: float) -> str | None:
-        """None if it is started again, otherwise what there is to say of why not."""
+        """None if it is started again, otherwise why it is not (empty: the cause says it all)."""
         record, budget = self._hosts[host], self.budget
         if host in self._unique:
             record.state = State.DEAD

@@ -43,7 +43,7 @@ class Written:
 
 
 @dataclass(eq=False)
-class Conversation:
+class ServedConversation:
     """One answer that is asked for."""
 
     tokens: list[int]
@@ -64,15 +64,15 @@ class Generation:
         self.engine = SlotEngine(policy.config, policy)
         self.begin()
         self.orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.waiting: deque[Conversation] = deque()
-        self.writing: set[Conversation] = set()
+        self.waiting: deque[ServedConversation] = deque()
+        self.writing: set[ServedConversation] = set()
         self.changes: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # that wait until nothing is written
         self.paused = self.kept = False
         self.failed: BaseException | None = None
         self.thread = threading.Thread(target=self.work, name="engine", daemon=True)
         self.thread.start()
 
-    def ask(self, conversation: Conversation) -> Future[Written]:
+    def ask(self, conversation: ServedConversation) -> Future[Written]:
         """The answer as soon as it is over; who cancels it gives the conversation up."""
         self.order(lambda: self.waiting.append(conversation), conversation.written)
         return conversation.written
@@ -191,20 +191,20 @@ class Generation:
         if not any(each.stop or each.told for each in self.writing):
             return
         for answer in self.engine.so_far():
-            conversation: Conversation = answer.key
+            conversation: ServedConversation = answer.key
             if conversation.stop and self.stops(conversation, answer):
                 self.engine.cancel(conversation)
                 self.finish(conversation, answer, "stop")
             elif conversation.told:
                 conversation.told(answer)
 
-    def stops(self, conversation: Conversation, answer: Answer) -> bool:
+    def stops(self, conversation: ServedConversation, answer: Answer) -> bool:
         """Whether the last token completed a text to stop at."""
         window = 4 * max(map(len, conversation.stop)) + 4  # tokens: a letter is four at most
         end = self.policy.tokenizer.decode(answer.tokens[-window:])
         return any(text in end for text in conversation.stop)
 
-    def finish(self, conversation: Conversation, answer: Answer, finish: str) -> None:
+    def finish(self, conversation: ServedConversation, answer: Answer, finish: str) -> None:
         self.writing.discard(conversation)
         settle(conversation.written, Written(answer, finish, self.version, self.fingerprint))
 

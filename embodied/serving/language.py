@@ -25,8 +25,8 @@ from embodied.policies.language.http_messages import NOT_FINITE
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.serving import openai_protocol as openai
 from embodied.serving.config import TOKEN, ServeConfig
-from embodied.serving.generation import ROUND, Conversation, Generation, Mode, Written
-from embodied.serving.openai_protocol import Ask, BadRequest, Choice, Served
+from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
+from embodied.serving.openai_protocol import AnswerChoice, Ask, BadRequest, Served
 
 CHANGE_S = 3600.0  # at most until what is being written has ended and new weights are loaded
 REQUESTS = 1024  # at a time, unless max_clients says otherwise
@@ -158,7 +158,7 @@ class LanguageServer:
         write = openai.chat if ask.chat else openai.completion
         return web.json_response(write(ask, str(number), choices, served))
 
-    def conversations(self, ask: Ask, number: int) -> list[Conversation]:
+    def conversations(self, ask: Ask, number: int) -> list[ServedConversation]:
         """Those that a request asks to continue, n for each prompt."""
         stops = frozenset(ask.stop_token_ids) | (frozenset() if ask.ignore_eos else self.policy.tokenizer.stops)
         most = ask.max_tokens or self.policy.config.max_tokens
@@ -175,7 +175,7 @@ class LanguageServer:
                 else:  # nobody names the noise, so no two answers share it
                     seed, stream = self.config.seed, f"act/{ROUND}/{number}"
                 sampling = Sampling(seed, stream, ask.temperature, stops)
-                found.append(Conversation(tokens, most, episode, sampling, ask.stop))
+                found.append(ServedConversation(tokens, most, episode, sampling, ask.stop))
         return found
 
     def encoded(self, prompt: openai.Asked) -> list[int]:
@@ -197,14 +197,14 @@ class LanguageServer:
             )
         return tokens
 
-    def choice(self, ask: Ask, conversation: Conversation, written: Written) -> Choice:
+    def choice(self, ask: Ask, conversation: ServedConversation, written: Written) -> AnswerChoice:
         """What a client is told of an answer."""
         answer, finish = written.answer, written.finish
         if answer.dropped:
-            raise NotFinite(answer.dropped)
+            raise UnusableAnswer(answer.dropped)
         ids = answer.tokens.tolist()
         text, found = cut(self.text_of(conversation, ids), ask.stop)
-        return Choice(
+        return AnswerChoice(
             conversation.tokens,
             ids,
             answer.logprobs.tolist(),
@@ -213,7 +213,7 @@ class LanguageServer:
             "stop" if found else finish,
         )
 
-    def text_of(self, conversation: Conversation, ids: list[int]) -> str:
+    def text_of(self, conversation: ServedConversation, ids: list[int]) -> str:
         """The answer in words, without the token that ends it."""
         return self.policy.tokenizer.decode(ids[:-1] if ids and ids[-1] in conversation.sampling.stops else ids)
 
@@ -224,7 +224,7 @@ class LanguageServer:
         return Served(self.origin.name, self.generation.version, self.generation.fingerprint)
 
     async def stream(
-        self, request: web.Request, ask: Ask, conversation: Conversation, number: int
+        self, request: web.Request, ask: Ask, conversation: ServedConversation, number: int
     ) -> web.StreamResponse:
         """The answer as it is written, in server-sent events."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue[Answer | None]()
@@ -267,10 +267,10 @@ class LanguageServer:
         return response
 
     def part(
-        self, ask: Ask, conversation: Conversation, answer: Answer, begin: int, text: str, finish: str = ""
-    ) -> Choice:
+        self, ask: Ask, conversation: ServedConversation, answer: Answer, begin: int, text: str, finish: str = ""
+    ) -> AnswerChoice:
         ids, logprobs = answer.tokens[begin:].tolist(), answer.logprobs[begin:].tolist()
-        return Choice(conversation.tokens, ids, logprobs, self.pieces(ids) if ask.logprobs else (), text, finish)
+        return AnswerChoice(conversation.tokens, ids, logprobs, self.pieces(ids) if ask.logprobs else (), text, finish)
 
     # Control
 
@@ -297,7 +297,7 @@ class LanguageServer:
         if mode not in ("wait", "abort"):
             raise BadRequest("mode should be wait or abort", "mode")
         if not folder.is_absolute() or not folder.is_dir():
-            raise BadRequest(f"path: {str(folder)[:200]} is no folder that this server sees", "path")
+            raise BadRequest(f"path: {str(folder)[:200]} is not a folder that this server sees", "path")
         try:
             before = self.generation.fingerprint
             found = await self.changed(self.generation.update(folder, version, mode, known))
@@ -328,7 +328,7 @@ class LanguageServer:
 CONTROL = ("/update_weights", "/reload_weights", "/pause", "/resume")
 
 
-class NotFinite(EmbodiedError):
+class UnusableAnswer(EmbodiedError):
     """The weights make no numbers for this prompt."""
 
     code = NOT_FINITE

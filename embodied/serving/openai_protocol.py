@@ -46,7 +46,7 @@ Asked = str | list[int] | tuple[Message, ...]  # what is continued: text, tokens
 
 
 @dataclass(frozen=True)
-class Noise:
+class NoiseAddress:
     """Which numbers choose the tokens, as the engines in a policy worker address them."""
 
     seed: int
@@ -64,10 +64,10 @@ class Ask:
     temperature: float = 1.0
     n: int = 1
     seed: int | None = None
-    noise: Noise | None = None  # of the only answer
+    noise: NoiseAddress | None = None  # of the only answer
     stop: tuple[str, ...] = ()  # texts at which an answer ends, before them
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False  # the model's own stop tokens are no end
+    ignore_eos: bool = False  # the model's own stop tokens do not end an answer
     logprobs: bool = False
     return_token_ids: bool = False
     stream: bool = False
@@ -76,7 +76,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AnswerChoice:
     """An answer to one prompt: A tokens."""
 
     prompt: Sequence[int]
@@ -218,7 +218,7 @@ def message_of(message: Any, number: int) -> Message:
     return {"role": message["role"], "content": content}
 
 
-def noise_of(value: Any) -> Noise | None:
+def noise_of(value: Any) -> NoiseAddress | None:
     if value is None:
         return None
     if not isinstance(value, dict) or value.keys() != {"seed", "stream", "episode"}:
@@ -226,7 +226,7 @@ def noise_of(value: Any) -> Noise | None:
     seed, episode = (whole(value, name, 0, 0, LARGEST_SEED) for name in ("seed", "episode"))
     if not isinstance(value["stream"], str) or len(value["stream"]) > 64:
         raise BadRequest("noise: stream should be a short text", "noise")
-    return Noise(seed, value["stream"], episode)
+    return NoiseAddress(seed, value["stream"], episode)
 
 
 def whole(fields: dict[str, Any], name: str, usual: Any, least: int, most: int) -> Any:
@@ -252,7 +252,7 @@ def is_ids(value: Any) -> bool:
 # Answers
 
 
-def completion(ask: Ask, name: str, choices: Sequence[Choice], served: Served) -> dict[str, Any]:
+def completion(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) -> dict[str, Any]:
     """The JSON of an answer of /v1/completions, `choices` by prompt; `name` is the request's."""
     return about("text_completion", f"cmpl-{name}", served) | {
         "choices": [
@@ -269,7 +269,7 @@ def completion(ask: Ask, name: str, choices: Sequence[Choice], served: Served) -
     }
 
 
-def chat(ask: Ask, name: str, choices: Sequence[Choice], served: Served) -> dict[str, Any]:
+def chat(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) -> dict[str, Any]:
     """The JSON of an answer of /v1/chat/completions."""
     found = about("chat.completion", f"chatcmpl-{name}", served) | {
         "choices": [
@@ -287,7 +287,7 @@ def chat(ask: Ask, name: str, choices: Sequence[Choice], served: Served) -> dict
     return found | ({"prompt_token_ids": list(choices[0].prompt)} if ask.return_token_ids else {})
 
 
-def chunk(ask: Ask, name: str, new: Choice, served: Served, first: bool) -> dict[str, Any]:
+def chunk(ask: Ask, name: str, new: AnswerChoice, served: Served, first: bool) -> dict[str, Any]:
     """A part of a streamed answer: what is new of it; `finish` is empty while there is more."""
     finish = new.finish or None
     if ask.chat:
@@ -304,7 +304,7 @@ def chunk(ask: Ask, name: str, new: Choice, served: Served, first: bool) -> dict
     return found | {"choices": [told | ({} if ask.chat else begun)]} | (begun if ask.chat else {})
 
 
-def last_chunk(ask: Ask, name: str, whole: Choice, served: Served) -> dict[str, Any]:
+def last_chunk(ask: Ask, name: str, whole: AnswerChoice, served: Served) -> dict[str, Any]:
     """What ends a stream that tells how many tokens there were."""
     kind, prefix = ("chat.completion.chunk", "chatcmpl") if ask.chat else ("text_completion", "cmpl")
     return about(kind, f"{prefix}-{name}", served) | {"choices": [], "usage": usage(ask, [whole])}
@@ -321,11 +321,11 @@ def about(kind: str, name: str, served: Served) -> dict[str, Any]:
     }
 
 
-def ids(choice: Choice) -> dict[str, Any]:
+def ids(choice: AnswerChoice) -> dict[str, Any]:
     return {"token_ids": list(choice.tokens)}
 
 
-def text_logprobs(choice: Choice) -> dict[str, Any]:
+def text_logprobs(choice: AnswerChoice) -> dict[str, Any]:
     ends = itertools.accumulate(map(len, choice.pieces), initial=0)
     return {
         "tokens": list(choice.pieces),
@@ -335,14 +335,14 @@ def text_logprobs(choice: Choice) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(choice: Choice) -> list[dict[str, Any]]:
+def chat_logprobs(choice: AnswerChoice) -> list[dict[str, Any]]:
     return [
         {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
         for piece, logprob in zip(choice.pieces, choice.logprobs)
     ]
 
 
-def usage(ask: Ask, choices: Sequence[Choice]) -> dict[str, int]:
+def usage(ask: Ask, choices: Sequence[AnswerChoice]) -> dict[str, int]:
     asked, written = sum(len(c.prompt) for c in choices[:: ask.n]), sum(len(c.tokens) for c in choices)
     return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
 

@@ -184,7 +184,7 @@ class Client:
         self._since = time.monotonic()
 
 
-class Server:
+class PolicyServer:
     """Talks to several clients at a time."""
 
     def __init__(self, answers: Answers, config: ServeConfig, tell: Callable[[str], None] = print) -> None:

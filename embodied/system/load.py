@@ -1,4 +1,4 @@
-"""How many of our cores other programs keep busy: what spoils a measurement, before it and while it goes on."""
+"""How many of our cores other programs keep busy: what spoils a measurement, before it and during it."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class Machine:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """With all that it started."""
+    """Kill a process with all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -26,7 +26,7 @@ learned from, a `Workflow` what an iteration is. Worked example, a reward model 
 
 A plan gives each role its workers and devices: `placement={"sim,policy": "cpu:0", reward: "cpu:1", learner: "cpu:2"}`
 runs one worker of each, `reward: "gpu:0-1"` two on a GPU each. Such a source takes whole rollouts (pipeline.granularity
-stays null): pieces of one would have to be scored while it goes on.
+stays null): pieces of one would have to be scored while it is in progress.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Workflow(Protocol):
         """Episodes that were abandoned since the last call."""
 
     def take_dropped(self) -> int:
-        """Batches collected ahead of a checkpoint that a run resumed from it plays anew, since the last call."""
+        """Batches collected ahead of a checkpoint that a run resumed from it recollects, since the last call."""
 
     def timeline(self, trace: Path, iterations: int) -> AbstractContextManager[Timeline]:
         """Record where the time goes from now on; the first `iterations` in detail, into `trace`."""

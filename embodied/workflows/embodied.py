@@ -1,8 +1,16 @@
 """The cyclic loop of embodied RL: simulate, act, learn, publish.
 
 `EmbodiedLoop.iterate` is the story. Which workers there are is declared in `roles`; launching them is in `workers.py`,
-how a batch is collected in `horizon_collector.py` and `group_collector.py`, what happens when a worker dies in
-`rollout_manager.py`, evaluation in `evaluator.py`. Where each worker runs is the plan's business.
+how a batch is collected in `horizon_collector.py` and `group_collector.py`, which policy worker answers which sim in
+`request_routing.py`, what happens when a worker dies in `rollout_manager.py`, evaluation in `evaluator.py`. Where each
+worker runs is the plan's business.
+
+`pipeline.schedule` changes when the three steps of an iteration happen, never what they compute:
+
+    sync      collect a batch with version n, update on it, publish version n + 1
+    periodic  the same, but learners take groups of episodes as they finish (`GroupStream`) and make one step at the end
+    async     update on the batch that was collected up to `pipeline.async_level` iterations ago, while the next is
+              collected with version n; then publish n + 1
 """
 
 from __future__ import annotations
@@ -196,7 +204,7 @@ class EmbodiedLoop:
         return self.rollouts.take_abandoned()
 
     def take_dropped(self) -> int:
-        """Batches collected ahead of a checkpoint that a run resumed from it plays anew, since the last call."""
+        """Batches collected ahead of a checkpoint that a run resumed from it recollects, since the last call."""
         count, self.dropped = self.dropped, 0
         return count
 

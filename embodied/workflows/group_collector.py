@@ -98,7 +98,7 @@ class GroupCollector:
             )
 
     def total_iterations(self) -> int:
-        """`run.iterations`: how long whole episodes are is not known before."""
+        """`run.iterations`: the length of whole episodes is not known in advance."""
         return self.config.run.iterations
 
     @property
@@ -224,7 +224,7 @@ class GroupCollector:
 
         if self.stream is not None:
             self.stream.begin({spec.index: sim for sim, share in shares.items() for spec in share})
-        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, 1.0, "train", meanwhile=self.stream)
+        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, 1.0, "train", background=self.stream)
         played = [call for call in calls.values() if call.succeeded()]
         stats = [call.wait()[0] for call in played]
         batch.stats += stats
@@ -381,7 +381,7 @@ class GroupStream:
             self.under_way.append(self._send(group))
 
     def hand_on_certain(self) -> None:
-        """At the end of a round: until the learners have all that is certain now."""
+        """Hand on, at the end of a round, until the learners have all that is certain now."""
         self.go_on()
         while self.under_way:
             self.rollouts.settle(*(call for one in self.under_way for call in one.calls.values()))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RolloutParts:
-    """What the sims have collected in an iteration: which gave which env rows, and where the time went."""
+    """A rollout as the sims have collected it: which of them gave which env rows, and where the time went."""
 
     version: int
     stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
@@ -125,7 +125,7 @@ class HorizonCollector:
         return self.rollouts.sims[sim].collect(self.episodes, route, horizon, tuple(self.outlets), granularity)
 
     def _parts(self, sim: int, route: Route) -> dict[str, range]:
-        """Which env rows each stage of a sim plays."""
+        """The env rows that each stage of a sim plays."""
         rows, stages = self.rollouts.rows(sim), len(route.sources)
         size = len(rows) // stages
         return {source: rows[i * size : (i + 1) * size] for i, source in enumerate(route.sources)}

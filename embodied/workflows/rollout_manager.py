@@ -4,7 +4,7 @@ They work in rounds: some sims play, the policy workers serve them until all are
 while learners update, is started again at once, and its successors are given what they lack:
 
     policy worker   its policy and the current weights, or the next ones where those are published while it builds; the
-                    stages it serves ask their last question again, so nothing is lost
+                    stages it serves send their last request again, so nothing is lost
     sim worker      its envs, and the next episode of every row; what the dead one has played in this round is lost,
                     and the caller decides whether it is played again
 
@@ -17,104 +17,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from embodied.core.errors import StaleWeights
 from embodied.core.types import EpisodeList, EpisodeResult, Route
-from embodied.runtime import Budget, Channel, Cluster, Handle, Turns, WorkerGroup
+from embodied.runtime import Budget, Handle
 from embodied.runtime.failures import Failure
-from embodied.runtime.tensor_bytes import Blob
-from embodied.runtime.weights import Publication, WeightStore
-from embodied.workflows.rounds import Round, SharedRound
+from embodied.workflows.request_routing import PromptRouter, RequestRouter
 
 if TYPE_CHECKING:
     from embodied.core.conversations import EvaluationShare
     from embodied.workflows.workers import Workers
 
-Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if a worker had to be replaced
-Send = Callable[[tuple[Channel, ...], bool], object]  # puts the current version's buckets there: all, or what changed
 
-
-@dataclass(frozen=True)
-class Weights:
-    """A version that comes from a checkpoint instead of a learner."""
-
-    version: int
-    blobs: dict[str, Blob]
-
-
-class WeightSync:
-    """Brings published weights to the policy workers, and knows the current version for those that start again.
-
-    How a policy worker gets at weights (`runtime/weights.py`) follows from where its process is; its first answer says
-    so, and a successor on the same host gets at them in the same way.
-    """
-
-    def __init__(self, cluster: Cluster, policies: WorkerGroup, turns: Turns) -> None:
-        self.policies, self.turns = policies, turns
-        ranks = range(len(policies))
-        self.channels = [cluster.channel(f"weights-{p}", home=policies[p], capacity=1) for p in ranks]
-        self.routes: list[str] = []
-        self.loads: dict[int, Handle] = {}  # the last of each policy worker
-        self.brought: dict[int, int] = {}  # the version that this was of
-        self.current: Publication | None = None
-        self.send: Send | None = None
-        self.store: WeightStore | None = None  # of adopted weights
-        self.times = (0.0, 0.0)  # between which the current weights were on their way
-
-    @property
-    def version(self) -> int:
-        if self.current is None:
-            raise StaleWeights("no weights have been published yet")
-        return self.current.version
-
-    def deliver(self, publication: Publication, send: Send, ask: Ask) -> list[Handle]:
-        """Bring a version to the policy workers, which act with nothing else from now on; to those that do not hold
-        their devices when they do (`catch_up`)."""
-        if not self.routes:
-            self.routes = ask(lambda: self.policies.route(publication))
-        self.current, self.send = publication, send
-        self.times = (perf_counter(),) * 2
-        ranks = [rank for rank, worker in enumerate(self.policies.workers) if self.turns.takes_part(worker)]
-        behind = [rank for rank in ranks if not self._holds(rank, publication.follows)]
-        return self._load([r for r in ranks if r not in behind], whole=False) + self._load(behind, whole=True)
-
-    def reload(self, ranks: Iterable[int]) -> list[Handle]:
-        """Bring all of the current version to policy workers that have just been built, without publishing again."""
-        return [] if self.current is None else self._load(list(ranks), whole=True)
-
-    def catch_up(self, ranks: Iterable[int]) -> list[Handle]:
-        """Bring the current version to those of these policy workers to which it was not brought."""
-        return self.reload([rank for rank in ranks if self.brought.get(rank) != self.version])
-
-    def adopt(self, weights: Weights, ask: Ask) -> list[Handle]:
-        """Deliver weights that this process holds."""
-        self.store = WeightStore({name: blob.spec for name, blob in weights.blobs.items()})
-        return self.deliver(self.store.publish(weights.version, weights.blobs.items()), self.store.send_aside, ask)
-
-    def _holds(self, rank: int, version: int) -> bool:
-        """Whether a policy worker is known to have this version; one that was still building then may have missed
-        it."""
-        load = self.loads.get(rank)
-        return load is not None and load.succeeded() and load.wait()[0] == version
-
-    def _load(self, ranks: Iterable[int], whole: bool) -> list[Handle]:
-        places = [(rank, self.routes[rank], self.channels[rank]) for rank in ranks]
-        far = tuple(channel for _, route, channel in places if route == "buckets")
-        if far:
-            self.send(far, whole)
-        new = {r: self.policies[r].load_weights(self.current, route, channel, whole) for r, route, channel in places}
-        self.loads |= new
-        self.brought |= dict.fromkeys(new, self.current.version)
-        return list(new.values())
-
-
-class Meanwhile(Protocol):
-    """What the driver does while a round is played, as notes of the sims come and calls end."""
+class BackgroundTask(Protocol):
+    """Work of the driver while a round is played: due when notes of the sims come or calls end."""
 
     def due(self) -> bool:
         """Whether there is something to do now."""
@@ -123,7 +41,7 @@ class Meanwhile(Protocol):
         """Do it, without waiting."""
 
 
-SAME_ERROR = 3  # times that a worker fails at one line before it ends a round: no accident, its next life would as well
+SAME_ERROR = 3  # times that a worker fails at one line before the run ends: not chance, a restart would fail too
 
 
 class RolloutManager:
@@ -147,7 +65,7 @@ class RolloutManager:
         stages, sims, policies = range(self.num_stages), range(len(self.sims)), range(len(self.policies))
         about = {"capacity": None} if text else {}  # conversations are bounded by those that go on at a time
         self.requests = [channel(f"requests-{p}", home=self.policies[p], **about) for p in policies]
-        # Prompts for whichever engine has room, and what engines say of that; None where questions are dealt.
+        # Prompts for whichever engine has room, and what engines say of that; None where requests are dealt.
         self.prompts = channel("prompts", **about) if text and len(self.policies) > 1 else None
         if self.prompts:
             self.cluster.watch(self.prompts)
@@ -174,23 +92,23 @@ class RolloutManager:
         temperature: float,
         stream: str,
         asked: bool = True,
-        meanwhile: Meanwhile | None = None,
+        background: BackgroundTask | None = None,
     ) -> tuple[dict[int, Handle], dict[int, Route]]:
         """A round: call `begin` for these sims and let the policy workers serve so many stages of each, if they are
         asked at all. Returns the calls, which have succeeded but for sims that died, and the routes they took. What is
-        due `meanwhile` is done while they play."""
+        due in the `background` is done while they play."""
         self.settle()
         self.rounds += 1
         policies = self._acting() if asked else []
         routes = {sim: self._route(sim, stages, policies) for sim in sims}
         calls = {sim: begin(sim, route) for sim, route in routes.items()}
-        answers = (SharedRound if self.prompts else Round)(self, routes, calls, policies, temperature, stream)
-        while losses := self._losses(calls.values(), [one for one in (answers, meanwhile) if one]):
+        router = (PromptRouter if self.prompts else RequestRouter)(self, routes, calls, policies, temperature, stream)
+        while losses := self._losses(calls.values(), [one for one in (router, background) if one]):
             if stream != "eval":  # there an episode that fails costs itself alone
                 self._refuse_repeated(losses.values())
-            answers.begin_again(self._replace(losses))
-        ending = answers.end()
-        while losses := self._losses(ending, [answers]):
+            router.begin_again(self._replace(losses))
+        ending = router.end()
+        while losses := self._losses(ending, [router]):
             self._replace(losses)
         self.turns.leave(())
         failed = {self.sims.workers[sim] for sim, call in calls.items() if not call.succeeded()}
@@ -205,11 +123,11 @@ class RolloutManager:
         self.settle(*self.weight_sync.catch_up(found))
         return found
 
-    def _losses(self, calls: Collection[Handle], meanwhile: list[Meanwhile]) -> dict[str, Failure]:
+    def _losses(self, calls: Collection[Handle], tasks: list[BackgroundTask]) -> dict[str, Failure]:
         """Hosts that died while these calls run; {} when these are done."""
         while True:
-            losses = self.cluster.settle(*calls, until=lambda: any(one.due() for one in meanwhile))
-            due = [one for one in meanwhile if one.due()]
+            losses = self.cluster.settle(*calls, until=lambda: any(one.due() for one in tasks))
+            due = [one for one in tasks if one.due()]
             if losses or not due:
                 return losses
             for one in due:
@@ -295,7 +213,7 @@ class RolloutManager:
         )
 
     def share(self, sim: int, stage: int, policies: list[int]) -> int:
-        """Which of these policy workers answers a sim's stage: neighbours ask the same one."""
+        """The policy worker, of these, that answers a sim's stage: neighbours ask the same one."""
         total = len(self.sims) * self.num_stages
         return policies[(sim * self.num_stages + stage) * len(policies) // total] if policies else 0
 

@@ -19,7 +19,8 @@ from embodied.run import devices
 from embodied.runtime import Channel, Cluster, Handle, Timers, Turns, take_turns
 from embodied.runtime.weights import new_name
 from embodied.workflows.contract import ROLLOUT, UPDATE, BatchSource, Role, check_roles
-from embodied.workflows.rollout_manager import RolloutManager, Weights, WeightSync
+from embodied.workflows.rollout_manager import RolloutManager
+from embodied.workflows.weight_sync import Weights, WeightSync
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -89,10 +90,10 @@ class Workers:
             (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
             self.learners.meet_at(address).wait()
         others = {*self.policies.process().wait()} - {*learning}
-        return self.learners.build(self.spec, new_name(), bool(others), start_folder, not self._meanwhile)
+        return self.learners.build(self.spec, new_name(), bool(others), start_folder, not self._acts_during_update)
 
     @property
-    def _meanwhile(self) -> bool:
+    def _acts_during_update(self) -> bool:
         """Whether policies act while learners update: with weights of their own, and without those whose devices the
         learners hold."""
         return self.config.pipeline.schedule == "async"
@@ -101,8 +102,8 @@ class Workers:
         """The turns that the roles' phases take on devices. All groups are built, and so have their memory."""
         by_phase = {phase: [self.groups[r.name] for r in self.roles if r.phase == phase] for phase in (ROLLOUT, UPDATE)}
         phases = {phase: groups for phase, groups in by_phase.items() if groups}
-        sharing = [self.groups[role.name] for role in self.roles if role.holds_policy and not self._meanwhile]
-        giving_way = [self.policies] if self._meanwhile else []
+        sharing = [self.groups[role.name] for role in self.roles if role.holds_policy and not self._acts_during_update]
+        giving_way = [self.policies] if self._acts_during_update else []
         return take_turns(self.cluster, phases, self.timers, self.config.cluster.memory_gb, sharing, giving_way)
 
     def trajectory_channels(self) -> list[Channel]:
@@ -111,7 +112,7 @@ class Workers:
         return [self.cluster.channel(f"trajectories-{r}", home=self.learners[r], capacity=None) for r in ranks]
 
     def save(self) -> dict[str, np.ndarray]:
-        """What the workers of roles that are saved return from `get_state`, each array under its worker's name."""
+        """The arrays that workers of roles that are saved return from `get_state`, under their workers' names."""
         found = {}
         for role in [role for role in self.roles if role.saved]:
             group = self.groups[role.name]

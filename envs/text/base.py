@@ -29,7 +29,7 @@ from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
-from embodied.envs.preflight import BeforeARun
+from embodied.envs.preflight import EnvCapabilities
 from embodied.envs.protocols import Protocol
 
 REWARDS = ("own", "success")
@@ -53,7 +53,7 @@ class Turn:
             object.__setattr__(self, "done", not self.said)
 
 
-class TextEnv(BeforeARun):
+class TextEnv(EnvCapabilities):
     """Base of every text env, constructed as `MyText(config, shared)` for each conversation that goes on at a time."""
 
     worker: ClassVar[str] = "embodied.envs.text.worker:TextWorker"

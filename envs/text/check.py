@@ -34,7 +34,7 @@ ODD = (
 
 
 @dataclass(frozen=True)
-class Seen:
+class CheckedTextEnv:
     """What a checked env showed."""
 
     said: str  # its first held-out prompt
@@ -42,7 +42,7 @@ class Seen:
     conversations: int  # that were held
 
 
-def check_text_env(kind: type[TextEnv], config: Any) -> Seen:
+def check_text_env(kind: type[TextEnv], config: Any) -> CheckedTextEnv:
     """Raise `ContractViolation` for the first broken rule."""
     try:
         shared = kind.load(config)
@@ -51,12 +51,12 @@ def check_text_env(kind: type[TextEnv], config: Any) -> Seen:
     except Exception as err:
         raise violation("load", "load raised", err) from err
     try:
-        return Checker(kind, config, shared).run()
+        return TextEnvChecker(kind, config, shared).run()
     finally:
         kind.unload(shared)
 
 
-class Checker:
+class TextEnvChecker:
     def __init__(self, kind: type[TextEnv], config: Any, shared: Any) -> None:
         self.kind, self.config, self.shared = kind, config, shared
         self.tasks = kind.tasks(config)
@@ -64,7 +64,7 @@ class Checker:
         self.env = kind(config, shared)
         self.conversations = 0
 
-    def run(self) -> Seen:
+    def run(self) -> CheckedTextEnv:
         for task in self.tasks:
             held_out = self.prompts_follow_from_the_spec(task)
             self.held_out_prompts_are_not_trained_on(task, held_out)
@@ -74,7 +74,7 @@ class Checker:
         self.solutions_are_successes(specs)
         self.conversations_end(specs)
         said = self.begin(specs[0])
-        return Seen(in_words(said), self.solution(specs[0]), self.conversations)
+        return CheckedTextEnv(in_words(said), self.solution(specs[0]), self.conversations)
 
     def few(self, task: str) -> list[EpisodeSpec]:
         """Some held-out and some training episodes."""

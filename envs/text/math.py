@@ -34,7 +34,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Shared:
+class MathQuestions:
     train: list[Question]
     held_out: list[Question]
     scorer: Scorer
@@ -58,12 +58,12 @@ class Math(TextEnv):
         return len(questions(config)[1])
 
     @classmethod
-    def load(cls, config: Any) -> Shared:
+    def load(cls, config: Any) -> MathQuestions:
         """The questions, and the process that compares answers."""
-        return Shared(*questions(config), Scorer("math"))
+        return MathQuestions(*questions(config), Scorer("math"))
 
     @classmethod
-    def unload(cls, shared: Shared) -> None:
+    def unload(cls, shared: MathQuestions) -> None:
         shared.scorer.close()
 
     def reset(self, spec: EpisodeSpec) -> Said:

@@ -26,7 +26,7 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Shared:
+class HeldOutQuestions:
     system: str
     scorer: Scorer
     questions: frozenset[str]  # of the held-out ones
@@ -57,16 +57,16 @@ class ReasoningGym(TextEnv):
             raise ConfigError(f"env.name={config.name} env.kwargs={config.kwargs}: {text}") from err
 
     @classmethod
-    def load(cls, config: Any) -> Shared:
+    def load(cls, config: Any) -> HeldOutQuestions:
         """The held-out questions, and the process that scores."""
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         held_out = dataset_of(task_of(config), options(config, HELD_OUT_SEED))
         known = frozenset(held_out[index]["question"] for index in range(cls.num_held_out))
-        return Shared(SYSTEM_PROMPTS["default"], Scorer("reasoning_gym"), known)
+        return HeldOutQuestions(SYSTEM_PROMPTS["default"], Scorer("reasoning_gym"), known)
 
     @classmethod
-    def unload(cls, shared: Shared) -> None:
+    def unload(cls, shared: HeldOutQuestions) -> None:
         shared.scorer.close()
 
     def reset(self, spec: EpisodeSpec) -> Said:

@@ -38,7 +38,7 @@ class Scorer:
 
     @property
     def pid(self) -> int:
-        """Of the process that scores now."""
+        """The id of the process that scores now."""
         return self._process.pid
 
     def score(self, seconds: float, **question: Any) -> tuple[float, str]:
@@ -163,7 +163,7 @@ SCORES: dict[str, tuple[str, Callable[..., float]]] = {  # kind -> what is impor
 def main(kind: str) -> None:
     """Answer questions until there are no more."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no reply
+    os.dup2(2, 1)  # what libraries print is not a reply
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     logging.disable(logging.ERROR)  # math_verify warns that its own time limits are off: the deadline is ours
     module, score = SCORES[kind]

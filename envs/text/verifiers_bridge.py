@@ -18,6 +18,7 @@ import secrets
 import signal
 import subprocess
 import threading
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,9 +27,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from embodied.core.conversations import Said
+from embodied.core.conversations import Message, Said
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.envs.text.verifiers_tools import heard, in_words
 
 CHILD = Path(__file__).with_name("verifiers_child.py")
 # Where Python finds modules, the first place is the working directory: a script's own would be this folder.
@@ -38,6 +38,20 @@ PARKED_S = 86_400.0  # that a request waits for the policy: the longest pause of
 LARGEST = 64 << 20  # bytes of a request
 ROUTE = re.compile(r"/(\d+)/v1/(.+)")
 FULL = {"message": "the context length of the policy is reached", "code": "context_length_exceeded"}
+CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+FUNCTIONS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{functions}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
 
 
 class Lost(Exception):
@@ -45,7 +59,7 @@ class Lost(Exception):
 
 
 @dataclass
-class Request:
+class ModelRequest:
     """A request that waits to be answered."""
 
     route: str
@@ -233,7 +247,7 @@ class Example:
         self.child, self.at, self.mail = self.bridge.begin(*self.where)
         self.known: list[dict[str, Any]] = []  # all messages so far, as the environment has them
         self.tools: list[dict[str, Any]] = []
-        self.request: Request | None = None
+        self.request: ModelRequest | None = None
 
     def _answer(self, text: str) -> Said | dict[str, Any]:
         # The package takes an empty answer for a server's failure.
@@ -264,7 +278,7 @@ class Example:
         self.request = event
         return self._new(event)
 
-    def _new(self, request: Request) -> Said:
+    def _new(self, request: ModelRequest) -> Said:
         """What a request says that was not said before."""
         body = request.body
         if request.route != "chat/completions" or body.get("stream") or body.get("n") not in (None, 1):
@@ -289,7 +303,7 @@ class Example:
         raise EmbodiedError(f"env.name={self.bridge.config.name} ({self.bridge.facts['kind']}): {why}")
 
     def _say_again(self) -> None:
-        """To the process that has taken the place of the one that knew this conversation."""
+        """Repeat this conversation to the process that has replaced the one that knew it."""
         before = self.known
         self._begin()
         said = self._next()
@@ -322,7 +336,7 @@ class Endpoint(ThreadingHTTPServer):
     request_queue_size = 1024
 
     def __init__(self, bridge: Bridge) -> None:
-        super().__init__(("127.0.0.1", 0), Asked)
+        super().__init__(("127.0.0.1", 0), EndpointHandler)
         self.bridge = bridge
 
     def park(self, number: int, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -331,7 +345,7 @@ class Endpoint(ThreadingHTTPServer):
         mail = child.mail.get(number) if child is not None else None
         if mail is None:
             return 404, {"error": {"message": f"there is no conversation {number}"}}
-        request = Request(route, body)
+        request = ModelRequest(route, body)
         mail.put(request)
         try:
             return request.replies.get(timeout=PARKED_S)
@@ -342,7 +356,7 @@ class Endpoint(ThreadingHTTPServer):
         """A connection that breaks is the end of who asked, and the process is watched elsewhere."""
 
 
-class Asked(BaseHTTPRequestHandler):
+class EndpointHandler(BaseHTTPRequestHandler):
     server: Endpoint
     protocol_version = "HTTP/1.1"
     timeout = 60  # between requests of a connection
@@ -354,7 +368,7 @@ class Asked(BaseHTTPRequestHandler):
             status, reply = 401, {"error": {"message": "the key is wrong"}}
             self.close_connection = True
         elif found is None or length > LARGEST:
-            status, reply = 400, {"error": {"message": "this is no request to a conversation"}}
+            status, reply = 400, {"error": {"message": "this is not a request to a conversation"}}
             self.close_connection = True
         else:
             body = json.loads(self.rfile.read(length))
@@ -368,3 +382,56 @@ class Asked(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """Nothing is logged."""
+
+
+# Tools: models that call tools mostly learned to as Qwen and Hermes write it, with the functions in the system message,
+# calls as `<tool_call>{...}</tool_call>` and results between `<tool_response>` tags. Chat templates differ here, so no
+# template is asked.
+
+
+def in_words(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> tuple[Message, ...]:
+    """Messages as they are said to a policy; `tools` are described in the system message."""
+    said: list[Message] = []
+    for one in messages:
+        role, content = one["role"], one["content"]
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        for call in one.get("tool_calls", ()):
+            content += f"\n<tool_call>\n{written(call)}\n</tool_call>"
+        if said and said[-1]["role"] == role == "user" and one["role"] == "tool":
+            said[-1]["content"] += f"\n{content}"
+        else:
+            said.append({"role": role, "content": content})
+    if tools:
+        functions = FUNCTIONS.format(functions="\n".join(json.dumps(tool) for tool in tools))
+        system = said.pop(0)["content"] + "\n\n" if said[0]["role"] == "system" else ""
+        said.insert(0, {"role": "system", "content": system + functions})
+    return tuple(said)
+
+
+def written(call: dict[str, Any]) -> str:
+    """A call in an environment's message, as JSON."""
+    function = call["function"]
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}}}'
+
+
+def heard(answer: str, tools: Sequence[dict[str, Any]], turn: int) -> dict[str, Any]:
+    """An answer as a message of OpenAI's protocol. Calls that are not well-formed, all or one, stay text."""
+    found = CALL.findall(answer) if tools else []
+    calls = [call_of(text) for text in found]
+    if not calls or None in calls:
+        return {"role": "assistant", "content": answer}
+    named = [
+        {"id": f"call_{turn}_{at}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for at, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": answer[: answer.index("<tool_call>")], "tool_calls": named}
+
+
+def call_of(text: str) -> tuple[str, dict[str, Any]] | None:
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return None
+    name, arguments = call.get("name"), call.get("arguments")
+    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None

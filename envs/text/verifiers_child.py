@@ -36,7 +36,7 @@ class Problem(Exception):
 def main():
     commands, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what libraries print is no reply
+    os.dup2(2, 1)  # what libraries print is not a reply
     asked = json.loads(commands.readline())
 
     def say(**reply):
@@ -171,7 +171,7 @@ class Player:
 
 
 def what_counts(output):
-    """Of all that the package says about a rollout, what we read."""
+    """What we read of all that the package says about a rollout."""
     error = output.get("error")
     if error:
         return {"error": str(output.get("error_chain") or error)[:LONGEST]}

@@ -1,18 +1,24 @@
 """The sim worker of text envs: holds conversations for training and evaluation, and keeps them until learners want
 them. It never sees the policy and knows no tokens but those that come with answers.
+
+As many conversations are held at a time as there are rows; one that ends makes room for the next. Neither their order
+nor who answers changes any of them. Earlier text is never encoded again: a turn appends to the conversation's tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from embodied.core.conversations import EvaluationShare, Manner
-from embodied.core.errors import ConfigError
+from embodied.core.conversations import Completion, CompletionBatch, EvaluationShare, Manner, Prompt, PromptBatch, Said
+from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import (
+    AskAgain,
     EnvSpec,
     EpisodeList,
     EpisodeResult,
@@ -21,13 +27,14 @@ from embodied.core.types import (
     Recording,
     RolloutStats,
     Route,
+    Trajectory,
     join,
 )
 from embodied.envs import env_class
-from embodied.envs.episode_keeper import EpisodeKeeper
-from embodied.envs.text.conversations import Conversation, Part, Talk, play_conversations
+from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.worker import EpisodeKeeper
 from embodied.reporting.transcripts import TranscriptWriter
-from embodied.runtime import Channel, Needs, served_while_busy
+from embodied.runtime import Channel, Needs, Timers, served_while_busy
 
 TRANSCRIPTS = "transcripts"  # beside the folder of videos
 
@@ -164,7 +171,7 @@ class TextWorker(EpisodeKeeper):
 
     @served_while_busy
     def stop_playing(self) -> None:
-        """Give up the evaluation that goes on, and any that follows."""
+        """Give up the evaluation in progress, and any that follows."""
         self.stopped = True
 
     def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
@@ -181,3 +188,251 @@ class TextWorker(EpisodeKeeper):
     def close(self) -> None:
         for shared in self.shared.values():
             self.kind.unload(shared)
+
+
+@dataclass
+class Part:
+    """Conversations to be held with envs of one config, at most so many `rows` at a time."""
+
+    kind: type[TextEnv]
+    config: Any
+    shared: Any
+    specs: Sequence[EpisodeSpec]
+    rows: int
+    begun: Callable[[list[EpisodeSpec]], None] = lambda specs: None
+    alone: frozenset[int] = frozenset()  # the last of them: each is held with no other beside it
+    manner: Manner | None = None  # of their answers; None: that of the round
+
+    def __post_init__(self) -> None:
+        self.waiting, self.free, self.open = deque(self.specs), [], 0
+        self.turns = self.kind.env_spec(self.config).max_episode_steps
+
+    def begin(self, timers: Timers) -> list[Conversation]:
+        """Begin as many conversations as there is room for."""
+        wanted: list[EpisodeSpec] = []
+        while self.waiting and self.open + len(wanted) < self.rows:
+            if self.waiting[0].index in self.alone and (self.open or wanted):
+                break
+            wanted.append(self.waiting.popleft())
+            if wanted[-1].index in self.alone:
+                break
+        if wanted:
+            self.begun(wanted)
+        self.open += len(wanted)
+        with timers.measure("reset"):
+            return [self._opened(spec) for spec in wanted]
+
+    def end(self, one: Conversation) -> None:
+        """Make room for the next."""
+        self.open -= 1
+        self.free.append(one.env)
+
+    def _opened(self, spec: EpisodeSpec) -> Conversation:
+        env = self.free.pop() if self.free else self.kind(self.config, self.shared)
+        return Conversation(spec, env, checked_said(env.reset(spec), self.kind), self)
+
+
+@dataclass
+class Conversation:
+    """A conversation, in progress or ended."""
+
+    spec: EpisodeSpec
+    env: TextEnv
+    said: Said  # what the env has said last
+    part: Part
+    tokens: list[np.ndarray] = field(default_factory=list)
+    sampled: list[np.ndarray] = field(default_factory=list)  # bool, which of them the policy chose
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    rewards: list[np.ndarray] = field(default_factory=list)
+    cut_off: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)  # for a transcript
+    success: list[bool] = field(default_factory=list)  # of each turn
+    problem: str = ""  # why it counts for nothing
+
+    def hear(self, completion: Completion, turn: Turn, reward: float) -> None:
+        """Append an answer and what the env makes of it."""
+        count, sampled = len(completion.tokens), completion.num_sampled
+        chosen = np.zeros(count, bool)
+        chosen[count - sampled :] = True
+        logprobs, rewards = np.zeros(count, np.float32), np.zeros(count, np.float32)
+        cut_off = np.zeros(count, bool)
+        logprobs[count - sampled :] = completion.logprobs
+        if count:
+            rewards[-1], cut_off[-1] = reward, completion.truncated
+        self.tokens.append(np.asarray(completion.tokens, np.int32))
+        self.sampled.append(chosen)
+        self.logprobs.append(logprobs)
+        self.rewards.append(rewards)
+        self.cut_off.append(cut_off)
+        self.versions.append(np.full(count, completion.version, np.int64))
+        self.success.append(turn.success)
+        self.turns.append(
+            {
+                "said": self.said,
+                "answer": completion.text,
+                "tokens": list(completion.pieces),
+                "logprobs": [round(float(number), 4) for number in completion.logprobs],
+                "truncated": completion.truncated,
+                "reward": reward,
+                "facts": dict(turn.facts or {}),
+            }
+        )
+        self.said = turn.said
+
+    @property
+    def truncated(self) -> bool:
+        """Whether an answer was cut off."""
+        return any(bool(each.any()) for each in self.cut_off)
+
+    def result(self) -> EpisodeResult:
+        spec = self.spec
+        counted = not self.problem
+        return EpisodeResult(
+            index=spec.index,
+            task=spec.task,
+            init_state_id=spec.init_state_id,
+            seed=spec.seed,
+            length=len(self.turns),
+            total_reward=float(sum(rewards.sum() for rewards in self.rewards)),
+            success_once=any(self.success) if counted else None,
+            success_at_end=self.success[-1] if counted else None,
+            error=self.problem,
+            truncated=self.truncated if counted else None,
+            tokens=int(sum(chosen.sum() for chosen in self.sampled)),
+        )
+
+    def trajectory(self) -> Trajectory:
+        """All its tokens as decisions, of which those that the env said are masked."""
+        tokens = np.concatenate(self.tokens)
+        count = len(tokens)
+        ended = np.zeros(count, bool)
+        ended[-1] = True
+
+        def column(parts: list[np.ndarray]) -> np.ndarray:
+            return np.concatenate(parts)[:, None]
+
+        return Trajectory(
+            ids=np.array([self.spec.index]),
+            lengths=np.array([count]),
+            obs={},
+            actions=tokens[:, None, None],
+            logprobs=column(self.logprobs)[:, :, None],
+            rewards=column(self.rewards),
+            terminated=ended[:, None],
+            truncated=column(self.cut_off),
+            mask=column(self.sampled),
+            versions=np.concatenate(self.versions),
+            episodes=np.full(count, self.spec.index, np.int64),
+        )
+
+
+class Talk:
+    """Asks through the channels of a route and takes the answers as they come.
+
+    A policy worker may die before it has answered, or another one may take its place: then what is open is asked again.
+    An answer depends on the question alone, so a second one is ignored.
+    """
+
+    def __init__(self, route: Route, timers: Timers) -> None:
+        self.timers = timers
+        (self.source,), (self.requests,), (self.replies,) = route.sources, route.requests, route.replies
+        self.open: dict[int, tuple[Prompt, Conversation]] = {}  # by number of the prompt
+        self.number = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is awaited."""
+        return bool(self.open)
+
+    def ask(self, conversations: Iterable[Conversation]) -> None:
+        """Let policies continue these."""
+        before = self.number
+        for one in conversations:
+            self.number += 1
+            tokens = np.concatenate([np.zeros(0, np.int32), *one.tokens])
+            prompt = Prompt(self.number, one.spec.index, one.said, tokens, manner=one.part.manner)
+            self.open[self.number] = prompt, one
+        self._put([self.open[number][0] for number in range(before + 1, self.number + 1)])
+
+    def answers(self) -> Iterator[tuple[Conversation, Completion]]:
+        """Wait for answers; returns those that came together."""
+        with self.timers.measure("wait"):
+            reply = self.replies.get()
+        if reply.source != self.source:
+            return
+        if isinstance(reply, AskAgain):
+            self.requests = reply.requests or self.requests
+            self._put([prompt for prompt, _ in self.open.values()])
+        elif isinstance(reply, CompletionBatch):
+            for completion in reply.completions:
+                if completion.number in self.open:
+                    yield self.open.pop(completion.number)[1], completion
+
+    def _put(self, prompts: list[Prompt]) -> None:
+        if prompts:
+            self.requests.put(PromptBatch(self.source, tuple(prompts)))
+
+
+def play_conversations(
+    parts: Sequence[Part], talk: Talk, timers: Timers, stop: Callable[[], bool] = lambda: False
+) -> Iterator[list[Conversation]]:
+    """Play all of these to their ends, and yield those that have ended since the last time. Where it is to `stop`, what
+    is open is given up."""
+
+    def begin() -> list[Conversation]:
+        return [one for part in parts for one in part.begin(timers)]
+
+    talk.ask(begin())
+    while talk.busy and not stop():
+        ended, going_on = [], []
+        for one, completion in talk.answers():
+            with timers.measure("step"):
+                over = hear(one, completion)
+            (ended if over else going_on).append(one)
+        for one in ended:
+            one.part.end(one)
+        talk.ask([*going_on, *begin()])
+        if ended:
+            yield ended
+
+
+def hear(one: Conversation, completion: Completion) -> bool:
+    """Let the env hear an answer; returns whether the conversation is over."""
+    if completion.dropped:
+        one.problem = completion.dropped
+        one.hear(completion, Turn(), 0.0)
+        return True
+    turn = one.env.step(completion.text)
+    if not isinstance(turn, Turn):
+        raise EmbodiedError(f"{type(one.env).__name__}.step returned {type(turn).__name__}, it must be a Turn")
+    last = completion.truncated or len(one.turns) + 1 >= one.part.turns
+    if last and not turn.done:
+        turn = one.env.cut_short(turn)
+    if turn.dropped:
+        one.problem = turn.dropped
+        one.hear(completion, Turn(), 0.0)
+        return True
+    reward = float(turn.success) if one.part.config.reward == "success" else float(turn.reward)
+    if not np.isfinite(reward):
+        raise EmbodiedError(f"{type(one.env).__name__}.step gave the reward {reward} for {completion.text[:80]!r}")
+    one.hear(completion, turn, reward)
+    over = turn.done or not turn.said or last
+    if not over:
+        checked_said(turn.said, type(one.env))
+    return over
+
+
+def checked_said(said: Said, kind: type[TextEnv]) -> Said:
+    """What an env says, if it is text or messages."""
+    if isinstance(said, list):
+        said = tuple(said)
+    fine = isinstance(said, str) or (
+        isinstance(said, tuple) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said)
+    )
+    if not fine or not said:
+        raise EmbodiedError(
+            f"{kind.__name__} says {said!r:.100}; it must be text, or messages such as "
+            '({"role": "user", "content": "..."},)'
+        )
+    return said

@@ -2,7 +2,7 @@
 
 A policy folder of ours is such a folder. What only we need to know of it (`OURS`: options, env, and what adapters were
 trained on top of) are further keys of the same config.json, which others leave alone; weights have the names that
-transformers gives them. A folder of adapters alone is no model to others: `save_published` writes one with all weights.
+transformers gives them. A folder of adapters alone is no model to others: `save_published` writes all weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 
 from embodied.core.errors import CheckpointError
 from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
-from embodied.policies.language.tokenizer import Tokenizer
+from embodied.policies.language.tokenizer import ConversationTokenizer
 from embodied.runtime.tensor_bytes import Blob
 
 OURS = ("policy", "env_spec", "base", "base_names")
@@ -48,14 +48,14 @@ LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # no we
 def read_config(folder: Path) -> PreTrainedConfig:
     """What a folder's config.json says of the model."""
     if not (folder / CONFIG).is_file():
-        raise CheckpointError(f"{folder} is no folder of a language model: {CONFIG} is missing")
+        raise CheckpointError(f"{folder} is not a folder of a language model: {CONFIG} is missing")
     try:
         found = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as err:  # of many kinds
         cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise CheckpointError(f"{folder / CONFIG} is not that of a language model: {cause}") from None
     if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(f"{folder} holds a {found.model_type}, which is no causal language model")
+        raise CheckpointError(f"{folder} holds a {found.model_type}, which is not a causal language model")
     for key in OURS:
         found.__dict__.pop(key, None)
     return found
@@ -125,7 +125,7 @@ def read_weights(folder: Path, tied: str | None) -> dict[str, Blob]:
     return {name: blob for name, blob in stored.items() if name != tied and not name.endswith(LEFTOVERS)}
 
 
-def write_companions(folder: Path, origin: Path | None, tokenizer: Tokenizer) -> None:
+def write_companions(folder: Path, origin: Path | None, tokenizer: ConversationTokenizer) -> None:
     """Write what others need beside config.json and weights: files of `origin` as they are, else those of ours."""
     if origin:
         copy_files(origin, folder, COMPANIONS)

@@ -41,7 +41,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Block:
+class PromptBlock:
     """Conversations, by number, whose first `shared` tokens are the same and go through the network once."""
 
     members: tuple[int, ...]
@@ -89,7 +89,7 @@ def lay_out(
     return Packed(ids, positions, blocks, segments, sources, takes.reshape(-1), scored)
 
 
-def pieces(block: Block, starts: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, int, int]]:
+def pieces(block: PromptBlock, starts: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """(segment, first token, behind the last) of what a block is laid out as: what is shared, then each member's."""
     first = starts[block.members[0]]
     if block.shared:
@@ -112,7 +112,7 @@ def into_passes(
     return sorted(sorted(member for number in numbers for member in parts[number].members) for numbers in bins)
 
 
-def blocks_of(tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> list[Block]:
+def blocks_of(tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> list[PromptBlock]:
     """The groups in the order in which they begin; conversations that share nothing are blocks of their own."""
     starts = np.cumsum(lengths) - lengths
     members: dict[int, list[int]] = {}
@@ -122,17 +122,17 @@ def blocks_of(tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups:
     for numbers in members.values():
         shared = shared_prompt(tokens, mask, starts[numbers], lengths[numbers])
         for some in [tuple(numbers)] if shared else [(number,) for number in numbers]:
-            found.append(Block(some, shared, size_of(some, shared, lengths)))
+            found.append(PromptBlock(some, shared, size_of(some, shared, lengths)))
     return found
 
 
-def cheapest(block: Block, lengths: np.ndarray, wide: float) -> list[Block]:
+def cheapest(block: PromptBlock, lengths: np.ndarray, wide: float) -> list[PromptBlock]:
     """A block in as many parts, each with the prompt again, as cost least. A place costs as much as a token in a
     sequence of no length, and once more for every `wide` places of its block, which attention goes through."""
     ways, count = [], 1
     while count <= len(block.members):
         members = [tuple(some.tolist()) for some in np.array_split(np.array(block.members), count)]
-        ways.append([Block(some, block.shared, size_of(some, block.shared, lengths)) for some in members])
+        ways.append([PromptBlock(some, block.shared, size_of(some, block.shared, lengths)) for some in members])
         count *= 2
     return min(ways, key=lambda parts: sum(part.size * (1 + part.size / wide) for part in parts))
 
@@ -151,18 +151,18 @@ def shared_prompt(tokens: np.ndarray, mask: np.ndarray, starts: np.ndarray, leng
     return most if same.all() else int(same.argmin())
 
 
-def split(block: Block, lengths: np.ndarray, most: int) -> Iterator[Block]:
+def split(block: PromptBlock, lengths: np.ndarray, most: int) -> Iterator[PromptBlock]:
     """A block in parts of at most so many tokens, each with the prompt again; a longer conversation stands alone."""
     some: list[int] = []
     size = block.shared
     for member in block.members:
         own = int(lengths[member]) - block.shared
         if some and size + own > most:
-            yield Block(tuple(some), block.shared, size)
+            yield PromptBlock(tuple(some), block.shared, size)
             some, size = [], block.shared
         some.append(member)
         size += own
-    yield Block(tuple(some), block.shared, size)
+    yield PromptBlock(tuple(some), block.shared, size)
 
 
 def first_fit(sizes: Sequence[int], most: int) -> list[list[int]]:

@@ -1,13 +1,14 @@
 """A causal language model as a policy: it is asked what it thinks of whole conversations, token by token.
 
 What it writes comes from an engine; here is what learning needs. What surprises: the policy's weights have
-transformers' own names, as if it were the model, and a head that is tied to the embeddings is no weight of its own, so
-it is published, saved and loaded once. A head that predicts values is ours alone: engines do not get it, and in a
+transformers' own names, as if it were the model, and a head that is tied to the embeddings is not a weight of its own,
+so it is published, saved and loaded once. A head that predicts values is ours alone: engines do not get it, and in a
 folder it lies apart, so that what others load is the model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AttentionInterface, GPT2Config, PreTrainedConfig, Qwen3Config
 
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
@@ -25,13 +27,19 @@ from embodied.policies.config import LanguageConfig
 from embodied.policies.folder import CONFIG, write_values
 from embodied.policies.language import folder as files
 from embodied.policies.language import tokenizer as words
-from embodied.policies.language.attention import kernel, visible, wide
 from embodied.policies.language.packing import Packed, into_passes, lay_out
-from embodied.policies.language.settings import check_kind, fresh, longest
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter
 from embodied.policies.vla.shards import write_shards
 from embodied.runtime.tensor_bytes import Blob, blob_of
+
+DIM, LAYERS, HEADS, MLP, POSITIONS = 128, 3, 4, 384, 1024
+SPREAD = 0.05  # of fresh weights: from 0.02, as in large models, one so narrow learns more slowly
+KINDS = {"full_attention", "sliding_attention"}  # of layers
+SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of a head that is more than a product
+DENSE, SPARSE = "sdpa", "flex_attention"  # by transformers' names
+COUNTED = "embodied_counted"  # where nothing is computed, only what is kept is counted
+TILE = 128  # of flex_attention's blocks, into which rows are divided
 
 
 class ValueHead(nn.Linear):
@@ -54,7 +62,7 @@ class LanguagePolicy(PublishedPolicy):
         shape = files.read_config(self.origin) if self.origin else None
         self.tokenizer = self.choose_tokenizer(shape)
         if shape is None:
-            shape = fresh(config.preset, len(self.tokenizer.own), min(self.tokenizer.stops))
+            shape = fresh_config(config.preset, len(self.tokenizer.own), min(self.tokenizer.stops))
         self.max_length = longest(config, shape)
         self.dtype = getattr(torch, config.dtype)
         self.exact = torch.promote_types(self.dtype, torch.float32)  # what log-probs are computed in
@@ -68,7 +76,7 @@ class LanguagePolicy(PublishedPolicy):
         if config.value_head:
             self.value_head = ValueHead(model.config.hidden_size, 1, device="cpu", dtype=self.exact)
 
-    def choose_tokenizer(self, shape: Any) -> words.Tokenizer:
+    def choose_tokenizer(self, shape: Any) -> words.ConversationTokenizer:
         if self.origin is None:
             return words.of_characters(self.config.chat)
         found = words.of_folder(
@@ -92,8 +100,8 @@ class LanguagePolicy(PublishedPolicy):
             return
         if not any(isinstance(part, nn.Linear) for block in files.blocks_of(model) for part in block.modules()):
             raise ConfigError(
-                f"policy.lora_rank={config.lora_rank}: the layers of a {model.config.model_type} are no linear layers, "
-                "which alone take adapters; leave it out, or try policy.train_layers"
+                f"policy.lora_rank={config.lora_rank}: the layers of a {model.config.model_type} are not linear "
+                "layers, which alone take adapters; leave it out, or try policy.train_layers"
             )
         with torch.device("meta"):
             add_lora({"model": model}, config.lora_rank, config.lora_scale, targets=config.lora_targets)
@@ -136,8 +144,8 @@ class LanguagePolicy(PublishedPolicy):
         where the env spoke: 0 then), "lengths" and "groups" [R]. Those of one group may share their prompt. A token's
         value is that of the text before it."""
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
-        way = kernel(self.device, self.dtype)
-        room = wide(way, self.model.config.hidden_size)
+        way = attention_kernel(self.device, self.dtype)
+        room = wide_row(way, self.model.config.hidden_size)
         packed = lay_out(tokens, mask, lengths, groups, wide=room)
         chosen, takes, scored = (
             tensor_of(each, self.device)
@@ -160,7 +168,7 @@ class LanguagePolicy(PublishedPolicy):
         )
         if self.model.config._attn_implementation != way:
             self.model.set_attn_implementation(way)
-        seen = visible(packed, way, self.device)
+        seen = attention_mask(packed, way, self.device)
         states = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=seen, use_cache=False)
         return states.last_hidden_state.flatten(0, 1)[sources]
 
@@ -221,7 +229,7 @@ class LanguagePolicy(PublishedPolicy):
         return {name: tensor for name, tensor in self.state_dict().items() if self.is_models(name)}
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
-        """With those weights, of a policy with or without a value head; ours stays as it is where that has none."""
+        """Begin with these weights of a policy, which may lack a value head: then ours stays as it is."""
         own = self.state_dict()
         heads = {name: host(tensor) for name, tensor in own.items() if not self.is_models(name)}
         self.load_weights(heads | {name: each for name, each in tensors.items() if name in own or self.is_models(name)})
@@ -293,3 +301,125 @@ class CountedLanguage(LanguagePolicy):
 
     def choose_tokenizer(self, shape: Any) -> Any:
         return None
+
+
+# Sizes of models with fresh weights, and what must hold of a model that others made
+
+
+def fresh_config(preset: str, vocabulary: int, end: int) -> PreTrainedConfig:
+    """The sizes of a small model; `end` is the token that ends an answer."""
+    common: dict[str, Any] = {"vocab_size": vocabulary, "eos_token_id": end, "bos_token_id": None}
+    common["initializer_range"] = SPREAD
+    if preset == "tiny_gpt2":
+        sizes = {"n_embd": DIM, "n_layer": LAYERS, "n_head": HEADS, "n_inner": MLP, "n_positions": POSITIONS}
+        return GPT2Config(**common, **sizes, tie_word_embeddings=True, architectures=["GPT2LMHeadModel"])
+    return Qwen3Config(
+        **common,
+        hidden_size=DIM,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=DIM // HEADS,
+        intermediate_size=MLP,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+    )
+
+
+def check_kind(model: Any, where: str) -> None:
+    """Refuse a model whose log-probs we would not compute as it does."""
+    shape = model.config
+    kinds = set(getattr(shape, "layer_types", None) or ())
+    if not getattr(model, "_supports_sdpa", False) or kinds - KINDS:
+        odd = ", ".join(sorted(kinds - KINDS)) or "attention of its own"
+        raise ConfigError(
+            f"{where} is a {shape.model_type} with {odd}, which cannot read several conversations in one row; take a "
+            "model of plain attention, such as Llama, Qwen or GPT-2"
+        )
+    if odd := [key for key in SCALED if getattr(shape, key, None) not in (None, 1, 1.0)]:
+        raise ConfigError(f"{where} is a {shape.model_type}, whose {odd[0]} is not supported; take another model")
+
+
+def longest(config: LanguageConfig, shape: PreTrainedConfig) -> int:
+    """Tokens of a whole conversation, at most: as many as are asked for, else as the model has positions for."""
+    limits = {"positions": getattr(shape, "max_position_embeddings", None)}
+    window = getattr(shape, "sliding_window", None)
+    if "sliding_attention" in (getattr(shape, "layer_types", None) or ["sliding_attention"]):
+        limits["tokens that a layer sees"] = window
+    known = {what: number for what, number in limits.items() if number}
+    if not known and config.max_length is None:
+        raise ConfigError("this model does not say how many positions it has; set policy.max_length")
+    for what, number in known.items():
+        if config.max_length and config.max_length > number:
+            raise ConfigError(
+                f"policy.max_length={config.max_length} is more than this model's {number} {what}; "
+                f"try policy.max_length={number}"
+            )
+    return config.max_length or min(known.values())
+
+
+# Which tokens of packed rows see which: the one place that knows the kernel that computes attention
+
+
+def attention_kernel(device: torch.device, dtype: torch.dtype) -> str:
+    """What computes attention: on GPUs one that leaves out what nobody sees, elsewhere one with a dense mask."""
+    if device.type == "meta":
+        return COUNTED
+    return SPARSE if device.type == "cuda" and dtype != torch.float64 else DENSE
+
+
+def wide_row(kernel: str, dim: int) -> float:
+    """Places of a row at which attention costs a model of this width as much as all else: a dense mask is computed
+    through, whatever it hides (12 dim^2 products a token beside 2 dim a place, which are three times as slow)."""
+    return 2.0 * dim if kernel == DENSE else math.inf
+
+
+def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
+    """Which places see which, for transformers' `attention_mask`. Places without a token see such places, so that no
+    row of numbers is empty."""
+    if kernel == COUNTED:
+        return None
+    blocks, segments = (torch.from_numpy(part).to(device) for part in (packed.blocks, packed.segments))
+    if kernel == DENSE:
+        return dense(blocks, segments)
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows, width = blocks.shape
+    return create_block_mask(rule(blocks, segments), rows, None, width, width, device=device, BLOCK_SIZE=TILE)
+
+
+def dense(blocks: Tensor, segments: Tensor) -> Tensor:
+    """bool [B, 1, W, W]: what is before a place, in its block, and shared by that block or of its own segment."""
+    same = blocks[:, :, None] == blocks[:, None, :]
+    mine = segments[:, :, None] == segments[:, None, :]
+    return (same & (mine | (segments == 0)[:, None, :])).tril()[:, None]
+
+
+def rule(blocks: Tensor, segments: Tensor) -> Any:
+    """The same, place by place."""
+
+    def sees(row: Tensor, head: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        theirs = segments[row, other]
+        mine = (segments[row, one] == theirs) | (theirs == 0)
+        return (one >= other) & (blocks[row, one] == blocks[row, other]) & mine
+
+    return sees
+
+
+class CountedAttention(torch.autograd.Function):
+    """What both kernels keep for the backward pass: what goes in and what comes out, no table of who sees whom."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+
+def counted(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Attention on the meta device, as transformers calls it: [B, heads, W, D] -> [B, W, heads, D]."""
+    return CountedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(COUNTED, counted)

@@ -21,7 +21,7 @@ ASKED: Message = {"role": "user", "content": "QUESTION-1"}
 ADVICE = "set policy.chat=false, or put a chat_template.jinja that does into a copy of the folder"
 
 
-class Tokenizer:
+class ConversationTokenizer:
     """A tokenizer of transformers, as conversations use it."""
 
     def __init__(self, own: Any, stops: Iterable[int], chat: bool | None = None) -> None:
@@ -33,7 +33,7 @@ class Tokenizer:
         self.chat = bool(own.chat_template) if chat is None else chat
         self.begin = beginning(own)
 
-    def __deepcopy__(self, _: dict) -> Tokenizer:
+    def __deepcopy__(self, _: dict) -> ConversationTokenizer:
         """Nothing changes it: copies of a policy share it."""
         return self
 
@@ -105,7 +105,7 @@ def beginning(own: Any) -> list[int]:
     return usual[:1] if usual[:1] == [own.bos_token_id] != plain[:1] else []
 
 
-def of_folder(folder: Path, stops: Iterable[int], vocabulary: int, chat: bool | None) -> Tokenizer:
+def of_folder(folder: Path, stops: Iterable[int], vocabulary: int, chat: bool | None) -> ConversationTokenizer:
     """The tokenizer of a published model, whose answers end with `stops` or the tokenizer's own end."""
     from transformers import AutoTokenizer
 
@@ -121,10 +121,10 @@ def of_folder(folder: Path, stops: Iterable[int], vocabulary: int, chat: bool | 
     ends = {*stops, *([] if own.eos_token_id is None else [own.eos_token_id])}
     if not ends:
         raise CheckpointError(f"{folder} names no token that ends an answer: generation_config.json lacks eos_token_id")
-    return Tokenizer(own, ends, chat)
+    return ConversationTokenizer(own, ends, chat)
 
 
-def of_characters(chat: bool | None = None) -> Tokenizer:
+def of_characters(chat: bool | None = None) -> ConversationTokenizer:
     """A token for every printable ASCII character, newline and tab; all others are one and the same."""
     from tokenizers import Regex
     from tokenizers import Tokenizer as Fast
@@ -140,4 +140,4 @@ def of_characters(chat: bool | None = None) -> Tokenizer:
     own = PreTrainedTokenizerFast(
         tokenizer_object=fast, eos_token=END, unk_token=UNKNOWN, pad_token=PADDING, clean_up_tokenization_spaces=False
     )
-    return Tokenizer(own, [own.eos_token_id], chat)
+    return ConversationTokenizer(own, [own.eos_token_id], chat)

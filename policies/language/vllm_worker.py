@@ -14,7 +14,7 @@ def replace_weights(worker: Any, pairs: Iterable[tuple[str, Any]]) -> None:
     runner.reload_weights(weights_iterator=iter(pairs))
     head = getattr(runner.get_model(), "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
-        # A head that is tied to the embeddings is no weight of the folder, and would stay as it was packed.
+        # A head that is tied to the embeddings is not a weight of the folder, and would stay as it was packed.
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
@@ -26,7 +26,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
 
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
+            for name in file.keys():  # noqa: SIM118 - it is not a dict
                 yield name, file.get_tensor(name)
 
 
@@ -37,6 +37,6 @@ class FromFolder:
         import torch
 
         if not (at := Path(folder)).is_dir():
-            raise ValueError(f"{folder} is no folder that this worker sees")
+            raise ValueError(f"{folder} is not a folder that this worker sees")
         with torch.inference_mode(False), torch.no_grad():
             replace_weights(self, tensors(at))

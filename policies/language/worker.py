@@ -1,7 +1,7 @@
 """The policy worker of language models: an engine continues sims' conversations, each answered as soon as it is over.
 
 What it is asked is encoded here, once; the answer goes back as tokens with their log-probs and as text. A token's
-noise is keyed by the episode and the token's place, so an answer depends on the question alone: one that is asked
+noise is keyed by the episode and the token's place, so an answer depends on the request alone: one that is asked
 again, elsewhere or beside others, is answered alike.
 """
 
@@ -27,7 +27,7 @@ SIGN_OF_LIFE_S = 30.0  # after which a sim that waits for long answers hears fro
 
 
 @dataclass(frozen=True)
-class Asked:
+class OpenPrompt:
     """A prompt that is being answered."""
 
     source: str
@@ -114,7 +114,7 @@ class LanguageWorker(PolicyWorker):
         while waiting and self.engine.room > 0:
             source, prompt = waiting.popleft()
             said = self.policy.tokenizer.encode(prompt.said, first=not len(prompt.tokens)) if prompt.said else []
-            asked = Asked(source, prompt, tuple(said))
+            asked = OpenPrompt(source, prompt, tuple(said))
             tokens = [*prompt.tokens.tolist(), *said]
             room = self.policy.max_length - len(tokens)
             if room < 1:
@@ -146,7 +146,7 @@ class LanguageWorker(PolicyWorker):
         ]
 
     def _completion(
-        self, asked: Asked, answer: Answer, version: int, dropped: str = "", show: bool = False
+        self, asked: OpenPrompt, answer: Answer, version: int, dropped: str = "", show: bool = False
     ) -> Completion:
         ids, tokenizer = answer.tokens.tolist(), self.policy.tokenizer
         self.tokens += len(ids)

@@ -21,7 +21,7 @@ from embodied.policies.openvla.base import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.llama import LlamaStack
 from embodied.policies.openvla.tokens import STOP, action_scores, pick
-from embodied.policies.openvla.vision import Block
+from embodied.policies.openvla.vision import VisionBlock
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.statistics import Statistics, statistics_of
 from embodied.runtime.tensor_bytes import Blob
@@ -79,7 +79,7 @@ class ProprioProjector(nn.Module):
 class FiLM(nn.Module):
     """A vision block whose features the mean word scales and shifts."""
 
-    def __init__(self, block: Block, words: int, dim: int) -> None:
+    def __init__(self, block: VisionBlock, words: int, dim: int) -> None:
         super().__init__()
         self.block = block
         self.scale = nn.Linear(words, dim)
@@ -213,8 +213,8 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return Scores(*scores, self._value(hidden[:, 0, 0]))
 
     def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
-        """With an l1 head the plain difference, and how well the scale fits it. As a likelihood, numbers that a
-        demonstrator never moves would leave the others no gradient."""
+        """The loss of demonstrated actions: with an l1 head the plain difference, and how well the scale fits it. As a
+        likelihood, numbers that a demonstrator never moves would leave the others no gradient."""
         if self.config.sft_loss == "vocabulary":
             return self._word_losses_of_items(inputs)
         if self.head != "l1":

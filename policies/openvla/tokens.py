@@ -33,7 +33,7 @@ def template_of(settings: OpenVLASettings, where: str) -> str:
     if backbone.endswith(("-pure", "-words")):
         return PURE
     raise CheckpointError(
-        f"{where}: llm_backbone_id={backbone!r} is told what to do in a way that is not known here; known are "
+        f"{where}: llm_backbone_id={backbone!r} uses an unsupported prompt format; supported are "
         "llama2-7b-pure (OpenVLA) and vicuna-v15-7b (OpenVLA v0.1)"
     )
 

@@ -36,7 +36,7 @@ class LayerScale(nn.Module):
         return x * self.scale_factor
 
 
-class Block(nn.Module):
+class VisionBlock(nn.Module):
     def __init__(self, tower: TowerSettings) -> None:
         super().__init__()
         scale = LayerScale if tower.kind == "dinov2" else lambda dim: nn.Identity()
@@ -88,7 +88,7 @@ class Tower(nn.Module):
         if tower.kind == "dinov2":
             self.cls_token = nn.Parameter(torch.empty(1, 1, tower.dim))
             self.reg_token = nn.Parameter(torch.empty(1, tower.registers, tower.dim))
-        self.blocks = nn.ModuleList(Block(tower) for _ in range(tower.depth))
+        self.blocks = nn.ModuleList(VisionBlock(tower) for _ in range(tower.depth))
         self.norm = nn.LayerNorm(tower.dim, eps=1e-6)
         unused = [self.blocks[-1], self.norm]
         if tower.kind == "siglip":

@@ -7,6 +7,7 @@ is read where neither noise nor time reaches: at the state's token (Pi0), or ove
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import Pi0Config
-from embodied.policies.pi0 import flow
 from embodied.policies.pi0.folder import MODEL, SCALED, layout_of, read_published, save_beside, write_back
 from embodied.policies.pi0.inputs import (
     DRAWS,
@@ -43,6 +43,9 @@ from embodied.policies.vla.shards import write_shards
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
 from embodied.policies.vla.text import Tokenizer
 from embodied.runtime.tensor_bytes import Blob
+
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
 
 SEEN, PRESENT, HIDDEN = "prefix", "prefix_present", "prefix_hidden"
 SCALES = ("action_scale.", "state_scale.")
@@ -71,7 +74,7 @@ class Pi0Policy(VLAPolicy):
             self.value_head = critic(self.settings).to(self.exact)
             if config.exploration == "flow_noise":
                 sizes = self.settings.expert.dim, self.settings.action_dim
-                self.noise_head = flow.NoiseHead(*sizes, *config.noise_range).to(self.exact)
+                self.noise_head = NoiseHead(*sizes, *config.noise_range).to(self.exact)
             if config.train == "expert":
                 self.model.paligemma_with_expert.paligemma.requires_grad_(False)
             if config.lora_rank:
@@ -148,7 +151,7 @@ class Pi0Policy(VLAPolicy):
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
         x, extra, first = self._split(tensor_of(noise, self.device))
         prefix, state = self._read(obs)
-        chain, densities, values = [x], [flow.unit_density(x)] if self._joint else [], None
+        chain, densities, values = [x], [unit_density(x)] if self._joint else [], None
         for step in range(self.config.steps):
             k = torch.full((len(x),), step, device=x.device)
             hidden, velocity = self._look(prefix, state, x, k)
@@ -156,7 +159,7 @@ class Pi0Policy(VLAPolicy):
             noisy = (k == first) | self._joint
             draws = extra[:, step if self._joint else 0]
             after = self._move(x, velocity, hidden, k, draws, temperature, noisy)
-            density = flow.log_density(after, *self._gaussian(x, velocity, hidden, k))
+            density = log_density(after, *self._gaussian(x, velocity, hidden, k))
             densities.append(torch.where(noisy[:, None, None], density, 0.0))
             x = after
             chain.append(x)
@@ -182,15 +185,15 @@ class Pi0Policy(VLAPolicy):
         prefix, state = self._read(inputs["obs"], inputs)
         densities, entropies, values = [], [], None
         if self._joint:
-            densities.append(flow.unit_density(chain[:, 0]))
-            entropies.append(flow.entropy(torch.ones_like(chain[:, 0])))
+            densities.append(unit_density(chain[:, 0]))
+            entropies.append(normal_entropy(torch.ones_like(chain[:, 0])))
         for number in range(chain.shape[1] - 1):
             x, k = chain[:, number], first + number
             hidden, velocity = self._look(prefix, state, x, k)
             values = self._value(prefix, hidden) if values is None else values
             mean, deviation = self._gaussian(x, velocity, hidden, k)
-            densities.append(flow.log_density(chain[:, number + 1], mean, deviation))
-            entropies.append(flow.entropy(deviation))
+            densities.append(log_density(chain[:, number + 1], mean, deviation))
+            entropies.append(normal_entropy(deviation))
         logprobs, entropy = (self._scored(torch.stack(parts).mean(0)) for parts in (densities, entropies))
         return Scores(logprobs, entropy, values)
 
@@ -211,12 +214,12 @@ class Pi0Policy(VLAPolicy):
         numbers, draws = tensor_of(noise, self.device), None
         if self.config.augment:
             numbers, draws = numbers.tensor_split([numbers.shape[1] - DRAWS * len(self.views)], dim=1)
-            draws = flow.uniform_of(draws).view(len(draws), -1, DRAWS)
-        time = flow.training_time(flow.uniform_of(numbers[:, -1]))
+            draws = uniform_of(draws).view(len(draws), -1, DRAWS)
+        time = training_time(uniform_of(numbers[:, -1]))
         start = numbers[:, :-1].view(len(numbers), self.horizon, -1).to(self.exact)
         actions = self._unit_actions(tensor_of(inputs["actions"], self.device), inputs["obs"])
         prefix, state = self._read(inputs["obs"], draws=draws)
-        t = flow.column(time, start)
+        t = column(time, start)
         hidden = self.model.suffix(prefix, state, t * start + (1 - t) * actions, time)
         return (start - actions - self.model.velocity(hidden).to(self.exact)) ** 2
 
@@ -262,7 +265,7 @@ class Pi0Policy(VLAPolicy):
         shape = (len(noise), 1 + self._noisy_steps(), self.horizon, self.settings.action_dim)
         points = noise[:, :-1].view(shape).to(self.exact)
         steps = self.config.steps
-        first = (flow.uniform_of(noise[:, -1]) * steps).long().clamp(max=steps - 1)
+        first = (uniform_of(noise[:, -1]) * steps).long().clamp(max=steps - 1)
         return points[:, 0], points[:, 1:], first * 0 if self._joint else first
 
     def _read(
@@ -308,19 +311,19 @@ class Pi0Policy(VLAPolicy):
     def _look(self, prefix: Prefix, state: Tensor, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and velocities before the steps k [N]."""
         suffix = for_acting(self.config, Pi0Network.suffix, self.device)
-        hidden = suffix(self.model, prefix, state, x, flow.time_of(k, self.config.steps))
+        hidden = suffix(self.model, prefix, state, x, time_of(k, self.config.steps))
         return hidden, self.model.velocity(hidden).to(self.exact)
 
     def _gaussian(self, x: Tensor, velocity: Tensor, hidden: Tensor, k: Tensor, level: float = 1.0):
         """Mean and deviation of where a noisy step leads, `level` times as noisy as in training."""
         steps = self.config.steps
         if not self._joint:
-            return flow.sde(x, velocity, k, steps, self.config.noise_level * level)
+            return sde_step(x, velocity, k, steps, self.config.noise_level * level)
         deviation = self.noise_head(hidden[:, -self.horizon :]).to(self.exact)
-        return flow.plain(x, velocity, steps), level * deviation
+        return plain_step(x, velocity, steps), level * deviation
 
     def _move(self, x, velocity, hidden, k, draws, temperature: float, noisy: Tensor) -> Tensor:
-        straight = flow.plain(x, velocity, self.config.steps)
+        straight = plain_step(x, velocity, self.config.steps)
         mean, deviation = self._gaussian(x, velocity, hidden, k, temperature)
         return torch.where(noisy[:, None, None], mean + deviation * draws, straight)
 
@@ -385,3 +388,70 @@ class CountedPi0(Pi0Policy):
 
     def _in_prompt(self, state: Tensor) -> np.ndarray:
         return np.zeros(state.shape)
+
+
+# From noise (time 1) to actions (time 0) in steps of d = 1 / steps. With the velocity v = noise - actions, a point x at
+# time t came from x1 = x + v (1 - t) and goes to x0 = x - v t.
+# - plain:      mean x - d v, no noise.
+# - flow_sde:   the same marginals with noise: sigma = level sqrt(t / (1 - t)), mean x - d v - sigma^2 d / (2 t) x1,
+#               deviation sqrt(d) sigma. The first step, t = 1, takes the second's time in the denominator.
+# - flow_noise: the plain mean, and a deviation that a small network has learned.
+
+
+def time_of(step: Tensor, steps: int) -> Tensor:
+    """The time [N] before a step [N]."""
+    return 1 - step / steps
+
+
+def plain_step(x: Tensor, v: Tensor, steps: int) -> Tensor:
+    return x - v / steps
+
+
+def sde_step(x: Tensor, v: Tensor, step: Tensor, steps: int, level: float) -> tuple[Tensor, Tensor]:
+    """Mean and deviation [N, H, D] of flow_sde's step `step` [N]."""
+    t = column(time_of(step, steps), x)
+    below = column(1 - time_of(step.clamp(min=1), steps), x)  # 1 - t, of the second step for the first
+    sigma, d = level * (t / below).sqrt(), 1 / steps
+    mean = x - d * v - sigma**2 * d / (2 * t) * (x + v * (1 - t))
+    return mean, (math.sqrt(d) * sigma).expand_as(x)
+
+
+class NoiseHead(nn.Module):
+    """flow_noise's deviation between `low` and `high`, on a logarithmic scale."""
+
+    def __init__(self, dim: int, actions: int, low: float, high: float) -> None:
+        super().__init__()
+        self.range = (math.log(low), math.log(high))
+        self.mlp = nn.Sequential(nn.Linear(dim, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, actions))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        low, high = self.range
+        return (low + (high - low) * (self.mlp(hidden).tanh() + 1) / 2).exp()
+
+
+def log_density(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    z = (x - mean) / deviation
+    return -0.5 * z * z - deviation.log() - HALF_LOG_2PI
+
+
+def unit_density(x: Tensor) -> Tensor:
+    """Log-density of the noise that an action begins with."""
+    return -0.5 * x * x - HALF_LOG_2PI
+
+
+def normal_entropy(deviation: Tensor) -> Tensor:
+    return deviation.log() + (0.5 + HALF_LOG_2PI)
+
+
+def uniform_of(normal: Tensor) -> Tensor:
+    """A uniform number for each standard normal one."""
+    return torch.special.ndtr(normal.double())
+
+
+def training_time(uniform: Tensor) -> Tensor:
+    """Beta(1.5, 1), of uniform numbers by the inverse of t^1.5, kept above 0.001: early times are trained more."""
+    return uniform ** (1 / 1.5) * 0.999 + 0.001
+
+
+def column(numbers: Tensor, like: Tensor) -> Tensor:
+    return numbers.to(like.dtype)[:, None, None]

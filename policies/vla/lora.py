@@ -232,7 +232,7 @@ def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob]) -> di
     for name, blob in more.items():  # peft saves words' weights beside their adapters, as they were
         there = stored.get(own_layer(name))
         if there is None or not alike(blob, there):
-            raise CheckpointError(f"{folder} changes {own_layer(name)}, which is no adapter; merge it with peft")
+            raise CheckpointError(f"{folder} changes {own_layer(name)}, which is not an adapter; merge it with peft")
     return found
 
 
@@ -245,7 +245,7 @@ def weights_in(folder: Path) -> dict[str, Blob]:
 
 
 def split(name: str) -> tuple[str, str]:
-    """The layer that an adapter's tensor is of, and what of it; no layer where it is no adapter's."""
+    """The layer that an adapter's tensor is of, and what of it; no layer where it is not an adapter's."""
     layer, found, part = name.removeprefix(WRAPPED).partition(".lora_")
     return (layer, f"lora_{part}") if found and part in ("A.weight", "B.weight") else ("", "")
 

@@ -118,7 +118,11 @@ def test_a_users_class_is_found_in_the_working_directory(user_folder):
     [
         ("no_such_module_here:Mine", "", "there is no module no_such_module_here; install it or start from the folder"),
         ("user_env_typo:Minee", USER_ENV, "has no Minee; did you mean 'Mine'"),
-        ("user_env_number:number", USER_ENV, "no class of .*VectorEnv or gymnasium.Env, and no task of a simulator: 3"),
+        (
+            "user_env_number:number",
+            USER_ENV,
+            "not a class of .*VectorEnv or gymnasium.Env, and not a task of a simulator: 3",
+        ),
         ("user_env_import:Mine", "import numpyy", "importing user_env_import failed: No module named 'numpyy'"),
         ("user_env_crash:Mine", "x = 1\n1 / 0", r"ZeroDivisionError.*user_env_crash.py, line 2"),
     ],

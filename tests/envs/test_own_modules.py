@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch):
         ("./my_tasks.py", "a module is named without folders and .py: my_tasks"),
         ("my_tasks.py", "a module is named without folders and .py: my_tasks"),
         ("folder/my_tasks.py", "a module is named without folders and .py: folder.my_tasks"),
-        ("my tasks", "'my tasks' is no name of a module"),
+        ("my tasks", "'my tasks' is not the name of a module"),
         ("no_such_module", "there is no module no_such_module; install it or start from the folder that holds it"),
         ("breaks", r"importing breaks failed: ValueError: bad robot .*breaks.py, line 2"),
         ("lacks", r"importing lacks failed: No module named 'numpyy' .*lacks.py, line 1"),

@@ -10,7 +10,7 @@ from embodied.core.rng import uniform
 from embodied.core.types import ActReply, EpisodeList, PolicyOutput, arrays_of, choose, join, trajectory_from
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
-from embodied.envs.rollout import Record, Stage, take_turns
+from embodied.envs.rollout import Record, Stage, step_stages
 from embodied.runtime import Timers
 
 CHUNK = 3
@@ -49,7 +49,7 @@ def play(rows, stages=1, episodes=EPISODES):
     for stage, share in zip(stages, map(deque, shares), strict=True):
         stage.refill(np.arange(rows), waiting=share)
         refills.append(partial(stage.refill, waiting=share))
-    assert list(take_turns(stages, records, refills))
+    assert list(step_stages(stages, records, refills))
     whole = join([record.trajectory() for record in records if record.decisions])
     finished = [result for record in records for result in record.finished]
     return whole, finished, [question for line in lines for question in line.asked]

@@ -15,8 +15,8 @@ from embodied.core.types import BatchEnd, BatchPart, GroupPart, choose, env_bloc
 from embodied.learners.accumulation import Accumulation
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.conversations import packing_of, prepare_conversations
-from embodied.learners.model import Model, Optimizer
+from embodied.learners.conversations import build_token_batch, packing_of
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousRoom
 from embodied.learners.update import gradient, update_policy
 from embodied.learners.worker import LearnerWorker
@@ -45,7 +45,7 @@ def share_of(policy, data, config, ranks=1, rank=0, collective=None, reference=N
     packing = packing_of(policy, LearnerConfig(**options), config)
     part = BatchPart(data.ids, first, last, 0, SCORES, ADVANTAGES)
     frozen = None if reference is None else Model(reference, LearnerConfig())
-    return prepare_conversations(mine, part, config, collective or Alone(), torch.float64, "cpu", frozen, packing)
+    return build_token_batch(mine, part, config, collective or Alone(), torch.float64, "cpu", frozen, packing)
 
 
 def trained(data, config, ranks=1, reference=None, seed=0, **options):
@@ -57,7 +57,7 @@ def trained(data, config, ranks=1, reference=None, seed=0, **options):
         policy = Speaking()
         model = Model(policy, LearnerConfig(**options))
         share = share_of(policy, data, config, ranks, rank, collective, reference, **options)
-        numbers = update_policy(model, Optimizer(policy, config, collective), config, share, seed, 0, 10)
+        numbers = update_policy(model, PolicyOptimizer(policy, config, collective), config, share, seed, 0, 10)
         found[rank] = policy.state_dict(), numbers
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
@@ -220,7 +220,7 @@ def test_minibatches_hold_whole_groups_and_add_up_to_the_batch():
 def share_of_six(policy, data, config):
     part = BatchPart(data.ids, 0, 18, 0, np.zeros(18), np.random.default_rng(1).normal(size=18))
     packing = packing_of(policy, LearnerConfig(), config)
-    return prepare_conversations(data, part, config, Alone(), torch.float64, "cpu", None, packing)
+    return build_token_batch(data, part, config, Alone(), torch.float64, "cpu", None, packing)
 
 
 def test_a_pack_holds_whole_groups_and_says_which_share_a_prompt():
@@ -270,7 +270,7 @@ def test_groups_that_come_one_by_one_make_the_step_of_the_batch(options, order):
         for group in ranks[rank]:
             ids = np.arange(group * SIZE, (group + 1) * SIZE)
             sums.add(choose(data, ids), ADVANTAGES[ids])
-        numbers = sums.step(Optimizer(policy, config, collective), BatchEnd(0, 10, 0.0))
+        numbers = sums.step(PolicyOptimizer(policy, config, collective), BatchEnd(0, 10, 0.0))
         found[rank] = policy.state_dict(), numbers
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]

@@ -13,9 +13,9 @@ from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
+from embodied.learners.bc import Demonstrations, Pictures
 from embodied.learners.collective import Alone
-from embodied.learners.demonstrations import Demonstrations, Pictures
-from embodied.learners.model import Optimizer
+from embodied.learners.model import PolicyOptimizer
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
 
@@ -65,7 +65,7 @@ def test_memory_does_not_grow_with_the_pictures(tmp_path):
 @pytest.mark.parametrize("place", ["nowhere", "file"])
 def test_a_cache_that_is_no_folder_is_refused(tmp_path, place):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=rf"sft\.cache=.*{place} is no folder"):
+    with pytest.raises(ConfigError, match=rf"sft\.cache=.*{place} is not a folder"):
         Pictures({"top": (4, 4, 3)}, 2, tmp_path / place)
 
 
@@ -105,7 +105,7 @@ def test_the_optimizer_is_torchs_adamw():
     config = SFTConfig(lr=0.1, adam_betas=(0.8, 0.95), weight_decay=0.3, max_grad_norm=None)
     spec = EnvSpec(ActionSpec(2), state_dim=3)
     ours, theirs = (make_policy(MLPConfig(hidden=(4,)), spec, 0) for _ in range(2))
-    optimizer = Optimizer(ours, config, Alone())
+    optimizer = PolicyOptimizer(ours, config, Alone())
     trained = [p for name, p in theirs.named_parameters() if not name.startswith(theirs.value_names)]
     adamw = torch.optim.AdamW(trained, lr=0.1, betas=(0.8, 0.95), eps=config.adam_eps, weight_decay=0.3)
     for step in range(3):

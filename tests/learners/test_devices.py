@@ -9,10 +9,9 @@ import torch
 from embodied.algorithms.config import GRPOConfig
 from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
 from embodied.datasets import RecordedEpisode
-from embodied.learners.bc import ImitationLearner
+from embodied.learners.bc import Demonstrations, ImitationLearner
 from embodied.learners.collective import Alone
-from embodied.learners.demonstrations import Demonstrations
-from embodied.learners.share import prepare
+from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import mismatch_of
 
 PLAYED = Trajectory(
@@ -37,7 +36,7 @@ def test_groups_are_learned_from_on_the_learners_device(kl_coef):
     reference = SimpleNamespace(config=SimpleNamespace(micro_batch_size=None), score=lambda inputs: scores)
     part = BatchPart(PLAYED.ids, 0, 2, 0, np.array([1.0, 0.0]), np.array([1.0, -1.0]))
     config = GRPOConfig(name="grpo", groups=1, group_size=2, kl_coef=kl_coef)
-    share = prepare(PLAYED, part, config, Alone(), torch.float32, "meta", reference if kl_coef else None)
+    share = build_rank_batch(PLAYED, part, config, Alone(), torch.float32, "meta", reference if kl_coef else None)
     loss, stats = share.loss_sum(scores, torch.arange(3), 1.0, config)
     assert {loss.device.type, *(number.device.type for number in stats.values())} == {"meta"}
     assert share.batch.current.device.type == "meta" and share.batch.obs["state"].device.type == "cpu"
@@ -49,7 +48,7 @@ def test_stale_groups_are_corrected_on_the_learners_device():
     model = SimpleNamespace(config=SimpleNamespace(micro_batch_size=None), score=lambda inputs: scores)
     part = BatchPart(PLAYED.ids, 0, 2, 0, np.array([1.0, 0.0]), np.array([1.0, -1.0]))
     config = GRPOConfig(name="grpo", decoupled=True, episode_mask="mean", episode_mask_low=0.5)
-    share = prepare(PLAYED, part, config, Alone(), torch.float32, "meta").corrected(model, config, 1)
+    share = build_rank_batch(PLAYED, part, config, Alone(), torch.float32, "meta").corrected(model, config, 1)
     loss, stats = share.loss_sum(scores, torch.arange(3), 1.0, config)
     found = (loss, *stats.values(), share.masked, *mismatch_of(share.batch, torch.arange(3), numbers.detach()))
     assert {number.device.type for number in found} == {"meta"}

@@ -11,7 +11,7 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners import model
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
-from embodied.learners.rollout_buffer import Batch
+from embodied.learners.rollout_buffer import ItemBatch
 from embodied.learners.update import frozen_features
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
@@ -35,7 +35,7 @@ def batch_of(policy, rows=5):
     arrays = (output.actions, output.logprobs, np.ones(output.actions.shape[:2], bool), np.ones(rows, bool))
     tensors = map(torch.from_numpy, arrays)
     obs = obs | {"images": {n: torch.from_numpy(i) for n, i in images.items()}, "state": torch.from_numpy(obs["state"])}
-    return Batch(
+    return ItemBatch(
         0, text_arrays(obs), *tensors, {name: torch.from_numpy(array) for name, array in output.replay.items()}
     )
 

@@ -14,8 +14,8 @@ from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.errors import ConfigError
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, Optimizer
-from embodied.learners.share import prepare
+from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.baselines import RandomPolicy
@@ -37,10 +37,10 @@ def trained(dtype="float64", iterations=2, algo=PPO, before=lambda policy: None,
     policy.load_weights({name: tensor.numpy() for name, tensor in actor.state_dict().items()})
     before(policy)
     model = Model(policy, LearnerConfig(**options))
-    optimizer = Optimizer(policy, algo, Alone())
+    optimizer = PolicyOptimizer(policy, algo, Alone())
     for iteration in range(iterations):
         data = toy.rollout(actor, iteration)
-        share = prepare(data, toy.part_of(data), algo, Alone(), model.dtype)
+        share = build_rank_batch(data, toy.part_of(data), algo, Alone(), model.dtype)
         numbers = update_policy(model, optimizer, algo, share, 0, iteration, iterations)
     return policy, optimizer, numbers
 
@@ -127,7 +127,7 @@ def test_an_optimizer_of_bfloat16_weights_comes_back_with_its_float32_copies(tmp
     twin = toy.make(seed=9, dtype="bfloat16")
     twin.load_weights(read_weights(tmp_path))
     assert largest_difference(policy, twin) == 0
-    restored = Optimizer(twin, PPO, Alone())
+    restored = PolicyOptimizer(twin, PPO, Alone())
     restored.load(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(optimizer.masters, restored.masters, strict=True))
     assert not all(torch.equal(m, m.bfloat16().float()) for m in restored.masters)
@@ -184,7 +184,7 @@ from embodied.core.types import EnvSpec
 from embodied.core.types import env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.rendezvous import RendezvousFile
-from embodied.learners.share import prepare
+from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.config import MLPConfig
@@ -205,7 +205,7 @@ block = env_blocks(toy.N, size)[rank]
 
 def train(iteration):
     data = toy.columns(toy.rollout(actor, iteration), slice(block.start, block.stop))
-    share = prepare(data, toy.part_of(data), worker.algo, worker.collective, worker.model.dtype)
+    share = build_rank_batch(data, toy.part_of(data), worker.algo, worker.collective, worker.model.dtype)
     return update_policy(worker.model, worker.optimizer, worker.algo, share, 0, iteration, 3)
 
 for iteration in range(2):
@@ -244,10 +244,10 @@ def test_two_learners_that_hold_half_of_everything_learn_the_same(tmp_path, dtyp
     algo = PPO.model_copy(update={"minibatch_size": 3})
     whole = {}
     actor, policy = toy.make(), toy.make(dtype=dtype)
-    optimizer = Optimizer(policy, algo, Alone())
+    optimizer = PolicyOptimizer(policy, algo, Alone())
     for iteration in range(3):
         data = toy.rollout(actor, iteration)
-        share = prepare(data, toy.part_of(data), algo, Alone(), getattr(torch, dtype))
+        share = build_rank_batch(data, toy.part_of(data), algo, Alone(), getattr(torch, dtype))
         update_policy(Model(policy, LearnerConfig()), optimizer, algo, share, 0, iteration, 3)
         whole[iteration + 1] = {name: tensor.numpy().copy() for name, tensor in policy.state_dict().items()}
     optimizer.save(tmp_path / "alone")
@@ -279,7 +279,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.types import env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.rendezvous import RendezvousFile
-from embodied.learners.share import prepare
+from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.runtime import Timers
@@ -294,7 +294,7 @@ worker.rank, worker.world_size, worker.timers = rank, 2, Timers()
 worker.build(toy.ENV, "0" * 16, True, out / f"start-{rank}")
 block = env_blocks(toy.N, 2)[rank]
 data = toy.columns(toy.rollout(actor, 0), slice(block.start, block.stop))
-share = prepare(data, toy.part_of(data), algo, worker.collective, worker.model.dtype)
+share = build_rank_batch(data, toy.part_of(data), algo, worker.collective, worker.model.dtype)
 with patch("torch.distributed.reduce_scatter_single", wraps=torch.distributed.reduce_scatter_single) as sums:
     numbers = update_policy(worker.model, worker.optimizer, algo, share, 0, 0, 1)
 worker.save(out / "after")

@@ -13,10 +13,10 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.types import join, map_decisions
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, Optimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousRoom
 from embodied.learners.rollout_buffer import RolloutBuffer
-from embodied.learners.share import prepare
+from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 
 _spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "toy.py")
@@ -28,8 +28,8 @@ CONFIG = PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=5, lr=1e-2)
 def trained(part, env_ids, collective):
     """The weights after an update with this part of the env rows `env_ids`."""
     policy = toy.make()
-    share = prepare(part, toy.part_of(part, env_ids.tolist()), CONFIG, collective, torch.float64)
-    update_policy(Model(policy, LearnerConfig()), Optimizer(policy, CONFIG, collective), CONFIG, share, 0, 0, 10)
+    share = build_rank_batch(part, toy.part_of(part, env_ids.tolist()), CONFIG, collective, torch.float64)
+    update_policy(Model(policy, LearnerConfig()), PolicyOptimizer(policy, CONFIG, collective), CONFIG, share, 0, 0, 10)
     return policy.state_dict()
 
 
@@ -73,7 +73,7 @@ def test_what_older_weights_have_played_is_known_for_it():
     data = toy.rollout(toy.make(), seed=3)
     data.versions[: toy.T * toy.N // 2] = 4
     data.versions[toy.T * toy.N // 2 :] = 5
-    share = prepare(data, toy.part_of(data, version=5), CONFIG, Alone(), torch.float64)
+    share = build_rank_batch(data, toy.part_of(data, version=5), CONFIG, Alone(), torch.float64)
     assert share.summary()["train/staleness"] == 0.5
     assert share.batch.current.tolist() == [version == 5 for version in data.versions]
 
@@ -86,8 +86,11 @@ def test_sequences_of_different_lengths_get_the_advantages_they_would_get_alone(
     short = replace(short, lengths=np.array([2]), **map_decisions(lambda array: array[:2], short))
     both = join([whole, short])
     assert both.lengths.tolist() == [2, toy.T]
-    found = prepare(both, toy.part_of(both, [0, 1]), config, Alone(), torch.float64)
-    alone = [prepare(one, toy.part_of(one, one.ids.tolist()), config, Alone(), torch.float64) for one in (short, whole)]
+    found = build_rank_batch(both, toy.part_of(both, [0, 1]), config, Alone(), torch.float64)
+    alone = [
+        build_rank_batch(one, toy.part_of(one, one.ids.tolist()), config, Alone(), torch.float64)
+        for one in (short, whole)
+    ]
     assert found.num_items == 2 + toy.T
     for name in ("advantages", "returns", "values"):
         assert torch.equal(getattr(found, name), torch.cat([getattr(one, name) for one in alone]))

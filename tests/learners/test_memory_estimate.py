@@ -10,7 +10,7 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.memory_estimate import count, estimate, made_up
-from embodied.learners.model import Model, Optimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig
 
@@ -24,7 +24,7 @@ def build(kind, **options):
 def held(policy, config):
     """Bytes that a real update holds: weights, training state with the gradients on their way, kept activations."""
     kept, weights = {}, {p.untyped_storage().data_ptr() for p in policy.parameters()}
-    model, optimizer = Model(policy, config), Optimizer(policy, PPOConfig(), Alone())
+    model, optimizer = Model(policy, config), PolicyOptimizer(policy, PPOConfig(), Alone())
 
     def keep(tensor):
         storage = tensor.untyped_storage()

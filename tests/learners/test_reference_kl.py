@@ -14,8 +14,8 @@ from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, Optimizer
-from embodied.learners.share import prepare
+from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.train import main
 
@@ -36,7 +36,9 @@ def model(policy):
 def share_of(actor, algo, reference, seed=0, rows=None, collective=None):
     data = toy.rollout(actor, seed)
     data = data if rows is None else toy.columns(data, rows)
-    return data, prepare(data, toy.part_of(data), algo, collective or Alone(), torch.float64, reference=reference)
+    return data, build_rank_batch(
+        data, toy.part_of(data), algo, collective or Alone(), torch.float64, reference=reference
+    )
 
 
 def test_rewards_pay_for_leaving_the_reference_by_hand():
@@ -63,7 +65,7 @@ def test_a_run_begins_at_its_reference_and_the_coefficient_keeps_it_there():
         actor, policy = toy.make(), toy.make()
         algo, reference = config(kl_coef=coef), model(policy.reference()) if coef else None
         ours = model(policy)
-        optimizer = Optimizer(policy, algo, Alone())
+        optimizer = PolicyOptimizer(policy, algo, Alone())
         first = None
         for iteration in range(4):
             _, share = share_of(actor, algo, reference, iteration)

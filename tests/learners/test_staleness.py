@@ -13,9 +13,9 @@ from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.types import BatchPart, env_blocks
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, Optimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousRoom
-from embodied.learners.share import episodes_within, prepare
+from embodied.learners.train_batch import build_rank_batch, episodes_within
 from embodied.learners.update import update_policy
 
 _spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "toy.py")
@@ -51,8 +51,8 @@ def trained(data, config, version=1, ranks=1, part_of=None, **options):
         block = env_blocks(N, ranks)[rank]
         mine, part = (part_of or slices)(data, block, version)
         policy = toy.make()
-        model, optimizer = Model(policy, LearnerConfig(**options)), Optimizer(policy, config, collective)
-        share = prepare(mine, part, config, collective, torch.float64)
+        model, optimizer = Model(policy, LearnerConfig(**options)), PolicyOptimizer(policy, config, collective)
+        share = build_rank_batch(mine, part, config, collective, torch.float64)
         found[rank] = policy.state_dict(), update_policy(model, optimizer, config, share, 0, 0, 10)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
@@ -110,7 +110,7 @@ def test_the_first_decoupled_step_pushes_with_the_truncated_weight():
     config = config.model_copy(update={"importance_cap": 1.1})
     _, numbers = trained(data, config)[0]
     weights = np.minimum(np.exp(log_ratios(data).sum((2, 3))), 1.1).ravel()
-    advantages = prepare(data, toy.part_of(data), config, Alone(), torch.float64).advantages.numpy()
+    advantages = build_rank_batch(data, toy.part_of(data), config, Alone(), torch.float64).advantages.numpy()
     assert numbers["train/policy_loss"] == pytest.approx(-(weights * advantages).mean(), rel=1e-9)
     assert numbers["train/importance_weight"] == pytest.approx(weights.mean(), rel=1e-9)
     assert (weights == 1.1).any() and numbers["train/clip_fraction"] == 0
@@ -176,8 +176,10 @@ def test_the_mismatch_of_episodes_that_count_alike_is_weighted():
     config = GRPOConfig(name="grpo", weighting="episode", epochs=1, minibatch_size=None)
     part = BatchPart(short.ids, 0, 2, 1, np.array([0.0, 1.0]), np.array([-1.0, 1.0]))
     policy = toy.make()
-    share = prepare(short, part, config, Alone(), torch.float64)
-    numbers = update_policy(Model(policy, LearnerConfig()), Optimizer(policy, config, Alone()), config, share, 0, 0, 10)
+    share = build_rank_batch(short, part, config, Alone(), torch.float64)
+    numbers = update_policy(
+        Model(policy, LearnerConfig()), PolicyOptimizer(policy, config, Alone()), config, share, 0, 0, 10
+    )
     apart = log_ratios(data).reshape(N * T, -1)[keep]
     k3 = (np.exp(apart) - 1 - apart).sum(1)
     wanted = (k3[:T].sum() * 4 / 6 + k3[T:].sum() * 4 / 2) / 8
@@ -221,11 +223,11 @@ def test_a_rank_without_a_part_counts_no_decision_and_as_many_passes_as_others()
         if rank:
             mine = toy.columns(whole, slice(farthest, farthest + 1)), BatchPart(whole.ids, N, N, 1, *scored)
         policy, collective = toy.make(), Threads(room, rank)
-        share = prepare(*mine, config, collective, torch.float64)
+        share = build_rank_batch(*mine, config, collective, torch.float64)
         passes, model = [], Model(policy, LearnerConfig(micro_batch_size=5), tick=lambda: passes.append(rank))
         corrected = share.corrected(model, config, 7)
         assert len(passes) == 7 and len(corrected.proximal) == len(share.batch)
-        optimizer = Optimizer(policy, config, collective)
+        optimizer = PolicyOptimizer(policy, config, collective)
         found[rank] = update_policy(model, optimizer, config, share, 0, 0, 10)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]

@@ -16,8 +16,8 @@ from embodied.core.types import BatchEnd, BatchPart, GroupPart, choose, env_bloc
 from embodied.learners.accumulation import Accumulation
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.conversations import packing_of, prepare_conversations
-from embodied.learners.model import Model, Optimizer
+from embodied.learners.conversations import build_token_batch, packing_of
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousRoom
 from embodied.learners.update import gradient, update_policy
 from embodied.learners.worker import LearnerWorker
@@ -59,7 +59,7 @@ def share_of(policy, data, scores, config, ranks=1, rank=0, collective=None, ref
     learner = LearnerConfig(**options)
     frozen = None if reference is None else Model(reference, LearnerConfig())
     about = torch.float64, "cpu", frozen, packing_of(policy, learner, config), Model(policy, learner)
-    return prepare_conversations(mine, part, config, collective or Alone(), *about)
+    return build_token_batch(mine, part, config, collective or Alone(), *about)
 
 
 def trained(data, scores, config, ranks=1, reference=None, **options):
@@ -70,7 +70,7 @@ def trained(data, scores, config, ranks=1, reference=None, **options):
         collective = Threads(room, rank) if ranks > 1 else Alone()
         policy = Judging()
         share = share_of(policy, data, scores, config, ranks, rank, collective, reference, **options)
-        model, optimizer = Model(policy, LearnerConfig(**options)), Optimizer(policy, config, collective)
+        model, optimizer = Model(policy, LearnerConfig(**options)), PolicyOptimizer(policy, config, collective)
         found[rank] = policy.state_dict(), update_policy(model, optimizer, config, share, 0, 0, 10)
 
     together(work, ranks)
@@ -242,7 +242,7 @@ def test_values_are_asked_once_of_the_weights_that_the_update_starts_from():
     policy = Judging()
     share = share_of(policy, data, scores, config)
     before, returns = share.values.clone(), share.returns.clone()
-    update_policy(Model(policy, LearnerConfig()), Optimizer(policy, config, Alone()), config, share, 0, 0, 10)
+    update_policy(Model(policy, LearnerConfig()), PolicyOptimizer(policy, config, Alone()), config, share, 0, 0, 10)
     assert torch.equal(share.values, before) and torch.equal(share.returns, returns)
     now = share_of(policy, data, scores, config)
     assert float((now.values - before).abs().max()) > 0.01
@@ -291,7 +291,7 @@ def test_groups_that_come_one_by_one_make_the_step_of_the_batch(options):
         for group in ranks[rank]:
             ids = np.arange(group * SIZE, (group + 1) * SIZE)
             sums.add(choose(data, ids), None, scores[ids])
-        found[rank] = policy.state_dict(), sums.step(Optimizer(policy, config, collective), BatchEnd(0, 10, 0.0))
+        found[rank] = policy.state_dict(), sums.step(PolicyOptimizer(policy, config, collective), BatchEnd(0, 10, 0.0))
 
     together(work, 2)
     of_batches = {"train/explained_variance"} | ({"train/reference_kl"} if config.kl_in == "reward" else set())

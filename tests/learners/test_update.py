@@ -15,9 +15,9 @@ from embodied.core.errors import Diverged, WrongShape
 from embodied.core.types import env_blocks, join
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, Optimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousRoom
-from embodied.learners.share import prepare
+from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 
 
@@ -35,7 +35,7 @@ T, N, C, make, rollout, columns = toy.T, toy.N, toy.C, toy.make, toy.rollout, to
 
 def ours(policy, optimizer, trajectory, config, iteration):
     model = policy if isinstance(policy, Model) else Model(policy, LearnerConfig())
-    share = prepare(trajectory, toy.part_of(trajectory), config, optimizer.collective, torch.float64)
+    share = build_rank_batch(trajectory, toy.part_of(trajectory), config, optimizer.collective, torch.float64)
     return update_policy(model, optimizer, config, share, 0, iteration, 10)
 
 
@@ -53,7 +53,7 @@ def test_five_updates_equal_the_single_file_reference(options):
         **{"rollout_decisions": T, "epochs": 3, "minibatch_size": 7, "lr": 1e-2, "max_grad_norm": 0.3} | options
     )
     mine, theirs = make(), make()
-    optimizer = Optimizer(mine, config, Alone())
+    optimizer = PolicyOptimizer(mine, config, Alone())
     their_adam = torch.optim.Adam(theirs.parameters(), lr=config.lr, eps=config.adam_eps)
 
     def scored(obs):
@@ -77,7 +77,7 @@ def test_five_updates_equal_the_single_file_reference(options):
 def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks):
     config = PPOConfig(rollout_decisions=T, epochs=2, minibatch_size=5, lr=1e-2, lr_schedule="linear")
     alone = make()
-    optimizer = Optimizer(alone, config, Alone())
+    optimizer = PolicyOptimizer(alone, config, Alone())
     data = rollout(alone, seed=1)
     for iteration in range(3):
         ours(alone, optimizer, data, config, iteration)
@@ -85,7 +85,7 @@ def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks):
     room, policies = RendezvousRoom(ranks, 30.0), [make() for _ in range(ranks)]
 
     def work(rank):
-        own = Optimizer(policies[rank], config, Threads(room, rank))
+        own = PolicyOptimizer(policies[rank], config, Threads(room, rank))
         block = env_blocks(N, ranks)[rank]
         part = columns(data, slice(block.start, block.stop))
         for iteration in range(3):
@@ -113,7 +113,7 @@ def test_deliveries_in_any_order_make_the_same_batch():
 def test_the_optimizer_comes_back_from_its_folder_and_takes_the_same_step(tmp_path):
     config = PPOConfig(rollout_decisions=T, epochs=1, minibatch_size=8, lr=1e-2)
     policy = make()
-    optimizer = Optimizer(policy, config, Alone())
+    optimizer = PolicyOptimizer(policy, config, Alone())
     ours(policy, optimizer, rollout(policy, 0), config, 0)
     optimizer.save(tmp_path)
     policy.save_pretrained(tmp_path)
@@ -121,7 +121,7 @@ def test_the_optimizer_comes_back_from_its_folder_and_takes_the_same_step(tmp_pa
     from embodied.policies.folder import read_weights
 
     twin.load_weights(read_weights(tmp_path))
-    restored = Optimizer(twin, config, Alone())
+    restored = PolicyOptimizer(twin, config, Alone())
     restored.load(tmp_path)
     data = rollout(policy, 1)
     ours(policy, optimizer, data, config, 1)
@@ -133,7 +133,7 @@ def test_a_linear_schedule_lowers_the_rate_and_value_lr_is_its_own():
     config = PPOConfig(rollout_decisions=T, epochs=1, minibatch_size=24, lr=1e-2, value_lr=0.0, lr_schedule="linear")
     policy = make()
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    numbers = ours(policy, Optimizer(policy, config, Alone()), rollout(policy, 0), config, 5)
+    numbers = ours(policy, PolicyOptimizer(policy, config, Alone()), rollout(policy, 0), config, 5)
     assert numbers["train/lr"] == pytest.approx(5e-3)
     changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
     assert changed and not any(name.startswith("critic") for name in changed)
@@ -149,7 +149,7 @@ def test_numbers_that_are_not_finite_are_refused_before_they_become_weights(fiel
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     config = PPOConfig(rollout_decisions=T, minibatch_size=T * N, epochs=1)
     with pytest.raises(Diverged, match=r"nan.*algo\.lr"):
-        ours(policy, Optimizer(policy, config, Alone()), spoilt, config, 0)
+        ours(policy, PolicyOptimizer(policy, config, Alone()), spoilt, config, 0)
     assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
 
 
@@ -163,13 +163,13 @@ def test_scores_that_would_broadcast_are_refused():
 
     policy.forward = summed
     with pytest.raises(WrongShape, match="forward returned logprobs"):
-        ours(policy, Optimizer(policy, config, Alone()), rollout(policy, 1), config, 0)
+        ours(policy, PolicyOptimizer(policy, config, Alone()), rollout(policy, 1), config, 0)
 
 
 def test_a_gradient_that_is_not_finite_is_refused(monkeypatch):
     policy, config = make(), PPOConfig(rollout_decisions=T, minibatch_size=T * N, epochs=1)
-    optimizer = Optimizer(policy, config, Alone())
-    monkeypatch.setattr(Optimizer, "exchange", lambda self, stats: (stats, float("inf")))
+    optimizer = PolicyOptimizer(policy, config, Alone())
+    monkeypatch.setattr(PolicyOptimizer, "exchange", lambda self, stats: (stats, float("inf")))
     with pytest.raises(Diverged, match=r"grad_norm is inf in iteration 3, epoch 1; try a lower algo\.lr"):
         ours(policy, optimizer, rollout(policy, 1), config, 2)
 
@@ -177,4 +177,4 @@ def test_a_gradient_that_is_not_finite_is_refused(monkeypatch):
 def test_weights_that_a_step_made_infinite_are_refused():
     policy, config = make(), PPOConfig(rollout_decisions=T, minibatch_size=T * N, epochs=1, lr=1e308)
     with pytest.raises(Diverged, match="weights are NaN or infinite after iteration 1"):
-        ours(policy, Optimizer(policy, config, Alone()), rollout(policy, 1), config, 0)
+        ours(policy, PolicyOptimizer(policy, config, Alone()), rollout(policy, 1), config, 0)

@@ -7,8 +7,8 @@ from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.planner import chunk_grid
 from embodied.placement.profile import Cost, Link, Profile, Sync
+from embodied.placement.profile_planner import chunk_grid
 
 
 def subsets(items):

@@ -12,7 +12,7 @@ SIM, LEARNER = '"sim,policy": "cpu:0"', 'learner: "cpu:0"'
 BAD = {
     "a mode's name misspelt": ("hybird", "neither a mode nor a map; try placement=hybrid"),
     "more cores than a mode has": ("disaggregated", "needs 3 cores, this run may use 2"),
-    "a role that is none": ("{sims: cpu:0, policy: cpu:0, learner: cpu:0}", "'sims' is no role"),
+    "a role that is none": ("{sims: cpu:0, policy: cpu:0, learner: cpu:0}", "'sims' is not a role"),
     "a role without a place": ("{sim: cpu:0, policy: cpu:0}", "'learner' has no place"),
     "a role in two places": ('{sim: cpu:0, "sim,policy": cpu:0, learner: cpu:0}', "'sim' has 2 places"),
     "no quotes around two roles": ("{sim,policy: cpu:0, learner: cpu:0}", "roles joined by a comma need quotes"),

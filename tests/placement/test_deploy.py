@@ -8,8 +8,8 @@ from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import embodied_dataflow
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Profile
+from embodied.placement.profile_planner import Planner
 from embodied.placement.topology import read_topology
 
 WORKFLOW = embodied_dataflow(num_envs=8, decisions=4, learner_calls=4, learner_items=8, env_steps=32)

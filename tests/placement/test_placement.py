@@ -55,7 +55,7 @@ def test_devices_that_cannot_be_read_are_refused_with_an_example(text, answer):
         ({"sim,policy,learner": "cpu:0"}, "its crash would take the weights"),
         ({"sim": "cpu:0", "policy": "cpu:0"}, "'learner' has no place"),
         ({"sim": "cpu:0", "sim,policy": "cpu:0", "learner": "cpu:0"}, "'sim' has 2 places"),
-        ({"sims": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, "'sims' is no role; roles: sim, policy, learner"),
+        ({"sims": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, "'sims' is not a role; roles: sim, policy, learner"),
         ({"sim": None, "policy": "cpu:0", "learner": "cpu:0"}, "need quotes"),
         ({"sim": 3, "policy": "cpu:0", "learner": "cpu:0"}, "are 3, not text"),
     ],

@@ -137,7 +137,7 @@ def test_an_unknown_family_or_a_missing_module_is_named():
         policy_class("mpl")
     with pytest.raises(ConfigError, match="no_such_pkg"):
         policy_class("no_such_pkg.mod:Policy")
-    with pytest.raises(ConfigError, match=r"no class of embodied\.policies\.base\.Policy"):
+    with pytest.raises(ConfigError, match=r"not a class of embodied\.policies\.base\.Policy"):
         policy_class("json:JSONDecoder")
     with pytest.raises(ConfigError, match="state observations"):
         make_policy(MLPConfig(), EnvSpec(ActionSpec(2), images={"front": (8, 8, 3)}), 0)

@@ -13,12 +13,11 @@ from embodied.core import arrays
 from embodied.core.arrays import map_obs, text_arrays
 from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
 from embodied.datasets.reader import RecordedEpisode
-from embodied.learners.bc import ImitationLearner
+from embodied.learners.bc import Demonstrations, ImitationLearner
 from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
-from embodied.learners.demonstrations import Demonstrations
-from embodied.learners.model import Model, Optimizer
-from embodied.learners.share import prepare
+from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import frozen_features, update_policy
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig, MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
@@ -122,8 +121,8 @@ def learn(policy, played):
     """One PPO update, with frozen parts looked at once."""
     config = PPOConfig(rollout_decisions=DECISIONS, epochs=1, minibatch_size=ROWS * DECISIONS, max_grad_norm=0.5)
     model = model_of(policy)
-    optimizer = Optimizer(policy, config, Alone())
-    share = prepare(played, BatchPart(played.ids, 0, ROWS, 0), config, Alone(), model.dtype, WHERE)
+    optimizer = PolicyOptimizer(policy, config, Alone())
+    share = build_rank_batch(played, BatchPart(played.ids, 0, ROWS, 0), config, Alone(), model.dtype, WHERE)
     share = share.with_replay(frozen_features(model, share.batch, ROWS))
     with patch("embodied.learners.model.adam", step_there):
         return update_policy(model, optimizer, config, share, 0, 0, 10)

@@ -159,7 +159,7 @@ def test_a_model_that_is_told_in_another_way_is_refused(published, tmp_path):
     place = shutil.copytree(published, tmp_path / "chat")
     config = json.loads((published / "config.json").read_text()) | {"llm_backbone_id": "llama2-7b-chat"}
     (place / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="llm_backbone_id='llama2-7b-chat' is told what to do in a way"):
+    with pytest.raises(CheckpointError, match="llm_backbone_id='llama2-7b-chat' uses an unsupported prompt format"):
         build(pretrained=str(place))
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from embodied.policies.pi0.flow import plain, time_of
 from embodied.policies.pi0.network import Pi0Network
+from embodied.policies.pi0.policy import plain_step, time_of
 from embodied.policies.pi0.settings import GemmaSettings, Pi0Settings, VisionSettings
 
 transformers = pytest.importorskip("transformers")
@@ -98,7 +98,7 @@ def observe():
 def denoise(network, prefix, state, x):
     for step in range(STEPS):
         time = time_of(torch.full((len(x),), step), STEPS)
-        x = plain(x, network.velocity(network.suffix(prefix, state, x, time)), STEPS)
+        x = plain_step(x, network.velocity(network.suffix(prefix, state, x, time)), STEPS)
     return x
 
 

@@ -1,4 +1,4 @@
-"""Questions of several sims that wait for a policy worker are answered together, and no answer depends on that."""
+"""Requests of several sims that wait for a policy worker are answered together, and no answer depends on that."""
 
 import threading
 import time
@@ -164,7 +164,7 @@ def test_a_bad_question_leaves_the_others_with_their_answers(bad, channel, capfd
     worker = counting()
     with pytest.raises(ValueError if bad == "raises" else Unusable):
         asked(worker, channel, requests, "bad")
-    assert "3 questions are answered one by one" in capfd.readouterr().out
+    assert "3 requests are answered one by one" in capfd.readouterr().out
     assert [len(replies) for replies in worker.found.values()] == [1, 0, 1]
     for source, (reply,) in good.items():
         assert np.array_equal(worker.found[source][0].output.actions, reply.output.actions)

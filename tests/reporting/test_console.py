@@ -9,8 +9,8 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
-from embodied.reporting.advice import without_success
 from embodied.reporting.console import Console
+from embodied.run.launch import without_success
 
 STATE = {"iteration": 1, "version": 1, "env_steps": 8, "train_s": 1.0}
 

@@ -13,7 +13,7 @@ from embodied.reporting.groups_page import in_order, in_words, mean_curve, place
 from embodied.reporting.results import write_results
 from embodied.reporting.run_page import write_report
 from embodied.reporting.success_stats import iqm, mean_with_interval, over_seeds, standings, summarize
-from embodied.run.group import Group, Member
+from embodied.run.group import Member, RunGroup
 
 
 def write_run(folder, rate, state="finished", cause="", commit="abc", tasks=("reach",), lr=0.001, seed=0, slow=1.0):
@@ -51,7 +51,7 @@ def write_group(parent, rates, swept="algo.lr", **more):
             if rate is not None:
                 write_run(parent / name, rate, seed=seed, lr=value, **more)
             members.append(Member(setting, seed, "mark", f"../{name}" if rate is not None else ""))
-    group = Group(
+    group = RunGroup(
         parent / "group", "toy", {"recipe": "toy"}, (swept,) if swept else (), tuple(members), ("embodied.sweep", "x=1")
     )
     group.folder.mkdir(parents=True)
@@ -157,7 +157,7 @@ def test_settings_of_other_tasks_have_no_order(tmp_path, page_of):
     group = write_group(tmp_path, {"a": [0.5, 0.4]}, swept="env.task")
     other = write_run(tmp_path / "b", 0.9, tasks=("push",))
     more = Member({"env.task": "b"}, 0, "mark", f"../{other.name}")
-    group = Group(group.folder, "toy", {}, ("env.task",), (*group.members, more), ("embodied.sweep",))
+    group = RunGroup(group.folder, "toy", {}, ("env.task",), (*group.members, more), ("embodied.sweep",))
     assert "different tasks" in verdict(sets_of(group))
     assert ">best<" not in comparison(sets_of(group), group.folder, group)
     assert "different tasks" in page_of(group).text
@@ -173,7 +173,7 @@ def test_a_failed_seed_is_named_and_left_out(tmp_path, page_of):
     group = write_group(tmp_path, {"toy": [0.8, 0.9, None]}, swept="")
     failed = write_run(tmp_path / "bad", 0.1, state="failed", cause="sim-0 is gone", commit="def")
     more = Member({}, 7, "mark", f"../{failed.name}")
-    group = Group(group.folder, "toy", {}, (), (*group.members, more), ("embodied.train",))
+    group = RunGroup(group.folder, "toy", {}, (), (*group.members, more), ("embodied.train",))
     (found,) = sets_of(group)
     assert summary(found, "success_once")["seeds"] == 2
     page = page_of(group)
@@ -190,7 +190,7 @@ def test_a_group_that_has_just_begun_has_a_page(tmp_path, page_of):
 def test_the_mean_goes_as_far_as_all_seeds_have_come(tmp_path):
     group = write_group(tmp_path, {"toy": [0.5]}, swept="")
     slow = write_run(tmp_path / "slow", 1.0, seed=1, slow=3.0)
-    group = Group(group.folder, "toy", {}, (), (*group.members, Member({}, 1, "m", f"../{slow.name}")), ())
+    group = RunGroup(group.folder, "toy", {}, (), (*group.members, Member({}, 1, "m", f"../{slow.name}")), ())
     (found,) = sets_of(group)
     (by_time,) = mean_curve(found, "success_once", "train_s", 0, band=True)
     assert by_time.x == [3.0, 4.0, 5.0]  # from the slow one's first row to the fast one's last

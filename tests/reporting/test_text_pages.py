@@ -12,12 +12,12 @@ import pytest
 from embodied.core.types import EpisodeResult
 from embodied.report import main
 from embodied.reporting.comparison_page import comparison
-from embodied.reporting.console import Console
+from embodied.reporting.console import Console, text_numbers
 from embodied.reporting.partial_evaluation import PartialEvaluation
 from embodied.reporting.results import write_results
 from embodied.reporting.run_page import report
 from embodied.reporting.runs import read_run
-from embodied.reporting.success_stats import summarize, text_numbers
+from embodied.reporting.success_stats import summarize
 from embodied.reporting.transcripts import PARTS, TRANSCRIPTS, TranscriptWriter, join_transcripts
 
 EVIL = '<script>alert("x")</script><b onclick=y>'

@@ -18,7 +18,7 @@ from embodied.placement.topology import Gpu, Node
 from embodied.run import group as groups
 from embodied.run.children import BEGIN, Children, slug
 from embodied.run.ending import Interruption
-from embodied.run.group import Group, Member, find_group, held, read_group
+from embodied.run.group import Member, RunGroup, find_group, held, read_group
 from embodied.run.several import load_all, members_of, parts_of, read_order, read_seeds, runs_at_once, shares
 
 # A run without training: seed 1 fails, seed 2 fails before it has a folder, seed 3 waits until it is told to stop.
@@ -63,7 +63,9 @@ def wanted(*words, sweep=False):
     """The group that a command line asks for."""
     asked = order(*words, sweep=sweep)
     members = members_of(asked, load_all(asked))
-    return Group(Path(), "pointmass_ppo", asked.asked, tuple(sorted(asked.grid)), members, ("embodied.train", *words))
+    return RunGroup(
+        Path(), "pointmass_ppo", asked.asked, tuple(sorted(asked.grid)), members, ("embodied.train", *words)
+    )
 
 
 @pytest.fixture
@@ -73,7 +75,9 @@ def children(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(TRAIN)
 
     def make(*seeds, places=(([], ""),), folder="group"):
-        found = Group(Path(folder), "toy", {}, (), tuple(Member({}, seed) for seed in seeds), ("embodied.train", "x"))
+        found = RunGroup(
+            Path(folder), "toy", {}, (), tuple(Member({}, seed) for seed in seeds), ("embodied.train", "x")
+        )
         (found.folder / "logs").mkdir(parents=True, exist_ok=True)
         found.write()
         return Children(found, ["recipe=toy"], Path(), places, ["train.py"])

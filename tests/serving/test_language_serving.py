@@ -21,8 +21,8 @@ from embodied.core.errors import ConfigError
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.http_messages import read_answer
 from embodied.runtime.tensor_bytes import blob_of, spec_of, write_safetensors
+from embodied.serve import find_language, load_language, with_options
 from embodied.serving.config import TOKEN, ServeConfig
-from embodied.serving.models import find_language, load_language, with_options
 
 ALLOWED = {"Authorization": f"Bearer {SECRET}"}
 

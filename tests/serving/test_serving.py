@@ -29,7 +29,7 @@ pytest.importorskip("websockets")
 from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
 from websockets.sync.client import connect  # noqa: E402
 
-from embodied.serving.server import Answers, Server  # noqa: E402
+from embodied.serving.server import Answers, PolicyServer  # noqa: E402
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=3, images={"top": (16, 16, 3), "wrist": (16, 16, 3)}, instruction=True)
 SECRET = "a-secret-of-enough-letters"
@@ -58,7 +58,7 @@ def served(policy, **options):
         ports.append(port)
         started.set()
 
-    server = Server(Answers(policy, config), config, told.append)
+    server = PolicyServer(Answers(policy, config), config, told.append)
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.run(ready, stop)))
     thread.start()
     assert started.wait(30)

@@ -85,13 +85,13 @@ def watched(monkeypatch):
     """Calls `each(round)` after every change that a round knows of."""
     heard = []
 
-    class Watched(rollout_manager.Round):
+    class Watched(rollout_manager.RequestRouter):
         def go_on(self):
             super().go_on()
             for each in heard:
                 each(self)
 
-    monkeypatch.setattr(rollout_manager, "Round", Watched)
+    monkeypatch.setattr(rollout_manager, "RequestRouter", Watched)
     return heard
 
 

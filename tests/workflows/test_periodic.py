@@ -13,7 +13,7 @@ from embodied.algorithms.groups import GroupPool
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError, WorkerFailed
 from embodied.envs.worker import SimWorker
-from embodied.learners.model import Optimizer
+from embodied.learners.model import PolicyOptimizer
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
@@ -187,9 +187,9 @@ def test_processes_give_the_same_weights(sync, tmp_path, backend):
 
 
 def test_a_wrong_divisor_is_noticed(sync, tmp_path, monkeypatch):
-    exchange = Optimizer.exchange
+    exchange = PolicyOptimizer.exchange
     monkeypatch.setattr(
-        Optimizer, "exchange", lambda self, stats, count=None: exchange(self, stats, count and count + 1)
+        PolicyOptimizer, "exchange", lambda self, stats, count=None: exchange(self, stats, count and count + 1)
     )
     with Run(tmp_path, PERIODIC) as run:
         run.train()

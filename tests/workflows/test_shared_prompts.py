@@ -4,7 +4,7 @@ is asked twice without need."""
 import pytest
 
 from embodied.core.conversations import Prompt, PromptBatch, Vacancy
-from embodied.workflows.rounds import Desk
+from embodied.workflows.request_routing import PromptQueue
 
 
 def asked(source, *numbers):
@@ -23,7 +23,7 @@ def handed(desk, *engines):
 @pytest.fixture
 def desk():
     """Two engines with room for three each, which have nothing to do."""
-    found = Desk()
+    found = PromptQueue()
     for name in "ab":
         found.make_room(Vacancy(name, 3))
     return found
@@ -54,7 +54,7 @@ def test_who_has_less_in_hand_is_given_more(desk):
 
 
 def test_nothing_is_handed_out_before_all_that_the_round_begins_with_have_spoken():
-    desk = Desk()
+    desk = PromptQueue()
     desk.first = {"a", "b"}
     desk.make_room(Vacancy("a", 9))
     desk.add(asked("s", 1, 2))

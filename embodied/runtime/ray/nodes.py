@@ -227,7 +227,7 @@ def _why(error: BaseException) -> str:
             "started with"
         )
     if "node_ip_address" in told or "raylet" in told.lower():
-        return f"this machine is no node of the cluster; run `ray start --address` here first ({_last_line(error)})"
+        return f"this machine is not a node of the cluster; run `ray start --address` here first ({_last_line(error)})"
     return _last_line(error)
 
 

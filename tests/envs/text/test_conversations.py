@@ -11,7 +11,7 @@ from embodied.core.errors import EmbodiedError
 from embodied.core.types import AskAgain, EpisodeSpec, Route
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.text.base import TextEnv, Turn
-from embodied.envs.text.conversations import Part, Talk, play_conversations
+from embodied.envs.text.worker import Part, Talk, play_conversations
 from embodied.runtime import Timers
 
 CONFIG = ExternalEnvConfig(name="my_pkg.mod:Counting", max_episode_steps=3)

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
-from embodied.envs.text.math import INSTRUCTION, Math, Shared, boxed, questions
+from embodied.envs.text.math import INSTRUCTION, Math, MathQuestions, boxed, questions
 from embodied.envs.text.scoring import TIMED_OUT
 
 
@@ -34,7 +34,7 @@ class Says:
 
 
 def env_of(chosen, scorer=None):
-    return Math(chosen, Shared(*questions(chosen), scorer or Says()))
+    return Math(chosen, MathQuestions(*questions(chosen), scorer or Says()))
 
 
 SUM = {"question": "What is 1 + 1?", "answer": 2}

@@ -94,7 +94,7 @@ def test_what_is_no_language_model_is_refused(folders, tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         build(pretrained=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(CheckpointError, match="holds a vit, which is no causal language model"):
+    with pytest.raises(CheckpointError, match="holds a vit, which is not a causal language model"):
         build(pretrained=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "new", "auto_map": {"AutoConfig": "new.Config"}}))
     (tmp_path / "new.py").write_text("raise SystemExit('code of a stranger')")
@@ -257,7 +257,7 @@ def test_adapters_with_the_last_layers_are_in_these_alone(folders):
 
 
 def test_a_model_without_linear_layers_takes_no_adapters():
-    with pytest.raises(ConfigError, match=r"a gpt2 are no linear layers.* try policy.train_layers"):
+    with pytest.raises(ConfigError, match=r"a gpt2 are not linear layers.* try policy.train_layers"):
         build(preset="tiny_gpt2", lora_rank=2)
 
 

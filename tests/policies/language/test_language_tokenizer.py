@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_language import PLAIN, SPEC, TALKS, build, publish
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.language.tokenizer import CHARACTERS, END, Tokenizer, of_characters
+from embodied.policies.language.tokenizer import CHARACTERS, END, ConversationTokenizer, of_characters
 
 OWN = of_characters()
 END_ID = min(OWN.stops)
@@ -23,7 +23,7 @@ STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% en
 def with_template(template, spec=None, chat=None):
     own = of_characters().own
     own.chat_template = template
-    return Tokenizer(own, [END_ID], chat)
+    return ConversationTokenizer(own, [END_ID], chat)
 
 
 def said(*texts, role="user"):

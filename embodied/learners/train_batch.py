@@ -1,4 +1,4 @@
-"""What one learner rank learns from: a trajectory's decisions as items, each with its advantage.
+"""The batch of one learner rank: a trajectory's decisions as items, each with its advantage.
 
 PPO estimates advantages from values along a sequence; GRPO and its relatives compare whole episodes within groups.
 What is normalised is normalised over all ranks, in the order of sequences, however many ranks there are.
@@ -24,15 +24,15 @@ from embodied.core.arrays import Observation, host, is_tensor, map_obs
 from embodied.core.types import Array, BatchPart, Trajectory
 from embodied.learners.collective import Collective
 from embodied.learners.model import Model
-from embodied.learners.rollout_buffer import Batch, flatten, own, take
+from embodied.learners.rollout_buffer import ItemBatch, flatten, own, take
 from embodied.policies.base import Scores
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """This rank's items of an iteration."""
+class RankBatch:
+    """This rank's items of an iteration, with their advantages."""
 
-    batch: Batch
+    batch: ItemBatch
     num_items: int  # over all ranks
     advantages: Tensor  # [items]
     reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
@@ -48,12 +48,13 @@ class Share:
         """The parts of the loss that the log shows."""
         return self.SUMS if self.proximal is None else (*self.SUMS, "importance_weight")
 
-    def with_replay(self, known: dict[str, Tensor]) -> Share:
-        """With more inputs of its items."""
+    def with_replay(self, known: dict[str, Tensor]) -> RankBatch:
+        """The same batch with more inputs of its items."""
         return replace(self, batch=replace(self.batch, replay=self.batch.replay | known))
 
-    def corrected(self, model: Model, config: PPOConfig | GRPOConfig, passes: int) -> Share:
-        """With what the weights that the update starts from say of stale items, in at least so many passes."""
+    def corrected(self, model: Model, config: PPOConfig | GRPOConfig, passes: int) -> RankBatch:
+        """The same batch with the log-probs of stale items under the weights that the update starts from, computed in
+        at least so many passes."""
         batch = self.batch
         proximal = logprobs_of(model, batch, step_items(config, len(batch)), passes)
         masked = None
@@ -63,7 +64,7 @@ class Share:
 
     @property
     def num_units(self) -> int:
-        """What minibatches deal, over all ranks: here items."""
+        """The number of units that minibatches deal, over all ranks: here items."""
         return self.num_items
 
     def order(self, seed: int, iteration: int, epoch: int) -> np.ndarray:
@@ -71,11 +72,11 @@ class Share:
         return permutation(seed, iteration, epoch, self.num_items)
 
     def divisor(self, units: int) -> float:
-        """What the loss of a minibatch of so many units is divided by."""
+        """The divisor of the loss of a minibatch of so many units."""
         return units
 
     def counted(self, units: int) -> float:
-        """What the statistics of a minibatch of so many units are divided by."""
+        """The divisor of the statistics of a minibatch of so many units."""
         return units
 
     @property
@@ -86,11 +87,11 @@ class Share:
         return int((self.masked & self.batch.mask.any(dim=1)).sum())
 
     def weights_of(self, part: Tensor) -> Tensor:
-        """How much each of some items counts."""
+        """The weight of each of these items."""
         return self.advantages.new_ones(len(part))
 
     def known(self, part: Tensor, weight: float) -> dict[str, Any]:
-        """What all losses take of some items (`weight` 0: padding)."""
+        """The arguments of all losses for these items (`weight` 0: padding)."""
         mask = take(self.batch.mask, part)
         return {
             "logprobs": take(self.batch.logprobs, part),
@@ -102,12 +103,12 @@ class Share:
         }
 
     def summary(self) -> dict[str, float]:
-        """What there is to say of the data."""
+        """Metrics of the data."""
         return self.about
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOShare(Share):
+class PPOBatch(RankBatch):
     values: Tensor  # [items], at act time
     returns: Tensor  # [items]
 
@@ -137,13 +138,13 @@ class PPOShare(Share):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOShare(Share):
+class GRPOBatch(RankBatch):
     weights: Tensor  # [items]
 
     SUMS: ClassVar = ("policy_loss", "entropy", "reference_kl", "approx_kl", "clip_fraction", "dual_clip_fraction")
 
     def weights_of(self, part: Tensor) -> Tensor:
-        """How much each of some items counts."""
+        """The weight of each of these items."""
         return take(self.weights, part)
 
     def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: GRPOConfig) -> tuple[Tensor, Stats]:
@@ -151,7 +152,7 @@ class GRPOShare(Share):
         return grpo_loss_sum(scores.logprobs, scores.entropy, GRPOItems(**self.known(part, weight)), config)
 
 
-def prepare(
+def build_rank_batch(
     trajectory: Trajectory,
     part: BatchPart,
     config: PPOConfig | GRPOConfig,
@@ -159,7 +160,7 @@ def prepare(
     dtype: torch.dtype,
     device: str = "cpu",
     reference: Model | None = None,
-) -> PPOShare | GRPOShare:
+) -> PPOBatch | GRPOBatch:
     """This rank's sequences as items with their advantages; all ranks take part."""
     mine = part.last - part.first
     lengths = np.concatenate([found[:, 0] for found in collective.gather(trajectory.lengths[:mine, None])])
@@ -173,16 +174,16 @@ def prepare(
         common["episodes"] = torch.from_numpy(episodes_within(trajectory)).to(device)
     if part.advantages is None:
         found, more = ppo_advantages(trajectory, away, config, collective)
-        kind, common["values"] = PPOShare, own(trajectory.values).to(device)
+        kind, common["values"] = PPOBatch, own(trajectory.values).to(device)
     else:
-        found, more = group_advantages(trajectory, part, lengths, away, config, collective)
-        kind = GRPOShare
+        found, more = spread_group_advantages(trajectory, part, lengths, away, config, collective)
+        kind = GRPOBatch
     tensors = {name: torch.from_numpy(numbers).to(device, dtype) for name, numbers in found.items()}
     return kind(**common, **tensors, about=about | more)
 
 
 def staleness(ages: np.ndarray, collective: Collective) -> dict[str, float]:
-    """How many versions old the decisions of all ranks are, of which these [K] are this one's: the mean, the largest,
+    """The age in versions of the decisions of all ranks, of which these [K] are this one's: the mean, the largest,
     and the share of each age that there is."""
     rows = np.stack(np.unique(ages, return_counts=True), axis=1)
     found, counts = np.concatenate(collective.gather(rows)).T
@@ -238,7 +239,7 @@ def gae_of(trajectory: Trajectory, rewards: np.ndarray, config: PPOConfig) -> tu
     return advantages[at], returns[at]
 
 
-def group_advantages(
+def spread_group_advantages(
     trajectory: Trajectory,
     part: BatchPart,
     lengths: np.ndarray,
@@ -269,7 +270,7 @@ def penalised_returns(
     collective: Collective,
     exists: np.ndarray | None = None,
 ) -> tuple[dict[str, float], np.ndarray]:
-    """What to log, and advantages [K]: scores less the divergences `away` [K] that follow, compared with those of all
+    """Metrics, and advantages [K]: scores less the divergences `away` [K] that follow, compared with those of all
     decisions of the first `counted` sequences of every rank, of those that exist (bool [K]; None: all)."""
     returns = returns_to_go(scores, away, trajectory.lengths, config.kl_coef)
     lengths = trajectory.lengths[:counted]
@@ -298,18 +299,18 @@ def penalised_rewards(rewards: np.ndarray, divergences: np.ndarray, kl_coef: flo
     return paid
 
 
-def divergences(batch: Batch, reference: Tensor) -> np.ndarray:
+def divergences(batch: ItemBatch, reference: Tensor) -> np.ndarray:
     """[items], by how much an item was likelier when it was taken than under the reference, in nats."""
     differences = torch.where(batch.mask[:, :, None], batch.logprobs - reference, 0.0)
     return differences.sum((1, 2)).double().cpu().numpy()
 
 
-def logprobs_of(model: Model, batch: Batch, size: int, passes: int = 0) -> Tensor:
+def logprobs_of(model: Model, batch: ItemBatch, size: int, passes: int = 0) -> Tensor:
     """Log-probs of all items under a policy, without gradient, in at least so many passes."""
     return scores_of(model, batch, size, passes, lambda scores: scores.logprobs)
 
 
-def scores_of(model: Model, batch: Batch, size: int, passes: int, which: Callable[[Scores], Tensor]) -> Tensor:
+def scores_of(model: Model, batch: ItemBatch, size: int, passes: int, which: Callable[[Scores], Tensor]) -> Tensor:
     """One of the scores of all items under a policy, without gradient, in at least so many passes."""
     parts = batch.every(model, size)
     padding = [batch.padding] * (passes - len(parts))
@@ -318,8 +319,8 @@ def scores_of(model: Model, batch: Batch, size: int, passes: int, which: Callabl
     return take(torch.cat(found[: len(parts)]), torch.argsort(torch.cat(parts)))
 
 
-def explained_variance(share: PPOShare) -> float:
-    """How much of the returns' variance the value function predicted at act time (this rank's items)."""
+def explained_variance(share: PPOBatch) -> float:
+    """The share of the returns' variance that the value function predicted at act time (this rank's items)."""
     variance = float(share.returns.var(unbiased=False))
     error = float((share.returns - share.values).var(unbiased=False))
     return 1.0 - error / variance if variance > 0 else 0.0

@@ -1,8 +1,9 @@
-"""Who answers whom while sims play a round.
+"""Which policy worker answers which sim while sims play a round.
 
-Robots' questions are dealt: each stage of a sim asks one policy worker, whose number of rows is known before. How long
-a language model's answers are is not, so where several engines write, all prompts go into one channel and each engine
-has as many as it has room for (`SharedRound`). Answers depend on the question alone, so neither way changes any.
+Robots' requests are dealt: each stage of a sim asks one policy worker, whose number of rows is known before. The
+length of a language model's answers is not, so where several engines write, all prompts go into one channel and each
+engine takes as many as it has room for (`PromptRouter`). Answers depend on the request alone, so neither way changes
+any.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts hears from us
 
 
-class Round:
-    """Which policy worker answers whom in a round.
+class RequestRouter:
+    """Decides which policy worker answers which source in a round.
 
-    Every source asks one, and is sent to another one where its own has to leave or more take part. It asks its last
-    question again there. An answer depends on the question alone, and the source ignores a second one, so whatever
+    Every source asks one, and is sent to another one where its own has to leave or more take part. It sends its last
+    request again there. An answer depends on the request alone, and the source ignores a second one, so whatever
     moves when, every decision is answered once. A worker that has to leave still answers what was asked, and is ended
     where it does not come to that.
     """
@@ -99,7 +100,7 @@ class Round:
         return [source for source, asked in self.asked.items() if asked == policy]
 
     def _serve(self, policy: int) -> Handle:
-        """Where sources move, a worker knows all of the round: a question may come before it could be told of it."""
+        """Where sources move, a worker knows all of the round: a request may come before it could be told of it."""
         requests, mine = self.manager.requests[policy], self._sources(policy)
         known = {source: self.replies[source] for source in (self.replies if self.moving else mine)}
         call = self.policies[policy].serve(requests, known, *self.how)
@@ -108,12 +109,12 @@ class Round:
         return call
 
     def _announce(self, policy: int) -> None:
-        """How many sims ask a policy worker, which waits for no others when it merges their questions."""
+        """Tell a policy worker how many sims ask it: it waits for no others when it merges requests."""
         num_sims = len({self.stages[source][0] for source in self._sources(policy)})
         self.manager.requests[policy].put(ActRequest("the driver", num_sims=num_sims))
 
     def _share_out(self, policies: list[int], joining: list[int]) -> None:
-        """Every source asks its last question again where it has another worker now, or one that has just joined."""
+        """Every source sends its last request again where it has another worker now, or one that has just joined."""
         playing = [source for source, (sim, _) in self.stages.items() if not self.calls[sim].done()]
         new = {s: self.manager.share(*self.stages[s], policies) if policies else self.asked[s] for s in playing}
         moved = [source for source in playing if new[source] != self.asked[source] or new[source] in joining]
@@ -135,9 +136,9 @@ class Round:
                 self.manager.cluster.end(self.policies.hosts[policy], f"{cause} (faults.hang_s)")
 
 
-class SharedRound(Round):
-    """Which engine writes which answer. All sims ask through one channel; the driver hands what waits there to engines
-    as they say that they have room, so one whose answers are short, or that is fast, has more of them.
+class PromptRouter(RequestRouter):
+    """Decides which engine writes which answer. All sims ask through one channel; the driver hands what waits there to
+    engines as they say that they have room, so one whose answers are short, or that is fast, has more of them.
 
     Where an engine dies or leaves, sims ask again for all that is open to them; what others have in hand is not
     written twice.
@@ -146,13 +147,13 @@ class SharedRound(Round):
     def __init__(self, manager: RolloutManager, routes: dict[int, Route], *others) -> None:
         self.names: dict[int, str] = {}  # of policy workers as they serve now: every time another one
         self.times = count()
-        self.desk = Desk()
+        self.queue = PromptQueue()
         self.quiet_until = monotonic() + SIGN_OF_LIFE_S
         super().__init__(manager, routes, *others)
-        self.desk.first = {*self.names.values()}
+        self.queue.first = {*self.names.values()}
 
     def due(self) -> bool:
-        """Whether somebody asks or has room, or `Round.due`."""
+        """Whether somebody asks or has room, or `RequestRouter.due`."""
         return self.manager.prompts.qsize() > 0 or monotonic() > self.quiet_until or super().due()
 
     def go_on(self) -> None:
@@ -161,9 +162,9 @@ class SharedRound(Round):
         while prompts.qsize():
             item = prompts.get()
             if isinstance(item, Vacancy):
-                self.desk.make_room(item)
+                self.queue.make_room(item)
             elif item.source in self.stages and self._plays(item.source):
-                self.desk.add(item)
+                self.queue.add(item)
         if super().due():
             super().go_on()
             self._forget_who_left()
@@ -176,7 +177,7 @@ class SharedRound(Round):
     def begin_again(self, replaced: Iterable[int]) -> None:
         for policy in self.serving.keys() & set(replaced) - self.leaving.keys():
             self.serving[policy] = self._serve(policy)
-        self.desk.keep(self._plays)
+        self.queue.keep(self._plays)
         self._forget_who_left()
         self._hand_out()
 
@@ -191,23 +192,23 @@ class SharedRound(Round):
         )
 
     def _share_out(self, policies: list[int], joining: list[int]) -> None:
-        """Who joins says that there is room; who leaves is forgotten when it has left."""
+        """A worker that joins says that it has room; one that leaves is forgotten when it has left."""
         self.serving |= {policy: self._serve(policy) for policy in joining}
 
     def _forget_who_left(self) -> None:
-        if self.desk.forget({self.names[policy] for policy in self.serving}):
+        if self.queue.forget({self.names[policy] for policy in self.serving}):
             for source in filter(self._plays, self.stages):
                 self.replies[source].put(AskAgain(source))
 
     def _hand_out(self) -> None:
         here = {self.names[policy]: policy for policy in self.serving.keys() - self.leaving.keys()}
-        for name, batches in self.desk.hand_out(sorted(here)).items():
+        for name, batches in self.queue.hand_out(sorted(here)).items():
             for batch in batches:
                 self.manager.requests[here[name]].put(batch)
 
 
-class Desk:
-    """The prompts of a round: those that wait, in the order they came, and which engine had each of the others."""
+class PromptQueue:
+    """The prompts of a round: those that wait, in the order in which they came, and which engine had each other one."""
 
     def __init__(self) -> None:
         self.first: set[str] = set()  # engines that the round begins with: nothing is handed out before all have spoken
@@ -247,7 +248,8 @@ class Desk:
         return bool(lost)
 
     def hand_out(self, engines: list[str]) -> dict[str, list[PromptBatch]]:
-        """As much as these have room for, so that they have about as many each; neighbours stay together."""
+        """Returns as much as these engines have room for, so that they have about as many each; neighbours stay
+        together."""
         if any(name in self.first and name not in self.room for name in engines):
             return {}
         shares = dict.fromkeys((name for name in engines if name in self.room), 0)

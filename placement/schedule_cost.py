@@ -23,7 +23,7 @@ from embodied.placement.dataflow import Dataflow
 from embodied.placement.layout import Layer
 
 if TYPE_CHECKING:
-    from embodied.placement.costs import Pricer, Turn
+    from embodied.placement.costs import NodeTurn, Pricer
 
 TINY = 1e-300  # seconds; instead of 0 in a quotient
 
@@ -90,9 +90,9 @@ def shares_of_waves(dataflow: Dataflow, num_envs: int) -> np.ndarray:
     return shares
 
 
-def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[NodeTurn, ...], tuple[NodeTurn, ...]]:
     """The turns of those that collect, and of the learners."""
-    found: tuple[list[Turn], list[Turn]] = ([], [])
+    found: tuple[list[NodeTurn], list[NodeTurn]] = ([], [])
     for turn in pricer.turns(layer):
         found[learns(pricer.dataflow, turn.node)].append(turn)
     return tuple(found[0]), tuple(found[1])
@@ -102,9 +102,9 @@ def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: 
     """Seconds until rollout and update have ended, each on devices of its own."""
     collecting, learning = sides(pricer, layer)
 
-    def spent(side: Sequence[Turn], beside: bool) -> Array:
+    def spent(side: Sequence[NodeTurn], beside: bool) -> Array:
         work = {turn.node: pricer.node_seconds(pricer.dataflow.order[turn.node], at, stages, beside) for turn in side}
-        return pricer.take_turns(layer, work, 1, at, swapped, side)
+        return pricer.time_shared_s(layer, work, 1, at, swapped, side)
 
     rollout, update = ([spent(side, beside) for beside in (True, False)] for side in (collecting, learning))
     possible = np.isfinite(rollout[0]) & np.isfinite(update[0])  # else a zone is too small for a worker
@@ -119,7 +119,7 @@ def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: 
 
 
 def tail_seconds(pricer: Pricer, at: Mapping, stages: int, beside: bool = False) -> Array:
-    """Of an update in groups, what comes once, after the last of them."""
+    """Seconds of an update in groups that come once, after the last of them."""
     name = learner_of(pricer.dataflow)
     cost = pricer.cost(name, at[name][0].device_class)
     once = cost.exchange_s.at(pricer.count(name, at, stages)) + cost.fixed_s

@@ -13,13 +13,14 @@ beside GPUs        policy's would play all rows of a GPU on one core
                    disaggregated  policies on half of the GPUs, learners on the others
                    hybrid         {policy + learner} on every GPU
                    auto           hybrid: policy and learner of a GPU share one copy of the weights
-learners meanwhile learners that work while the others do (pipeline.schedule) have devices of their own: collocated and
+learners overlap   learners that work during the rollout (pipeline.schedule) have devices of their own: collocated and
                    hybrid give them none
                    auto           {sim + policy} on three quarters of the cores, learners on the rest; on GPUs on one
                                   half, learners on the other; beside GPUs policies on one half, learners on the other
 other roles        of a program go with the policy in collocated and hybrid plans, with the learner if they work in
                    the update, or with the role that their declaration names; disaggregated, or if it names none, each
-                   has one device of its own; those that would go with learners meanwhile go beside the policies
+                   has one device of its own; while learners overlap with the rollout, roles that work in the rollout
+                   and name the learner go beside the policies
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ENVS_PER_SIM = 4  # fewer rows in a batched simulator cost almost as much as the
 MOST_LEARNERS = 8  # more ranks of a small network exchange gradients longer than they compute them
 
 
-class Asked(NamedTuple):
+class DeviceRequest(NamedTuple):
     told: str  # the key that asks for devices
     instead: str = ""  # what works where there are too few; "": another mode
 
@@ -54,18 +55,18 @@ def choose(
     most_sims: int | None = None,
     draws: bool = False,
     roles: Sequence[Role] = EMBODIED,
-    meanwhile: str = "",
+    overlap: str = "",
 ) -> tuple[dict[str, Any], str]:
     """The map, and the reason where there was a choice. `networks` compute on "cpu" or "gpu"; `rows` is the least
     that a sim worker beside GPUs plays, `most_sims` how many of these there are; where it `draws`, on
-    the GPUs of its machine. `meanwhile`: the key by which learners work while the others do."""
+    the GPUs of its machine. `overlap`: the key by which learners work while the others do."""
     cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu")
-    asked = Asked(f"placement={mode}")
-    if meanwhile:
+    asked = DeviceRequest(f"placement={mode}")
+    if overlap:
         several = len(gpus if networks == "gpu" else cores) > 1 and mode != "auto"
-        told = meanwhile if mode == "auto" else f"placement={mode}"
-        asked = Asked(told, "placement=auto" if several else "pipeline.schedule=sync")
-    mode, reason = resolved(mode, networks, gpu_sims, meanwhile)
+        told = overlap if mode == "auto" else f"placement={mode}"
+        asked = DeviceRequest(told, "placement=auto" if several else "pipeline.schedule=sync")
+    mode, reason = resolved(mode, networks, gpu_sims, overlap)
     more = others(roles)
     own = [role for role in more if mode == "disaggregated" or not role.home]
     names = [role.name for role in own if networks == "cpu" or not role.network]
@@ -78,9 +79,7 @@ def choose(
     else:
         on = on_gpus if networks == "gpu" else on_cores
         groups = on(mode, gpus if networks == "gpu" else cores, num_envs, stages, asked)
-    apart = [
-        role for role in more if meanwhile and role not in own and (role.phase, role.home) == ("rollout", "learner")
-    ]
+    apart = [role for role in more if overlap and role not in own and (role.phase, role.home) == ("rollout", "learner")]
     acting = next((held for names, held in groups if "policy" in names.split(",")), [])
     groups = [joined(group, [role for role in more if role not in [*own, *apart]]) for group in groups]
     groups += [*((role.name, acting) for role in apart), *kept_cores, *kept_gpus]
@@ -92,21 +91,21 @@ def choose(
     return with_drawing(found, machines) if draws and not gpu_sims else found, reason
 
 
-def resolved(mode: str, networks: str, gpu_sims: bool, meanwhile: str) -> tuple[str, str]:
-    """The mode that auto means, with the reason. Where learners work meanwhile and the mode has no name, `meanwhile`
-    stands for it."""
+def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[str, str]:
+    """The mode that auto means, with the reason. Where learners overlap with the rollout and the mode has no name,
+    `overlap` stands for it."""
     if mode != "auto":
         return mode, ""
     kind = "GPUs" if networks == "gpu" else "cores"
-    if meanwhile:
-        return meanwhile, f"with {meanwhile} learners work while the others do, on {kind} of their own"
+    if overlap:
+        return overlap, f"with {overlap} learners work while the others do, on {kind} of their own"
     if networks == "gpu" and not gpu_sims:
         return "hybrid", "hybrid: sims on cores; policy and learner of a GPU share its weights"
     who = "all" if networks == "gpu" else "sims and learners"
     return "collocated", f"collocated: {who} take turns on all {kind}"
 
 
-def keep(devices: list[Device], names: list[str], kind: str, asked: Asked) -> tuple[list[Device], Groups]:
+def keep(devices: list[Device], names: list[str], kind: str, asked: DeviceRequest) -> tuple[list[Device], Groups]:
     """The devices but for the last ones, and those for roles that have one each."""
     if names:
         what = f"{' and '.join(names)} and the others"
@@ -152,7 +151,7 @@ def devices_of(machines: Topology, kind: str) -> list[Device]:
     return [device for turn in zip_longest(*numbers) for device in turn if device is not None]
 
 
-def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: Asked) -> Groups:
+def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: DeviceRequest) -> Groups:
     if mode == "collocated":
         sims, learners = num_sims(num_envs, stages, len(cores)), min(len(cores), num_envs, MOST_LEARNERS)
         return [("sim,policy", cores[:sims]), ("learner", cores[:learners])]
@@ -177,7 +176,9 @@ def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: 
     return [("sim,policy", cores[:sims]), ("learner", learning)]
 
 
-def beside_gpus(mode: str, sims: list[Device], gpus: list[Device], num_envs: int, stages: int, asked: Asked) -> Groups:
+def beside_gpus(
+    mode: str, sims: list[Device], gpus: list[Device], num_envs: int, stages: int, asked: DeviceRequest
+) -> Groups:
     parts = len(sims) * stages
     if mode == "hybrid":
         return [("sim", sims), ("policy,learner", gpus[: min(num_envs, parts)])]
@@ -188,7 +189,7 @@ def beside_gpus(mode: str, sims: list[Device], gpus: list[Device], num_envs: int
     return [("sim", sims), ("policy", gpus[:policies]), ("learner", gpus[policies:][:num_envs])]
 
 
-def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: Asked) -> Groups:
+def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: DeviceRequest) -> Groups:
     """Simulators that are simulated there, too. One keeps `stages` policies busy."""
     if mode == "collocated":
         return [("sim,policy", gpus[: even_workers(num_envs, stages, len(gpus))]), ("learner", gpus[:num_envs])]
@@ -211,8 +212,8 @@ def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: As
     return [("sim,policy", gpus[:sims]), ("learner", gpus[sims:][:num_envs])]
 
 
-def need(asked: Asked, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
-    """Raise PlacementError where there are fewer devices, with what works: `mode`, unless learners work meanwhile."""
+def need(asked: DeviceRequest, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
+    """Raise PlacementError where there are fewer devices, with what works: `mode`, or `asked.instead`."""
     if have < least:
         raise PlacementError(
             f"{asked.told} gives {what} {kind} of their own: that needs {least} {kind}, this run may use {have}; "

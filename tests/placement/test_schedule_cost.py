@@ -51,7 +51,7 @@ def test_on_two_cores_learners_have_the_second_one(tmp_path, recipe):
 def test_wherever_auto_places_it_learners_are_alone_on_their_devices(recipe, cluster, learners, others):
     machines = read_topology(cluster)
     networks, gpu_sims = ("gpu" if machines.gpus else "cpu"), recipe.endswith("gpu")
-    plan = make_plan("auto", machines, 1920, 1, networks, gpu_sims, meanwhile=ASYNC)
+    plan = make_plan("auto", machines, 1920, 1, networks, gpu_sims, overlap=ASYNC)
     assert plan.apart("learner")
     assert (plan.count("learner"), plan.count("policy")) == (learners, others)
     assert not make_plan("auto", machines, 1920, 1, networks, gpu_sims).apart("learner")
@@ -81,12 +81,12 @@ def test_where_they_cannot_be_alone_it_is_refused_with_what_works(tmp_path, clus
 @pytest.mark.parametrize(("gpu_sims", "what"), [(True, "learners and the others"), (False, "policies and learners")])
 def test_one_gpu_is_too_few(gpu_sims, what):
     with pytest.raises(PlacementError, match=f"{ASYNC} gives {what} GPUs of their own: that needs 2 .*schedule=sync"):
-        make_plan("auto", read_topology("1xGPU"), 16, 1, "gpu", gpu_sims, meanwhile=ASYNC)
+        make_plan("auto", read_topology("1xGPU"), 16, 1, "gpu", gpu_sims, overlap=ASYNC)
 
 
 def test_roles_of_the_rollout_are_beside_policies_and_those_of_the_update_beside_learners():
     roles = (*EMBODIED, Role("reward"), Role("critic", "update"))
-    plan = make_plan("auto", (0, 1), 8, roles=roles, meanwhile=ASYNC)
+    plan = make_plan("auto", (0, 1), 8, roles=roles, overlap=ASYNC)
     assert places(plan) == {(("sim", "policy"), (0,)), (("reward",), (0,)), (("learner", "critic"), (1,))}
     assert plan.apart("learner", "critic")
 

@@ -9,8 +9,8 @@ from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.planner import Planner
 from embodied.placement.profile import Cost, Profile, Sync
+from embodied.placement.profile_planner import Planner
 
 from .brute_force import brute_force, random_case, scheduled
 
