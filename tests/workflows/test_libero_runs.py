@@ -64,8 +64,9 @@ def test_two_iterations_with_sims_on_cores_and_policy_and_learner_together(recip
 def test_two_tasks_are_demonstrated_imitated_and_trained_in_one_run_each(recipe, tmp_path):
     options = [f"{key}={value}" for key, value in {**SMALL, **TWO, "recipe": "libero_sft"}.items()]
     demos, runs = tmp_path / "demos", f"run.dir={tmp_path / 'imitated'}"
-    played = [*options, "env.max_episode_steps=140", "collect.episodes=2"]
-    assert collect([*played, f"out={demos}", "cluster.backend=inline"]) == 0
+    tasks = f"env.task={TWO['env.task']}"
+    played = ["recipe=libero_sft", tasks, "env.num_envs=2", "collect.episodes=2", f"out={demos}"]
+    assert collect([*played, "cluster.backend=inline"]) == 0
     assert sft([*options, f"sft.data={demos}", "sft.epochs=1", runs, "cluster.backend=inline"]) == 0
     (start,) = (tmp_path / "imitated").iterdir()
     asked = {**recipe, "policy.hidden": "[32]", "cluster.backend": "inline", "run.start_from": start}
