@@ -40,6 +40,7 @@ def known_reward(name: str) -> str:
 
 Side = Annotated[int, Field(ge=8, le=2048)]
 ImageSize = Annotated[tuple[Side, Side], BeforeValidator(height_and_width)]
+Share = Annotated[float, Field(ge=0, le=1)]
 SIZE_HELP = "Height and width of these images in pixels; one number for both."
 PRIVILEGED = Field(
     False,
@@ -150,6 +151,11 @@ class ManiSkillConfig(CommonEnvConfig):
     image_fov: float | None = Field(
         None, gt=0, lt=180, description="Their angle of view, in degrees; unset: each camera's own."
     )
+    image_region: tuple[Share, Share, Share, Share] | None = Field(
+        None,
+        description="Left, top, right and bottom of what the bridge tasks' camera shows, in parts of its width and "
+        "height; unset: all of it.",
+    )
     fast_images: bool = Field(
         False, description="Observe coarse copies of fine meshes: several times faster on a CPU, other pixels."
     )
@@ -169,6 +175,16 @@ class ManiSkillConfig(CommonEnvConfig):
     @model_validator(mode="after")
     def _something_is_hidden(self) -> ManiSkillConfig:
         check_privileged(self)
+        return self
+
+    @model_validator(mode="after")
+    def _region_is_one(self) -> ManiSkillConfig:
+        left, top, right, bottom = self.image_region or (0, 0, 1, 1)
+        if left >= right or top >= bottom:
+            raise ValueError(
+                f"env.image_region={list(self.image_region)} is empty: left and top come first, then right and bottom; "
+                "try env.image_region=[0.2, 0, 0.8, 0.8]"
+            )
         return self
 
     @model_validator(mode="after")

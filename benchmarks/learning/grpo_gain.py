@@ -2,13 +2,14 @@
 
     python -m benchmarks.learning.grpo_gain pickcube [--seeds 0 1 2] [--resume]
     python -m benchmarks.learning.grpo_gain libero --seeds 0 1
+    python -m benchmarks.learning.grpo_gain libero_ppo --seeds 0 1
     python -m benchmarks.learning.grpo_gain pushcube [--start FOLDER]
 
 pickcube and libero begin with the imitating policies of benchmarks.learning.starts (pickcube's seed S with seed S,
-libero's all with seed 0), pushcube with a policy that PPO has half trained (made here unless --start names one). Each
-seed trains on one core, then the start and the result play the same episodes, sampling nothing; control is the first
-seed once more, a few iterations with lr=0. Writes results/grpo_CASE/seed-S.json and control.json as each is done;
---resume leaves out what was measured with the same code, recipe and start.
+libero's all with seed 0; libero_ppo is the same with PPO), pushcube with a policy that PPO has half trained (made here
+unless --start names one). Each seed trains on one core, then the start and the result play the same episodes, sampling
+nothing; control is the first seed once more, a few iterations with lr=0. Writes results/grpo_CASE/seed-S.json and
+control.json as each is done; --resume leaves out what was measured with the same code, recipe and start.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Trained:
 CASES = {
     "pickcube": Case("pickcube_grpo", (), "start_pickcube/seed-{seed}-*"),
     "libero": Case("libero_grpo", (), "start_libero/seed-0-*"),  # others are a step or two faster: nothing to gain
+    "libero_ppo": Case("libero_ppo_from_sft", (), "start_libero/seed-0-*"),
     "pushcube": Case("maniskill_grpo", ("algo.groups=8", "run.iterations=10"), "grpo_pushcube/start-*"),
 }
 
@@ -136,7 +138,7 @@ def gain(asked: Trained, env: dict) -> dict:
         "env_steps": rows[-1]["env_steps"],
         "train_s": rows[-1]["train_s"],
         "cpu_s": round(costs[0].cpu_s, 1),
-        "curve": [[row["env_steps"], row["success_once"], row["groups/used"]] for row in rows],
+        "curve": [[row["env_steps"], row["success_once"], row.get("groups/used")] for row in rows],
     }
 
 

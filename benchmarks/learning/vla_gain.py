@@ -1,7 +1,9 @@
-"""What RL adds to a small VLA that imitates, from camera images of a real simulator: PushCube-v1.
+"""What RL adds to a small VLA that imitates, from camera images of a real simulator: PushCube-v1, or a carrot
+that goes on a plate (whose files docs/bridge.md names).
 
     python -m benchmarks.learning.vla_gain oft [--seeds 0 1] [--resume]
     python -m benchmarks.learning.vla_gain pi0
+    python -m benchmarks.learning.vla_gain carrot_pi0
 
 Every seed collects demonstrations of the scripted expert, imitates them (a small OpenVLA-OFT or Pi0, fresh weights),
 and goes on with GRPO; then start and result play the same 200 held-out episodes. control is
@@ -41,6 +43,8 @@ CONTROLLED = 0  # the seed of the control run; a process that is asked for other
 MODELS = {
     "oft": Model("pushcube_sft_openvla_oft_tiny", "pushcube_grpo_openvla_oft_tiny"),
     "pi0": Model("pushcube_sft_pi0_tiny", "pushcube_grpo_pi0_tiny"),
+    "carrot_oft": Model("carrot_sft_openvla_oft_tiny", "carrot_grpo_openvla_oft_tiny"),
+    "carrot_pi0": Model("carrot_sft_pi0_tiny", "carrot_grpo_pi0_tiny"),
 }
 
 

@@ -42,6 +42,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                     human_render_camera_configs={"shader_pack": config.shader, **view},
                     **({"robot_uids": config.robot} if config.robot else {}),
                     **({"object_set": config.object_set} if config.object_set else {}),
+                    **({"image_region": config.image_region} if config.image_region else {}),
                 )
             except (AssertionError, NotImplementedError) as err:  # ManiSkill's words for options a task does not have
                 raise refused(config, err) from None

@@ -110,6 +110,10 @@ def check_bridge(config: ManiSkillConfig) -> None:
     bridge = is_bridge(config.task)
     if config.action_units and not bridge:
         raise ConfigError(f"env.action_units is for bridge tasks; {config.task} has units of its own, leave it out")
+    if config.image_region and not bridge:
+        raise ConfigError(
+            f"env.image_region is for bridge tasks; the cameras of {config.task} have env.image_fov, leave it out"
+        )
     if config.object_set and not config.task.startswith(PLATES):
         raise ConfigError(f"env.object_set is for {PLATES}...; {config.task} has one set of things, leave it out")
     if bridge and config.control_mode not in (None, CONTROL):

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from benchmarks.common import hosts
+from embodied.collect import main as collect
+from embodied.sft import main as sft
 from embodied.train import main as train
 
 pytestmark = [
@@ -32,6 +34,8 @@ GRPO = {
     "algo.max_rounds": 1,
     "run.iterations": 2,
 }
+TWO = {"env.task": "[libero_object/2,libero_object/4]"}
+FROM_SFT = {**PPO, "recipe": "libero_ppo_from_sft"}
 HYBRID = 'placement={"sim": "cpu:0", "policy,learner": "cpu:0"}'  # sims on cores, policy and learner together
 
 
@@ -53,6 +57,25 @@ def test_two_iterations_with_sims_on_cores_and_policy_and_learner_together(recip
     assert info["state"] == "finished"
     assert [row["env_steps"] for row in rows] == [64, 128], "4 envs play 2 decisions of 8 env steps"
     assert all(row["train/logprob_gap"] < 1e-4 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [{**FROM_SFT, **TWO}, {**GRPO, **TWO}], ids=["ppo", "grpo"])
+def test_two_tasks_are_demonstrated_imitated_and_trained_in_one_run_each(recipe, tmp_path):
+    options = [f"{key}={value}" for key, value in {**SMALL, **TWO, "recipe": "libero_sft"}.items()]
+    demos, runs = tmp_path / "demos", f"run.dir={tmp_path / 'imitated'}"
+    tasks = f"env.task={TWO['env.task']}"
+    played = ["recipe=libero_sft", tasks, "env.num_envs=2", "collect.episodes=2", f"out={demos}"]
+    assert collect([*played, "cluster.backend=inline"]) == 0
+    assert sft([*options, f"sft.data={demos}", "sft.epochs=1", runs, "cluster.backend=inline"]) == 0
+    (start,) = (tmp_path / "imitated").iterdir()
+    asked = {**recipe, "policy.hidden": "[32]", "cluster.backend": "inline", "run.start_from": start}
+    assert train(told(tmp_path, asked)) == 0
+    info, _ = outcome(tmp_path)
+    assert info["state"] == "finished"
+    (run,) = (tmp_path / "runs").iterdir()
+    results = json.loads(max(run.glob("eval/*/results.json")).read_text())
+    assert set(results["per_task"]) == {"libero_object/2", "libero_object/4"}
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ OPEN, CLOSE = 1.0, -1.0
 FASTEST, FASTEST_TURN = 0.05, 0.35  # metres and radians asked for at most in an env step
 ABOVE = 0.07  # over a thing before the hand comes down
 CLEAR = 0.06  # how high over its place a thing is carried
+PRESS = 0.02  # below where a thing would rest, to which it is brought down: it touches before the fingers open
 DEEP = 0.004  # below a thing's middle, where fingers close
 BASE_TURN = np.array([-1.0, -1.0, 1.0])  # from the world's axes to those of the arm's base
 
@@ -89,7 +90,7 @@ def wish(scene: BridgeWorld) -> tuple[np.ndarray, np.ndarray]:
     low = scene.place[:, 2] + scene.height / 2
     lifted = scene.thing[:, 2] > low + CLEAR / 2
     above = off < 0.02
-    height = np.where(above, low, low + CLEAR)
+    height = np.where(above, low - PRESS, low + CLEAR)
     sideways = to_place[:, :2] * (lifted | above)[:, None]
     upward = height - scene.thing[:, 2]
     carried = scene.hand + np.concatenate([sideways, upward[:, None]], axis=1)

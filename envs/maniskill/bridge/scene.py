@@ -13,6 +13,9 @@ import torch
 from mani_skill.sensors.camera import CameraConfig
 
 FOCAL, MIDDLE, WIDTH, HEIGHT = 623.588, (319.501, 239.545), 640, 480  # of the camera, in pixels
+Region = tuple[float, float, float, float]  # left, top, right and bottom of a picture, in parts of its width and height
+WHOLE: Region = (0.0, 0.0, 1.0, 1.0)
+MIDDLE_SQUARE: Region = (0.125, 0.0, 0.875, 1.0)  # of a picture that is a third wider than high
 SCORE = {"is_src_obj_grasped": 0.1, "consecutive_grasp": 0.1}  # and 1 for what was grasped and is where it should be
 BASES = {"flat_table": ([0.147, 0.028, 0.870], [0, 0, 0, 1]), "sink": ([0.127, 0.060, 0.85], [0, 0, 0, 1])}
 ASIDE = sapien.Pose([0.147, 0.028, 1.87], [0, 0, 0, 1])  # where the arm is while objects are put down
@@ -25,10 +28,12 @@ class BridgeScene:
     SUPPORTED_OBS_MODES = ("none", "state")
     SUPPORTED_REWARD_MODES = ("normalized_dense", "dense", "sparse")
 
-    def __init__(self, sensor_configs: dict[str, Any], **options: Any) -> None:
+    def __init__(self, sensor_configs: dict[str, Any], image_region: Region = WHOLE, **options: Any) -> None:
         self._photos: dict[tuple, np.ndarray] = {}
+        self._region = image_region
         if sensor_configs:
-            sensor_configs = {**sensor_configs, "intrinsic": scaled(sensor_configs["height"], sensor_configs["width"])}
+            size = sensor_configs["height"], sensor_configs["width"]
+            sensor_configs = {**sensor_configs, "intrinsic": scaled(*size, image_region)}
         super().__init__(sensor_configs=sensor_configs, **options)
 
     def kept_ids(self) -> torch.Tensor:
@@ -73,22 +78,22 @@ class BridgeScene:
         return torch.where(kept, seen, torch.as_tensor(photos, device=seen.device))
 
     def read_photo(self, path: str, height: int, width: int, square: bool) -> np.ndarray:
-        key = (path, height, width, square)
+        key = (path, height, width, MIDDLE_SQUARE if square else self._region)
         if key not in self._photos:
             self._photos[key] = read_photo(*key)
         return self._photos[key]
 
 
-def read_photo(path: str, height: int, width: int, square: bool) -> np.ndarray:
+def read_photo(path: str, height: int, width: int, region: Region) -> np.ndarray:
     picture = cv2.cvtColor(cv2.imread(path), cv2.COLOR_BGR2RGB)
-    if square:
-        side = min(picture.shape[:2])
-        left = (picture.shape[1] - side) // 2
-        picture = picture[:side, left : left + side]
-    return cv2.resize(picture, (width, height), interpolation=cv2.INTER_AREA)
+    down, across = picture.shape[:2]
+    left, top, right, bottom = np.round(np.multiply(region, [across, down, across, down])).astype(int)
+    return cv2.resize(picture[top:bottom, left:right], (width, height), interpolation=cv2.INTER_AREA)
 
 
-def scaled(height: int, width: int) -> np.ndarray:
-    """The camera's intrinsics for its whole image in so many pixels."""
-    across, down = width / WIDTH, height / HEIGHT
-    return np.array([[FOCAL * across, 0, MIDDLE[0] * across], [0, FOCAL * down, MIDDLE[1] * down], [0, 0, 1]])
+def scaled(height: int, width: int, region: Region = WHOLE) -> np.ndarray:
+    """The camera's intrinsics for this region of its image in so many pixels."""
+    left, top, right, bottom = region
+    across, down = width / (WIDTH * (right - left)), height / (HEIGHT * (bottom - top))
+    middle = (MIDDLE[0] - left * WIDTH) * across, (MIDDLE[1] - top * HEIGHT) * down
+    return np.array([[FOCAL * across, 0, middle[0]], [0, FOCAL * down, middle[1]], [0, 0, 1]])

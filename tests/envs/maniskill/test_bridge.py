@@ -39,6 +39,7 @@ def test_the_arm_gets_the_control_it_has():
         ({"control_mode": "pd_joint_delta_pos"}, "env.control_mode=null"),
         ({"image_fov": 60}, "photograph"),
         ({"task": "PushCube-v1", "action_units": (0.05, 0.2)}, "for bridge tasks"),
+        ({"task": "PushCube-v1", "image_region": (0, 0, 0.5, 0.5)}, "env.image_fov, leave it out"),
     ],
 )
 def test_options_that_mean_nothing_for_a_task_are_refused(options, says, monkeypatch):
@@ -66,6 +67,19 @@ def test_a_smaller_picture_shows_the_same_part_of_the_scene():
     small = scaled(120, 320)
     np.testing.assert_allclose(small[0], [FOCAL / 2, 0, 319.501 / 2])
     np.testing.assert_allclose(small[1], [0, FOCAL / 4, 239.545 / 4])
+
+
+def test_a_region_is_seen_as_it_is_in_the_whole_picture():
+    from embodied.envs.maniskill.bridge.scene import scaled
+
+    whole, part = scaled(480, 640), scaled(240, 320, (0.25, 0.5, 0.75, 1.0))
+    shift = [[0, 0, 160], [0, 0, 240], [0, 0, 0]]  # a quarter of 640 and half of 480; as many pixels per angle
+    np.testing.assert_allclose(part + shift, whole)
+
+
+def test_an_empty_region_is_refused():
+    with pytest.raises(ValueError, match=r"env.image_region=\[0.8, 0.0, 0.2, 1.0\] is empty"):
+        config(image_region=(0.8, 0, 0.2, 1))
 
 
 def build(num_envs=2, **options):
@@ -108,6 +122,17 @@ def test_a_twin_shows_its_scene_and_says_what_is_wanted(task):
     assert next(said for name, said in words.items() if name in task) in first["instruction"][0]
     assert env.step_chunk(np.zeros((1, 2, 7), np.float32)).success.shape == (1, 2)
     env.close()
+
+
+@needs(CARROT)
+def test_a_region_of_the_picture_is_that_part_of_it():
+    whole = build(1, image_size=(480, 640), max_episode_steps=None)
+    seen = reset(whole, [0])["images"][CAMERA][0, 120:360, 160:480].astype(int)
+    whole.close()
+    part = build(1, image_size=(240, 320), image_region=(0.25, 0.25, 0.75, 0.75), max_episode_steps=None)
+    found = reset(part, [0])["images"][CAMERA][0].astype(int)
+    part.close()
+    assert seen.std() > 30 and (np.abs(found - seen) > 8).mean() < 0.01
 
 
 @needs(CARROT)
