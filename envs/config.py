@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Strict
 from embodied.envs.libero.suites import is_own, tasks_of
+from embodied.envs.option_values import (
+    EXTERNAL,
+    SIZE_HELP,
+    ImageSize,
+    Modules,
+    Region,
+    Tasks,
+    known_reward,
+)
 
-EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 OnSuccess = Literal["truncate", "terminate", "continue"]
 
 
-def a_name_or_names(value: Any) -> Any:
-    names = value if isinstance(value, list | tuple) else [value]
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError("should be the name of a task, or a list of names")
-    return value
-
-
-def height_and_width(value: Any) -> Any:
-    return (value, value) if isinstance(value, int) else value
-
-
-REWARDS = ("own", "success", "difference")
-
-
-def known_reward(name: str) -> str:
-    if name not in REWARDS and not EXTERNAL.fullmatch(name):
-        raise ValueError(
-            f"env.reward={name!r} is unknown (known: {', '.join(REWARDS)}, my_pkg.my_module:my_reward)"
-            f"{nearest(name, REWARDS)}"
-        )
-    return name
-
-
-Side = Annotated[int, Field(ge=8, le=2048)]
-ImageSize = Annotated[tuple[Side, Side], BeforeValidator(height_and_width)]
-Share = Annotated[float, Field(ge=0, le=1)]
-SIZE_HELP = "Height and width of these images in pixels; one number for both."
 PRIVILEGED = Field(
     False,
     description="With state=proprio: give the learner, never the actor, the numbers that `full` has beyond it; the "
     "critic reads them.",
 )
-
-
-Tasks = Annotated[str | tuple[str, ...], BeforeValidator(a_name_or_names)]
-Modules = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class CommonEnvConfig(Strict):
@@ -151,7 +127,7 @@ class ManiSkillConfig(CommonEnvConfig):
     image_fov: float | None = Field(
         None, gt=0, lt=180, description="Their angle of view, in degrees; unset: each camera's own."
     )
-    image_region: tuple[Share, Share, Share, Share] | None = Field(
+    image_region: Region | None = Field(
         None,
         description="Left, top, right and bottom of what the bridge tasks' camera shows, in parts of its width and "
         "height; unset: all of it.",
@@ -175,16 +151,6 @@ class ManiSkillConfig(CommonEnvConfig):
     @model_validator(mode="after")
     def _something_is_hidden(self) -> ManiSkillConfig:
         check_privileged(self)
-        return self
-
-    @model_validator(mode="after")
-    def _region_is_one(self) -> ManiSkillConfig:
-        left, top, right, bottom = self.image_region or (0, 0, 1, 1)
-        if left >= right or top >= bottom:
-            raise ValueError(
-                f"env.image_region={list(self.image_region)} is empty: left and top come first, then right and bottom; "
-                "try env.image_region=[0.2, 0, 0.8, 0.8]"
-            )
         return self
 
     @model_validator(mode="after")

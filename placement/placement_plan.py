@@ -116,8 +116,8 @@ def make_plan(
     shared: bool = False,
 ) -> PlacementPlan:
     """The plan of a placement. `machines` are those that the run may use; cores alone stand for one machine with
-    nothing else. The rest is what a mode depends on: see `modes.choose`; `more`: a map may place other roles as well;
-    `shared`: any policy worker may answer any sim worker. Raises PlacementError."""
+    nothing else. The rest is what a mode depends on: see `mode_rules.choose`; `more`: a map may place other roles as
+    well; `shared`: any policy worker may answer any sim worker. Raises PlacementError."""
     if not isinstance(machines, Topology):
         machines = one_machine(machines)
     reason, mode = "", "explicit"

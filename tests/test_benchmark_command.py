@@ -197,7 +197,9 @@ def test_what_a_real_run_takes_besides_goes_where_it_belongs():
     pricer = Pricer(dataflow, profile, [DeviceClass("cpu", "cpu", 2, 1e12)])
     layout = Layout(((Zone(("sim", "policy"), "cpu", 2),), (Zone(("learner",), "cpu", 2),)))
     update_s = 8 * 0.15 + 0.03  # of it 8 times 0.05 s between learners, and 0.03 s once
-    seen = timed_run.Seen(8 * 0.25, update_s, sync_s=0.4, publish_s=0.02, rest_s=0.01, edges=dataflow.edges, busy_s={})
+    seen = timed_run.RunTimings(
+        8 * 0.25, update_s, sync_s=0.4, publish_s=0.02, rest_s=0.01, edges=dataflow.edges, busy_s={}
+    )
     taken = timed_run.with_turns(profile, pricer, layout, seen)
     assert taken.costs["sim"]["cpu"].seconds.at(1) == pytest.approx(0.15)
     learner = taken.costs["learner"]["cpu"]

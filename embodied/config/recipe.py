@@ -137,7 +137,7 @@ class RunConfig(Strict):
         if schedule == "async" and self.pipeline.granularity:
             raise ValueError(
                 f"pipeline.granularity={self.pipeline.granularity} lets learners work on a rollout still in progress, "
-                "but with pipeline.schedule=async they learn from an earlier one at that time; leave it out"
+                "but with pipeline.schedule=async they learn from an earlier one meanwhile; leave it out"
             )
         if schedule == "async" and algo.surplus == "carry":
             raise ValueError(

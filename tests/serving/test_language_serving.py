@@ -306,8 +306,8 @@ def test_weights_of_another_model_or_none_change_nothing(server, folder, tmp_pat
         (other, "are not those of this model"),
         (wider, "differ"),
         (str(tmp_path / "empty"), "no weights"),
-        (str(tmp_path / "nowhere"), "no folder that this server sees"),
-        ("nowhere", "no folder that this server sees"),
+        (str(tmp_path / "nowhere"), "not a folder that this server sees"),
+        ("nowhere", "not a folder that this server sees"),
     ):
         status, found = ask(server, "/update_weights", {"path": path, "version": 5})
         assert status == 400 and reason in found["error"]["message"]

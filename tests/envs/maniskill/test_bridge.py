@@ -78,7 +78,7 @@ def test_a_region_is_seen_as_it_is_in_the_whole_picture():
 
 
 def test_an_empty_region_is_refused():
-    with pytest.raises(ValueError, match=r"env.image_region=\[0.8, 0.0, 0.2, 1.0\] is empty"):
+    with pytest.raises(ValueError, match=r"image_region\n.*is empty: left and top come first"):
         config(image_region=(0.8, 0, 0.2, 1))
 
 

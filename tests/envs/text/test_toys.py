@@ -109,7 +109,7 @@ def test_tasks_of_a_list_take_turns():
 
 
 def test_an_unknown_task_is_refused_with_the_nearest_name():
-    with pytest.raises(ValidationError, match=r"no task of sums.*did you mean 'add2'"):
+    with pytest.raises(ValidationError, match=r"not a task of sums.*did you mean 'add2'"):
         config("sums", task="add3")
 
 
