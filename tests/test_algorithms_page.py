@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from embodied.algorithms.config import PRESETS, GRPOConfig
 from embodied.config.recipe import load
-from embodied.envs.config import REWARDS
+from embodied.envs.option_values import REWARDS
 from embodied.workflows.group_collector import GroupCollector, GroupedEpisodes
 
 PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()

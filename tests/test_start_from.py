@@ -214,7 +214,7 @@ def test_mistakes_in_a_start_are_found_before_anything_is_trained(recipes, capsy
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_says_which_command_it_is_for(name):
-    assert command_of_recipe(name) == ("sft" if "_sft" in name else "train")
+    assert command_of_recipe(name) == ("sft" if "_sft" in name and "_from_sft" not in name else "train")
 
 
 def test_a_recipe_of_imitation_is_trained_with_that_command(recipes):
