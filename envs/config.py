@@ -119,6 +119,11 @@ class ManiSkillConfig(CommonEnvConfig):
     state: Literal["full", "proprio"] = Field(
         "full", description="Observed numbers: everything, or only what ManiSkill gives beside images: the robot's own."
     )
+    relative_positions: bool = Field(
+        False,
+        description="Add to the state where the things that it locates, a gripper, a cube and a goal say, are from each "
+        "other: a small network learns faster from that.",
+    )
     privileged: bool = PRIVILEGED
     cameras: tuple[str, ...] = Field(
         (), description="Cameras whose images are observed, by ManiSkill's names: base_camera, render_camera, ..."

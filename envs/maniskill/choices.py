@@ -82,12 +82,13 @@ def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
     agents = getattr(env.agent, "agents", None) or [env.agent]
     controls = list(dict.fromkeys(mode for agent in agents for mode in agent.supported_control_modes))
     cameras = [f"{name} ({camera.config.width}x{camera.config.height})" for name, camera in cameras_of(env).items()]
+    state = groups(env, env.get_info(), relative=config.relative_positions)["state"]
     limit = f"{spec.max_episode_steps} an episode" if spec.max_episode_steps else "no limit of its own: 100 an episode"
     return {
         "class": f"{cls.__name__} in {inspect.getsourcefile(cls)}",
         "steps": f"{limit}, {env.control_freq:g} a second",
         "rewards": first(env.reward_mode, reward_modes(cls), "env.reward_mode"),
-        "state": ", ".join(f"{name} {width}" for name, width in widths(groups(env, env.get_info())["state"])),
+        "state": ", ".join(f"{name} {width}" for name, width in widths(state)),
         "controls": first(env.control_mode, controls, "env.control_mode"),
         "robots": first(robot, [robot, *supported], "env.robot"),
         "cameras": ", ".join(cameras) + " (env.cameras=[...]; none is observed unless named)" if cameras else "none",

@@ -196,7 +196,7 @@ class ManiSkillEnv(VectorEnv):
         with DRAWING:
             info = env.reset(seed=0)[1]
         limit = config.max_episode_steps or find_task(config.task).max_episode_steps or 100
-        seen = numbers(env, info, config.privileged)
+        seen = numbers(env, info, config.privileged, config.relative_positions)
         spec = EnvSpec(
             action=ActionSpec(len(low)),
             state_dim=int(seen["state"].shape[-1]),
@@ -279,7 +279,7 @@ class ManiSkillEnv(VectorEnv):
             import torch
 
             with torch.no_grad():
-                seen = numbers(self.envs[0], self._info_now, self.config.privileged)
+                seen = self._numbers_of(self.envs[0], self._info_now)
                 as_kept = host if self.config.backend != "cuda" else lambda tensor: tensor
                 self._numbers = {name: as_kept(part.float()) for name, part in seen.items()}
             self._info_now = None
@@ -288,13 +288,16 @@ class ManiSkillEnv(VectorEnv):
             return {**{name: part.copy() for name, part in self._numbers.items()}, **texts}
         return {**self._numbers, **self._all_images(), **texts}
 
+    def _numbers_of(self, env: Any, info: dict[str, Any]) -> dict[str, Any]:
+        return numbers(env, info, self.config.privileged, self.config.relative_positions)
+
     def _instructions(self) -> list[str]:
         return [text for env in self.envs for text in env.get_language_instruction()]
 
     def _see(self, row: int, obs: Any, info: dict[str, Any]) -> None:
         """Keep the numbers of a plain env, which has computed all of a full state already."""
-        full = self.config.state == "full"
-        seen = {"state": obs} if full else numbers(self.envs[row], info, self.config.privileged)
+        whole = self.config.state == "full" and not self.config.relative_positions
+        seen = {"state": obs} if whole else self._numbers_of(self.envs[row], info)
         for name, part in seen.items():
             self._numbers[name][row] = host(part)[0]
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from typing import Any
 
 from embodied.core.errors import ConfigError
 
 
-def numbers(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[str, Any]:
+def numbers(env: Any, info: dict[str, Any], privileged: bool = False, relative: bool = False) -> dict[str, Any]:
     """The observed numbers [N, D], tensors: what ManiSkill calls the state, or what of it goes with images and, apart
     from that, what does not."""
     from mani_skill.utils import common
 
-    parts = groups(env, info, privileged)
+    parts = groups(env, info, privileged, relative)
     return {name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()}
 
 
-def groups(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[str, dict[str, Any]]:
-    """The same by ManiSkill's names."""
+def groups(
+    env: Any, info: dict[str, Any], privileged: bool = False, relative: bool = False
+) -> dict[str, dict[str, Any]]:
+    """The same by ManiSkill's names; where `relative`, the state ends with its relative positions."""
     full = env.obs_mode == "state"  # some tasks have a way of their own to tell it
     extra = {} if full else env._get_obs_extra(info)
     parts = {"state": env._get_obs_state_dict(info) if full else {"agent": env._get_obs_agent(), "extra": extra}}
@@ -31,7 +34,20 @@ def groups(env: Any, info: dict[str, Any], privileged: bool = False) -> dict[str
             env._obs_mode, env.obs_mode_struct.state = before
         if not parts["privileged"]:
             raise ConfigError(f"env.privileged=true, but {env.spec.id} hides no numbers where there are images")
+    if relative:
+        parts["state"] = {**parts["state"], "relative": relative_positions(parts["state"].get("extra", {}))}
     return parts
+
+
+def relative_positions(extra: dict[str, Any]) -> dict[str, Any]:
+    """From every place that a task names to every later one, [N, 3]: tcp_pose, goal_pos and obj_pose make tcp_to_goal,
+    tcp_to_obj and goal_to_obj. What the task tells of this kind itself, like its tcp_to_obj_pos, is not a place."""
+    places = {
+        name.removesuffix("_pose").removesuffix("_pos"): part[..., :3]
+        for name, part in extra.items()
+        if getattr(part, "ndim", 0) == 2 and "_to_" not in name and (part.shape[-1] == 7 or name.endswith("_pos"))
+    }
+    return {f"{a}_to_{b}": places[b] - places[a] for a, b in combinations(places, 2)}
 
 
 def widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]]:

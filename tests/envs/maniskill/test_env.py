@@ -56,6 +56,30 @@ def test_batched_rows_equal_single_envs(task, batched):
         assert a.success is b.success is None or np.array_equal(a.success[live], b.success[live])
 
 
+@pytest.mark.parametrize("backend", ["cpu_batched", "cpu"])
+def test_relative_positions_follow_the_state_and_are_its_differences(backend):
+    """PushCube-v1's state: 18 numbers of joints, then the poses of gripper, goal (a place alone) and cube."""
+    env = make_env(ManiSkillConfig(task="PushCube-v1", backend=backend, relative_positions=True), 2)
+    began = reset(env, range(2), [1, 2])
+    actions = np.random.default_rng(0).uniform(-1, 1, (2, 3, env.env_spec.action.dim)).astype(np.float32)
+    for state in (began, env.step_chunk(actions).obs["state"]):
+        tcp, goal, cube = state[:, 18:21], state[:, 25:28], state[:, 28:31]
+        assert state.shape == (2, 35 + 9) == (2, env.env_spec.state_dim)
+        np.testing.assert_allclose(state[:, 35:], np.concatenate([goal - tcp, cube - tcp, cube - goal], 1), atol=1e-6)
+    assert "relative.tcp_to_goal 3, relative.tcp_to_obj 3, relative.goal_to_obj 3" in env.facts()["state"]
+    env.close()
+
+
+def test_a_task_without_places_has_no_relative_positions():
+    widths = []
+    for relative in (False, True):
+        env = make_env(ManiSkillConfig(task="MS-CartpoleBalance-v1", relative_positions=relative), 1)
+        widths.append(env.env_spec.state_dim)
+        assert reset(env, [0], [1]).shape == (1, widths[-1])
+        env.close()
+    assert widths[0] == widths[1]
+
+
 def test_the_initial_state_depends_on_the_episode_alone(batched):
     together = reset(batched, range(4), [1, 2, 3, 4])
     alone = reset(batched, [2], [3])
