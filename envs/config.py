@@ -121,8 +121,8 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     relative_positions: bool = Field(
         False,
-        description="Add to the state where the things that it locates, a gripper, a cube and a goal say, are from each "
-        "other: a small network learns faster from that.",
+        description="Add to the state where the things that it locates, a gripper, a cube and a goal say, are from "
+        "each other: a small network learns faster from that.",
     )
     privileged: bool = PRIVILEGED
     cameras: tuple[str, ...] = Field(
