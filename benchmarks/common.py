@@ -35,16 +35,40 @@ def train_command(recipe: str, *overrides: str) -> list[str]:
 
 def resolved(recipe: str, *overrides: str) -> dict:
     """The recipe with every default spelt out, as JSON has it."""
+    return said(recipe, *overrides)
+
+
+def said(recipe: str, *overrides: str, defaults: bool = True) -> dict:
+    """The same, or only what differs from the defaults."""
     from embodied.config.recipe import load
 
-    return load([f"recipe={recipe}", *overrides]).config.model_dump(mode="json")
+    return load([f"recipe={recipe}", *overrides]).config.model_dump(mode="json", exclude_defaults=not defaults)
+
+
+def settings(config: dict) -> dict:
+    """What a config says, apart from the seed and from where results go."""
+    kept = {key: value for key, value in config.items() if key != "seed"}
+    return kept | {"run": {key: value for key, value in config["run"].items() if key not in ("dir", "name")}}
 
 
 def config_hash(config: dict) -> str:
-    """Names what a recipe says, apart from the seed and from where results go."""
-    said = {key: value for key, value in config.items() if key != "seed"}
-    said["run"] = {key: value for key, value in config["run"].items() if key not in ("dir", "name")}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+    """Names what a recipe says."""
+    return hashlib.sha256(json.dumps(settings(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def still_says(recipe: str, kept: dict) -> bool:
+    """Whether a recipe says what these settings of an earlier day say. An option that came since may have its default
+    alone, with which everything is as it was."""
+
+    def same(kept: dict, now: dict, chosen: dict) -> bool:
+        return not chosen.keys() - kept.keys() and all(
+            same(value, now[key], chosen.get(key) or {})
+            if isinstance(value, dict) and isinstance(now.get(key), dict)
+            else key in now and value == now[key]
+            for key, value in kept.items()
+        )
+
+    return same(kept, settings(resolved(recipe)), settings({"run": {}} | said(recipe, defaults=False)))
 
 
 def code_commit() -> str:

@@ -16,7 +16,6 @@ from benchmarks.common import (
     RESULTS,
     ROOT,
     code_commit,
-    config_hash,
     environment,
     machine,
     markdown,
@@ -24,6 +23,8 @@ from benchmarks.common import (
     packages,
     read_metrics,
     resolved,
+    settings,
+    still_says,
     train_command,
     write_json,
 )
@@ -48,11 +49,12 @@ def main() -> None:
     env, done = environment(), []
     for seed in options.seeds:
         for name in options.tasks:
-            about = {"recipe": name, "seed": seed, "config": config_hash(resolved(name)), "eval_seed": EVAL_SEED}
+            about = {"recipe": name, "seed": seed, "eval_seed": EVAL_SEED}
             path = PLACE / f"{name}-seed-{seed}.json"
             result = read_done(path, about) if options.resume else None
-            if result is None:
+            if result is None or not still_says(name, result.get("settings", {})):
                 made_here = {"commit": code_commit(), "machine": machine(), "packages": packages()}
+                made_here["settings"] = settings(resolved(name))
                 result = about | made_here | measure_seed(name, seed, env)
                 write_json(path, result)
             done.append(result)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks.common import resolved, settings, still_says
 from benchmarks.learning import tasks
 from embodied.config.merge import recipe_of_task
 from embodied.config.recipe import load
@@ -16,7 +17,7 @@ NONE = {"count": 0, "of": 200, "rate": 0.0, "interval": [0.0, 0.02]}
 def result(name, seed, once=RATE):
     measured = {"env_steps": 80_000, "train_s": 40.0 + seed, "cpu_s": 120.0, "return": 12.3, "curve": []}
     measured["machine"] = {"load_before": 0.5}
-    about = {"recipe": name, "seed": seed, "config": "123", "eval_seed": tasks.EVAL_SEED, "task": "Push-v1"}
+    about = {"recipe": name, "seed": seed, "eval_seed": tasks.EVAL_SEED, "task": "Push-v1"}
     return about | measured | {"success_once": once, "success_at_end": once}
 
 
@@ -26,7 +27,6 @@ def measured(tmp_path, monkeypatch):
     done = []
     monkeypatch.setattr(tasks, "PLACE", tmp_path)
     monkeypatch.setattr(tasks, "environment", dict)
-    monkeypatch.setattr(tasks, "config_hash", lambda config: "123")
     monkeypatch.setattr(tasks, "measure_seed", lambda name, seed, env: done.append((name, seed)) or result(name, seed))
     return done
 
@@ -47,11 +47,24 @@ def test_resume_measures_what_is_missing_or_comes_from_another_recipe(measured, 
     asked = ("--tasks", "pullcube_ppo", "--resume")
     run(monkeypatch, *asked)
     (tmp_path / "pullcube_ppo-seed-1.json").unlink()
-    (tmp_path / "pullcube_ppo-seed-2.json").write_text(json.dumps(result("pullcube_ppo", 2) | {"config": "older"}))
+    other = tmp_path / "pullcube_ppo-seed-2.json"
+    older = json.loads(other.read_text())
+    older["settings"]["algo"]["lr"] = 1.0
+    other.write_text(json.dumps(older))
     run(monkeypatch, *asked)
     assert [seed for _, seed in measured] == [0, 1, 2, 1, 2]
     assert json.loads((tmp_path / "pullcube_ppo-seed-1.json").read_text())["commit"]
     assert "pullcube_ppo seed 0: success_once 95%" in capsys.readouterr().out
+
+
+def test_an_option_that_came_since_changes_nothing_unless_a_recipe_chooses_it():
+    kept = settings(resolved("pullcube_ppo"))
+    assert still_says("pullcube_ppo", kept)
+    del kept["env"]["fast_images"], kept["collect"]  # neither of which the recipe sets
+    assert still_says("pullcube_ppo", kept)
+    assert not still_says("pullcube_ppo", kept | {"gone": 1})
+    del kept["env"]["stagger"]  # which it does
+    assert not still_says("pullcube_ppo", kept)
 
 
 def test_a_row_tells_every_seed_zeros_too():
