@@ -115,10 +115,11 @@ def of_seed(result: dict, what: str) -> str:
 
 
 def kept() -> list[dict]:
-    """All results that lie there, tasks in the order in which they are measured."""
+    """The results that lie there and are of recipes as they are now, tasks in the order in which they are measured."""
     found = [json.loads(path.read_text()) for path in sorted(PLACE.glob("*-seed-*.json"))]
     order = recipes()
-    return sorted((one for one in found if one["recipe"] in order), key=lambda one: order.index(one["recipe"]))
+    of_today = [one for one in found if one["recipe"] in order and still_says(one["recipe"], one.get("settings", {}))]
+    return sorted(of_today, key=lambda one: order.index(one["recipe"]))
 
 
 if __name__ == "__main__":
