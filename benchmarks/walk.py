@@ -1,10 +1,10 @@
 """How much of the house does one iteration take to follow? python -m benchmarks.walk [recipe=maniskill_ppo]
 And which modules does only one other import? python -m benchmarks.walk --importers
 
-The first trains two iterations in one process and counts the modules of ours, and their lines, in which anything runs during the
-second, and how many of these lines are in functions that ran. Not counted, as a reader may take them on trust: the
-transport under a call or a channel (`runtime/` but the worker, its group and its channel), physics and drawing of a
-simulator (its folder but `env.py`), and the packages' `__init__.py`.
+The first trains two iterations in one process and counts the modules of ours, and their lines, in which anything runs
+during the second, and how many of these lines are in functions that ran. Not counted, as a reader may take them on
+trust: the transport under a call or a channel (`runtime/` but the worker, its group and its channel), physics and
+drawing of a simulator (its folder but `env.py`), and the packages' `__init__.py`.
 
 The second reads imports wherever they stand, those for types too, and names such as "embodied.envs.text.sums:Sums" in
 tables. A name that a package's `__init__.py` hands on is imported from the file behind it, by the file that asks for

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,3 @@ def number_of(entry: Mapping, key: str, default: float | None, where: str) -> fl
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise PlacementError(f"{where}: {key}={value!r} should be a number of gigabytes")
     return float(value)
-
-
-def topology_to_json(topology: Topology) -> dict[str, Any]:
-    return asdict(topology)

@@ -161,9 +161,10 @@ def swatch(color: int) -> Html:
 
 
 def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
-    """A row per run: its newest evaluation, how long it trained, and how fast."""
+    """A row per run: its newest evaluation, how long it trained, and how fast; for language policies the version and
+    the temperature they were evaluated at."""
     if all(entry.run.last and entry.run.last.of_text for entry in entries):
-        return text_figures_table(entries, beside)
+        return named_table("run", {linked(entry, beside): answers_of(entry.run, entry.run.last) for entry in entries})
     rows = []
     for entry in entries:
         run, figures = entry.run, entry.run.last.results["overall"] if entry.run.last else {}
@@ -179,11 +180,6 @@ def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
 def linked(entry: ComparedRun, beside: Path) -> Html:
     """A run's colour and name, which leads to its report."""
     return join(swatch(entry.color), groups_page.report_link(entry.run, entry.label, beside))
-
-
-def text_figures_table(entries: list[ComparedRun], beside: Path) -> Html:
-    """The same of language policies, each with the version and the temperature it was evaluated at."""
-    return named_table("run", {linked(entry, beside): answers_of(entry.run, entry.run.last) for entry in entries})
 
 
 def overlaid(entries: list[ComparedRun]) -> list[Html]:

@@ -309,9 +309,8 @@ def problems(sets: Sequence[SeedSet]) -> list[str]:
 
 def commits(runs: Sequence[Run]) -> list[str]:
     """The commits of the code, each once, those that resumed a run among them."""
-    found = [made.get("commit") for run in runs for made in (run.provenance, *resumptions(run))]
-    return list(dict.fromkeys(str(one) for one in found if one))
-
-
-def resumptions(run: Run) -> list[dict[str, Any]]:
-    return [one.get("provenance", {}) for one in run.info.get("resumed", [])]
+    found: list[str] = []
+    for run in runs:
+        made = [run.provenance, *(one.get("provenance", {}) for one in run.info.get("resumed", []))]
+        found += [str(one["commit"]) for one in made if one.get("commit")]
+    return list(dict.fromkeys(found))

@@ -191,7 +191,7 @@ class Cluster:
 
     def watch(self, channel: Channel) -> None:
         """Lets `settle` notice what is put into a channel at home in the driver."""
-        channel.end.heard = self.wake
+        channel.end.heard = self.wake  # type: ignore[union-attr]  # a queue, as it is at home here
 
     def wake(self) -> None:
         """Has waits ask again whether they are over; any thread may call it."""
@@ -226,11 +226,13 @@ class Cluster:
 
     def rebuilt_by(self, host: str, construction: Sequence[Handle], weights: Sequence[Handle]) -> None:
         """A replaced host is at work when `construction` is done, and no longer stale when `weights` is."""
+        assert self._watchdog is not None
         with self._changed:
             self._watchdog.rebuilt_by(host, construction, weights)
 
     def restarts(self, host: str) -> int:
         """Returns how often this host was started again in this run."""
+        assert self._watchdog is not None
         return self._watchdog.supervisor.restarts(host)
 
     def close(self, seconds: float = CLOSE_S) -> None:

@@ -113,8 +113,8 @@ class TextEnv(EnvCapabilities):
         makes one of a generator's numbers; the held-out ones are the first that differ from each other."""
         key = type(self), spec.task, repr(getattr(self.config, "kwargs", None))
         if key not in self._held_out:
-            drawn = first_questions(question, generator(0, "held out", spec.task), self.held_out(self.config))
-            self._held_out[key] = drawn, set(drawn)
+            first = first_questions(question, generator(0, "held out", spec.task), self.held_out(self.config))
+            self._held_out[key] = first, set(first)
         in_order, known = self._held_out[key]
         if spec.init_state_id >= 0:
             return in_order[spec.init_state_id % len(in_order)]
