@@ -54,7 +54,7 @@ def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, st
         if on.kind == "gpu":
             numbers = [gpu.index for gpu in node.gpus if on.name in ("gpu", f"gpu-{gpu.model}")]
         else:
-            numbers = range(node.cores if on.kind == "cpu" else node.fakes)
+            numbers = list(range(node.cores if on.kind == "cpu" else node.fakes))
         found += [(name, on.kind, number) for number in numbers]
     return found
 

@@ -67,7 +67,7 @@ def line_chart(
     shapes = [*grid(across, up, show, x_name)]
     for one in drawn:
         shapes += dots(one, across, up, show) if one.points else line(one, across, up, show)
-    marks = {}  # by colour: evaluations of a run that has a line need no entry of their own
+    marks: dict[int, tuple] = {}  # by colour: evaluations of a run that has a line need no entry of their own
     for one in sorted(drawn, key=lambda one: (one.points, one.faint)):
         mark = "dot" if one.points else "dash" if one.dashed else ""
         marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", mark))

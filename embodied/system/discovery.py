@@ -100,8 +100,8 @@ def read_gpu(row: list[str], sys: Path) -> Gpu:
     numa_file = device / "numa_node"
     numa = int(numa_file.read_text()) if numa_file.is_file() else -1
     render = next((path.name for path in (device / "drm").glob("renderD*")), "")
-    known = {"numa": numa if numa >= 0 else None, "render": render, "card": int(index), "uuid": uuid}
-    return Gpu(int(index), model_of(name), float(mebibytes) * MIB, **known)
+    size = float(mebibytes) * MIB
+    return Gpu(int(index), model_of(name), size, numa if numa >= 0 else None, render=render, card=int(index), uuid=uuid)
 
 
 def model_of(name: str) -> str:
