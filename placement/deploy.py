@@ -60,7 +60,7 @@ def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, st
 
 
 def hosts_of(zone: Zone, counts: dict[str, int], dataflow: Dataflow) -> list[tuple[str, ...]]:
-    """Which roles of a zone share processes."""
+    """The roles of a zone, grouped by the processes they share."""
     hosts: list[tuple[str, ...]] = []
     for name in zone.components:
         same = (host for host in hosts if counts[host[0]] == counts[name])

@@ -1,4 +1,4 @@
-"""What machines there are to plan for: nodes with GPUs, cores and other devices. Nothing is probed here.
+"""The machines to plan for: nodes with GPUs, cores and other devices. Nothing is probed here.
 
     8xGPU        one node with eight GPUs of 80 GB, sixteen cores to each, and 8 GB of memory to each core
     64x8xGPU     64 such nodes; H100, A100, L4 ... may stand for GPU (memory from the table below)
@@ -60,7 +60,7 @@ class Node:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """What there is besides cores, as placements name it."""
+        """Devices besides cores, as placements name them."""
         return (*(f"gpu:{gpu.index}" for gpu in self.gpus), *self.devices)
 
 

@@ -57,7 +57,7 @@ def iteration_seconds(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def timeline_charts(run: Run) -> list[Html]:
-    """What every worker did, from trace.json: shares of the time, and piece by piece the last iterations in it."""
+    """Every worker's activities, from trace.json: shares of the time, and piece by piece the last iterations in it."""
     path = run.folder / TRACE
     if not path.is_file():
         return []

@@ -61,7 +61,7 @@ def figures(episodes: list[EpisodeResult]) -> dict[str, Any]:
 
 
 def causes(episodes: Iterable[EpisodeResult]) -> dict[str, int]:
-    """How many episodes each error ended, the most frequent first."""
+    """The number of episodes that each error ended, the most frequent first."""
     return dict(Counter(episode.error for episode in episodes if episode.error).most_common())
 
 
@@ -84,7 +84,7 @@ def of_text(episodes: Iterable[EpisodeResult]) -> bool:
 
 
 def prompt_of(episode: EpisodeResult) -> Prompt:
-    """What episodes have in common that began with the same prompt: its number among the held-out ones, or its seed."""
+    """Identifies the prompt of an episode: its number among the held-out ones, or its seed."""
     return episode.task, episode.init_state_id, episode.seed if episode.init_state_id < 0 else 0
 
 

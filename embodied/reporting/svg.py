@@ -239,7 +239,7 @@ def bins(values: Sequence[float], whole: bool) -> list[float]:
 
 
 def count(values: Sequence[float], edges: list[float]) -> list[int]:
-    """How many values are in each bin; the last bin holds its upper edge."""
+    """The number of values in each bin; the last bin holds its upper edge."""
     counts = [0] * (len(edges) - 1)
     width = (edges[-1] - edges[0]) / len(counts)
     for value in values:

@@ -1,6 +1,6 @@
 """Conversations of many clients, continued side by side by our own engine in a thread of its own.
 
-Clients share the engine's rows: who waits gets the next one that is free, at any token. Weights change only while
+Clients share the engine's rows: the first that waits gets the next free one, at any token. Weights change only while
 nothing is being written, so that every answer is of one version.
 """
 
@@ -73,7 +73,7 @@ class Generation:
         self.thread.start()
 
     def ask(self, conversation: ServedConversation) -> Future[Written]:
-        """The answer as soon as it is over; who cancels it gives the conversation up."""
+        """A future of the answer; cancelling it gives the conversation up."""
         self.order(lambda: self.waiting.append(conversation), conversation.written)
         return conversation.written
 
@@ -137,7 +137,7 @@ class Generation:
         try:
             while self.obey():
                 self.go_on()
-        except BaseException as err:  # goes to all who wait
+        except BaseException as err:  # goes to all that wait
             traceback.print_exc()
             self.failed = err
             for future in [*(c.written for c in [*self.writing, *self.waiting]), *(done for _, done in self.changes)]:
@@ -187,7 +187,7 @@ class Generation:
             self.look()
 
     def look(self) -> None:
-        """Tell those who listen, and end answers in which a text to stop at has appeared."""
+        """Report progress to those that stream, and end answers in which a text to stop at has appeared."""
         if not any(each.stop or each.on_progress for each in self.writing):
             return
         for answer in self.engine.so_far():
@@ -244,7 +244,7 @@ class Generation:
 
 
 def settle(future: Future, result: Any = None, error: BaseException | None = None) -> None:
-    """Give a future its result, unless who waited for it is gone."""
+    """Give a future its result, unless it was cancelled."""
     with suppress(Exception):  # it was cancelled in between
         if not future.cancelled():
             future.set_exception(error) if error else future.set_result(result)

@@ -35,7 +35,7 @@ TOKEN_BYTES, OTHERS = 16, 1_000_000  # of a request: for each token of a prompt,
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the weights come from that a server begins with."""
+    """The source of the weights that a server begins with."""
 
     name: str  # of the model, as clients see it
     folder: Path
@@ -80,7 +80,7 @@ class LanguageServer:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Turn away who may not ask, and say what goes wrong as OpenAI does."""
+        """Refuse requests without the token, and report errors as OpenAI does."""
         try:
             if refused := self.refuse(request):
                 return refused
@@ -198,7 +198,7 @@ class LanguageServer:
         return tokens
 
     def choice(self, ask: Ask, conversation: ServedConversation, written: Written) -> AnswerChoice:
-        """What a client is told of an answer."""
+        """The result that a client gets of an answer."""
         answer, finish = written.answer, written.finish
         if answer.dropped:
             raise UnusableAnswer(answer.dropped)

@@ -291,7 +291,7 @@ def forget_files() -> None:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How many places `full` has for movable objects, furniture, and joints of furniture."""
+    """The number of places in `full` for movable objects, furniture, and joints of furniture."""
 
     movable: int
     fixtures: int

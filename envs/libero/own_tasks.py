@@ -121,7 +121,7 @@ def check_own(config: Any) -> None:
 
 
 def check_buildable(files: TaskFiles) -> None:
-    """What LIBERO would refuse with a KeyError, in words; its class is known to it afterwards."""
+    """Refuse in words what LIBERO would refuse with a KeyError, and register the task's class."""
     from libero.libero.envs import TASK_MAPPING
     from libero.libero.envs.base_object import OBJECTS_DICT
     from libero.libero.envs.bddl_utils import robosuite_parse_problem

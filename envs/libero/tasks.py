@@ -33,7 +33,7 @@ class TaskFiles:
 
 @cache
 def task_files(task: str) -> TaskFiles:
-    """Where the files of a task are: in the installed package, or the user's own."""
+    """The files of a task, in the installed package or the user's own."""
     if is_own(task):
         from embodied.envs.libero.own_tasks import own_files
 

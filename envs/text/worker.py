@@ -152,7 +152,8 @@ class TextWorker(EpisodeKeeper):
     def _noting(
         self, route: Route, recording: Recording, notes: Channel
     ) -> Iterator[Callable[[list[Conversation]], list[EpisodeResult]]]:
-        """What writes conversations of an evaluation down when they are over, notes their ends and returns these."""
+        """Gives a function that writes ended conversations of an evaluation down, and notes and returns their
+        results."""
         with ExitStack() as stack:
             writer = None
             if recording.videos is not None:
@@ -424,7 +425,7 @@ def hear(one: Conversation, completion: Completion) -> bool:
 
 
 def checked_said(said: Said, kind: type[TextEnv]) -> Said:
-    """What an env says, if it is text or messages."""
+    """Checks that an env speaks in text or messages, and returns that."""
     if isinstance(said, list):
         said = tuple(said)
     fine = isinstance(said, str) or (
