@@ -243,12 +243,12 @@ def compare_means(differences: list[float]) -> dict[str, Any] | None:
     return {"difference": centre, "interval": [centre - half, centre + half]}
 
 
-def iqm(scores: Any, axis: int = -1) -> Any:
+def iqm(scores: Any) -> Any:
     """The interquartile mean: the mean of what is left when the lowest and the highest quarter, each rounded down, are
     cut off, as scipy.stats.trim_mean(scores, 0.25) and rliable compute it. iqm([0, 4, 5, 6, 100]) is 5."""
-    ranked = np.sort(np.asarray(scores, float), axis=axis)
-    cut = ranked.shape[axis] // 4
-    return np.take(ranked, range(cut, ranked.shape[axis] - cut), axis=axis).mean(axis=axis)
+    ranked = np.sort(np.asarray(scores, float))
+    cut = ranked.shape[-1] // 4
+    return ranked[..., cut : ranked.shape[-1] - cut].mean(axis=-1)
 
 
 def over_seeds(scores: Sequence[Sequence[float]]) -> dict[str, Any]:
