@@ -340,8 +340,8 @@ class Pricer:
         return spent
 
     def shares_weights(self, edge: Edge, at: Mapping, stages: int) -> Array:
-        """Whether receivers of weights live in the processes of their source: as many, in one zone, and not beside who
-        asks them, where a source never is."""
+        """Whether receivers of weights live in the processes of their source: as many, in one zone, and not beside the
+        role that sends them requests, where a source never is."""
         zone = at[edge.target][0]
         if edge.source not in zone.components or self.asker_for(edge.target) in zone.components:
             return False

@@ -93,7 +93,7 @@ class Cluster:
 
     # What programs use
 
-    def launch(self, cls: type[Worker], role: str, *args: Any, **kwargs: Any) -> WorkerGroup:
+    def launch(self, cls: type[Worker] | str, role: str, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Starts one replica on every host that lists the role. Returns at once; waits report failed constructors."""
         if role not in self._homes:
             raise ValueError(f"no host runs the role {role!r}; the plan has: {', '.join(sorted(self._homes))}")

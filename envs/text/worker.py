@@ -2,7 +2,8 @@
 them. It never sees the policy and knows no tokens but those that come with answers.
 
 As many conversations are held at a time as there are rows; one that ends makes room for the next. Neither their order
-nor who answers changes any of them. Earlier text is never encoded again: a turn appends to the conversation's tokens.
+nor which policy worker answers changes any of them. Earlier text is never encoded again: a turn appends to the
+conversation's tokens.
 """
 
 from __future__ import annotations
