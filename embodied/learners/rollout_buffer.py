@@ -1,4 +1,5 @@
-"""A learner rank's part of a rollout: pieces, put together and encoded by frozen parts of the policy as they come.
+"""A learner rank's part of a rollout: pieces, put together and encoded by frozen parts of the policy as they come; and
+how its items are dealt: one permutation per epoch, cut into minibatches, of which each rank does its share.
 
 Where learners have devices of their own, this is done while the rollout is in progress. Frozen features depend on no
 weights that change and are computed in fixed microbatches, so where pieces end cannot change what is learned.
