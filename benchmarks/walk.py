@@ -1,29 +1,39 @@
 """How much of the house does one iteration take to follow? python -m benchmarks.walk [recipe=maniskill_ppo]
+And which modules does only one other import? python -m benchmarks.walk --importers
 
-Trains two iterations in one process and counts the modules of ours, and their lines, in which anything runs during the
-second, and how many of these lines are in functions that ran. Not counted, as a reader may take them on trust: the
-transport under a call or a channel (`runtime/` but the worker, its group and its channel), physics and drawing of a
-simulator (its folder but `env.py`), and the packages' `__init__.py`.
+The first trains two iterations in one process and counts the modules of ours, and their lines, in which anything runs
+during the second, and how many of these lines are in functions that ran. Not counted, as a reader may take them on
+trust: the transport under a call or a channel (`runtime/` but the worker, its group and its channel), physics and
+drawing of a simulator (its folder but `env.py`), and the packages' `__init__.py`.
+
+The second reads imports wherever they stand, those for types too, and names such as "embodied.envs.text.sums:Sums" in
+tables. A name that a package's `__init__.py` hands on is imported from the file behind it, by the file that asks for
+it; the `__init__.py` itself counts only where its table loads plug-ins. Programs (`python -m`) count like any other.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import tempfile
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType
 
 from benchmarks.common import ROOT
 
+PRODUCT = ("embodied", "envs", "policies", "placement")
 TRUSTED = ("embodied/runtime/", "envs/maniskill/", "envs/libero/", "envs/robosuite/", "envs/gym/")
 READ = ("worker.py", "group.py", "channel.py", "env.py")
 OVERRIDES = ("cluster.backend=inline", "run.iterations=2", "run.eval_every=null", "eval.episodes=1", "eval.videos=0")
 
 
 def main(argv: list[str]) -> None:
+    if argv == ["--importers"]:
+        return print_lone_modules()
     walked = modules_of(argv or ["recipe=maniskill_ppo"])
     followed = {path: lines for path, lines in walked.items() if is_followed(path)}
     print("lines    ran  module")
@@ -86,6 +96,79 @@ def lines_of(codes: set[CodeType]) -> int:
         if code.co_flags & CO_OPTIMIZED:
             found.update(range(code.co_firstlineno, max(numbers) + 1))
     return len(found)
+
+
+def print_lone_modules() -> None:
+    """Every module that exactly one other imports, with the lines of both."""
+    files = product_files()
+    lines = {name: len(path.read_text().splitlines()) for name, path in files.items()}
+    lone = [(name, found) for name, found in importers(files).items() if len(found) == 1]
+    print("lines  module, and the lines of what imports it")
+    for name, found in lone:
+        ((by, in_a_table),) = found.items()
+        note = "  by name" if in_a_table else ""
+        print(f"{lines[name]:5d}  {shown(files[name])}  <-  {lines[by]:3d}  {shown(files[by])}{note}")
+    by_name = sum(any(found.values()) for _, found in lone)
+    print(f"{len(lone)} of {len(files)} modules have one importer, {by_name} of them named in its table")
+
+
+def product_files() -> dict[str, Path]:
+    """Module name -> its file. The links in embodied/ lead to folders that are listed themselves."""
+    files = {}
+    for path in (path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))):
+        if not any(parent.is_symlink() for parent in path.parents):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts if parts[0] == "embodied" else ("embodied", *parts)
+            files[".".join(parts).removesuffix(".__init__")] = path
+    return files
+
+
+def importers(files: dict[str, Path]) -> dict[str, dict[str, bool]]:
+    """Module -> those that import it -> whether only by its name in a table. Packages are not listed."""
+    trees = {name: ast.parse(path.read_text()) for name, path in files.items()}
+    packages = {name for name, path in files.items() if path.name == "__init__.py"}
+    handed_on = {name: dict(names_handed_on(name, trees[name], files)) for name in packages}
+    found: dict[str, dict[str, bool]] = {name: {} for name in files if name not in packages}
+    for name, tree in trees.items():
+        for home, word in imported(tree, files):
+            home = handed_on.get(home, {}).get(word, home)
+            if home in found and name not in (home, *packages):
+                found[home][name] = False
+        for text in strings(tree):
+            module, colon, _ = text.partition(":")
+            if module in found and module != name and (colon or name not in packages):
+                found[module].setdefault(name, True)
+    return found
+
+
+def imported(tree: ast.Module, files: dict[str, Path]) -> Iterator[tuple[str, str]]:
+    """The modules of ours that are imported, each with the name that is taken from it, or ""."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner, "") if inner in files else (node.module, alias.name)
+
+
+def names_handed_on(package: str, tree: ast.Module, files: dict[str, Path]) -> Iterator[tuple[str, str]]:
+    """What a package offers as its own, and the modules it is from: imports, and lines "wilson": "success_stats"."""
+    yield from ((word, home) for home, word in imported(tree, files) if word)
+    for table in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
+        for key, value in zip(table.keys, table.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(value, ast.Constant):
+                for home in (f"{package}.{value.value}", value.value):
+                    if home in files:
+                        yield key.value, home
+
+
+def strings(tree: ast.Module) -> Iterator[str]:
+    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -74,8 +74,9 @@ def speaks(kind: type) -> bool:
     return issubclass(kind, TextEnv)
 
 
-def env_class(config: Any) -> type[VectorEnv]:
-    """The plug-in behind `env.name`: ours, the user's, or ours around the user's `gymnasium.Env`."""
+def env_class(config: Any) -> type[Any]:
+    """The plug-in behind `env.name`: ours, the user's, or ours around the user's `gymnasium.Env`. A class
+    of VectorEnv or TextEnv that is made from config and num_envs."""
     from embodied.envs.config import kind_of
 
     import_all(config)

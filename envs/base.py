@@ -58,7 +58,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         self.config = config
         self.num_envs = num_envs
         self.env_spec = env_spec
-        self.dtype = np.dtype(dtype)
+        self.dtype: np.dtype = np.dtype(dtype)
         self.single_observation_space = observation_space(env_spec, self.dtype)
         self.single_action_space = action_space(env_spec)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -150,7 +150,8 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         """One env step for each row, as Gymnasium has it: actions [N, A], or [N] for discrete ones."""
         actions = np.asarray(actions)
         if actions.shape != self.action_space.shape:
-            raise ValueError(f"actions are {list(actions.shape)}, this env takes {list(self.action_space.shape)}")
+            wanted = list(self.action_space.shape or ())
+            raise ValueError(f"actions are {list(actions.shape)}, this env takes {wanted}")
         result = self.step_chunk(actions.reshape(self.num_envs, 1, -1))
         info = self._info()
         return result.obs, result.rewards[:, 0], result.terminated[:, 0], result.truncated[:, 0], info
@@ -262,7 +263,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         self._live &= ~done
         return done
 
-    def _checked(self, actions: np.ndarray) -> np.ndarray:
+    def _checked(self, actions: Any) -> Any:
         """Actions as `_step` wants them: right shape and kind, clipped; those of frozen rows never matter."""
         spec = self.env_spec.action
         actions = actions if is_tensor(actions) and not spec.discrete else host(actions)
@@ -284,7 +285,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
             clean = actions if valid.all() else np.where(valid, actions, 0.0).astype(actions.dtype)
             actions = np.clip(clean, -1.0, 1.0)
         if not valid.all():
-            limits = f"outside 0..{spec.num_choices - 1}" if spec.discrete else "NaN or infinite"
+            limits = "NaN or infinite" if spec.num_choices is None else f"outside 0..{spec.num_choices - 1}"
             self._refuse(~valid.all(axis=(1, 2)), limits)
         return actions
 
@@ -366,7 +367,7 @@ def observation_space(spec: EnvSpec, dtype: np.dtype) -> spaces.Dict:
 
 
 def action_space(spec: EnvSpec) -> spaces.Space:
-    if spec.action.discrete:
+    if spec.action.num_choices is not None:
         return spaces.Discrete(spec.action.num_choices)
     return spaces.Box(-1.0, 1.0, (spec.action.dim,), np.float32)
 

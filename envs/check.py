@@ -289,7 +289,7 @@ class Checker:
         return self.env.reset(options={"reset_mask": np.ones(self.num, bool), "episodes": specs})
 
     def stagger(self) -> tuple[Observation, np.ndarray]:
-        """Row 1 at the start of its episode, the others ahead. Returns the first observations and who is over."""
+        """Plays rows other than 1 ahead. Returns the first observations and which rows are over [N]."""
         start = copied(self.reset(self.first)[0])
         over = np.zeros(self.num, bool)
         if self.lead:

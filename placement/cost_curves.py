@@ -1,4 +1,4 @@
-"""What a measured quantity (seconds, bytes) is at sizes that were not measured.
+"""Estimates a measured quantity (seconds, bytes) at sizes that were not measured.
 
 A curve is a line through measured points that never falls: larger calls never take less. Between points it is
 straight, beyond the last it goes on as steeply as before, and below the first it falls no faster than in proportion.

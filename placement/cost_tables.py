@@ -1,4 +1,4 @@
-"""What a component costs on 0, 1, 2, ... devices of a class, when each number of them is used as well as it can be."""
+"""The cost of a component on 0, 1, 2, ... devices of a class, each number of them used in the best way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layout costs: seconds of an iteration and bytes on the fullest device, in closed form.
+"""The cost of a layout: seconds of an iteration and bytes on the fullest device, in closed form.
 
 Everything takes numbers of devices as arrays, so that the planner prices thousands of splits at once; `price` is the
 same for one layout. The schedule simulator replays plans step by step and must agree.
@@ -73,7 +73,7 @@ class Pricer:
         return {name: {c for c in self.classes if self.cost(name, c) is not None} for name in names}
 
     def workers(self, component: str, device_class: str, stages: int) -> np.ndarray:
-        """How many workers it has on 0, 1, 2, ... devices: the fastest number that fits by itself."""
+        """Its number of workers on 0, 1, 2, ... devices: the fastest number that fits by itself."""
         return self.table(component, device_class, stages).workers
 
     def slowed_by_more(self, components: Sequence[str]) -> bool:
@@ -322,7 +322,7 @@ class Pricer:
         return asking if zone is home else np.minimum(devices, asking * stages)
 
     def count(self, name: str, at: Mapping, stages: int) -> Array:
-        """How many workers a component has."""
+        """The number of workers of a component."""
         asker = self.asker_for(name)
         if asker not in (None, name):
             return self.cycle_workers(name, asker, at, stages)
@@ -340,8 +340,8 @@ class Pricer:
         return spent
 
     def shares_weights(self, edge: Edge, at: Mapping, stages: int) -> Array:
-        """Whether receivers of weights live in the processes of their source: as many, in one zone, and not beside who
-        asks them, where a source never is."""
+        """Whether receivers of weights live in the processes of their source: as many, in one zone, and not beside the
+        role that sends them requests, where a source never is."""
         zone = at[edge.target][0]
         if edge.source not in zone.components or self.asker_for(edge.target) in zone.components:
             return False

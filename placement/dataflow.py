@@ -1,4 +1,4 @@
-"""What an iteration asks for: components, how much work each has, and which data flow between them.
+"""The work of an iteration: components, how much work each has, and which data flow between them.
 
 The graph is data: it is traced from the channels of a run or read from a file. Edges that only matter for the next
 iteration (weights) do not order the work of this one. Components that exchange data within an iteration in both

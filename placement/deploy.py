@@ -54,13 +54,13 @@ def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, st
         if on.kind == "gpu":
             numbers = [gpu.index for gpu in node.gpus if on.name in ("gpu", f"gpu-{gpu.model}")]
         else:
-            numbers = range(node.cores if on.kind == "cpu" else node.fakes)
+            numbers = list(range(node.cores if on.kind == "cpu" else node.fakes))
         found += [(name, on.kind, number) for number in numbers]
     return found
 
 
 def hosts_of(zone: Zone, counts: dict[str, int], dataflow: Dataflow) -> list[tuple[str, ...]]:
-    """Which roles of a zone share processes."""
+    """The roles of a zone, grouped by the processes they share."""
     hosts: list[tuple[str, ...]] = []
     for name in zone.components:
         same = (host for host in hosts if counts[host[0]] == counts[name])

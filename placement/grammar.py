@@ -1,4 +1,4 @@
-"""How a placement is written: roles joined by commas on the left, the devices their workers hold on the right.
+"""The notation of a placement: roles joined by commas on the left, the devices their workers hold on the right.
 
     {"sim,policy": "cpu:0-3*4", learner: "cpu:0-3"}
 
@@ -34,7 +34,7 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True)
 class Role:
-    """What placing needs to know of a role that a program declares."""
+    """A role that a program declares, as far as placing needs to know it."""
 
     name: str
     phase: str = "rollout"  # or "update": in which its workers are at work
@@ -66,7 +66,7 @@ def others(roles: Sequence[Role]) -> tuple[Role, ...]:
 
 @dataclass(frozen=True)
 class Slot:
-    """What one worker holds: numbered devices of one kind on one node ("" is the machine we are on)."""
+    """The devices of one worker: numbered devices of one kind on one node ("" is the machine we are on)."""
 
     kind: str
     devices: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the modes mean on given machines when nothing has been measured yet, as a map from roles to devices.
+"""The modes on given machines when nothing has been measured yet, as a map from roles to devices.
 
 Networks compute on cores or on GPUs; simulators on cores, or on GPUs where they are simulated there (`gpu_sims`).
 Devices are taken from all machines in turn, so that every mode uses all of them.
@@ -40,7 +40,7 @@ MOST_LEARNERS = 8  # more ranks of a small network exchange gradients longer tha
 
 
 class DeviceRequest(NamedTuple):
-    told: str  # the key that asks for devices
+    key: str  # the key that asks for devices
     instead: str = ""  # what works where there are too few; "": another mode
 
 
@@ -64,8 +64,8 @@ def choose(
     asked = DeviceRequest(f"placement={mode}")
     if overlap:
         several = len(gpus if networks == "gpu" else cores) > 1 and mode != "auto"
-        told = overlap if mode == "auto" else f"placement={mode}"
-        asked = DeviceRequest(told, "placement=auto" if several else "pipeline.schedule=sync")
+        key = overlap if mode == "auto" else f"placement={mode}"
+        asked = DeviceRequest(key, "placement=auto" if several else "pipeline.schedule=sync")
     mode, reason = resolved(mode, networks, gpu_sims, overlap)
     more = others(roles)
     own = [role for role in more if mode == "disaggregated" or not role.home]
@@ -216,7 +216,7 @@ def need(asked: DeviceRequest, what: str, least: int, have: int, mode: str, kind
     """Raise PlacementError where there are fewer devices, with what works: `mode`, or `asked.instead`."""
     if have < least:
         raise PlacementError(
-            f"{asked.told} gives {what} {kind} of their own: that needs {least} {kind}, this run may use {have}; "
+            f"{asked.key} gives {what} {kind} of their own: that needs {least} {kind}, this run may use {have}; "
             f"try {asked.instead or f'placement={mode}'}"
         )
 

@@ -47,7 +47,7 @@ class PlacementPlan:
     memory: tuple[str, ...] = ()  # in words: what is known to be held where
 
     def count(self, role: str) -> int:
-        """How many workers a role has."""
+        """The number of workers of a role."""
         return sum(role in host.roles for host in self.hosts)
 
     def apart(self, *roles: str) -> bool:
@@ -78,7 +78,7 @@ class PlacementPlan:
 
 
 def places(hosts: list[PlannedHost]) -> str:
-    """Where hosts that are alike are, in words."""
+    """The places of hosts that are alike, in words."""
     if hosts[0].device:
         return in_words(host.device for host in hosts)
     cores = span(tuple({core for host in hosts for core in host.cores}))

@@ -1,4 +1,4 @@
-"""What was measured (or published) about the parts of a dataflow: the input of the planner, as one JSON file.
+"""Measured (or published) costs of the parts of a dataflow: the input of the planner, as one JSON file.
 
 The measuring is done elsewhere; here are the format and the rules for reading it. docs/placement_reference.md describes
 every field. Sizes are items per worker and call: envs for a sim, rows for a policy, items of a gradient step for a
@@ -26,7 +26,7 @@ NETWORKS = ("policy", "learner")  # components that run on one kind of device
 
 @dataclass(frozen=True)
 class Cost:
-    """What one worker of a component costs on one device of a kind, where all others of its class are at work too."""
+    """The cost of one worker of a component on one device of a kind, where all others of its class are at work too."""
 
     seconds: Curve  # of one call, by items per worker
     bytes: Curve = NOTHING  # of device memory while it works, by items per worker

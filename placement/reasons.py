@@ -66,16 +66,16 @@ def why_it_wins(pricer: Pricer, winner: Choice, others: Mapping[str, Choice]) ->
         theirs = phases(pricer, other.layout)
         seconds = winner.price.seconds
         gains = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in {**mine, **theirs}}
-        told = [
+        parts = [
             f"{name} {mine.get(name, 0.0):.3g} s instead of {theirs.get(name, 0.0):.3g} s"
             for name, gain in sorted(gains.items(), key=lambda item: -abs(item[1]))
             if abs(gain) > SMALL * seconds
         ]
         overlap = other.price.seconds - seconds - sum(gains.values())
         if abs(overlap) > SMALL * seconds:
-            told.append(f"{abs(overlap):.3g} s {'more' if overlap > 0 else 'less'} of it at the same time")
+            parts.append(f"{abs(overlap):.3g} s {'more' if overlap > 0 else 'less'} of it at the same time")
         ahead = other.price.seconds / seconds - 1
-        what = ", ".join(told) or "every part takes as long"
+        what = ", ".join(parts) or "every part takes as long"
         lines.append(f"{ahead:.0%} faster than {mode}: {what}" if ahead > SMALL else f"as fast as {mode}: {what}")
     return lines
 
@@ -111,8 +111,8 @@ def why_not(planner: Planner, mode: str) -> str:
         return "no component's work divides among workers that way; " + envs_hint(planner)
     used = free.price.used_bytes
     over = {c.name: (used[c.name], c.memory_bytes) for c in planner.classes if used[c.name] > c.memory_bytes}
-    told = [f"{needed / GB:.3g} GB on each {name}, which has {has / GB:.3g} GB" for name, (needed, has) in over.items()]
-    return f"the fastest, {free.layout}, needs {' and '.join(told)}" if told else "its layouts do not fit in memory"
+    lack = [f"{needed / GB:.3g} GB on each {name}, which has {has / GB:.3g} GB" for name, (needed, has) in over.items()]
+    return f"the fastest, {free.layout}, needs {' and '.join(lack)}" if lack else "its layouts do not fit in memory"
 
 
 def envs_hint(planner: Planner) -> str:

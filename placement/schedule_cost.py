@@ -1,4 +1,4 @@
-"""What a schedule does to an iteration: when an update begins, and what overlaps.
+"""The effect of a schedule on an iteration: when an update begins, and what overlaps.
 
     sync      rollout, then update, then new weights
     periodic  learners take groups of episodes as they are finished; one step after the last; then new weights

@@ -303,7 +303,7 @@ class LayerSearch:
         return self.filled(layer, columns, list(rest.values())), whole
 
     def left(self, layer: Layer, columns: np.ndarray) -> dict[str, np.ndarray]:
-        """How many devices of each class the splits leave."""
+        """The number of devices of each class that the splits leave."""
         return {
             c.name: c.count - sum(sizes for sizes, zone in zip(columns, layer) if zone.device_class == c.name)
             for c in self.classes
@@ -343,7 +343,7 @@ def thinned(sizes: np.ndarray, most: int) -> np.ndarray:
 
 
 def label_of(layer: Layer) -> tuple:
-    """What a mode depends on: which roles share a zone, and the class of each role."""
+    """The facts that decide a mode: which roles share a zone, and the class of each role."""
     home = {name: zone for zone in layer for name in zone.components}
     placed = [role for role in NAMED if role in home]
     together = tuple((a, b) for a, b in combinations(placed, 2) if home[a] is home[b])

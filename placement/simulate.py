@@ -152,7 +152,7 @@ class LayoutReplay:
         return gone
 
     def lasts(self, begin: float, both: float, alone: float) -> float:
-        """How long it takes what begins then: `both` while the other side works, else `alone`."""
+        """The duration of work that begins then: `both` while the other side works, else `alone`."""
         since, until = self.beside
         return alone if begin < since else float(while_both(both, alone, until - begin))
 

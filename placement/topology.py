@@ -1,4 +1,4 @@
-"""What machines there are to plan for: nodes with GPUs, cores and other devices. Nothing is probed here.
+"""The machines to plan for: nodes with GPUs, cores and other devices. Nothing is probed here.
 
     8xGPU        one node with eight GPUs of 80 GB, sixteen cores to each, and 8 GB of memory to each core
     64x8xGPU     64 such nodes; H100, A100, L4 ... may stand for GPU (memory from the table below)
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Node:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """What there is besides cores, as placements name it."""
+        """Devices besides cores, as placements name them."""
         return (*(f"gpu:{gpu.index}" for gpu in self.gpus), *self.devices)
 
 
@@ -196,7 +196,3 @@ def number_of(entry: Mapping, key: str, default: float | None, where: str) -> fl
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise PlacementError(f"{where}: {key}={value!r} should be a number of gigabytes")
     return float(value)
-
-
-def topology_to_json(topology: Topology) -> dict[str, Any]:
-    return asdict(topology)

@@ -103,7 +103,7 @@ def test_the_env_says_what_each_number_of_its_state_is(capsys):
 
 
 def test_liberos_state_is_described_to_the_last_number():
-    from embodied.envs.libero.state import HAND, PLACE, PROPRIO, StateLayout
+    from embodied.envs.libero.env import HAND, PLACE, PROPRIO, StateLayout
 
     layout = StateLayout(movable=3, fixtures=2, joints=4)
     arm, places, joints = layout.describe(proprio=False).split("; ")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embodied import evaluate
-from embodied.envs.episode_recorder import EpisodeStatus
+from embodied.envs.evaluation import EpisodeStatus
 from embodied.reporting.results import read_results
 from embodied.reporting.videos import Caption, beside, captioned
 

@@ -46,12 +46,12 @@ def room_for(array: Any, count: int) -> Any:
     return array.new_zeros(shape) if is_tensor(array) else np.zeros(shape, array.dtype)
 
 
-def concatenate(arrays: Sequence[Any], axis: int = 0) -> Any:
+def concatenate(arrays: Sequence[Any]) -> Any:
     if not is_tensor(arrays[0]):
-        return np.concatenate(arrays, axis=axis)
+        return np.concatenate(arrays)
     import torch
 
-    return torch.cat(list(arrays), dim=axis)
+    return torch.cat(list(arrays))
 
 
 def finite_rows(array: Any) -> np.ndarray:
@@ -128,9 +128,9 @@ def take_rows(obs: Observation, index: Any) -> Observation:
     return map_obs(lambda array: array[index], obs)
 
 
-def join_rows(parts: Sequence[Observation], axis: int = 0) -> Observation:
-    """Observations one after the other along an axis; a single one is returned as it is."""
-    return parts[0] if len(parts) == 1 else map_obs(lambda *arrays: concatenate(arrays, axis), *parts)
+def join_rows(parts: Sequence[Observation]) -> Observation:
+    """The rows of these observations, one after the other; a single one is returned as it is."""
+    return parts[0] if len(parts) == 1 else map_obs(lambda *arrays: concatenate(arrays), *parts)
 
 
 def write(room: Observation, index: Any, obs: Observation) -> None:

@@ -55,12 +55,12 @@ def read_object(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: s
         return content
 
 
-def read_arrays(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: str = "") -> dict[str, np.ndarray]:
+def read_arrays(path: Path, kind: type[EmbodiedError] = EmbodiedError) -> dict[str, np.ndarray]:
     """The arrays of an npz file."""
     from zipfile import BadZipFile
     from zlib import error as BadBytes
 
-    with reading(path, kind, advice):
+    with reading(path, kind):
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
                 return {name: content[name] for name in content.files}

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.algorithms.minibatches import lr_factor
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import BatchEnd, BatchPart, GroupPart, Trajectory, join
 from embodied.learners.collective import Alone, Collective
@@ -20,7 +19,7 @@ from embodied.learners.conversations import Packing, build_token_batch
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rollout_buffer import flatten
 from embodied.learners.train_batch import GRPOBatch, PPOBatch, logprobs_of, moments_of
-from embodied.learners.update import check_finite, check_weights, gradient, mismatch_numbers
+from embodied.learners.update import check_finite, check_weights, gradient, lr_factor, mismatch_numbers
 from embodied.runtime import Channel
 
 NO_DEADLINE = float("inf")  # episodes take their time; a channel closes where the run fails

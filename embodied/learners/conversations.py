@@ -20,13 +20,12 @@ from torch import Tensor
 
 from embodied.algorithms.advantages import normalize, token_gae
 from embodied.algorithms.config import AlgoConfig, GRPOConfig, PPOConfig
-from embodied.algorithms.minibatches import permutation
 from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.types import BatchPart, Trajectory
 from embodied.learners.collective import Collective
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
-from embodied.learners.rollout_buffer import ItemBatch, own, take
+from embodied.learners.rollout_buffer import ItemBatch, own, permutation, take
 from embodied.learners.train_batch import (
     GRPOBatch,
     PPOBatch,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from embodied.algorithms.minibatches import learning_rates
+from embodied.algorithms.config import AlgoConfig, GRPOConfig
+from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import Observation
 from embodied.learners.collective import Collective
@@ -155,7 +156,8 @@ class PolicyOptimizer:
         self.params = [p for group in groups.values() for p in group]
         self.names = [names[id(p)] for p in self.params]
         self.masters = [master_of(p) for p in self.params]
-        self.halves = {name for name, dtype in (dtypes or own_dtypes(policy)).items() if dtype in HALVES}
+        dtypes = dtypes or {name: p.dtype for name, p in policy.named_parameters()}
+        self.halves = {name for name, dtype in dtypes.items() if dtype in HALVES}
         self.sharded = any(map(is_sharded, self.params))
         self.base_lrs = [rates[name] for name in groups]
         of = {id(p): master for p, master in zip(self.params, self.masters, strict=True)}
@@ -320,10 +322,6 @@ class Adam:
         return state
 
 
-def own_dtypes(policy) -> dict[str, torch.dtype]:
-    return {name: p.dtype for name, p in policy.named_parameters()}
-
-
 def master_of(p: Tensor) -> Tensor:
     """What Adam changes: the parameter's own memory, or a float32 copy that collects its gradients too."""
     own = local(p).detach()
@@ -338,3 +336,10 @@ def master_of(p: Tensor) -> Tensor:
 
     p.register_post_accumulate_grad_hook(collect)
     return master
+
+
+def learning_rates(config: AlgoConfig | SFTConfig) -> dict[str, float]:
+    """Of a policy's groups of parameters. GRPO and imitation have no value function to learn."""
+    if isinstance(config, GRPOConfig | SFTConfig):
+        return {"policy": config.lr, "value": 0.0}
+    return {"policy": config.lr, "value": config.lr if config.value_lr is None else config.value_lr}

@@ -1,4 +1,5 @@
-"""A learner rank's part of a rollout: pieces, put together and encoded by frozen parts of the policy as they come.
+"""A learner rank's part of a rollout: pieces, put together and encoded by frozen parts of the policy as they come; and
+how its items are dealt: one permutation per epoch, cut into minibatches, of which each rank does its share.
 
 Where learners have devices of their own, this is done while the rollout is in progress. Frozen features depend on no
 weights that change and are computed in fixed microbatches, so where pieces end cannot change what is learned.
@@ -13,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.minibatches import owned
+from embodied.algorithms.config import AlgoConfig
 from embodied.core.arrays import Observation, is_tensor, is_text, map_obs, room_for, take_rows, text_lists
+from embodied.core.rng import generator
 from embodied.core.types import Array, Trajectory, join, map_decisions
 from embodied.learners.model import FrozenFeatures, Model
 from embodied.runtime import Channel
@@ -196,3 +198,24 @@ def round_of(source: str) -> int:
     """In which round of the run, or in which handover, it was played; these numbers only grow."""
     number = source.partition("#")[2]
     return int(number) if number.isdigit() else 0
+
+
+def permutation(seed: int, iteration: int, epoch: int, num_items: int) -> np.ndarray:
+    """All item ids, shuffled by the run's seed, the iteration and the epoch alone."""
+    return generator(seed, "shuffle", iteration, epoch).permutation(num_items)
+
+
+def minibatches(order: np.ndarray, size: int) -> list[np.ndarray]:
+    """Consecutive slices of `size` items; the last one is smaller where they do not divide."""
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def owned(minibatch: np.ndarray, first: int, count: int) -> np.ndarray:
+    """Local ids (id - first) of a minibatch's items in a rank's block [first, first + count), in the same order."""
+    local = minibatch - first
+    return local[(local >= 0) & (local < count)]
+
+
+def step_items(config: AlgoConfig, items: int) -> int:
+    """Items per gradient step, of so many in an iteration."""
+    return min(config.minibatch_size or items, items)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.minibatches import owned
 from embodied.core.errors import ConfigError
 from embodied.core.types import env_blocks
 from embodied.learners.bc import ImitationLearner
 from embodied.learners.examples import Example, read_examples, shown, solved
+from embodied.learners.rollout_buffer import owned
 
 
 class TextImitationLearner(ImitationLearner):

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.algorithms.minibatches import lr_factor, minibatches, skip_remaining_epochs, step_items
 from embodied.core.errors import Diverged, WrongShape
 from embodied.learners.model import FrozenFeatures, Model, PolicyOptimizer
-from embodied.learners.rollout_buffer import ItemBatch, take
+from embodied.learners.rollout_buffer import ItemBatch, minibatches, step_items, take
 from embodied.learners.train_batch import RankBatch
 from embodied.policies.base import Scores
 
@@ -64,6 +63,16 @@ def update_policy(
         about["train/masked_fraction"] = float(everywhere[:, 2].sum()) / share.num_items
     means = {f"train/{name}": float(np.mean([row[name] for row in history])) for name in history[0]}
     return means | about | {"train/epochs": epoch + 1.0, "train/lr": config.lr * factor, **share.summary()}
+
+
+def lr_factor(schedule: str, progress: float) -> float:
+    """Learning rates are multiplied by it; `progress` is 0 before the first iteration, 1 after the last."""
+    return min(1.0, max(0.0, 1.0 - progress)) if schedule == "linear" else 1.0
+
+
+def skip_remaining_epochs(mean_kl: float, target_kl: float | None) -> bool:
+    """Given `approx_kl` of an epoch (all ranks, measured before each gradient step) divided by its number of items."""
+    return target_kl is not None and mean_kl > target_kl
 
 
 def frozen_features(model: Model, batch: ItemBatch, size: int) -> dict[str, Tensor]:

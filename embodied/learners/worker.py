@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.algorithms.minibatches import step_items
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import BatchPart, EnvSpec, Trajectory
 from embodied.learners.accumulation import Accumulation, Groups
@@ -24,7 +23,7 @@ from embodied.learners.config import LearnerConfig
 from embodied.learners.conversations import build_token_batch, packing_of
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
-from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of
+from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of, step_items
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
 from embodied.learners.train_batch import RankBatch, build_rank_batch, moments_of
 from embodied.learners.update import frozen_features, update_policy

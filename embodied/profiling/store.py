@@ -15,7 +15,6 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from embodied.algorithms.minibatches import step_items
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan
@@ -68,7 +67,7 @@ def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequen
         episodes = algo.groups * algo.group_size
         decisions = max(1, round(-(-episodes // envs) * episode_decisions))
         items = max(1, round(episodes * episode_decisions))
-    minibatch = step_items(algo, items)
+    minibatch = min(algo.minibatch_size or items, items)
     steps = items * config.policy.chunk
     looks_once = not algo.whole_episodes and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
     ahead = items if looks_once else 0

@@ -1,4 +1,4 @@
-"""What a run prints, its results with their intervals, videos and reports.
+"""Progress on the console, results with their intervals, videos and reports.
 
 `console` prints progress. `results` holds results.json, episodes.csv and comparison.json, `partial_evaluation` what an
 interrupted evaluation leaves, `success_stats` rates, intervals and paired differences. `videos` writes mp4 files,

@@ -46,7 +46,7 @@ def row_of(result: Any, mode: str) -> dict[str, float | None]:
 
 
 def unit(result: Any) -> tuple[str, int]:
-    """What throughput is divided by, and how many of these there are: GPUs where they were used, else cores."""
+    """The kind of device that throughput is divided by and their number: GPUs if they were used, else cores."""
     gpus = sum(count for kind, count in result.devices.items() if kind.startswith("gpu"))
     return ("GPU", gpus) if gpus else ("core", result.devices["cpu"])
 
@@ -114,13 +114,13 @@ def verdict(result: Any) -> list[str]:
     if len(modes) > 1:
         seconds = {mode: result.expected[mode]["seconds"] for mode in expected if mode in modes}
         equal = equal_to_the_fastest(seconds)
-        told = f"{words(equal)} are predicted equal; " if len(equal) > 1 else ""
+        equals = f"{words(equal)} are predicted equal; " if len(equal) > 1 else ""
         ordered = len(equal) < len(modes) and in_predicted_order(modes, seconds)
         order = "the order of modes is the predicted one; " if ordered else ""
         auto = next(iter(seconds))
         beside = next(mode for mode in modes if mode != auto) if modes[0] == auto else modes[0]
-        taken = f"placement=auto takes {auto}{', one of them' if told else ''}"
-        lines.append(f"{told}{order}{taken}{standing(result, auto, beside)}: {against(result, auto, beside)}")
+        taken = f"placement=auto takes {auto}{', one of them' if equals else ''}"
+        lines.append(f"{equals}{order}{taken}{standing(result, auto, beside)}: {against(result, auto, beside)}")
     if modes:
         lines += [f"pipeline.schedule={one}: {against(result, one, modes[0])}" for one in others]
     return lines
@@ -137,7 +137,7 @@ def in_predicted_order(measured: Sequence[str], seconds: dict[str, float]) -> bo
 
 
 def standing(result: Any, one: str, fastest_other: str) -> str:
-    """How this mode was measured beside the fastest other one; only what an interval tells apart has a winner."""
+    """Compares this mode with the fastest other one; without a winner where the intervals overlap."""
     low, _, high = paired_ratio(result.rounds[one], result.rounds[fastest_other])
     return ", the fastest here" if low > 1 else ", not the fastest here" if high < 1 else ", not apart from the fastest"
 
@@ -226,18 +226,18 @@ def cores_in_words(others: float | None) -> str:
 
 def profile_in_words(profile: dict[str, Any]) -> str:
     busy = profile.get("busy") or {}
-    told = ", ".join(f"{cores_in_words(busy[when])} {when}" for when in ("before", "during") if when in busy)
+    load = ", ".join(f"{cores_in_words(busy[when])} {when}" for when in ("before", "during") if when in busy)
     parts = [
         f"measured {profile['date']}" if "date" in profile else "",
         f"of commit {profile['commit']}" if profile.get("commit") else "",
         f"on {profile['name']}" if "name" in profile else "",
-        f"other programs kept busy {told}" if told else "load unknown",
+        f"other programs kept busy {load}" if load else "load unknown",
     ]
     return ", ".join(filter(None, parts))
 
 
 def warnings(results: Sequence[Any], about: dict[str, Any]) -> list[str]:
-    """What was measured while the machine had other work."""
+    """Warns of measurements that were taken under load."""
     cores, found = about.get("cores", 1), []
     load = {when: one.get("others") for when, one in about.get("load", {}).items()}
     if busy := under_load(load, cores):

@@ -99,15 +99,15 @@ def of_single_runs(entries: list[ComparedRun], beside: Path) -> list[Html]:
         parts.append(section("Curves", tag("div", *overlaid(entries), class_="charts"), note=CURVES_NOTE))
     note = DIFFERENCES_NOTE + PROMPTS_NOTE * any(run.last and run.last.of_text for run in runs)
     parts.append(section("On the same episodes", *differences(entries), note=note))
-    if told := answers_to_same_prompts(entries):
-        parts.append(section("Answers to the same prompts", *told))
+    if answers := answers_to_same_prompts(entries):
+        parts.append(section("Answers to the same prompts", *answers))
     if videos := videos_of_same_episodes(entries, beside):
         parts.append(section("Videos of the same episodes", *videos))
     return parts
 
 
 def heading(sets: list[SeedSet], runs: list[Run], group: RunGroup | None) -> Html:
-    """What is compared, from when to when, of which code, and what did not end well."""
+    """Names the runs that are compared, with dates, commits and what did not end well."""
     code = groups_page.commits(runs)
     said = [f"{len(runs)} runs"] * bool(group) + [f"of commit {one}" for one in code if len(code) == 1]
     if dates := sorted(str(run.info["started"]) for run in runs if run.info.get("started")):
@@ -161,9 +161,10 @@ def swatch(color: int) -> Html:
 
 
 def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
-    """A row per run: its newest evaluation, how long it trained, and how fast."""
+    """A row per run: its newest evaluation, how long it trained, and how fast; for language policies the version and
+    the temperature they were evaluated at."""
     if all(entry.run.last and entry.run.last.of_text for entry in entries):
-        return text_figures_table(entries, beside)
+        return named_table("run", {linked(entry, beside): answers_of(entry.run, entry.run.last) for entry in entries})
     rows = []
     for entry in entries:
         run, figures = entry.run, entry.run.last.results["overall"] if entry.run.last else {}
@@ -179,11 +180,6 @@ def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
 def linked(entry: ComparedRun, beside: Path) -> Html:
     """A run's colour and name, which leads to its report."""
     return join(swatch(entry.color), groups_page.report_link(entry.run, entry.label, beside))
-
-
-def text_figures_table(entries: list[ComparedRun], beside: Path) -> Html:
-    """The same of language policies, each with the version and the temperature it was evaluated at."""
-    return named_table("run", {linked(entry, beside): answers_of(entry.run, entry.run.last) for entry in entries})
 
 
 def overlaid(entries: list[ComparedRun]) -> list[Html]:
@@ -280,10 +276,10 @@ def other_prompts(first: Evaluation, second: Evaluation) -> set[Prompt]:
 
 
 def prompts_read(evaluation: Evaluation) -> dict[Prompt, str]:
-    """What each prompt says, where there are transcripts."""
+    """The text of each prompt, where there are transcripts."""
     prompts = {episode.index: prompt_of(episode) for episode in evaluation.episodes} if evaluation.of_text else {}
-    told = ((index, json.loads(line)) for index, line in transcript_lines(evaluation.folder, prompts))
-    return {prompts[index]: json.dumps(one["turns"][0]["said"]) for index, one in told if can_be_shown(one)}
+    written = ((index, json.loads(line)) for index, line in transcript_lines(evaluation.folder, prompts))
+    return {prompts[index]: json.dumps(one["turns"][0]["said"]) for index, one in written if can_be_shown(one)}
 
 
 def answers_to_same_prompts(entries: list[ComparedRun]) -> list[Html]:
@@ -296,14 +292,14 @@ def answers_to_same_prompts(entries: list[ComparedRun]) -> list[Html]:
     shared = sorted(set.intersection(*map(set, first)) - unlike)
     shared.sort(key=lambda prompt: len({outcome(one[prompt]) for one in first}) == 1)
     wanted = [[one[prompt].index for prompt in shared[:MOST_PROMPTS]] for one in first]
-    told = [transcripts_of(*each) for each in zip(evaluations, wanted, strict=True)]
+    written = [transcripts_of(*each) for each in zip(evaluations, wanted, strict=True)]
     room, rows = Conversations(), []
     for prompt in shared[:MOST_PROMPTS]:
         answers = [each[prompt] for each in first]
-        if all(one.index in found for one, found in zip(answers, told, strict=True)):
+        if all(one.index in found for one, found in zip(answers, written, strict=True)):
             cells = [
                 room.show(one, found[one.index], outcome(one), f"{entry.label}, {prompt_name(one)}", True)
-                for one, found, entry in zip(answers, told, entries, strict=True)
+                for one, found, entry in zip(answers, written, entries, strict=True)
             ]
             rows.append(tag("div", *cells, class_="pairs conversations"))
     return [legend(), *rows] if rows else []
@@ -378,7 +374,7 @@ def what_differs(sets: list[SeedSet]) -> list[Html]:
 
 
 def settings_of(one: SeedSet) -> dict[str, Any]:
-    """What the runs of a set have, with all values of a key where it differs among them."""
+    """The settings of the runs of a set, with all values of a key that differs among them."""
     found = [settings(run) for run in one.runs]
     return {
         key: ", ".join(dict.fromkeys(str(each.get(key)) for each in found))

@@ -1,4 +1,4 @@
-"""What a run says as it goes: on the console, in logs/driver.log, in metrics.jsonl and as curves (`run.log`).
+"""A run's progress: on the console, in logs/driver.log, in metrics.jsonl and as curves (`run.log`).
 
 The console shows the plan first, then one live line (off a terminal a plain line per iteration), then the results. It
 keeps the running means that both the line and metrics.jsonl show.
@@ -194,7 +194,7 @@ class Console:
 
 
 def text_parts(row: dict) -> list[str]:
-    """What the line of an iteration shows of a language policy's answers."""
+    """The part of an iteration's line about a language policy's answers."""
     if "text/tokens" not in row:
         return []
     length, speed = (row[f"text/{name}"] for name in ("tokens", "tokens_per_s"))
@@ -202,12 +202,12 @@ def text_parts(row: dict) -> list[str]:
 
 
 def signal_parts(numbers: dict[str, float]) -> list[str]:
-    """What it shows where no group was left to learn from."""
+    """The part of an iteration's line that says why no group was left to learn from."""
     if numbers.get("groups/used", 1):
         return []
     kinds = {"equal": "of equal returns", "out_of_bounds": "out of bounds", "incomplete": "incomplete"}
-    dropped = {told: int(numbers.get(f"groups/dropped_{kind}", 0)) for kind, told in kinds.items()}
-    return [f"no group to learn from: {', '.join(f'{n} {told}' for told, n in dropped.items() if n) or 'none came'}"]
+    dropped = {why: int(numbers.get(f"groups/dropped_{kind}", 0)) for kind, why in kinds.items()}
+    return [f"no group to learn from: {', '.join(f'{n} {why}' for why, n in dropped.items() if n) or 'none came'}"]
 
 
 class RunLog:

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go besides metrics.jsonl (`run.log`): TensorBoard's files, Weights & Biases."""
+"""Writers of a run's numbers besides metrics.jsonl (`run.log`): TensorBoard's files, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class WandbCurves:
         self._run.define_metric("*", step_metric="env_steps")
 
     def describe(self) -> str:
-        """Where it goes, in a line."""
+        """Says in a line where the numbers go."""
         if self.mode == "offline":
             return f"offline; to send it: wandb sync {self.folder}"
         return f"{self.mode}, {self._run.url or self.folder}"

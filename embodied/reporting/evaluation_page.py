@@ -136,15 +136,15 @@ def conversations(evaluation: Evaluation, beside: Path) -> list[Html]:
     """The first conversations of each outcome, failures first; as many as eval.videos says are unfolded."""
     by_outcome = {kind: [one for one in evaluation.episodes if outcome(one) == kind] for kind in OUTCOMES}
     chosen = [one for kind in OUTCOMES for one in by_outcome[kind][:MOST_CONVERSATIONS]]
-    told = transcripts_of(evaluation, [one.index for one in chosen])
-    chosen = [one for one in chosen if one.index in told]
+    written = transcripts_of(evaluation, [one.index for one in chosen])
+    chosen = [one for one in chosen if one.index in written]
     if not chosen:
         return []
     unfolded = evaluation.results.get("protocol", {}).get("eval", {}).get("videos", 0)
     room, shown = Conversations(), []
     for place, one in enumerate(chosen):
         name = f"{one.task}, {prompt_name(one)}, episode {one.index}"
-        shown.append(room.show(one, told[one.index], outcome(one), name, place < unfolded))
+        shown.append(room.show(one, written[one.index], outcome(one), name, place < unfolded))
     counts = {"any": len(chosen)} | {kind: sum(outcome(one) == kind for one in chosen) for kind in OUTCOMES}
     counts["cut-off"] = sum(bool(one.truncated) for one in chosen)
     words = {"any": "all", "cut-off": "cut off"}
@@ -162,11 +162,11 @@ def conversations(evaluation: Evaluation, beside: Path) -> list[Html]:
 def transcripts_of(evaluation: Evaluation, wanted: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Those transcripts of these episodes that can be shown."""
     found = read_transcripts(evaluation.folder, set(wanted))
-    return {index: told for index, told in found.items() if can_be_shown(told)}
+    return {index: written for index, written in found.items() if can_be_shown(written)}
 
 
 def prompt_name(episode: EpisodeResult) -> str:
-    """Which prompt it was: `prompt 17`, or `seed 1234` where prompts are drawn."""
+    """Names the prompt: `prompt 17`, or `seed 1234` where prompts are drawn."""
     return f"prompt {episode.init_state_id}" if episode.init_state_id >= 0 else f"seed {episode.seed}"
 
 

@@ -24,7 +24,7 @@ class SeedSet:
         return [run for run, over in zip(self.runs, self.over) if over and run.last]
 
     def name(self, place: int) -> str:
-        """What its so-manieth run is called beside the others."""
+        """The label of the run at this place."""
         seed = self.seeds[place]
         return self.runs[place].name if seed is None else f"seed {seed}"
 

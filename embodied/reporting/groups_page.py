@@ -78,14 +78,14 @@ def in_order(sets: Sequence[SeedSet]) -> list[SeedSet]:
 
 
 def places_of(sets: Sequence[SeedSet]) -> dict[str, str]:
-    """How each set stands, by its label: best, not apart from the best, or behind."""
+    """The standing of each set, by its label: best, not apart from the best, or behind."""
     name = ranked_by(sets)
     found = {one.label: summary(one, name) for one in sets} if name else {}
     return standings({label: (one["iqm"], one["interval"]) for label, one in found.items() if one})
 
 
 def verdict(sets: Sequence[SeedSet]) -> str:
-    """Which setting is best, and which of the others that may also be."""
+    """Names the best setting, and the others that may also be."""
     if tasks_differ(sets):
         return "The settings play different tasks, so none of them is the best."
     places = places_of(sets)
@@ -145,7 +145,7 @@ def iqm_cell(found: dict[str, Any] | None, name: str) -> object:
 
 
 def iqm_note(sets: Sequence[SeedSet]) -> str:
-    """What the figures over seeds mean, and how sure they are."""
+    """Explains the figures over seeds and their intervals."""
     fewest = min(len(one.runs) + len(one.missing) for one in sets)
     return IQM_NOTE + FEW_NOTE.format(FEW) * (fewest < FEW)
 
@@ -259,7 +259,7 @@ def report_link(run: Run, label: str, beside: Path) -> Html | str:
 
 
 def made_table(sets: Sequence[SeedSet]) -> Html:
-    """When each run was made, of which code, and where."""
+    """Date, commit and machine of each run."""
     rows = []
     for label, run in [(label_of(one, place, sets), run) for one in sets for place, run in enumerate(one.runs)]:
         made_by = run.provenance
@@ -287,14 +287,14 @@ def in_words(sets: Sequence[SeedSet]) -> list[str]:
 
 
 def label_of(one: SeedSet, place: int, sets: Sequence[SeedSet]) -> str:
-    """What a run is called on the page."""
+    """The label of a run on the page."""
     if len(sets) == 1:
         return one.name(place)
     return one.label if one.seeds[place] is None else f"{one.label}, {one.name(place)}"
 
 
 def problems(sets: Sequence[SeedSet]) -> list[str]:
-    """What did not end well, by name."""
+    """The runs that did not end well, by name."""
     found = []
     for one in sets:
         prefix = f"{one.label}, " if len(sets) > 1 else ""
@@ -309,9 +309,8 @@ def problems(sets: Sequence[SeedSet]) -> list[str]:
 
 def commits(runs: Sequence[Run]) -> list[str]:
     """The commits of the code, each once, those that resumed a run among them."""
-    found = [made.get("commit") for run in runs for made in (run.provenance, *resumptions(run))]
-    return list(dict.fromkeys(str(one) for one in found if one))
-
-
-def resumptions(run: Run) -> list[dict[str, Any]]:
-    return [one.get("provenance", {}) for one in run.info.get("resumed", [])]
+    found: list[str] = []
+    for run in runs:
+        made = [run.provenance, *(one.get("provenance", {}) for one in run.info.get("resumed", []))]
+        found += [str(one["commit"]) for one in made if one.get("commit")]
+    return list(dict.fromkeys(found))

@@ -57,7 +57,7 @@ def iteration_seconds(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def timeline_charts(run: Run) -> list[Html]:
-    """What every worker did, from trace.json: shares of the time, and piece by piece the last iterations in it."""
+    """Every worker's activities, from trace.json: shares of the time, and piece by piece the last iterations in it."""
     path = run.folder / TRACE
     if not path.is_file():
         return []
@@ -182,7 +182,7 @@ def placement_chart(plan: dict[str, Any]) -> list[Html]:
     hosts = plan["hosts"]
     columns = list(dict.fromkeys(device for host in hosts for device in devices(host)))
     columns += [f"cpu:{core}" for core in plan.get("idle", ()) if f"cpu:{core}" not in columns]
-    columns.sort(key=device_order)
+    columns.sort(key=lambda device: (device.rpartition(":")[0], int(device.rpartition(":")[2])))
     roles = list(dict.fromkeys(role for host in hosts for role in host["roles"]))
     rows = []
     for host in hosts[:MOST_ROWS]:
@@ -210,11 +210,6 @@ def placement_chart(plan: dict[str, Any]) -> list[Html]:
 def devices(host: dict[str, Any]) -> list[str]:
     """The device or the cores of a host."""
     return [host["device"]] if host.get("device") else [f"cpu:{core}" for core in host.get("cores", ())]
-
-
-def device_order(device: str) -> tuple[str, int]:
-    kind, _, number = device.rpartition(":")
-    return kind, int(number)
 
 
 def ends(columns: list[str]) -> list[str]:

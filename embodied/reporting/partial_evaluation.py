@@ -76,7 +76,7 @@ class PartialEvaluation:
             self.tell(self.progress())
 
     def progress(self) -> str:
-        """How many are over, how they went, how fast, and how long the rest takes at this speed."""
+        """Episodes that are over, their outcomes, the speed, and how long the rest takes at it."""
         over, found = len(self.finished), figures(list(self.finished.values()))
         parts = [f"{over:,} of {self.num_episodes:,} episodes are over"]
         if found["success_once"]:

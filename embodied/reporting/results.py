@@ -285,7 +285,7 @@ def rate_in_words(name: str, rate: dict[str, Any]) -> str:
 
 
 def sampling(temperature: float) -> str:
-    """How answers were sampled, in a word."""
+    """Describes how answers were sampled, in a word."""
     return f"T={temperature:g}" if temperature else "greedy"
 
 

@@ -116,7 +116,7 @@ def header(run: Run) -> Html:
 
 
 def subject(run: Run) -> str:
-    """What was trained or evaluated, in a few words."""
+    """Describes in a few words what was trained or evaluated."""
     if run.config:
         config = read_yaml(run.config)
         policy, algo = (config.get(key) or {} for key in ("policy", "algo"))
@@ -168,7 +168,7 @@ def tiles(run: Run) -> Html:
 
 
 def text_tiles(text: dict[str, Any], temperature: float | None) -> list[tuple[str, str, str]]:
-    """What a language policy's answers were worth, and how long they are."""
+    """Rewards and lengths of a language policy's answers."""
     how = "" if temperature is None else f", {sampling(temperature)}"
     samples, most = text["samples"], max(map(int, text["pass"]), default=1)
     rates = [(f"avg@{samples}" if samples > 1 else "success", text["avg"])]
@@ -199,8 +199,8 @@ def evaluation_parts(run: Run, shown: Evaluation, beside: Path) -> list[Html]:
     if shown.results["overall"].get("text", {}).get("samples", 1) > 1:
         note = f"{note}. {TEXT_NOTE}"
     parts = [section(title, per_task_table(shown), charts(histograms(shown)), note=note)]
-    if told := conversations(shown, beside):
-        parts.append(section("Conversations", *told))
+    if talks := conversations(shown, beside):
+        parts.append(section("Conversations", *talks))
     if gallery := video_gallery(shown, beside):
         parts.append(section("Episodes", gallery))
     if len(run.evaluations) > 1:
@@ -209,7 +209,7 @@ def evaluation_parts(run: Run, shown: Evaluation, beside: Path) -> list[Html]:
 
 
 def protocol_words(results: dict[str, Any]) -> str:
-    """How the episodes of an evaluation were played, in words."""
+    """Describes how the episodes of an evaluation were played."""
     protocol = results.get("protocol", {})
     how = protocol.get("eval", {})
     overall, limited = results["overall"], protocol.get("max_episode_steps")

@@ -82,7 +82,7 @@ class Run:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What produced the run, or the evaluation where there is no run."""
+        """The provenance of the run, or of the evaluation if there is no run."""
         return self.info.get("provenance") or (self.last.results.get("provenance", {}) if self.last else {})
 
     def env_steps(self, version: int) -> int | None:
@@ -125,7 +125,7 @@ def read_evaluations(run: Path, problems: list[str]) -> list[Evaluation]:
 
 
 def read_partial(run: Path) -> dict[str, str]:
-    """How far each interrupted evaluation is, by name."""
+    """The progress of each interrupted evaluation, by name."""
     found = {path.parent.name: partial_in(path.parent) for path in sorted(run.glob(f"eval/*/{PARTIAL}"))}
     return {name: how_far(partial) for name, partial in found.items() if partial}
 

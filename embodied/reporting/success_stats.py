@@ -61,7 +61,7 @@ def figures(episodes: list[EpisodeResult]) -> dict[str, Any]:
 
 
 def causes(episodes: Iterable[EpisodeResult]) -> dict[str, int]:
-    """How many episodes each error ended, the most frequent first."""
+    """The number of episodes that each error ended, the most frequent first."""
     return dict(Counter(episode.error for episode in episodes if episode.error).most_common())
 
 
@@ -84,7 +84,7 @@ def of_text(episodes: Iterable[EpisodeResult]) -> bool:
 
 
 def prompt_of(episode: EpisodeResult) -> Prompt:
-    """What episodes have in common that began with the same prompt: its number among the held-out ones, or its seed."""
+    """Identifies the prompt of an episode: its number among the held-out ones, or its seed."""
     return episode.task, episode.init_state_id, episode.seed if episode.init_state_id < 0 else 0
 
 
@@ -243,12 +243,12 @@ def compare_means(differences: list[float]) -> dict[str, Any] | None:
     return {"difference": centre, "interval": [centre - half, centre + half]}
 
 
-def iqm(scores: Any, axis: int = -1) -> Any:
+def iqm(scores: Any) -> Any:
     """The interquartile mean: the mean of what is left when the lowest and the highest quarter, each rounded down, are
     cut off, as scipy.stats.trim_mean(scores, 0.25) and rliable compute it. iqm([0, 4, 5, 6, 100]) is 5."""
-    ranked = np.sort(np.asarray(scores, float), axis=axis)
-    cut = ranked.shape[axis] // 4
-    return np.take(ranked, range(cut, ranked.shape[axis] - cut), axis=axis).mean(axis=axis)
+    ranked = np.sort(np.asarray(scores, float))
+    cut = ranked.shape[-1] // 4
+    return ranked[..., cut : ranked.shape[-1] - cut].mean(axis=-1)
 
 
 def over_seeds(scores: Sequence[Sequence[float]]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def line_chart(
     shapes = [*grid(across, up, show, x_name)]
     for one in drawn:
         shapes += dots(one, across, up, show) if one.points else line(one, across, up, show)
-    marks = {}  # by colour: evaluations of a run that has a line need no entry of their own
+    marks: dict[int, tuple] = {}  # by colour: evaluations of a run that has a line need no entry of their own
     for one in sorted(drawn, key=lambda one: (one.points, one.faint)):
         mark = "dot" if one.points else "dash" if one.dashed else ""
         marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", mark))
@@ -239,7 +239,7 @@ def bins(values: Sequence[float], whole: bool) -> list[float]:
 
 
 def count(values: Sequence[float], edges: list[float]) -> list[int]:
-    """How many values are in each bin; the last bin holds its upper edge."""
+    """The number of values in each bin; the last bin holds its upper edge."""
     counts = [0] * (len(edges) - 1)
     width = (edges[-1] - edges[0]) / len(counts)
     for value in values:

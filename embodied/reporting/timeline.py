@@ -40,7 +40,7 @@ class TimedSpan:
 
 @dataclass(frozen=True)
 class Phases:
-    """How a group spent its time: shares of its workers' wall-clock time by name, without waiting; the rest is idle."""
+    """A group's use of time: shares of its workers' wall-clock time by name, without waiting; the rest is idle."""
 
     role: str
     shares: dict[str, float]

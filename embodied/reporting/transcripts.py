@@ -126,7 +126,7 @@ def transcripts_in(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def episode_of(line: bytes) -> int | None:
-    """Which episode a line tells of; None where it is not a whole transcript."""
+    """The episode of a line; None if it is not a whole transcript."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

@@ -87,7 +87,7 @@ class Conversations:
         )
 
     def turn(self, turn: dict[str, Any]) -> Html:
-        """What was said, the answer, and what the env made of it."""
+        """A turn: what was said, the answer, and the env's response."""
         said = turn["said"]
         messages = [{"role": "prompt", "content": said}] if isinstance(said, str) else said
         known = [one for one in turn["logprobs"] if one is not None]
@@ -141,21 +141,21 @@ def marked(token: str, logprob: float | None) -> Html:
     """A token, marked where the policy was unsure of it."""
     probability = math.exp(min(0.0, logprob)) if logprob is not None else None
     if level := level_of(probability):
-        told = "unknown" if probability is None else f"{probability:.2g}, log-prob {logprob:.2f}"
+        numbers = "unknown" if probability is None else f"{probability:.2g}, log-prob {logprob:.2f}"
         visible = token.replace("\n", "\u21b5\n") or "\u2205"
-        return tag("span", visible, class_=f"p{level}", title=f"probability {told}")
+        return tag("span", visible, class_=f"p{level}", title=f"probability {numbers}")
     return join(token)
 
 
 def level_of(probability: float | None) -> int:
-    """Which of LEVELS; the last where it is not known."""
+    """The index into LEVELS; the last one if the probability is not known."""
     if probability is None:
         return len(LEVELS) - 1
     return next(level for level, least in enumerate(LEVELS) if probability >= least)
 
 
 def legend() -> Html:
-    """What the marks of tokens mean."""
+    """The legend of the marks of tokens."""
     entries = [tag("span", words, class_=f"p{level}" if level else None) for level, words in enumerate(IN_WORDS)]
     return tag(
         "p", "Probability of a token at temperature 1: ", *[join(entry, " ") for entry in entries], class_="note"

@@ -44,7 +44,7 @@ def video_name(episode: int, success: bool | None, task: str, seed: int) -> str:
 
 @dataclass(frozen=True)
 class Coding:
-    """How ffmpeg turns frames into a file."""
+    """The ffmpeg command that turns frames into a file."""
 
     options: str  # of ffmpeg
     suffix: str = ".mp4"
@@ -188,7 +188,7 @@ def of_height(frame: np.ndarray, height: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Caption:
-    """What stands below a frame: how it goes or went, numbers, and what is to be done."""
+    """The text below a frame: outcome so far, numbers, and the instruction."""
 
     outcome: str  # empty where an env has no success
     numbers: tuple[str, ...]

@@ -135,12 +135,18 @@ def lost(run: Path, info: dict) -> bool:
     newest = [info, *info.get("resumed", [])][-1]
     if info.get("state") != "running" or newest.get("provenance", {}).get("host") != platform.node():
         return False  # locks of other machines cannot be seen everywhere
+    return is_held(run) is False
+
+
+def is_held(run: Path) -> bool | None:
+    """Whether a process goes on with this run; None if that cannot be found out."""
     try:
         lock = os.open(run / "logs" / "driver.log", os.O_RDWR)
     except OSError:
-        return False
+        return None
     try:
-        return taken(lock) is True
+        free = taken(lock)
+        return None if free is None else not free
     finally:
         os.close(lock)
 

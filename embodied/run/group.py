@@ -20,7 +20,7 @@ from embodied.config.cli import write_yaml
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
-from embodied.run.folder import lost, provenance, taken
+from embodied.run.folder import is_held, lost, provenance, taken
 
 GROUP = "group.json"
 FORMAT = "embodied-group/1"
@@ -105,18 +105,6 @@ def state_of(run: Path) -> str:
     if state == "stopped" and cause not in ("", "second Ctrl-C"):  # nothing to learn from
         return ENDED
     return UNFINISHED if state != "running" or lost(run, info) or not is_held(run) else GOING_ON
-
-
-def is_held(run: Path) -> bool:
-    """Whether a process goes on with this run."""
-    try:
-        lock = os.open(run / "logs" / "driver.log", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return taken(lock) is False
-    finally:
-        os.close(lock)
 
 
 def recipe_mark(config: RunConfig) -> str:

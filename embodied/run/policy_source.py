@@ -142,7 +142,8 @@ def find_start(start: Path, policy: Any) -> Target:
 
 def check_same_policy(start: str, there: Any, here: Any) -> None:
     """Refuse to start from the weights of another policy."""
-    free = (*FREE, "policy.pretrained") if all(map(begins_from_folder, (there, here))) else FREE
+    from_folders = all(policy.published and policy.pretrained is not None for policy in (there, here))
+    free = (*FREE, "policy.pretrained") if from_folders else FREE
     if odd := [line for line in differing("policy", there, here) if line.partition("=")[0] not in free]:
         raise ConfigError(f"{start} is another policy: {'; '.join(odd)}; set these keys as they are there")
 
@@ -167,10 +168,6 @@ def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> No
             f"{run} cannot go on as another run: {'; '.join(odd)}; leave these keys out, or begin a new run with "
             f"run.start_from={run} where the policy is the same"
         )
-
-
-def begins_from_folder(policy: Any) -> bool:
-    return policy.published and policy.pretrained is not None
 
 
 def differing(section: str, there: Any, here: Any) -> list[str]:

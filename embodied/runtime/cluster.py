@@ -93,7 +93,7 @@ class Cluster:
 
     # What programs use
 
-    def launch(self, cls: type[Worker], role: str, *args: Any, **kwargs: Any) -> WorkerGroup:
+    def launch(self, cls: type[Worker] | str, role: str, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Starts one replica on every host that lists the role. Returns at once; waits report failed constructors."""
         if role not in self._homes:
             raise ValueError(f"no host runs the role {role!r}; the plan has: {', '.join(sorted(self._homes))}")
@@ -191,7 +191,7 @@ class Cluster:
 
     def watch(self, channel: Channel) -> None:
         """Lets `settle` notice what is put into a channel at home in the driver."""
-        channel.end.heard = self.wake
+        channel.end.heard = self.wake  # type: ignore[union-attr]  # a queue, as it is at home here
 
     def wake(self) -> None:
         """Has waits ask again whether they are over; any thread may call it."""
@@ -226,11 +226,13 @@ class Cluster:
 
     def rebuilt_by(self, host: str, construction: Sequence[Handle], weights: Sequence[Handle]) -> None:
         """A replaced host is at work when `construction` is done, and no longer stale when `weights` is."""
+        assert self._watchdog is not None
         with self._changed:
             self._watchdog.rebuilt_by(host, construction, weights)
 
     def restarts(self, host: str) -> int:
         """Returns how often this host was started again in this run."""
+        assert self._watchdog is not None
         return self._watchdog.supervisor.restarts(host)
 
     def close(self, seconds: float = CLOSE_S) -> None:

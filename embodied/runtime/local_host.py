@@ -137,10 +137,6 @@ def find_main_lazily(module: str | None, file: str | None) -> None:
     main.__getattr__ = find
 
 
-def title_of(host: str) -> str:
-    return f"embodied {host}"
-
-
 def show_title(host: str) -> None:
     """Shows `embodied a+b-0` for this process in `ps` and `top`, and `a+b-0` where only a short name is shown.
 
@@ -152,5 +148,5 @@ def show_title(host: str) -> None:
         words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begin, end = map(int, words[ARGUMENTS])
         if 0 < begin < end:
-            title = title_of(host).encode()[: end - begin - 2]
+            title = f"embodied {host}".encode()[: end - begin - 2]
             ctypes.memmove(begin, title.ljust(end - begin - 1, b"\0") + b".", end - begin)

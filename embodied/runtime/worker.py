@@ -23,7 +23,7 @@ SIGN_S = 5.0
 
 def served_while_busy(method: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a short method that answers from the host's control thread even while the worker is at work."""
-    method.served_while_busy = True
+    method.served_while_busy = True  # type: ignore[attr-defined]
     return method
 
 
@@ -119,7 +119,7 @@ class Worker:
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
         """Returns which worker gave items to which through the channels at home in this process, and from when to when,
         since the last call."""
-        found = {}
+        found: dict[tuple[str, str], tuple[float, float]] = {}
         for host in list(hosts_of_runs.values()):
             flows, host.flows = host.flows, {}
             found |= flows

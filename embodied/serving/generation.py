@@ -1,6 +1,6 @@
 """Conversations of many clients, continued side by side by our own engine in a thread of its own.
 
-Clients share the engine's rows: who waits gets the next one that is free, at any token. Weights change only while
+Clients share the engine's rows: the first that waits gets the next free one, at any token. Weights change only while
 nothing is being written, so that every answer is of one version.
 """
 
@@ -34,7 +34,7 @@ Mode = Literal["wait", "abort", "keep"]
 
 @dataclass(frozen=True)
 class Written:
-    """An answer with what a client is told of it."""
+    """An answer with what its client gets to know about it."""
 
     answer: Answer
     finish: str  # stop, length or abort
@@ -51,7 +51,7 @@ class ServedConversation:
     episode: int
     sampling: Sampling
     stop: tuple[str, ...] = ()  # texts at which it ends
-    told: Callable[[Answer], None] | None = None  # hears what is written so far, token by token
+    on_progress: Callable[[Answer], object] | None = None  # is called with what is written so far, token by token
     written: Future[Written] = field(default_factory=Future)
 
 
@@ -73,7 +73,7 @@ class Generation:
         self.thread.start()
 
     def ask(self, conversation: ServedConversation) -> Future[Written]:
-        """The answer as soon as it is over; who cancels it gives the conversation up."""
+        """A future of the answer; cancelling it gives the conversation up."""
         self.order(lambda: self.waiting.append(conversation), conversation.written)
         return conversation.written
 
@@ -137,7 +137,7 @@ class Generation:
         try:
             while self.obey():
                 self.go_on()
-        except BaseException as err:  # told to all who wait
+        except BaseException as err:  # goes to all that wait
             traceback.print_exc()
             self.failed = err
             for future in [*(c.written for c in [*self.writing, *self.waiting]), *(done for _, done in self.changes)]:
@@ -166,7 +166,7 @@ class Generation:
             change, done = self.changes.popleft()
             try:
                 settle(done, change())
-            except Exception as err:  # told to who asked
+            except Exception as err:  # goes to the client that asked
                 settle(done, error=err)
             return
         while self.waiting and self.engine.room > 0 and not (self.paused or self.changes):
@@ -187,21 +187,21 @@ class Generation:
             self.look()
 
     def look(self) -> None:
-        """Tell those who listen, and end answers in which a text to stop at has appeared."""
-        if not any(each.stop or each.told for each in self.writing):
+        """Report progress to those that stream, and end answers in which a text to stop at has appeared."""
+        if not any(each.stop or each.on_progress for each in self.writing):
             return
         for answer in self.engine.so_far():
             conversation: ServedConversation = answer.key
             if conversation.stop and self.stops(conversation, answer):
                 self.engine.cancel(conversation)
                 self.finish(conversation, answer, "stop")
-            elif conversation.told:
-                conversation.told(answer)
+            elif conversation.on_progress:
+                conversation.on_progress(answer)
 
     def stops(self, conversation: ServedConversation, answer: Answer) -> bool:
         """Whether the last token completed a text to stop at."""
         window = 4 * max(map(len, conversation.stop)) + 4  # tokens: a letter is four at most
-        end = self.policy.tokenizer.decode(answer.tokens[-window:])
+        end = self.policy.tokenizer.decode(answer.tokens[-window:].tolist())
         return any(text in end for text in conversation.stop)
 
     def finish(self, conversation: ServedConversation, answer: Answer, finish: str) -> None:
@@ -244,7 +244,7 @@ class Generation:
 
 
 def settle(future: Future, result: Any = None, error: BaseException | None = None) -> None:
-    """Give a future its result, unless who waited for it is gone."""
+    """Give a future its result, unless it was cancelled."""
     with suppress(Exception):  # it was cancelled in between
         if not future.cancelled():
             future.set_exception(error) if error else future.set_result(result)

@@ -35,7 +35,7 @@ TOKEN_BYTES, OTHERS = 16, 1_000_000  # of a request: for each token of a prompt,
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the weights come from that a server begins with."""
+    """The source of the weights that a server begins with."""
 
     name: str  # of the model, as clients see it
     folder: Path
@@ -80,7 +80,7 @@ class LanguageServer:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Turn away who may not ask, and say what goes wrong as OpenAI does."""
+        """Refuse requests without the token, and report errors as OpenAI does."""
         try:
             if refused := self.refuse(request):
                 return refused
@@ -162,7 +162,7 @@ class LanguageServer:
         """Those that a request asks to continue, n for each prompt."""
         stops = frozenset(ask.stop_token_ids) | (frozenset() if ask.ignore_eos else self.policy.tokenizer.stops)
         most = ask.max_tokens or self.policy.config.max_tokens
-        found = []
+        found: list[ServedConversation] = []
         for prompt in ask.prompts:
             tokens = self.encoded(prompt)
             for _ in range(ask.n):
@@ -198,7 +198,7 @@ class LanguageServer:
         return tokens
 
     def choice(self, ask: Ask, conversation: ServedConversation, written: Written) -> AnswerChoice:
-        """What a client is told of an answer."""
+        """The result that a client gets of an answer."""
         answer, finish = written.answer, written.finish
         if answer.dropped:
             raise UnusableAnswer(answer.dropped)
@@ -228,7 +228,7 @@ class LanguageServer:
     ) -> web.StreamResponse:
         """The answer as it is written, in server-sent events."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue[Answer | None]()
-        conversation.told = lambda answer: loop.call_soon_threadsafe(news.put_nowait, answer)
+        conversation.on_progress = lambda answer: loop.call_soon_threadsafe(news.put_nowait, answer)
         done = asyncio.wrap_future(self.generation.ask(conversation))
         done.add_done_callback(lambda _: news.put_nowait(None))
         served = self.served()
@@ -310,8 +310,9 @@ class LanguageServer:
         return web.json_response({"status": "updated", "weight_version": found, "policy_version": version})
 
     async def pause(self, request: web.Request) -> web.Response:
-        mode = request.query.get("mode", "abort")
-        if mode not in get_args(Mode):
+        said = request.query.get("mode", "abort")
+        mode: Mode | None = next((one for one in get_args(Mode) if one == said), None)
+        if mode is None:
             raise BadRequest(f"mode should be {', '.join(get_args(Mode))}", "mode")
         await self.changed(self.generation.pause(mode))
         return web.json_response({"status": "paused"})

@@ -47,7 +47,7 @@ Asked = str | list[int] | tuple[Message, ...]  # what is continued: text, tokens
 
 @dataclass(frozen=True)
 class NoiseAddress:
-    """Which numbers choose the tokens, as the engines in a policy worker address them."""
+    """The random numbers that choose the tokens, as the engines in a policy worker address them."""
 
     seed: int
     stream: str
@@ -71,7 +71,7 @@ class Ask:
     logprobs: bool = False
     return_token_ids: bool = False
     stream: bool = False
-    usage: bool = False  # a stream tells how many tokens there were
+    usage: bool = False  # a stream ends with the number of tokens
     model: str | None = None
 
 
@@ -89,7 +89,7 @@ class AnswerChoice:
 
 @dataclass(frozen=True)
 class Served:
-    """What answers: told with every answer."""
+    """The model and weights that answer; part of every reply."""
 
     model: str
     version: int  # of the weights
@@ -101,7 +101,7 @@ class Served:
 
 
 def read_completion(body: Any) -> Ask:
-    """What a body of /v1/completions asks for."""
+    """Parses a body of /v1/completions."""
     fields = checked(body, "prompt", ("messages", "max_completion_tokens"))
     prompts = prompts_of(fields["prompt"])
     wanted = fields.get("logprobs")
@@ -111,7 +111,7 @@ def read_completion(body: Any) -> Ask:
 
 
 def read_chat(body: Any) -> Ask:
-    """What a body of /v1/chat/completions asks for."""
+    """Parses a body of /v1/chat/completions."""
     fields = checked(body, "messages", ("prompt",))
     said = fields["messages"]
     if not isinstance(said, list) or not said:
@@ -162,8 +162,8 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
     stream = flag(fields, "stream")
     if stream and n * len(prompts) > 1:
         raise BadRequest("stream: one answer at a time; leave out n, and send one prompt", "stream")
-    told = fields.get("stream_options") or {}
-    if not isinstance(told, dict) or told.keys() - {"include_usage"}:
+    options = fields.get("stream_options") or {}
+    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
         raise BadRequest("stream_options should hold include_usage alone", "stream_options")
     temperature = fields.get("temperature")
     if temperature is None:
@@ -187,7 +187,7 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
         logprobs,
         flag(fields, "return_token_ids"),
         stream,
-        bool(told.get("include_usage")),
+        bool(options.get("include_usage")),
         model,
     )
 
@@ -292,20 +292,20 @@ def chunk(ask: Ask, name: str, new: AnswerChoice, served: Served, first: bool) -
     finish = new.finish or None
     if ask.chat:
         content = {"content": new.text} | ({"role": "assistant"} if first else {})
-        told = {"index": 0, "delta": content, "finish_reason": finish}
-        told |= {"logprobs": {"content": chat_logprobs(new)} if ask.logprobs else None}
+        choice = {"index": 0, "delta": content, "finish_reason": finish}
+        choice |= {"logprobs": {"content": chat_logprobs(new)} if ask.logprobs else None}
         found = about("chat.completion.chunk", f"chatcmpl-{name}", served)
     else:
-        told = {"index": 0, "text": new.text, "finish_reason": finish}
-        told |= {"logprobs": text_logprobs(new) if ask.logprobs else None}
+        choice = {"index": 0, "text": new.text, "finish_reason": finish}
+        choice |= {"logprobs": text_logprobs(new) if ask.logprobs else None}
         found = about("text_completion", f"cmpl-{name}", served)
-    told |= ids(new) if ask.return_token_ids else {}
+    choice |= ids(new) if ask.return_token_ids else {}
     begun = {"prompt_token_ids": list(new.prompt)} if first and ask.return_token_ids else {}
-    return found | {"choices": [told | ({} if ask.chat else begun)]} | (begun if ask.chat else {})
+    return found | {"choices": [choice | ({} if ask.chat else begun)]} | (begun if ask.chat else {})
 
 
 def last_chunk(ask: Ask, name: str, whole: AnswerChoice, served: Served) -> dict[str, Any]:
-    """What ends a stream that tells how many tokens there were."""
+    """The last chunk of a stream, with the number of tokens."""
     kind, prefix = ("chat.completion.chunk", "chatcmpl") if ask.chat else ("text_completion", "cmpl")
     return about(kind, f"{prefix}-{name}", served) | {"choices": [], "usage": usage(ask, [whole])}
 

@@ -12,7 +12,7 @@ import http
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +117,7 @@ class Batching:
 
     def __init__(
         self,
-        answer: Callable[[list[ClientRequest]], list[bytes | Exception]],
+        answer: Callable[[list[ClientRequest]], Sequence[bytes | Exception]],
         most: int,
         wait_s: float,
         clients: Callable[[], int],

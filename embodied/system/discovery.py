@@ -21,10 +21,9 @@ QUERY_S = 20.0
 MIB = 2**20
 
 
-def discover(sys: Path = SYS, hardware: tuple[str, ...] = ()) -> Topology:
-    """The topology of this machine. `hardware` are devices that only the user can name, such as arm:0."""
-    node = this_node(visible(gpus(sys), os.environ.get("CUDA_VISIBLE_DEVICES")), sys)
-    return Topology((replace(node, devices=hardware),), "this machine")
+def discover() -> Topology:
+    """The topology of this machine, without devices that only the user can name, such as arm:0."""
+    return Topology((this_node(visible(gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))),), "this machine")
 
 
 def on_ray_node(num_gpus: int) -> Node:
@@ -34,10 +33,9 @@ def on_ray_node(num_gpus: int) -> Node:
     return this_node(visible(gpus(), started_with.get("CUDA_VISIBLE_DEVICES"))[:num_gpus])
 
 
-def this_node(cards: list[Gpu], sys: Path = SYS) -> Node:
+def this_node(cards: list[Gpu]) -> Node:
     mine = cores()
-    numa = numa_nodes(sys, list(mine))
-    return Node(platform.node(), len(mine), tuple(cards), memory_bytes(sys), numa, core_ids=mine)
+    return Node(platform.node(), len(mine), tuple(cards), memory_bytes(), numa_nodes(SYS, list(mine)), core_ids=mine)
 
 
 def memory_bytes(sys: Path = SYS) -> float:
@@ -100,8 +98,8 @@ def read_gpu(row: list[str], sys: Path) -> Gpu:
     numa_file = device / "numa_node"
     numa = int(numa_file.read_text()) if numa_file.is_file() else -1
     render = next((path.name for path in (device / "drm").glob("renderD*")), "")
-    known = {"numa": numa if numa >= 0 else None, "render": render, "card": int(index), "uuid": uuid}
-    return Gpu(int(index), model_of(name), float(mebibytes) * MIB, **known)
+    size = float(mebibytes) * MIB
+    return Gpu(int(index), model_of(name), size, numa if numa >= 0 else None, render=render, card=int(index), uuid=uuid)
 
 
 def model_of(name: str) -> str:

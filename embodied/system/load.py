@@ -63,12 +63,9 @@ def load_before() -> dict[str, Any]:
     return {"others": meter.others(), "average": round(os.getloadavg()[0], 2)}
 
 
-def is_busy(others: float | None, cores: int) -> bool:
-    return others is not None and others > BUSY * cores
-
-
 def under_load(load: Mapping[str, Any], cores: int) -> str:
     """When other programs kept more of these cores busy than a measurement bears, in words; "" where they did not.
     `load`: cores that they kept busy `before` and `during` it."""
-    told = [f"{load[when]:.1f} {when} it" for when in ("before", "during") if is_busy(load.get(when), cores)]
+    kept = {when: load[when] for when in ("before", "during") if load.get(when) is not None}
+    told = [f"{others:.1f} {when} it" for when, others in kept.items() if others > BUSY * cores]
     return f"other programs kept cores busy ({' and '.join(told)}, of {cores})" if told else ""

@@ -155,8 +155,8 @@ class Machine:
                 text=True,
                 errors="replace",
             )
-        except OSError as err:
-            return Done(127, err=f"{command[0]}: {err.strerror}")
+        except OSError as error:
+            return Done(127, err=f"{command[0]}: {error.strerror}")
         self._running.add(process)
         try:
             out, err = process.communicate(timeout=timeout_s)
@@ -166,8 +166,9 @@ class Machine:
             kill(process)
             process.wait(END_S)
             self._running.discard(process)
-            process.stdout.close()
-            process.stderr.close()
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
         return Done(process.returncode, out, err)
 
     def stop(self) -> None:

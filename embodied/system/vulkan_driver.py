@@ -48,16 +48,13 @@ def private_icd() -> Path:
 
 
 def has_system_driver() -> bool:
-    return has_nvidia() or any(is_usable(icd) for icd in system_icds())
+    icds = (icd for folder in SYSTEM_FOLDERS for icd in sorted(Path(folder).glob("*.json")))
+    return has_nvidia() or any(map(is_usable, icds))
 
 
 def has_nvidia() -> bool:
     """Whether there is an NVIDIA card whose driver has its graphics part (containers often leave that out)."""
     return Path("/dev/nvidiactl").exists() and loads("libGLX_nvidia.so.0")
-
-
-def system_icds() -> list[Path]:
-    return [icd for folder in SYSTEM_FOLDERS for icd in sorted(Path(folder).glob("*.json"))]
 
 
 def is_usable(icd: Path) -> bool:

@@ -35,7 +35,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -100,15 +100,19 @@ class Batch(Protocol):
         """The episodes that ended while it was collected."""
 
 
-class BatchSource(Protocol):
+Collected = TypeVar("Collected", bound=Batch)
+
+
+class BatchSource(Protocol[Collected]):
     """Where batches come from and how they are learned from: rollouts of a fixed length, groups of whole episodes,
     demonstrations on disk."""
 
     stages: int
     """Parts that a sim worker's env rows are played in; 0: sims play evaluations only."""
 
-    journaled: EpisodeList | None
-    """The episodes of which the successor of a dead sim worker begins the next; None: it begins none by itself."""
+    @property
+    def journaled(self) -> EpisodeList | None:
+        """The episodes of which the successor of a dead sim worker begins the next; None: it begins none by itself."""
 
     @property
     def exhausted(self) -> str:
@@ -120,14 +124,14 @@ class BatchSource(Protocol):
     def total_iterations(self) -> int:
         """How many iterations the recipe asks for."""
 
-    def collect(self, version: int) -> Batch:
+    def collect(self, version: int) -> Collected:
         """Collect a batch with this version of the weights; lost parts are left out or collected again."""
 
-    def update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
+    def update(self, batch: Collected, iteration: int, total: int) -> Handle | None:
         """Begin the learners' update of this batch, in which they compute advantages where no scores are compared here;
         None where it holds nothing to learn from."""
 
-    def numbers(self, batch: Batch) -> dict[str, float]:
+    def numbers(self, batch: Collected) -> dict[str, float]:
         """The batch's metrics, `env_steps` among them."""
 
     def save(self) -> dict[str, np.ndarray]:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.algorithms.groups import Group, GroupPool, group_advantages, score_of
-from embodied.algorithms.pools import POOLS, PromptPools
+from embodied.algorithms.groups import POOLS, Group, GroupPool, PromptPools, group_advantages, score_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     BatchEnd,

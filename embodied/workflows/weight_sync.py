@@ -83,9 +83,11 @@ class WeightSync:
         return load is not None and load.succeeded() and load.wait()[0] == version
 
     def _load(self, ranks: Iterable[int], whole: bool) -> list[Handle]:
+        assert self.current is not None
         places = [(rank, self.routes[rank], self.channels[rank]) for rank in ranks]
         far = tuple(channel for _, route, channel in places if route == "buckets")
         if far:
+            assert self.send is not None
             self.send(far, whole)
         new = {r: self.policies[r].load_weights(self.current, route, channel, whole) for r, route, channel in places}
         self.loads |= new

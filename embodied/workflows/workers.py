@@ -16,7 +16,7 @@ from embodied.core.types import EnvSpec, EpisodeList, EpisodeSpec
 from embodied.envs import env_class, speaks
 from embodied.envs.protocols import choose_protocol
 from embodied.run import devices
-from embodied.runtime import Channel, Cluster, Handle, Timers, Turns, take_turns
+from embodied.runtime import Channel, Cluster, Handle, Timers, Turns, WorkerGroup, take_turns
 from embodied.runtime.weights import new_name
 from embodied.workflows.contract import ROLLOUT, UPDATE, BatchSource, Role, check_roles
 from embodied.workflows.rollout_manager import RolloutManager
@@ -61,7 +61,11 @@ class Workers:
             role.name: cluster.launch(role.worker_for(config), role.name, *role.arguments(self)) for role in roles
         }
         self.sims, self.policies = self.groups["sim"], self.groups["policy"]
-        self.learners = self.groups.get("learner")
+
+    @property
+    def learners(self) -> WorkerGroup:
+        """The group that trains. An evaluation has none and never asks."""
+        return self.groups["learner"]
 
     def torch_device(self, role: str) -> str:
         """Where a role's networks compute: on its hosts' GPUs, else on cores."""
@@ -73,13 +77,13 @@ class Workers:
         offers."""
         self.spec = self.sims.spec().wait()[0]
         builds = [self.policies.build(self.spec)]
-        if self.learners:
+        if "learner" in self.groups:
             builds.append(self._build_learners(start_folder))
         for build in builds:
             build.wait()
         self.turns = self._take_turns()
         self.weight_sync = WeightSync(self.cluster, self.policies, self.turns)
-        self.rollouts = RolloutManager(self, source and source.journaled)
+        self.rollouts = RolloutManager(self, source.journaled if source else None)
         if source:
             source.start(self)
         return self.spec
@@ -113,7 +117,7 @@ class Workers:
 
     def save(self) -> dict[str, np.ndarray]:
         """The arrays that workers of roles that are saved return from `get_state`, under their workers' names."""
-        found = {}
+        found: dict[str, np.ndarray] = {}
         for role in [role for role in self.roles if role.saved]:
             group = self.groups[role.name]
             with self.turns.phase(role.phase):

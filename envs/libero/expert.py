@@ -49,7 +49,7 @@ class Geometry:
 
     @property
     def opening(self) -> float:
-        """Between the fingers, in metres."""
+        """The gap between the fingers, in metres."""
         return float(np.abs(self._data.qpos[self._fingers]).sum())
 
     def position(self, name: str) -> np.ndarray:
@@ -166,7 +166,7 @@ def pick_and_place(at: Geometry, what: str, where: str, inside: bool) -> Iterato
 
 
 def beside(at: Geometry, what: str, where: str) -> float:
-    """How far an object is from the middle of what it is to be on, seen from above."""
+    """The horizontal distance of an object from the middle of its goal."""
     return float(np.linalg.norm((at.position(what) - at.position(where))[:2]))
 
 

@@ -112,19 +112,16 @@ def read_states(path: Path) -> np.ndarray:
 
 def check_own(config: Any) -> None:
     """Refuse what is known to be wrong before a simulator is there."""
-    mine = [task for task in tasks_named(config) if is_own(task)]
+    named = (config.task,) if isinstance(config.task, str) else config.task
+    mine = [task for task in named if is_own(task)]
     for task in mine:
         own_files(task)
     if config.states_file is not None:
         read_states(config.states_file)
 
 
-def tasks_named(config: Any) -> tuple[str, ...]:
-    return (config.task,) if isinstance(config.task, str) else tuple(config.task)
-
-
 def check_buildable(files: TaskFiles) -> None:
-    """What LIBERO would refuse with a KeyError, in words; its class is known to it afterwards."""
+    """Refuse in words what LIBERO would refuse with a KeyError, and register the task's class."""
     from libero.libero.envs import TASK_MAPPING
     from libero.libero.envs.base_object import OBJECTS_DICT
     from libero.libero.envs.bddl_utils import robosuite_parse_problem

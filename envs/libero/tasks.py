@@ -33,7 +33,7 @@ class TaskFiles:
 
 @cache
 def task_files(task: str) -> TaskFiles:
-    """Where the files of a task are: in the installed package, or the user's own."""
+    """The files of a task, in the installed package or the user's own."""
     if is_own(task):
         from embodied.envs.libero.own_tasks import own_files
 
@@ -53,7 +53,7 @@ def task_files(task: str) -> TaskFiles:
 
 
 def thing_names(bddl: str) -> tuple[list[str], list[str]]:
-    """Movable objects and fixtures a task file declares, those the task is about first. The room itself is none."""
+    """Movable objects and fixtures a task file declares, those the task is about first; not the room itself."""
     movable, fixtures = (declared(bddl, section) for section in ("objects", "fixtures"))
     interest = re.search(r"\(:obj_of_interest\s+([^)]*)\)", bddl)
     first = interest[1].split() if interest else []

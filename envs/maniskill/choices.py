@@ -1,4 +1,4 @@
-"""What can be chosen in a ManiSkill task, and refusals that name it: rewards, control modes, cameras, robots."""
+"""Rewards, control modes, cameras and robots that a ManiSkill task offers, and errors that list them."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def files(cls: type) -> Iterator[Path]:
 
 
 def cost_of_single(config: ManiSkillConfig, proofs: Path) -> str:
-    """How much slower single envs are than a batch, as far as it was measured."""
+    """How many times slower single envs are than a batch, where that was measured."""
     found = None if is_listed(config) else read_proof(config, proofs)
     if found is None:
         gain = (

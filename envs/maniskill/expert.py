@@ -44,7 +44,7 @@ class World:
 
 @dataclass(frozen=True)
 class Wish:
-    """Where the hand should go, the axis along which its fingers should close, and what they should do."""
+    """The hand's target, the axis along which its fingers should close, and whether they should."""
 
     hand: np.ndarray  # [N, 3]
     closing: np.ndarray  # [N, 2]

@@ -66,7 +66,7 @@ class Plan:
 
 
 class PlanReplay:
-    """How far an episode has come on its plan. `turns` says whether the env's control mode can turn the hand."""
+    """An episode's progress along its plan. `turns`: whether the env's control mode can turn the hand."""
 
     def __init__(self, plan: Plan, turns: bool) -> None:
         self.plan, self.turns = plan, turns

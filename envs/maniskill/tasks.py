@@ -87,7 +87,7 @@ def find_task(task: str) -> Any:
 
 
 def find_own(task: str) -> Any:
-    """What `my_tasks:Name` names: something registered, or a class in that module."""
+    """Resolves `my_tasks:Name`: something registered, or a class in that module."""
     tasks = registered()
     module, name = own_task(task)
     if name in tasks:
@@ -161,7 +161,7 @@ def maker(task: str) -> Any:
         from embodied.envs.maniskill.bridge.twins import KINDS
 
         return functools.partial(made, KINDS[task], gymnasium.spec(task))
-    if is_own(task):  # its mistakes are told best without Gymnasium's words around them
+    if is_own(task):  # its own errors read best without Gymnasium's words around them
         found = find_task(task)
         return functools.partial(made, found.make, found.gym_spec)
     return functools.partial(gymnasium.make, task)

@@ -187,7 +187,7 @@ class Single:
         return float(reward), bool(done)
 
     def succeeded(self) -> bool | None:
-        """None if the task has no success."""
+        """None if the task does not define success."""
         try:
             return bool(self.env._check_success())
         except NotImplementedError:

@@ -1,1 +1,1 @@
-"""Envs that speak: tasks in words, whose answers are scored."""
+"""Text envs: tasks in words, with answers that are scored."""

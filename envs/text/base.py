@@ -39,7 +39,7 @@ Question = TypeVar("Question")
 
 @dataclass(frozen=True)
 class Turn:
-    """What an env makes of an answer."""
+    """An env's response to an answer."""
 
     reward: float = 0.0
     said: Said = ()  # what it replies; the conversation goes on where there is something
@@ -89,7 +89,7 @@ class TextEnv(EnvCapabilities):
 
     @classmethod
     def load(cls, config: Any) -> Any:
-        """What all conversations of a worker share; called once in each worker."""
+        """Loads what all conversations of a worker share; called once in each worker."""
         return None
 
     @classmethod
@@ -103,18 +103,18 @@ class TextEnv(EnvCapabilities):
 
     @classmethod
     def held_out(cls, config: Any) -> int:
-        """How many prompts each task has for evaluations."""
+        """The number of held-out prompts of each task."""
         return cls.num_held_out
 
     # What a plug-in uses
 
     def draw(self, spec: EpisodeSpec, question: Callable[[np.random.Generator], Question]) -> Question:
-        """The held-out question number `spec.init_state_id`, or one to train on, which is none of these. `question`
+        """The held-out question number `spec.init_state_id`, or one to train on, never one of these. `question`
         makes one of a generator's numbers; the held-out ones are the first that differ from each other."""
         key = type(self), spec.task, repr(getattr(self.config, "kwargs", None))
         if key not in self._held_out:
-            drawn = first_questions(question, generator(0, "held out", spec.task), self.held_out(self.config))
-            self._held_out[key] = drawn, set(drawn)
+            first = first_questions(question, generator(0, "held out", spec.task), self.held_out(self.config))
+            self._held_out[key] = first, set(first)
         in_order, known = self._held_out[key]
         if spec.init_state_id >= 0:
             return in_order[spec.init_state_id % len(in_order)]
@@ -143,14 +143,14 @@ class TextEnv(EnvCapabilities):
 
     @classmethod
     def protocols(cls, config: Any) -> tuple[Protocol, ...]:
-        """How evaluations are played: prompts that training never shows, in order."""
+        """The protocol of evaluations: prompts that training never shows, in order."""
         count = cls.held_out(config)
         rules = f"prompts that training never shows, {count}, in order; an answer ends where the policy ends it"
         return (Protocol("held-out-v1", rules, stored_states=count),)
 
     @classmethod
     def env_spec(cls, config: Any) -> EnvSpec:
-        """What a language policy must know of it."""
+        """The env's description for a language policy."""
         turns = cls.longest_episode(config)
         return EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=turns, has_success=True, text=True)
 

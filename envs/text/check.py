@@ -35,7 +35,7 @@ ODD = (
 
 @dataclass(frozen=True)
 class CheckedTextEnv:
-    """What a checked env showed."""
+    """The findings about an env that was checked."""
 
     said: str  # its first held-out prompt
     solution: str | None
@@ -214,7 +214,7 @@ class TextEnvChecker:
         return turn
 
     def checked(self, said: Any, method: str) -> Said:
-        """What an env says, if it is text or messages."""
+        """Checks that an env speaks in text or messages, and returns that."""
         if not said:
             fail("said", f"{method} says nothing; a conversation that goes on needs something to answer")
         messages = isinstance(said, tuple | list) and all(
@@ -234,7 +234,7 @@ def training_spec(task: str, number: int) -> EpisodeSpec:
 
 
 def in_words(said: Said) -> str:
-    """What was said, in a line."""
+    """One line of what was said."""
     return repr(said) if isinstance(said, str) else "; ".join(f"{one['role']}: {one['content']!r}" for one in said)
 
 
@@ -243,6 +243,6 @@ def fail(rule: str, what: str) -> None:
 
 
 def violation(rule: str, what: str, err: Exception) -> ContractViolation:
-    """What an env's own code raised, with the line."""
+    """Describes an exception of an env's own code, with the line."""
     last = " ".join(traceback.format_exception_only(err)[-1].split())
     return ContractViolation(rule, f"{what}: {last}{where(err)}")

@@ -91,7 +91,7 @@ class Math(TextEnv):
 
 
 def boxed(text: str) -> str | None:
-    """What is inside the last box, whose braces are in pairs; None where there is none."""
+    """The content of the last box with balanced braces; None if the text has none."""
     begin = text.rfind(BOX)
     if begin < 0:
         return None
@@ -157,7 +157,7 @@ def parsed(line: bytes, where: str) -> Question:
 
 
 def said(key: str, value: Any, where: str) -> Said:
-    """What a line's question says, as text or messages."""
+    """The question of a line, as text or messages."""
     if key == "messages":
         if not isinstance(value, list) or not all(isinstance(one, dict) and is_message(one) for one in value):
             raise ConfigError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')

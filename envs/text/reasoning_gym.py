@@ -109,5 +109,5 @@ def task_of(config: Any) -> str:
 
 
 def options(config: Any, seed: int) -> str:
-    """What a data set is made with, as JSON: the process that scores makes the same."""
+    """The arguments of a data set as JSON, with which the process that scores makes the same one."""
     return json.dumps({**config.kwargs, "seed": seed, "size": POOL}, sort_keys=True)

@@ -2,8 +2,9 @@
 
 `add2` shows "37+58=" and wants "95". `fewshot_sums` is for models that have read of such things: three sums with their
 results, one without, and what counts is the text before the end of the line. `calc2` is `add2` with factors, for a
-policy that may use a calculator: an answer that ends in `<calc>12*7</calc>` is told "84", and goes on. `Calculator` is
-a mixin for text envs and an example of a tool. Arithmetic is read as a syntax tree; nothing is executed.
+policy that may use a calculator: an answer that ends in `<calc>12*7</calc>` gets the reply "84", and goes on.
+`Calculator` is a mixin for text envs and an example of a tool. Arithmetic is read as a syntax tree; nothing is
+executed.
 """
 
 from __future__ import annotations

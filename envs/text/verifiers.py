@@ -99,7 +99,7 @@ class Verifiers(TextEnv):
 
 
 def asked_for(body: dict[str, Any]) -> dict[str, Any]:
-    """What an environment wants of the policy and does not get, since the recipe says how that samples."""
+    """Sampling arguments that an environment asks for and does not get, since the recipe sets them."""
     tokens = body.get("max_completion_tokens") or body.get("max_tokens")
     return {"max_tokens asked for": tokens} if tokens else {}
 
@@ -109,7 +109,7 @@ def key(config: Any) -> str:
 
 
 def facts_of(config: Any) -> dict[str, Any]:
-    """What an environment says of itself: how many examples it has, and how many answers it hears."""
+    """An environment's description of itself: its number of examples, and the most answers of a rollout."""
     if config.python is None:
         raise ConfigError(
             f"env.name={config.name} runs in an interpreter of its own, env.python=FOLDER/bin/python: "

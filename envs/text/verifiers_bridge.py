@@ -1,7 +1,7 @@
 """Plays environments of the package `verifiers` in a process of their own interpreter.
 
 An environment calls the model and not the other way round, so the sim worker serves an OpenAI endpoint, on loopback and
-for who knows the token. A chat request waits there until the policy has answered. `Bridge` holds the process
+for clients that know the token. A chat request waits there until the policy has answered. `Bridge` holds the process
 (`verifiers_child.py`) and the endpoint; `Example` is one conversation: it begins, hears answers, and ends.
 
 A process that dies, or does not come back with a request or a score in time, is replaced. That costs the conversation
@@ -33,7 +33,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 CHILD = Path(__file__).with_name("verifiers_child.py")
 # Where Python finds modules, the first place is the working directory: a script's own would be this folder.
 BOOT = "import sys; path = sys.argv[1]; exec(compile(open(path).read(), path, 'exec'))"
-END_S = 15.0  # until a process that was told to end is gone: an environment may have something to clean up
+END_S = 15.0  # for a process that should end to be gone: an environment may have something to clean up
 PARKED_S = 86_400.0  # that a request waits for the policy: the longest pause of a run, not of an answer
 LARGEST = 64 << 20  # bytes of a request
 ROUTE = re.compile(r"/(\d+)/v1/(.+)")
@@ -100,7 +100,7 @@ class Child:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def ready(self) -> dict[str, Any]:
-        """What the environment says of itself, once it is loaded."""
+        """The environment's description of itself, once it is loaded."""
         try:
             found = self.first.get(timeout=self.start_s)
         except Empty:
@@ -173,14 +173,14 @@ class Bridge:
             raise
 
     def begin(self, held_out: bool, number: int) -> tuple[Child, int, SimpleQueue]:
-        """Let this example be rolled out; -> by whom, its number there, and where what it asks arrives."""
+        """Let this example be rolled out; -> the process, the rollout's number there, and the queue of its requests."""
         if self.child is not None and self.child.over.is_set():
             self.replace()
         if self.child is None:
             self._begin()
         at, mail = next(self.numbers), SimpleQueue()
         self.child.mail[at] = mail
-        if self.child.over.is_set():  # and had told everybody before this one was there
+        if self.child.over.is_set():  # and had ended every rollout before this one was there
             mail.put(Died())
         self.child.say(begin=at, held_out=held_out, number=number)
         return self.child, at, mail
@@ -211,7 +211,7 @@ class Example:
         self._begin()
 
     def begin(self) -> Said:
-        """What it asks first. A process that does not come so far is replaced once."""
+        """Its first request. A process that fails before it is replaced once."""
         try:
             said = self._next()
         except Lost:
@@ -224,7 +224,7 @@ class Example:
         return said
 
     def answer(self, text: str) -> Said | dict[str, Any]:
-        """What it asks then, or how it has ended."""
+        """Its next request, or how it has ended."""
         if self.child is not self.bridge.child or self.child.over.is_set():
             self._say_again()
         self.answers.append(text)
@@ -260,7 +260,7 @@ class Example:
         return self._next()
 
     def _next(self) -> Said | dict[str, Any]:
-        """What comes next: something to answer, or the end."""
+        """Waits for the next request, or for the end."""
         config, self.request = self.bridge.config, None
         try:
             event = self.mail.get(timeout=config.score_s)
@@ -279,7 +279,7 @@ class Example:
         return self._new(event)
 
     def _new(self, request: ModelRequest) -> Said:
-        """What a request says that was not said before."""
+        """The messages of a request that are new."""
         body = request.body
         if request.route != "chat/completions" or body.get("stream") or body.get("n") not in (None, 1):
             wanted = {"route": request.route, "stream": body.get("stream"), "n": body.get("n")}
@@ -353,7 +353,7 @@ class Endpoint(ThreadingHTTPServer):
             return 503, {"error": {"message": "nobody has answered"}}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is the end of who asked, and the process is watched elsewhere."""
+        """A broken connection ends its rollout only; the process is watched elsewhere."""
 
 
 class EndpointHandler(BaseHTTPRequestHandler):

@@ -120,7 +120,7 @@ def key(example, *columns):
 
 
 def turns_of(env):
-    """How many answers it hears at most; 0 where it does not say."""
+    """The most answers of a rollout; 0 if the environment does not say."""
     turns = [turns_of(one) for one in env.envs] if hasattr(env, "envs") else [getattr(env, "max_turns", 0)]
     return 0 if min(turns) < 1 else max(turns)
 
@@ -145,7 +145,7 @@ class Player:
         self.env, self.examples, self.url, self.say = env, {False: train, True: held_out}, url, say
         self.open = {}
         http = DefaultAsyncHttpxClient(trust_env=False)  # no proxy stands between us
-        # An answer takes as long as it takes, and asking twice for one would confuse who answers.
+        # An answer takes as long as it takes, and asking twice for one would confuse the other side.
         self.client = AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=0, http_client=http)
         self.wrapped = verifiers.OpenAIChatCompletionsClient
 
@@ -171,7 +171,7 @@ class Player:
 
 
 def what_counts(output):
-    """What we read of all that the package says about a rollout."""
+    """The fields that we read of a rollout's state."""
     error = output.get("error")
     if error:
         return {"error": str(output.get("error_chain") or error)[:LONGEST]}
@@ -182,7 +182,7 @@ def what_counts(output):
 
 
 async def serve(player, commands):
-    """Do what is asked until there is nobody to ask."""
+    """Serve requests until the other side is gone."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
 
     def hear():

@@ -2,7 +2,8 @@
 them. It never sees the policy and knows no tokens but those that come with answers.
 
 As many conversations are held at a time as there are rows; one that ends makes room for the next. Neither their order
-nor who answers changes any of them. Earlier text is never encoded again: a turn appends to the conversation's tokens.
+nor which policy worker answers changes any of them. Earlier text is never encoded again: a turn appends to the
+conversation's tokens.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ class TextWorker(EpisodeKeeper):
     def _noting(
         self, route: Route, recording: Recording, notes: Channel
     ) -> Iterator[Callable[[list[Conversation]], list[EpisodeResult]]]:
-        """What writes conversations of an evaluation down when they are over, notes their ends and returns these."""
+        """Gives a function that writes ended conversations of an evaluation down, and notes and returns their
+        results."""
         with ExitStack() as stack:
             writer = None
             if recording.videos is not None:
@@ -424,7 +426,7 @@ def hear(one: Conversation, completion: Completion) -> bool:
 
 
 def checked_said(said: Said, kind: type[TextEnv]) -> Said:
-    """What an env says, if it is text or messages."""
+    """Checks that an env speaks in text or messages, and returns that."""
     if isinstance(said, list):
         said = tuple(said)
     fine = isinstance(said, str) or (

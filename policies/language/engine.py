@@ -71,6 +71,19 @@ class Engine:
     room = 0
     """How many more it takes now."""
 
+    max_length: int
+    """Tokens of a whole conversation, at most."""
+
+    def check(self, request: Request) -> None:
+        """Refuse what callers must not add."""
+        assert self.room > 0, "no room for another conversation"
+        if not len(request.tokens):
+            raise ValueError(f"conversation {request.key} is empty: there is nothing to continue")
+
+    def longest_answer(self, request: Request) -> int:
+        """The most tokens that may be written; not above 0 where the conversation fills its length already."""
+        return min(request.max_tokens, self.max_length - len(request.tokens))
+
     def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
         """Start a round of answers by these weights. Nothing may be running."""
         raise NotImplementedError

@@ -108,11 +108,8 @@ class HTTPEngine(Engine):
         self.round = (seed, stream, temperature)
 
     def add(self, request: Request) -> None:
-        assert self.room > 0, "no room for another conversation"
-        if not len(request.tokens):
-            raise ValueError(f"conversation {request.key} is empty: there is nothing to continue")
-        most = min(request.max_tokens, self.max_length - len(request.tokens))
-        if most <= 0:
+        self.check(request)
+        if (most := self.longest_answer(request)) <= 0:
             self.ended.append(unanswered(request))
             return
         number, self.added = self.added, self.added + 1

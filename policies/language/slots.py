@@ -138,9 +138,7 @@ class SlotEngine(Engine):
             self.fast = fast_step(self.model, self.max_length)
 
     def add(self, request: Request) -> None:
-        assert self.room > 0, "no room for another conversation"
-        if not len(request.tokens):
-            raise ValueError(f"conversation {request.key} is empty: there is nothing to continue")
+        self.check(request)
         self.waiting.append(request)
 
     def step(self) -> list[Answer]:
@@ -207,9 +205,6 @@ class SlotEngine(Engine):
         self.prefill(sorted(fresh.values(), key=lambda row: self.lengths[row]))
         self.share(copies)
         return [unanswered(request) for request in refused]
-
-    def longest_answer(self, request: Request) -> int:
-        return min(request.max_tokens, self.max_length - len(request.tokens))
 
     def widen(self) -> None:
         """Make room to write the longest answer down."""

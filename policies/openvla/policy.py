@@ -65,7 +65,7 @@ class OpenVLAPolicy(PrismaticPolicy):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Action tokens and their log-probs [N, A], and values [N], from embeddings of image and prompt."""
         stack, numbers = self.language_model.model, uniform.shape[1]
-        way = CompiledDecoder if self.config.compile else decoder_for(stack)
+        way = CompiledDecoder if self.config.compile else FastDecoder if is_plain(stack) else Decoder
         text = way(stack, self.cache, present, padded, numbers - 1)
         hidden = text.read(x)
         values = self._value(hidden)
@@ -221,10 +221,6 @@ class FastDecoder(Decoder):
 def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Added to attention: nothing where a token is seen."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-
-
-def decoder_for(stack: LlamaStack) -> type[Decoder]:
-    return FastDecoder if is_plain(stack) else Decoder
 
 
 def is_plain(stack: LlamaStack) -> bool:

@@ -26,15 +26,18 @@ from embodied.policies.pi0.folder import MODEL, SCALED, layout_of, read_publishe
 from embodied.policies.pi0.inputs import (
     DRAWS,
     GemmaWords,
+    Scale,
     augmented,
+    choose,
+    figures_of,
     padded,
     pixels_of,
     prompt,
     resize_with_pad,
     tokenizer_of,
+    width_of,
 )
 from embodied.policies.pi0.network import Pi0Network, Prefix, critic, in_half, start
-from embodied.policies.pi0.normalize import Scale, choose, figures_of, width_of
 from embodied.policies.pi0.settings import PRESETS, check_sizes, settings_of
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.lora import add_lora, is_adapter

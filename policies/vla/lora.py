@@ -146,12 +146,6 @@ def product(up: Tensor, down: Tensor, weight: Tensor, name: str) -> Tensor:
     return (up.flatten(1) @ down.flatten(1)).view_as(weight)
 
 
-def misfit(names: list[str]) -> str:
-    """What is wrong with a folder whose weights have these names more or less than they should."""
-    adapters = "; it holds adapters: set policy.lora_rank as it was" if any(map(is_adapter, names)) else ""
-    return f"its weights do not fit its config.json: {', '.join(names[:4])}{adapters}"
-
-
 def save_adapters(folder: Path, weights: Iterable[tuple[str, Tensor]], rank: int, scale: float, base: str) -> None:
     """Write adapters as peft does: adapter_config.json and adapter_model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)

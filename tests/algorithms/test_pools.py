@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from embodied.algorithms.pools import PromptPools, pool_of
+from embodied.algorithms.groups import PromptPools, pool_of
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
 from embodied.workflows.group_collector import GroupCollector, GroupedEpisodes

@@ -12,7 +12,8 @@ from torch import nn
 from embodied.algorithms.advantages import gae, merge_moments, moments, normalize
 from embodied.algorithms.config import PPOConfig
 from embodied.algorithms.losses import PPOItems, ppo_loss_sum
-from embodied.algorithms.minibatches import minibatches, owned, permutation, skip_remaining_epochs
+from embodied.learners.rollout_buffer import minibatches, owned, permutation
+from embodied.learners.update import skip_remaining_epochs
 
 from .reference_ppo import reference_update
 

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from embodied.algorithms.minibatches import sft_factor
 from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
-from embodied.learners.bc import Demonstrations, Pictures
+from embodied.learners.bc import Demonstrations, Pictures, sft_factor
 from embodied.learners.collective import Alone
 from embodied.learners.model import PolicyOptimizer
 from embodied.policies import make_policy

@@ -79,7 +79,7 @@ def look(env: ManiSkillEnv) -> BridgeWorld:
 
 
 def wish(scene: BridgeWorld) -> tuple[np.ndarray, np.ndarray]:
-    """Where the hand should go [N, 3], and what the fingers should do [N]."""
+    """The hand's target [N, 3], and the fingers' [N]."""
     to_thing, to_place = scene.thing - scene.hand, scene.place - scene.thing
     beside = np.linalg.norm(to_thing[:, :2], axis=1)
     skew = np.abs(angle_to(scene.closing, scene.across))

@@ -43,7 +43,7 @@ OLD_PLATES, NEW_PLATES = (0,), tuple(range(1, 17))
 
 @dataclass(frozen=True)
 class Variant:
-    """What episodes are drawn from; `train` things by default."""
+    """The things that episodes are drawn from, those of `train` by default."""
 
     objects: tuple[int, ...] = OLD_OBJECTS
     plates: tuple[int, ...] = OLD_PLATES
@@ -62,7 +62,7 @@ class Variant:
 
     @property
     def digits(self) -> dict[str, int]:
-        """How many choices there are of what, the slowest first."""
+        """The number of choices of each kind, the slowest digit first."""
         return {
             "object": len(self.objects),
             "extra": len(self.extras) - 1 if self.extra else 1,

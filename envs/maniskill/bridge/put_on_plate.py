@@ -139,7 +139,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         self.__dict__.pop("_kept", None)
 
     def _pose(self, thing: tuple[str, int], episode: Episode | None) -> tuple[list, list] | None:
-        """Where a thing is dropped, if the episode plays with it."""
+        """The position from which a thing is dropped, if the episode plays with it."""
         if episode is None:
             return None
         heights, places = self.variant.heights, episode.places
@@ -226,7 +226,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         return TEMPLATES[episode.template].format(*names)
 
     def _get_obs_extra(self, info: dict) -> dict[str, torch.Tensor]:
-        """Where things are, for policies that may know."""
+        """The poses of things, for policies that may see them."""
         if self._obs_mode != "state":
             return {}
         return {"places": torch.cat([self._poses("object"), self._poses("plate")], dim=1)}

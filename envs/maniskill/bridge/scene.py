@@ -58,7 +58,7 @@ class BridgeScene:
         return CameraConfig("render_camera", pose=pose, width=256, height=256, fov=float(fov), near=0.01, far=100)
 
     def compute_dense_reward(self, obs: Any, action: Any, info: dict) -> torch.Tensor:
-        """How far the task has come: grasped, held for a second, put down where it should be. With
+        """The task's progress: grasped, held for a second, put down where it should be. With
         `env.reward=difference` what a step adds."""
         done = info["success"] & info["is_src_obj_grasped"]
         return sum(weight * info[part].float() for part, weight in SCORE.items()) + done.float()

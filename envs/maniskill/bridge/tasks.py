@@ -47,7 +47,7 @@ def asset_folder(environ: Mapping[str, str]) -> Path:
 
 
 def source_of(asset: str) -> str:
-    """How to get an asset of any ManiSkill task."""
+    """The command that downloads an asset of a ManiSkill task."""
     if asset == SVG:
         return f"python -m pip install {SVG}"
     if asset == OBJECTS:

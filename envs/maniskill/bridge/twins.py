@@ -72,7 +72,7 @@ class Twin(BridgeScene):
         return thing.pose.raw_pose, place.pose.raw_pose, size, top, self.agent.is_grasping(thing)
 
     def _get_obs_extra(self, info: dict) -> dict[str, torch.Tensor]:
-        """Where things are, for policies that may know."""
+        """The poses of things, for policies that may see them."""
         if self._obs_mode != "state":
             return {}
         return {name: self.objs[name].pose.raw_pose for name in (self.source_obj_name, self.target_obj_name)}
