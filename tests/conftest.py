@@ -27,13 +27,32 @@ DRAWING = (  # files whose tests draw ManiSkill's scenes
 )
 
 
+RUNTIME = "tests/runtime/"  # whose files share a Ray cluster, which takes seconds to start
+LONG = (  # few tests that take long: what is begun last keeps one worker at work while the other has ended
+    "workflows/test_stopped_drivers workflows/test_recovery workflows/test_partial_overlap workflows/test_async "
+    "workflows/test_language_runs workflows/test_served_runs policies/language/test_vllm policies/test_openvla_runs "
+    "policies/test_pi0_runs envs/test_robosuite envs/libero/test_env envs/libero/test_images "
+    "envs/libero/test_own_tasks test_readme test_interrupted_evaluations test_train_command test_reasoning_page "
+    "test_workflows_page test_comparing_page test_invariance config/test_packaging"
+)
+FIRST = ("drawing", RUNTIME, *(f"tests/{name}.py" for name in LONG.split()))
+
+
 def pytest_xdist_make_scheduler(config, log):
-    """As --dist loadscope, a file at a time, but all that draw are one."""
+    """As --dist loadscope: a file at a time, those with most tests first. But all that draw are one, so are those of
+    the runtime, and these and what takes long with few tests come before the rest."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid):
+            if nodeid.startswith(RUNTIME):
+                return RUNTIME
             return "drawing" if nodeid.startswith(DRAWING) else super()._split_scope(nodeid)
+
+        def _assign_work_unit(self, node):
+            if scope := next((scope for scope in FIRST if scope in self.workqueue), None):
+                self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
 
     return Files(config, log) if config.getoption("dist") == "loadscope" else None
 
@@ -55,6 +74,43 @@ def kept_renderer():
 def keep_renderer(request):
     if request.node.nodeid.startswith(DRAWING):
         request.getfixturevalue("kept_renderer")
+
+
+WORKERS = ("embodied.envs.worker", "embodied.policies.worker", "embodied.policies.mlp", "embodied.learners.worker")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_fork_servers():
+    """Hosts of every cluster of this process fork from servers that stay and that have imported the workers as well:
+    a server takes two seconds of processor time to start, a host that forks from none as much.
+    Commands that are processes of their own, tests/runtime and who asks for `own_fork_servers` do without."""
+    from embodied.runtime import fork_server, local
+
+    kept: dict[tuple, fork_server.ForkServer] = {}
+
+    class KeptServers(fork_server.ForkServers):
+        def __init__(self):
+            self._servers = kept
+
+        def fork(self, boot, env, modules, fds):
+            return super().fork(boot, env, (*modules, *WORKERS), fds)
+
+        def close(self):
+            """They are for the next cluster, and for hosts that replace dead ones."""
+
+    local.ForkServers = KeptServers
+    yield
+    local.ForkServers = fork_server.ForkServers
+    for server in kept.values():
+        server.close()
+
+
+@pytest.fixture
+def own_fork_servers(monkeypatch):
+    """Every cluster starts and ends its own, and hosts that replace dead ones are started fresh, as in a run."""
+    from embodied.runtime.fork_server import ForkServers
+
+    monkeypatch.setattr("embodied.runtime.local.ForkServers", ForkServers)
 
 
 def pytest_collection_modifyitems(items):

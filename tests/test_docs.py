@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from embodied import train
-from embodied.config.recipe import RunConfig
+from embodied.config.recipe import RunConfig, load
 from embodied.config.schema import leaves, root
 
 ROOT = Path(__file__).parents[1]
@@ -15,6 +15,9 @@ PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.
 ALL = "\n".join(PAGES.values())
 TRAIN = sorted(set(re.findall(r"^python -m embodied.train recipe=.*", ALL, re.M)))
 SHORT = ["run.iterations=1", "eval.episodes=2", "eval.videos=0", "cluster.backend=inline"]
+FEW_ENVS = ["env.num_envs=4", "env.max_episode_steps=8"]
+FEW_DECISIONS = [*FEW_ENVS, "algo.rollout_decisions=8", "algo.minibatch_size=16"]
+FEW_GROUPS = [*FEW_ENVS, "algo.groups=2", "algo.group_size=2", "algo.minibatch_size=8"]
 
 LONGER = r" cluster\.| seeds=| run\.start_from|[ =]my_|=sums_|=smol_|=\./"
 
@@ -33,8 +36,16 @@ def case(command):
 )
 def test_a_documented_training_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code = train.main([*shlex.split(command)[3:], *SHORT])
+    words = shlex.split(command)[3:]
+    code = train.main([*words, *SHORT, *small(words)])
     assert code == 0, capsys.readouterr()
+
+
+def small(words):
+    """A batch of a few decisions, but for what the command says of it."""
+    batch = FEW_GROUPS if load(words).config.algo.whole_episodes else FEW_DECISIONS
+    named = {word.partition("=")[0] for word in words}
+    return [word for word in batch if word.partition("=")[0] not in named]
 
 
 def test_the_keys_in_the_page_on_faults_are_all_there_are():

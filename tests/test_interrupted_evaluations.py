@@ -72,7 +72,11 @@ def whole(tmp_path_factory):
 def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_run(whole, tmp_path, sent, code, capsys):
     process = start(tmp_path, "recipe=pointmass_ppo", *MANY)
     run = wait_until_some_are_over(tmp_path)
+    began = time.monotonic()
     process.send_signal(sent)
+    if sent != signal.SIGKILL:
+        wait_for_line(process, "evaluation of v000002 stopped")
+        assert time.monotonic() - began < 5  # 0.3 s where nobody else is at work
     finish(process, code)
     left = json.loads((run / "eval/v000002/partial.json").read_text())
     assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == 80
@@ -145,6 +149,7 @@ def test_an_evaluation_that_had_not_begun_when_the_run_was_stopped_is_made_up(tm
     assert results(run)["overall"]["episodes"] == 4
 
 
+@pytest.mark.slow  # with processes, another test sees it on its way
 def test_an_evaluation_ends_soon_after_a_signal_on_every_backend(tmp_path, backend):
     process = start(
         tmp_path, "recipe=pointmass_ppo", *TWICE, "eval.episodes=100000", ONE_SIM, f"cluster.backend={backend}"
@@ -162,6 +167,6 @@ def wait_for_line(process, text):
     assert any(text in line for line in process.stdout), f"{text!r} was not said"
 
 
-@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.slow) for name in ("inline", "ray"))])
+@pytest.fixture(params=["local", "inline", "ray"])
 def backend(request):
     return request.param

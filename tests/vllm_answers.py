@@ -1,14 +1,18 @@
-"""Let vLLM answer, in a process of its own since it keeps threads and process groups; prints what it wrote as JSON.
+"""Let vLLM answer, in processes of their own since it keeps threads and process groups; prints what it wrote as JSON,
+a line for a model with tied heads and one for a model without. Both fork from one that has imported vLLM.
 
 `gaps`: the largest distance of its log-probs from the model's own, after each of three loads.
 """
 
 import json
+import os
 import sys
 
 import numpy as np
 import torch
 from language_models import STOP, answers, drained, engine_of, logprobs_by_the_model, question, qwen3
+
+from embodied.policies.language.vllm_engine import SETTINGS
 
 LONGER_THAN_A_BLOCK = [5, 6] * 70  # what vLLM remembers of prompts is in blocks of 128 tokens
 ASKED = [question(i, [*LONGER_THAN_A_BLOCK, i], max_tokens=12) for i in range(10)]
@@ -73,4 +77,13 @@ def main(tied):
 
 
 if __name__ == "__main__":
-    main(tied=sys.argv[1] == "tied")
+    os.environ.update(SETTINGS)
+    import vllm.entrypoints.llm  # noqa: F401 - it takes longer than the answers
+
+    for tied in (True, False):
+        if (child := os.fork()) == 0:
+            main(tied)
+            sys.stdout.flush()
+            os._exit(0)  # whatever vLLM has left
+        if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            sys.exit(code if code > 0 else 1)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import yaml
@@ -82,6 +84,11 @@ for _kind in (Loader, Dumper):
 
 def read_yaml(text: str) -> Any:
     """The value of a YAML text; raises yaml.YAMLError where there is none."""
+    return deepcopy(_value(text))
+
+
+@lru_cache(maxsize=256)  # a run and its report read the same recipes time and again
+def _value(text: str) -> Any:
     try:
         return yaml.load(text, Loader)  # noqa: S506 - Loader is a SafeLoader
     except RecursionError:

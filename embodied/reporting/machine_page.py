@@ -109,13 +109,15 @@ def by_worker(spans: list[TimedSpan]) -> list[tuple[str, list[TimedSpan]]]:
 def pieces(spans: list[TimedSpan], start: float, end: float) -> Html:
     """The row of one worker: neighbouring bins of one name are one rectangle."""
     width = (end - start) / BINS or 1.0
-    bins: list[dict[str, float]] = [defaultdict(float) for _ in range(BINS)]
+    bins: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
+        if span.name == "wait":
+            continue
         first, last = int((span.start_s - start) / width), int((span.end_s - start) / width)
         for i in range(first, min(last, BINS - 1) + 1):
             left = start + i * width
             bins[i][span.name] += min(span.end_s, left + width) - max(span.start_s, left)
-    kinds = [most(one, width) for one in bins]
+    kinds = [most(bins[i], width) if i in bins else IDLE for i in range(BINS)]
     shapes, at = [], 0
     while at < BINS:
         until = next((i for i in range(at, BINS) if kinds[i] != kinds[at]), BINS)
@@ -142,12 +144,10 @@ def moved(span: TimedSpan, start: float, width: float) -> Html:
     return tag("rect", title, **place, class_=f"bar {color_of(span.name)}")
 
 
-def most(parts: dict[str, float], width: float) -> str:
-    """The name that took most of a bin; waiting is idle."""
-    busy = {name: seconds for name, seconds in parts.items() if name != "wait"}
-    idle = width - sum(busy.values())
-    name = max(busy, key=busy.__getitem__, default=IDLE)
-    return name if busy and busy[name] >= idle else IDLE
+def most(busy: dict[str, float], width: float) -> str:
+    """The name that took most of a bin, of which it may have been idle for the rest."""
+    name = max(busy, key=busy.__getitem__)
+    return name if busy[name] >= width - sum(busy.values()) else IDLE
 
 
 def bar_of(parts: dict[str, float], whole: float) -> Html:

@@ -11,6 +11,7 @@ import io
 import json
 from collections.abc import Iterable
 from datetime import datetime
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -210,10 +211,13 @@ class MetricsRow(TypedDict):
     train_s: Annotated[FiniteFloat, Field(ge=0)]
 
 
+_reader = cache(TypeAdapter)  # making one takes longer than reading a row of metrics
+
+
 def check(content: Any, shape: Any) -> None:
     """Raise ValueError with the first part of `content` that does not have this shape."""
     try:
-        TypeAdapter(shape).validate_python(content, strict=True)
+        _reader(shape).validate_python(content, strict=True)
     except ValidationError as err:
         first = err.errors(include_url=False, include_input=False)[0]
         raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg'].lower()}") from None

@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -165,6 +166,7 @@ def provenance() -> dict:
     }
 
 
+@cache
 def installed(name: str) -> str | None:
     try:
         return metadata.version(name)

@@ -17,13 +17,17 @@ FOLDERS = {
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def tracked():
+    """The names of all files that git knows."""
+    told = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True)
+    return [name for name in told.stdout.split("\0") if name]
+
+
+@pytest.fixture(scope="module")
+def wheel(tracked, tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
     source = out / "source"
-    tracked = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
-    ).stdout
-    for name in filter(None, tracked.split("\0")):
+    for name in tracked:
         if (ROOT / name).is_symlink():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).symlink_to((ROOT / name).readlink())
@@ -46,16 +50,12 @@ def wheel(tmp_path_factory):
     return next(out.glob("*.whl"))
 
 
-def test_the_wheel_holds_every_module_and_data_file_and_no_tests(wheel):
+def test_the_wheel_holds_every_module_and_data_file_and_no_tests(wheel, tracked):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder, package in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*"):
-            inside = path.relative_to(ROOT / folder)
-            tracked = subprocess.run(
-                ["git", "-C", str(ROOT), "ls-files", str(path)], capture_output=True, text=True
-            ).stdout
-            if path.is_file() and not path.is_symlink() and tracked:
-                assert f"{package}/{inside}" in names
+    for name in tracked:
+        folder, _, inside = name.partition("/")
+        if folder in FOLDERS and (ROOT / name).is_file() and not (ROOT / name).is_symlink():
+            assert f"{FOLDERS[folder]}/{inside}" in names
     assert not [name for name in names if "test" in name.split("/")[0] or name.endswith("conftest.py")]
     assert {name.split("/")[0].split("-")[0] for name in names} == {"embodied", "embodied_loop"}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from embodied.runtime import Cluster, HostPlan
+from embodied.runtime.fork_server import ForkServers
 from embodied.runtime.payload import segments
 
 TWO_HOSTS = (HostPlan("left", ("a", "mate")), HostPlan("right", ("b",)))
@@ -62,6 +63,14 @@ def seldom_looked_through():
     """Collecting garbage before every test takes half a second where it goes through all that others have made."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fork_servers_as_in_a_run():
+    """Every cluster here starts and ends its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("embodied.runtime.local.ForkServers", ForkServers)
+        yield
 
 
 @pytest.fixture(autouse=True)
