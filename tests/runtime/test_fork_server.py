@@ -19,8 +19,6 @@ CORES = sorted(os.sched_getaffinity(0))
 
 class Born(Worker):
     def about(self) -> dict:
-        import torch
-
         return {
             "pid": os.getpid(),
             "parent": os.getppid(),
@@ -28,13 +26,19 @@ class Born(Worker):
             "cores": sorted(os.sched_getaffinity(0)),
             "folder": os.getcwd(),
             "mine": os.environ.get("MINE"),
-            "threads": torch.get_num_threads(),
+            "imported": sys.modules.keys() & {"torch", "fractions"},
             "draw": float(np.random.random()),
         }
 
+    def torch_threads(self) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
 
 def plan(name: str, **changes) -> HostPlan:
-    return HostPlan(name, (name,), **{"imports": ("torch",), **changes})
+    """`fractions` stands for torch, which takes seconds, where any module will do."""
+    return HostPlan(name, (name,), **{"imports": ("fractions",), **changes})
 
 
 def born(cluster: Cluster, *roles: str) -> list[dict]:
@@ -51,7 +55,7 @@ def test_a_fork_is_a_host_like_any_other(tmp_path, monkeypatch):
     assert one["parent"] == two["parent"] == os.getpid() and one["session"] == one["pid"]
     assert one["cores"] == [CORES[-1]] and two["cores"] == CORES
     assert (one["mine"], two["mine"]) == ("1", None) and one["folder"] == str(tmp_path)
-    assert one["draw"] != two["draw"]
+    assert one["draw"] != two["draw"] and one["imported"] == two["imported"] == {"fractions"}
     assert not Path(f"/proc/{one['pid']}").exists()
 
 
@@ -63,9 +67,12 @@ def test_hosts_of_other_threads_come_from_another_server_and_none_stays(monkeypa
         servers.append(self)
 
     monkeypatch.setattr(fork_server.ForkServer, "__init__", noted)
-    with Cluster("local", [plan("one"), plan("two", threads=2), plan("three")], timeout_s=60) as cluster:
+    torch = {"imports": ("torch",)}
+    hosts = [plan("one", **torch), plan("two", threads=2, **torch), plan("three", **torch)]
+    with Cluster("local", hosts, timeout_s=60) as cluster:
         assert len(servers) == 2 and all(one.process.poll() is not None for one in servers)
-        assert [one["threads"] for one in born(cluster, "one", "two", "three")] == [1, 2, 1]
+        threads = [cluster.launch(Born, role).torch_threads().wait()[0] for role in ("one", "two", "three")]
+        assert threads == [1, 2, 1]
 
 
 def test_a_killed_fork_is_reported_and_replaced(tmp_path):
@@ -96,7 +103,7 @@ def test_where_the_server_fails_hosts_are_started_fresh(how, monkeypatch):
 
 
 def test_a_module_that_is_not_there_keeps_nobody_from_starting():
-    with Cluster("local", [plan("one", imports=("no_such_module_at_all", "torch"))], timeout_s=60) as cluster:
+    with Cluster("local", [plan("one", imports=("no_such_module_at_all", "fractions"))], timeout_s=60) as cluster:
         assert born(cluster, "one")[0]["parent"] == os.getpid()
 
 

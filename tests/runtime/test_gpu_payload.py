@@ -131,7 +131,9 @@ class Pretender(Worker):
 def test_in_a_cluster_tensors_go_where_their_reader_computes(tmp_path):
     held = {"giver": "gpu:0", "same": "gpu:0", "other": "gpu:1", "none": "cpu:0"}
     hosts = [
-        HostPlan(role, (role,), env={"EMBODIED_DEVICE": gpu} if "gpu" in gpu else {}, devices=(gpu,))
+        HostPlan(
+            role, (role,), env={"EMBODIED_DEVICE": gpu} if "gpu" in gpu else {}, devices=(gpu,), imports=("torch",)
+        )
         for role, gpu in held.items()
     ]
     with Cluster("local", hosts, tmp_path, 60) as cluster:
