@@ -33,13 +33,8 @@ def train_command(recipe: str, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "embodied.train", f"recipe={recipe}", *overrides]
 
 
-def resolved(recipe: str, *overrides: str) -> dict:
-    """The recipe with every default spelt out, as JSON has it."""
-    return said(recipe, *overrides)
-
-
-def said(recipe: str, *overrides: str, defaults: bool = True) -> dict:
-    """The same, or only what differs from the defaults."""
+def resolved(recipe: str, *overrides: str, defaults: bool = True) -> dict:
+    """The recipe with every default spelt out, or with what differs from the defaults alone, as JSON has it."""
     from embodied.config.recipe import load
 
     return load([f"recipe={recipe}", *overrides]).config.model_dump(mode="json", exclude_defaults=not defaults)
@@ -68,7 +63,7 @@ def still_says(recipe: str, kept: dict) -> bool:
             for key, value in kept.items()
         )
 
-    return same(kept, settings(resolved(recipe)), settings({"run": {}} | said(recipe, defaults=False)))
+    return same(kept, settings(resolved(recipe)), settings({"run": {}} | resolved(recipe, defaults=False)))
 
 
 def code_commit() -> str:
