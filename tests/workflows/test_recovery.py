@@ -18,6 +18,8 @@ from embodied.policies.folder import read_weights
 from embodied.run import launch
 from embodied.workflows.embodied import EmbodiedLoop
 
+pytestmark = pytest.mark.usefixtures("own_fork_servers")  # who replaces the dead is started fresh, as in a run
+
 ITERATIONS = 3
 ENVS, DECISIONS = 8, 16
 ARGUMENTS = [
@@ -150,7 +152,6 @@ def test_a_smaller_slice_is_left_out_and_the_counts_follow(tmp_path):
         assert numbers["faults/lost_decisions"] == 0
 
 
-@pytest.mark.usefixtures("own_fork_servers")
 @pytest.mark.parametrize("options", [(), pytest.param(MERGED[1:], marks=pytest.mark.slow)], ids=["alone", "merged"])
 def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path, options):
     """Sims ask its successor again, and it has the same weights."""
