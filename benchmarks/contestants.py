@@ -12,7 +12,7 @@ from benchmarks.peers import peers_python
 from benchmarks.sb3_settings import gradient_steps, sb3_settings
 
 RECIPE = "maniskill_ppo"
-ALIKE = ("env.after_success=0",)  # what stable-baselines3's side does
+ALIKE = ("env.after_success=0", "env.relative_positions=false")  # what stable-baselines3's side does
 OURS = "ours"
 TIMEOUT_S = 1800.0
 
