@@ -26,7 +26,7 @@ RECIPES = {
     "pointmass_grpo_openvla_oft_tiny": (),
     "maniskill_ppo": (),
     "maniskill_grpo": (),
-    "maniskill_ppo_rgb": ("env.num_envs=16",),
+    "maniskill_ppo_rgb_privileged": ("env.num_envs=16",),
     "libero_ppo": (),
 }
 TIMES = ("time/", "memory/", "train_s", "steps_per_s", "faults/")

@@ -1,6 +1,6 @@
 """How much of simulation and acting happens at the same time, with sims on one core and policies on another?
 
-    python -m benchmarks.overlap maniskill_ppo_rgb
+    python -m benchmarks.overlap maniskill_ppo_rgb_privileged
 
 Runs iterations of the recipe with one stage and with two, in turns, and prints (T_sim + T_policy - T) / min(T_sim,
 T_policy): T is the rollout, T_sim and T_policy what the workers were at work in it. 1 is perfect overlap, 0 none.
@@ -47,7 +47,7 @@ def row_of(rounds: list[Round]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", default="maniskill_ppo_rgb")
+    parser.add_argument("recipe", nargs="?", default="maniskill_ppo_rgb_privileged")
     parser.add_argument("more", nargs="*", help="key=value of the recipe")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     asked = parser.parse_args()

@@ -4,6 +4,9 @@ With `policy.estimate` the trunks learn to tell the env's privileged numbers (wh
 knows, and the actor sees these estimates instead of features. It is trained on the estimates that it acted on, so that
 a better eye is not taken for another policy.
 
+With `policy.keypoints` an image becomes places in it: for each channel of the last convolution, where it is strongest.
+Where things are is then in the features before anything was learned; a flat layer learns it for every place anew.
+
 Pixels stay uint8 until they are on the policy's device; there they become numbers from -0.5 to 0.5.
 """
 
@@ -38,7 +41,7 @@ class CNNPolicy(ActorCritic):
             raise ConfigError(
                 "policy.estimate=true needs privileged numbers, but this env gives none; set env.privileged=true"
             )
-        found = len(spec.images) * config.features
+        found = len(spec.images) * (2 * config.channels[-1] if config.keypoints else config.features)
         width = (spec.privileged_dim if config.estimate else found) + (spec.state_dim or 0)
         super().__init__(config, spec, width)
         self.trunks = nn.ModuleDict(
@@ -88,7 +91,7 @@ class CNNPolicy(ActorCritic):
 
 
 def trunk(camera: str, size: tuple[int, int, int], config: CNNConfig, dtype: torch.dtype) -> nn.Sequential:
-    """Convolutions, then as many features as the config says."""
+    """Convolutions, then as many features as the config says, or the place of each channel."""
     layers: list[nn.Module] = []
     height, width, inputs = size
     for outputs, kernel, stride in zip(config.channels, config.kernels, config.strides, strict=True):
@@ -99,5 +102,18 @@ def trunk(camera: str, size: tuple[int, int, int], config: CNNConfig, dtype: tor
             )
         layers += [EmptyConv2d(inputs, outputs, kernel, stride, dtype=dtype), nn.ReLU()]
         height, width, inputs = (height - kernel) // stride + 1, (width - kernel) // stride + 1, outputs
+    if config.keypoints:
+        return nn.Sequential(*layers[:-1], Keypoints())
     flat = EmptyLinear(inputs * height * width, config.features, dtype=dtype)
     return nn.Sequential(*layers, nn.Flatten(), flat, nn.ReLU())
+
+
+class Keypoints(nn.Module):
+    """Maps [N, C, H, W] -> [N, 2C], from -3 to 3: how far down, then how far across, each channel is strongest.
+
+    The place is the mean by the softmax of the map (spatial softmax)."""
+
+    def forward(self, maps: Tensor) -> Tensor:
+        share = maps.flatten(2).softmax(-1).view(maps.shape)
+        down, across = (torch.linspace(-3, 3, size, dtype=maps.dtype, device=maps.device) for size in maps.shape[2:])
+        return torch.cat([share.sum(3) @ down, share.sum(2) @ across], dim=-1)

@@ -71,6 +71,11 @@ class CNNConfig(ActorCriticConfig):
     kernels: tuple[PositiveInt, ...] = Field((8, 4, 3), min_length=1, description="Width of each convolution's kernel.")
     strides: tuple[PositiveInt, ...] = Field((4, 2, 1), min_length=1, description="Step of each convolution's kernel.")
     features: int = Field(128, gt=0, description="Numbers that each camera's image becomes.")
+    keypoints: bool = Field(
+        False,
+        description="An image becomes places instead of policy.features numbers: where in it each channel of the last "
+        "convolution is strongest (spatial softmax). Give the later layers strides of 1.",
+    )
     estimate: bool = Field(
         False,
         description="Learn to estimate the env's privileged numbers from the images, and act on these estimates and "

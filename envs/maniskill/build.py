@@ -6,9 +6,11 @@ import math
 import os
 from typing import Any
 
-from embodied.envs.config import ManiSkillConfig
+import numpy as np
+
+from embodied.envs.config import ManiSkillConfig, Region
 from embodied.envs.maniskill.state_numbers import numbers
-from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, ROLLING, check_task, maker, quiet
+from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, ROLLING, check_task, is_bridge, maker, quiet
 from embodied.system.vulkan_driver import ensure_vulkan, has_nvidia
 
 
@@ -18,6 +20,15 @@ def draws_on_gpu() -> bool:
     return bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
 
 
+def intrinsics(height: int, width: int, fov: float, region: Region) -> np.ndarray:
+    """[3, 3], of a camera that sees this region of a square picture of so many degrees."""
+    left, top, right, bottom = region
+    focal = 0.5 / math.tan(math.radians(fov) / 2)  # in heights of the whole picture
+    across, down = width / (right - left), height / (bottom - top)
+    middle = (0.5 - left) * across, (0.5 - top) * down
+    return np.array([[focal * across, 0, middle[0]], [0, focal * down, middle[1]], [0, 0, 1]], np.float32)
+
+
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
     from embodied.envs.maniskill.choices import check_reward, check_robot, refused
@@ -25,7 +36,9 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     ensure_vulkan()
     height, width = config.image_size
     view = {"height": height, "width": width} if config.cameras else {}
-    if config.image_fov is not None:
+    if config.image_fov is not None and config.image_region:
+        view |= {"fov": None, "intrinsic": intrinsics(height, width, config.image_fov, config.image_region)}
+    elif config.image_fov is not None:
         view["fov"] = math.radians(config.image_fov)
     with quiet(), DRAWING:
 
@@ -42,7 +55,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                     human_render_camera_configs={"shader_pack": config.shader, **view},
                     **({"robot_uids": config.robot} if config.robot else {}),
                     **({"object_set": config.object_set} if config.object_set else {}),
-                    **({"image_region": config.image_region} if config.image_region else {}),
+                    **({"image_region": config.image_region} if is_bridge(config.task) and config.image_region else {}),
                 )
             except (AssertionError, NotImplementedError) as err:  # ManiSkill's words for options a task does not have
                 raise refused(config, err) from None

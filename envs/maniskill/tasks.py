@@ -110,9 +110,9 @@ def check_bridge(config: ManiSkillConfig) -> None:
     bridge = is_bridge(config.task)
     if config.action_units and not bridge:
         raise ConfigError(f"env.action_units is for bridge tasks; {config.task} has units of its own, leave it out")
-    if config.image_region and not bridge:
+    if config.image_region and not bridge and config.image_fov is None:
         raise ConfigError(
-            f"env.image_region is for bridge tasks; the cameras of {config.task} have env.image_fov, leave it out"
+            "env.image_region is a part of the picture that env.image_fov describes; set both, such as env.image_fov=60"
         )
     if config.object_set and not config.task.startswith(PLATES):
         raise ConfigError(f"env.object_set is for {PLATES}...; {config.task} has one set of things, leave it out")

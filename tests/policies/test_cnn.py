@@ -10,6 +10,7 @@ from embodied.core import rng
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
+from embodied.policies.cnn import Keypoints
 from embodied.policies.config import CNNConfig
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=5, images={"top": (16, 20, 3), "wrist": (12, 12, 3)})
@@ -32,8 +33,9 @@ def act(policy, obs):
     return policy.act(obs, noise)
 
 
-def test_the_learner_scores_an_action_as_the_actor_did(tmp_path):
-    policy, obs = build(chunk=2), observation()
+@pytest.mark.parametrize("keypoints", [False, True])
+def test_the_learner_scores_an_action_as_the_actor_did(keypoints, tmp_path):
+    policy, obs = build(chunk=2, keypoints=keypoints), observation()
     output = act(policy, obs)
     as_tensors = {"state": torch.from_numpy(obs["state"]), "images": {}}
     as_tensors["images"] = {name: torch.from_numpy(frames) for name, frames in obs["images"].items()}
@@ -109,3 +111,11 @@ def test_what_it_cannot_look_at_is_refused():
         build(kernels=(4, 7))
     with pytest.raises(ValueError, match="describe the same layers"):
         build(kernels=(4,))
+
+
+def test_a_keypoint_is_the_place_of_a_spot_wherever_it_is():
+    maps = torch.zeros(3, 2, 7, 13)
+    maps[:, 0, [0, 3, 6], [0, 6, 9]] = torch.eye(3) * 50  # a spot in another corner, the middle, further right
+    places = Keypoints()(maps).view(3, 2, 2).swapaxes(1, 2)  # [rows, channels, (down, across)]
+    torch.testing.assert_close(places[:, 0], torch.tensor([[-3.0, -3.0], [0.0, 0.0], [3.0, 1.5]]))
+    torch.testing.assert_close(places[:, 1], torch.zeros(3, 2))  # of a flat map the middle

@@ -39,7 +39,7 @@ def test_the_arm_gets_the_control_it_has():
         ({"control_mode": "pd_joint_delta_pos"}, "env.control_mode=null"),
         ({"image_fov": 60}, "photograph"),
         ({"task": "PushCube-v1", "action_units": (0.05, 0.2)}, "for bridge tasks"),
-        ({"task": "PushCube-v1", "image_region": (0, 0, 0.5, 0.5)}, "env.image_fov, leave it out"),
+        ({"task": "PushCube-v1", "image_region": (0, 0, 0.5, 0.5)}, "such as env.image_fov=60"),
     ],
 )
 def test_options_that_mean_nothing_for_a_task_are_refused(options, says, monkeypatch):

@@ -56,6 +56,17 @@ def test_batched_rows_look_like_single_envs(batched):
     single.close()
 
 
+def test_a_region_is_that_part_of_the_picture():
+    whole, part = (
+        build(1, backend="cpu", image_fov=60, image_size=64),
+        build(1, backend="cpu", image_fov=60, image_size=(32, 48), image_region=(0.25, 0.5, 1.0, 1.0)),
+    )
+    seen, close = (reset(env, [3])["images"]["base_camera"][0].astype(int) for env in (whole, part))
+    assert close.shape == (32, 48, 3)
+    assert (np.abs(seen[32:, 16:] - close) > 8).mean() < 0.01
+    whole.close(), part.close()
+
+
 def test_proprio_tells_nothing_of_the_cube(batched):
     assert batched.env_spec.state_dim == 9 + 9 + 7  # joints, their speeds, the hand's pose
     states, images = ([reset(batched, [seed, 0, 0])[part] for seed in (1, 2)] for part in ("state", "images"))

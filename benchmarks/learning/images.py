@@ -1,8 +1,11 @@
-"""PushCube-v1 from images: success over the run, and the final checkpoint on 200 fresh episodes.
+"""Tasks from images: success over the run, and the final checkpoint on 200 fresh episodes.
 
-    python -m benchmarks.learning.pushcube_rgb [--seeds 0 1] [--resume]
+    python -m benchmarks.learning.images pushcube [--seeds 0 1 2] [--resume]
+    python -m benchmarks.learning.images pullcube
+    python -m benchmarks.learning.images flat          # the control: PushCube-v1 without keypoints
+    python -m benchmarks.learning.images privileged    # PushCube-v1 where the learner knows where things are
 
-Writes results/pushcube_rgb/seed-S.json with one point for every evaluation of the run (the same 50 episodes, the best
+Writes results/images/CASE-seed-S.json with one point for every evaluation of the run (the same 50 episodes, the best
 action). --resume continues runs that were stopped, from their last checkpoint, and leaves out seeds that were measured
 with the same code and recipe.
 """
@@ -25,35 +28,41 @@ from benchmarks.common import (
 )
 from benchmarks.learning.seeds import evaluate, once, parser, program, rate
 
-RECIPE = "maniskill_ppo_rgb"
-SEEDS = (0, 1)
-PLACE = RESULTS / "pushcube_rgb"
-RUNS = ROOT / "runs" / "pushcube_rgb"
+CASES = {
+    "pushcube": ("maniskill_ppo_rgb",),
+    "pullcube": ("maniskill/pullcube_ppo_rgb",),
+    "flat": ("maniskill_ppo_rgb", "policy.keypoints=false"),
+    "privileged": ("maniskill_ppo_rgb_privileged",),
+}
+SEEDS = (0, 1, 2)
+PLACE = RESULTS / "images"
+RUNS = ROOT / "runs" / "images"
 TIMEOUT_S = 4 * 3600.0
 PATIENCE = "faults.hang_s=600"  # on a machine with other work a picture may take minutes
 
 
-def measure_seed(seed: int, env: dict, resume: bool) -> dict:
-    run, cpu_s = train(seed, env, resume)
-    final = evaluate(run, env)["overall"]["success_once"]
-    return {"curve": curve(run), "final": final, "cpu_s": cpu_s}
+def measure_seed(case: str, seed: int, env: dict, resume: bool) -> dict:
+    run, cpu_s = train(case, seed, env, resume)
+    found = evaluate(run, env)["overall"]
+    final = {"final": found["success_once"], "final_at_end": found["success_at_end"]}
+    return {"curve": curve(run), **final, "cpu_s": cpu_s}
 
 
-def train(seed: int, env: dict, resume: bool) -> tuple[Path, float | None]:
+def train(case: str, seed: int, env: dict, resume: bool) -> tuple[Path, float | None]:
     """The run of this seed, finished, and the processor time it took, if all was spent now."""
-    before = newest_run(seed)
+    before = newest_run(case, seed)
     if resume and before is not None:
         if state_of(before) != "finished":
             measure(program("train", f"resume={before}"), env, TIMEOUT_S)
         return before, None
-    told = [f"seed={seed}", f"run.dir={RUNS}", f"run.name=seed-{seed}", PATIENCE]
-    cost = measure(train_command(RECIPE, *told), env, TIMEOUT_S)
-    return newest_run(seed), round(cost.cpu_s, 1)
+    told = [f"seed={seed}", f"run.dir={RUNS}", f"run.name={case}-seed-{seed}", PATIENCE]
+    cost = measure(train_command(*CASES[case], *told), env, TIMEOUT_S)
+    return newest_run(case, seed), round(cost.cpu_s, 1)
 
 
-def newest_run(seed: int) -> Path | None:
+def newest_run(case: str, seed: int) -> Path | None:
     """One that can be continued."""
-    runs = [path for path in RUNS.glob(f"seed-{seed}-*") if any((path / "checkpoints").glob("v[0-9]*"))]
+    runs = [path for path in RUNS.glob(f"{case}-seed-{seed}-*") if any((path / "checkpoints").glob("v[0-9]*"))]
     return max(runs, key=lambda path: (path / "run.json").stat().st_mtime_ns, default=None)
 
 
@@ -84,12 +93,15 @@ def report(curves: dict[int, list[dict]]) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__, SEEDS).parse_args()
-    env, config, done = environment(), config_hash(resolved(RECIPE)), {}
+    ask = parser(__doc__, SEEDS)
+    ask.add_argument("case", choices=CASES)
+    options = ask.parse_args()
+    case, env, done = options.case, environment(), {}
+    config = config_hash(resolved(*CASES[case]))
     for seed in options.seeds:
         recipe = {"seed": seed, "config": config}
-        played = lambda seed=seed: measure_seed(seed, env, options.resume)  # noqa: E731
-        done[seed] = once(PLACE / f"seed-{seed}.json", recipe, options.resume, played)
+        played = lambda seed=seed: measure_seed(case, seed, env, options.resume)  # noqa: E731
+        done[seed] = once(PLACE / f"{case}-seed-{seed}.json", recipe, options.resume, played)
         print(f"seed {seed}: {rate(done[seed]['final'])} of fresh episodes", flush=True)
     print(report({seed: result["curve"] for seed, result in done.items()}))
 

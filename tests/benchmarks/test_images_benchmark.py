@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks.common import Cost
-from benchmarks.learning import pushcube_rgb
-from benchmarks.learning.pushcube_rgb import curve, report
+from benchmarks.learning import images
+from benchmarks.learning.images import curve, report
 
 
 def make_run(parent, name, state, versions):
@@ -35,10 +35,10 @@ def test_a_curve_has_a_point_for_every_evaluation(tmp_path):
 @pytest.mark.parametrize(("state", "continued"), [("finished", 0), ("stopped", 1)])
 def test_resume_continues_what_was_stopped_and_leaves_out_what_is_finished(tmp_path, monkeypatch, state, continued):
     commands = []
-    monkeypatch.setattr(pushcube_rgb, "RUNS", tmp_path)
-    monkeypatch.setattr(pushcube_rgb, "measure", lambda command, *_: commands.append(command) or Cost(1.0, 2.0, 3))
-    run = make_run(tmp_path, "seed-3-a", state, [1, 2])
-    assert pushcube_rgb.train(3, {}, resume=True) == (run, None)
+    monkeypatch.setattr(images, "RUNS", tmp_path)
+    monkeypatch.setattr(images, "measure", lambda command, *_: commands.append(command) or Cost(1.0, 2.0, 3))
+    run = make_run(tmp_path, "flat-seed-3-a", state, [1, 2])
+    assert images.train("flat", 3, {}, resume=True) == (run, None)
     assert len(commands) == continued and all(f"resume={run}" in command for command in commands)
-    assert pushcube_rgb.train(3, {}, resume=False)[1] == 2.0
-    assert "seed=3" in commands[-1]
+    assert images.train("flat", 3, {}, resume=False)[1] == 2.0
+    assert {"seed=3", "policy.keypoints=false", "recipe=maniskill_ppo_rgb"} <= set(commands[-1])
