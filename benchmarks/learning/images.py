@@ -30,7 +30,7 @@ from benchmarks.learning.seeds import evaluate, once, parser, program, rate
 
 CASES = {
     "pushcube": ("maniskill_ppo_rgb",),
-    "pullcube": ("maniskill/pullcube_ppo_rgb",),
+    "pullcube": ("pullcube_ppo_rgb",),
     "flat": ("maniskill_ppo_rgb", "policy.keypoints=false"),
     "privileged": ("maniskill_ppo_rgb_privileged",),
 }
