@@ -108,12 +108,15 @@ def trunk(camera: str, size: tuple[int, int, int], config: CNNConfig, dtype: tor
     return nn.Sequential(*layers, nn.Flatten(), flat, nn.ReLU())
 
 
+FAR = 12.0  # a thing's place spreads over a tenth of the picture, say: a number that spreads by about 1
+
+
 class Keypoints(nn.Module):
-    """Maps [N, C, H, W] -> [N, 2C], from -3 to 3: how far down, then how far across, each channel is strongest.
+    """Maps [N, C, H, W] -> [N, 2C], from -FAR to FAR: how far down, then how far across, each channel is strongest.
 
     The place is the mean by the softmax of the map (spatial softmax)."""
 
     def forward(self, maps: Tensor) -> Tensor:
         share = maps.flatten(2).softmax(-1).view(maps.shape)
-        down, across = (torch.linspace(-3, 3, size, dtype=maps.dtype, device=maps.device) for size in maps.shape[2:])
+        down, across = (torch.linspace(-FAR, FAR, n, dtype=maps.dtype, device=maps.device) for n in maps.shape[2:])
         return torch.cat([share.sum(3) @ down, share.sum(2) @ across], dim=-1)

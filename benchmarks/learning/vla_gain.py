@@ -7,28 +7,31 @@ that goes on a plate (whose files docs/bridge.md names).
 
 Every seed collects demonstrations of the scripted expert, imitates them (a small OpenVLA-OFT or Pi0, fresh weights),
 and goes on with GRPO; then start and result play the same 200 held-out episodes. control is
-seed 0's start once more, two iterations with lr=0. Writes results/vla_CASE/start-S.json, seed-S.json and
+seed 0's start once more, two iterations with lr=0. With a carrot both also play what training did not show: other
+photographs, things, plates, places, wordings. Writes results/vla_CASE/start-S.json, seed-S.json, splits-S.json and
 control.json as each is done; --resume leaves out what was measured with the same code, recipe and start.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import RESULTS, ROOT, config_hash, environment, resolved
+from benchmarks.common import RESULTS, ROOT, config_hash, environment, markdown, measure, resolved
 from benchmarks.learning.grpo_gain import (
     CONTROL,
     Case,
     Trained,
     describe,
     gain,
+    in_order,
     newest,
     report,
     settled,
     weights_digest,
 )
-from benchmarks.learning.seeds import EVAL_SEED, once, parser, rate
+from benchmarks.learning.seeds import EVAL_SEED, ONE_CORE, TIMEOUT_S, once, parser, program, rate
 from benchmarks.learning.starts import imitate
 
 
@@ -46,6 +49,14 @@ MODELS = {
     "carrot_oft": Model("carrot_sft_openvla_oft_tiny", "carrot_grpo_openvla_oft_tiny"),
     "carrot_pi0": Model("carrot_sft_pi0_tiny", "carrot_grpo_pi0_tiny"),
 }
+SPLITS = [
+    f"PutOnPlateInScene25{name}"
+    for name in (
+        *("Single-v1", "VisionImage-v1", "VisionTexture03-v1", "VisionWhole03-v1", "Carrot-v1", "Plate-v1"),
+        *("Instruct-v1", "Position-v1", "EEPose-v1", "PositionChangeTo-v1"),
+    )
+]
+EACH = 50  # episodes of each
 
 
 def main() -> None:
@@ -68,7 +79,33 @@ def main() -> None:
         result = once(folder / f"{label}.json", about, options.resume, lambda trained=trained: gain(trained, env))
         done.append((label, result))
         print(describe(label, result), flush=True)
+        if name.startswith("carrot") and label != "control":
+            played = lambda trained=trained: splits(trained, env)  # noqa: E731
+            about |= {"after": weights_digest(newest_run(trained))}
+            print(markdown(*table(once(folder / f"splits-{seed}.json", about, options.resume, played))), flush=True)
     print(report(done))
+
+
+def newest_run(asked: Trained) -> Path:
+    return newest(f"{asked.runs.name}/{asked.name}-*")
+
+
+def splits(asked: Trained, env: dict) -> dict:
+    """Success of start and result at each of the splits."""
+    run = newest_run(asked)
+    told = (f"recipe={asked.case.recipe}", f"run.dir={run / 'splits'}", f"env.task=[{','.join(SPLITS)}]")
+    count = (f"eval.episodes={EACH * len(SPLITS)}", f"eval.seed={EVAL_SEED}", "eval.videos=0")
+    measure(program("evaluate", f"checkpoint=[{asked.start},{run}]", *told, *count, *ONE_CORE), env, TIMEOUT_S)
+    found = [json.loads((folder / "results.json").read_text()) for folder in in_order(run / "splits" / "compare")]
+    return {
+        task: dict(zip(("before", "after"), (one["per_task"][task]["success_once"] for one in found), strict=True))
+        for task in SPLITS
+    }
+
+
+def table(found: dict) -> tuple[list[str], list[list[str]]]:
+    rows = [[task, rate(found[task]["before"]), rate(found[task]["after"])] for task in SPLITS]
+    return ["task", "start", "after GRPO"], rows
 
 
 def find_start(runs: Path, seed: int) -> Path:

@@ -10,7 +10,7 @@ from embodied.core import rng
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
-from embodied.policies.cnn import Keypoints
+from embodied.policies.cnn import FAR, Keypoints
 from embodied.policies.config import CNNConfig
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=5, images={"top": (16, 20, 3), "wrist": (12, 12, 3)})
@@ -117,5 +117,5 @@ def test_a_keypoint_is_the_place_of_a_spot_wherever_it_is():
     maps = torch.zeros(3, 2, 7, 13)
     maps[:, 0, [0, 3, 6], [0, 6, 9]] = torch.eye(3) * 50  # a spot in another corner, the middle, further right
     places = Keypoints()(maps).view(3, 2, 2).swapaxes(1, 2)  # [rows, channels, (down, across)]
-    torch.testing.assert_close(places[:, 0], torch.tensor([[-3.0, -3.0], [0.0, 0.0], [3.0, 1.5]]))
+    torch.testing.assert_close(places[:, 0], torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 0.5]]) * FAR)
     torch.testing.assert_close(places[:, 1], torch.zeros(3, 2))  # of a flat map the middle
