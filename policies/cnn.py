@@ -103,6 +103,11 @@ def trunk(camera: str, size: tuple[int, int, int], config: CNNConfig, dtype: tor
         layers += [EmptyConv2d(inputs, outputs, kernel, stride, dtype=dtype), nn.ReLU()]
         height, width, inputs = (height - kernel) // stride + 1, (width - kernel) // stride + 1, outputs
     if config.keypoints:
+        if min(height, width) < 2:
+            raise ConfigError(
+                f"policy.keypoints=true looks for places in what the last layer makes of camera {camera!r}, "
+                f"{height}x{width}; try smaller policy.strides"
+            )
         return nn.Sequential(*layers[:-1], Keypoints())
     flat = EmptyLinear(inputs * height * width, config.features, dtype=dtype)
     return nn.Sequential(*layers, nn.Flatten(), flat, nn.ReLU())

@@ -89,6 +89,11 @@ class CNNConfig(ActorCriticConfig):
                 f"policy.channels={list(self.channels)}, policy.kernels={list(self.kernels)} and "
                 f"policy.strides={list(self.strides)} describe the same layers; give each as many numbers"
             )
+        if self.keypoints and self.features != type(self).model_fields["features"].default:
+            raise ValueError(
+                f"policy.features={self.features} has no effect with policy.keypoints=true, which makes two numbers of "
+                "each channel; leave one of them out"
+            )
         return self
 
 

@@ -35,7 +35,7 @@ def act(policy, obs):
 
 @pytest.mark.parametrize("keypoints", [False, True])
 def test_the_learner_scores_an_action_as_the_actor_did(keypoints, tmp_path):
-    policy, obs = build(chunk=2, keypoints=keypoints), observation()
+    policy, obs = build(chunk=2, keypoints=keypoints, **({"features": 128} if keypoints else {})), observation()
     output = act(policy, obs)
     as_tensors = {"state": torch.from_numpy(obs["state"]), "images": {}}
     as_tensors["images"] = {name: torch.from_numpy(frames) for name, frames in obs["images"].items()}
@@ -111,6 +111,10 @@ def test_what_it_cannot_look_at_is_refused():
         build(kernels=(4, 7))
     with pytest.raises(ValueError, match="describe the same layers"):
         build(kernels=(4,))
+    with pytest.raises(ValueError, match="has no effect with policy"):
+        build(keypoints=True)
+    with pytest.raises(ConfigError, match=r"1x1; try smaller policy\.strides"):
+        build(keypoints=True, features=128, strides=(4, 3), kernels=(4, 3))
 
 
 def test_a_keypoint_is_the_place_of_a_spot_wherever_it_is():
