@@ -83,7 +83,7 @@ WORKERS = ("embodied.envs.worker", "embodied.policies.worker", "embodied.policie
 def kept_fork_servers():
     """Hosts of every cluster of this process fork from servers that stay and that have imported the workers as well:
     a server takes two seconds of processor time to start, a host that forks from none as much.
-    Commands that are processes of their own, tests/runtime and who asks for `own_fork_servers` do without."""
+    Commands that are processes of their own and tests/runtime do without."""
     from embodied.runtime import fork_server, local
 
     kept: dict[tuple, fork_server.ForkServer] = {}
@@ -96,21 +96,14 @@ def kept_fork_servers():
             return super().fork(boot, env, (*modules, *WORKERS), fds)
 
         def close(self):
-            """They are for the next cluster, and for hosts that replace dead ones."""
+            """They are for the next cluster; hosts that replace dead ones of this one are started fresh, as in a run."""
+            self._servers = None
 
     local.ForkServers = KeptServers
     yield
     local.ForkServers = fork_server.ForkServers
     for server in kept.values():
         server.close()
-
-
-@pytest.fixture
-def own_fork_servers(monkeypatch):
-    """Every cluster starts and ends its own, and hosts that replace dead ones are started fresh, as in a run."""
-    from embodied.runtime.fork_server import ForkServers
-
-    monkeypatch.setattr("embodied.runtime.local.ForkServers", ForkServers)
 
 
 def pytest_collection_modifyitems(items):

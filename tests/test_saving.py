@@ -18,8 +18,6 @@ from embodied.config.recipe import load
 from embodied.train import follow, main
 from embodied.workflows.embodied import EmbodiedLoop
 
-pytestmark = pytest.mark.usefixtures("own_fork_servers")  # who replaces the dead is started fresh, as in a run
-
 SHORT = ["eval.episodes=4", "eval.videos=0", "env.num_envs=8", "algo.minibatch_size=128"]
 PPO, GRPO = ["recipe=pointmass_ppo", *SHORT], ["recipe=pointmass_grpo", *SHORT[:3], "algo.groups=2"]
 

@@ -18,8 +18,6 @@ from embodied.run.memory_check import copies
 from embodied.train import follow
 from embodied.workflows.embodied import EmbodiedLoop
 
-pytestmark = pytest.mark.usefixtures("own_fork_servers")  # who replaces the dead is started fresh, as in a run
-
 
 class OneAfterTheOther(EmbodiedLoop):
     """The same batches and updates, but a batch is whole before the update begins that should go on meanwhile."""

@@ -34,11 +34,7 @@ ARGUMENTS = {
 }
 RUNS = [list(cases) for _, cases in groupby(sorted(all_cases(), key=lambda case: str(case.run)), lambda case: case.run)]
 
-pytestmark = [
-    pytest.mark.chaos,
-    pytest.mark.timeout(10 * PATIENCE_S),
-    pytest.mark.usefixtures("own_fork_servers"),  # who replaces the dead is started fresh, as in a run
-]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(10 * PATIENCE_S)]
 
 
 @pytest.mark.parametrize("cases", RUNS, ids=["-".join(map(str, cases[0].run)).replace(" ", "_") for cases in RUNS])

@@ -20,8 +20,6 @@ from embodied.policies.language.worker import LanguageWorker
 from embodied.workflows import request_routing
 from embodied.workflows.embodied import EmbodiedLoop
 
-pytestmark = pytest.mark.usefixtures("own_fork_servers")  # who replaces the dead is started fresh, as in a run
-
 THREE_ENGINES = {"sim": "cpu:0", "policy": "cpu:1-3*3", "learner": "cpu:0"}
 
 

@@ -14,8 +14,6 @@ from stepped import GRPO, ITERATIONS, PPO, Run
 from embodied.workflows import rollout_manager
 from embodied.workflows.contract import UPDATE
 
-pytestmark = pytest.mark.usefixtures("own_fork_servers")  # who replaces the dead is started fresh, as in a run
-
 APART = {"sim": "fake:0-1", "policy": "fake:2-3", "learner": "fake:4"}
 OVERLAP = {"sim": "fake:0-1", "policy": "fake:2-3", "learner": "fake:3"}
 ALL_OVERLAP = {"sim": "fake:0-1", "policy": "fake:3", "learner": "fake:3"}

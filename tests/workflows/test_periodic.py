@@ -21,8 +21,6 @@ from embodied.run import launch
 from embodied.workflows.embodied import EmbodiedLoop
 from embodied.workflows.group_collector import GroupStream
 
-pytestmark = pytest.mark.usefixtures("own_fork_servers")  # who replaces the dead is started fresh, as in a run
-
 ITERATIONS = 4
 GROUPS, SIZE = 6, 3
 ARGUMENTS = [

@@ -18,8 +18,6 @@ from embodied.policies.folder import read_weights
 from embodied.run import launch
 from embodied.workflows.embodied import EmbodiedLoop
 
-pytestmark = pytest.mark.usefixtures("own_fork_servers")  # who replaces the dead is started fresh, as in a run
-
 ITERATIONS = 3
 ENVS, DECISIONS = 8, 16
 ARGUMENTS = [
