@@ -134,8 +134,8 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     image_region: Region | None = Field(
         None,
-        description="Left, top, right and bottom of what cameras with env.image_fov, or the bridge tasks' one, show, "
-        "in parts of its width and height; unset: all of it.",
+        description="Left, top, right and bottom, in parts of width and height, of the square picture that cameras "
+        "with env.image_fov see, or of the bridge tasks' 640 x 480; unset: all of it.",
     )
     fast_images: bool = Field(
         False, description="Observe coarse copies of fine meshes: several times faster on a CPU, other pixels."

@@ -96,7 +96,7 @@ def kept_fork_servers():
             return super().fork(boot, env, (*modules, *WORKERS), fds)
 
         def close(self):
-            """They are for the next cluster; hosts that replace dead ones of this one are started fresh, as in a run."""
+            """They are for the next cluster; hosts that replace dead ones of this one start fresh, as in a run."""
             self._servers = None
 
     local.ForkServers = KeptServers

@@ -6,9 +6,8 @@ import math
 import os
 from typing import Any
 
-import numpy as np
-
-from embodied.envs.config import ManiSkillConfig, Region
+from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.intrinsics import of_square
 from embodied.envs.maniskill.state_numbers import numbers
 from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, ROLLING, check_task, is_bridge, maker, quiet
 from embodied.system.vulkan_driver import ensure_vulkan, has_nvidia
@@ -20,15 +19,6 @@ def draws_on_gpu() -> bool:
     return bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
 
 
-def intrinsics(height: int, width: int, fov: float, region: Region) -> np.ndarray:
-    """[3, 3], of a camera that sees this region of a square picture of so many degrees."""
-    left, top, right, bottom = region
-    focal = 0.5 / math.tan(math.radians(fov) / 2)  # in heights of the whole picture
-    across, down = width / (right - left), height / (bottom - top)
-    middle = (0.5 - left) * across, (0.5 - top) * down
-    return np.array([[focal * across, 0, middle[0]], [0, focal * down, middle[1]], [0, 0, 1]], np.float32)
-
-
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
     from embodied.envs.maniskill.choices import check_reward, check_robot, refused
@@ -37,7 +27,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     height, width = config.image_size
     view = {"height": height, "width": width} if config.cameras else {}
     if config.image_fov is not None and config.image_region:
-        view |= {"fov": None, "intrinsic": intrinsics(height, width, config.image_fov, config.image_region)}
+        view |= {"fov": None, "intrinsic": of_square(height, width, config.image_region, config.image_fov)}
     elif config.image_fov is not None:
         view["fov"] = math.radians(config.image_fov)
     with quiet(), DRAWING:

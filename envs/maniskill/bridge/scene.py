@@ -12,8 +12,10 @@ import sapien
 import torch
 from mani_skill.sensors.camera import CameraConfig
 
+from embodied.envs.maniskill.intrinsics import intrinsics
+from embodied.envs.option_values import Region
+
 FOCAL, MIDDLE, WIDTH, HEIGHT = 623.588, (319.501, 239.545), 640, 480  # of the camera, in pixels
-Region = tuple[float, float, float, float]  # left, top, right and bottom of a picture, in parts of its width and height
 WHOLE: Region = (0.0, 0.0, 1.0, 1.0)
 MIDDLE_SQUARE: Region = (0.125, 0.0, 0.875, 1.0)  # of a picture that is a third wider than high
 SCORE = {"is_src_obj_grasped": 0.1, "consecutive_grasp": 0.1}  # and 1 for what was grasped and is where it should be
@@ -93,7 +95,4 @@ def read_photo(path: str, height: int, width: int, region: Region) -> np.ndarray
 
 def scaled(height: int, width: int, region: Region = WHOLE) -> np.ndarray:
     """The camera's intrinsics for this region of its image in so many pixels."""
-    left, top, right, bottom = region
-    across, down = width / (WIDTH * (right - left)), height / (HEIGHT * (bottom - top))
-    middle = (MIDDLE[0] - left * WIDTH) * across, (MIDDLE[1] - top * HEIGHT) * down
-    return np.array([[FOCAL * across, 0, middle[0]], [0, FOCAL * down, middle[1]], [0, 0, 1]])
+    return intrinsics(height, width, region, (WIDTH, HEIGHT), FOCAL, MIDDLE)
