@@ -84,12 +84,26 @@ def curve(run: Path) -> list[dict]:
     return points
 
 
-def report(curves: dict[int, list[dict]]) -> str:
-    header = ["env steps", *(f"seed {seed}" for seed in curves)]
-    steps = sorted({point["env_steps"] for points in curves.values() for point in points})
-    found = {seed: {point["env_steps"]: point["success_once"] for point in points} for seed, points in curves.items()}
-    rows = [[f"{step:,}", *(rate(found[seed].get(step), digits=0) for seed in curves)] for step in steps]
+def report(done: list[tuple[str, int, dict]]) -> str:
+    """A row for each seed of a case: success of the evaluations during the run, and of the fresh episodes."""
+    header = ["case", "seed", "env steps", "success_once over the run", "success_once at last", "success_at_end"]
+    rows = []
+    for case, seed, result in done:
+        points = result["curve"]
+        over = ", ".join(f"{point['success_once']['rate']:.0%}" for point in points)
+        final, at_end = rate(result["final"]), rate(result["final_at_end"])
+        rows.append([f"`{case}`", str(seed), f"{points[-1]['env_steps']:,}", over, final, at_end])
     return markdown(header, rows)
+
+
+def kept() -> list[tuple[str, int, dict]]:
+    """The results that lie there and are of recipes as they are now."""
+    found = []
+    for case, asked in CASES.items():
+        config = config_hash(resolved(*asked))
+        results = (json.loads(path.read_text()) for path in sorted(PLACE.glob(f"{case}-seed-*.json")))
+        found += [(case, result["seed"], result) for result in results if result["config"] == config]
+    return found
 
 
 def main() -> None:
@@ -103,7 +117,7 @@ def main() -> None:
         played = lambda seed=seed: measure_seed(case, seed, env, options.resume)  # noqa: E731
         done[seed] = once(PLACE / f"{case}-seed-{seed}.json", recipe, options.resume, played)
         print(f"seed {seed}: {rate(done[seed]['final'])} of fresh episodes", flush=True)
-    print(report({seed: result["curve"] for seed, result in done.items()}))
+    print(report([(case, seed, result) for seed, result in done.items()]))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Writes measured tables into docs/, from benchmarks/results and nothing else: how often LIBERO's experts succeed,
-which ManiSkill tasks PPO solves, what RL added to imitation, and what becomes of runs whose processes die.
+which ManiSkill tasks PPO solves (from pictures too), what RL added to imitation, what becomes of runs whose processes
+die.
 
     python -m benchmarks.learning.page
 """
@@ -14,7 +15,7 @@ import numpy as np
 
 from benchmarks import fault_page, libero_experts
 from benchmarks.common import RESULTS, ROOT, markdown
-from benchmarks.learning import tasks
+from benchmarks.learning import images, tasks
 from benchmarks.learning.grpo_gain import interval, runs_of
 from benchmarks.learning.seeds import rate
 
@@ -52,10 +53,15 @@ def solved() -> str:
     return tasks.report(tasks.kept())
 
 
+def seen() -> str:
+    return images.report(images.kept())
+
+
 BLOCKS = {
     "gains": ("demonstrations.md", partial(gains, "task", TASKS)),
     "vlas": ("vla.md", partial(gains, "policy", VLAS)),
     "tasks": ("maniskill.md", solved),
+    "images": ("images.md", seen),
     "experts": ("libero.md", experts),
     "kills": ("faults.md", fault_page.kills),
     "simulator kills": ("faults.md", fault_page.simulator_kills),

@@ -29,7 +29,9 @@ def test_a_curve_has_a_point_for_every_evaluation(tmp_path):
         (200, 4.0, 0.2),
         (400, 8.0, 0.4),
     ]
-    assert "20% [0%, 100%]" in report({0: points, 1: points[1:]})
+    final = {"rate": 0.5, "interval": [0.25, 0.75]}
+    table = report([("flat", 1, {"curve": points, "final": final, "final_at_end": final})])
+    assert "20%, 40%" in table and "50.0% [25.0%, 75.0%]" in table
 
 
 @pytest.mark.parametrize(("state", "continued"), [("finished", 0), ("stopped", 1)])
