@@ -39,14 +39,17 @@ if TYPE_CHECKING:
     from embodied.policies import load_policy as load_policy
     from embodied.policies.base import Policy as Policy
     from embodied.reporting.runs import read_run as read_run
+    from embodied.run.devices import host_plans as host_plans
     from embodied.runtime import Channel as Channel
     from embodied.runtime import Cluster as Cluster
     from embodied.runtime import Worker as Worker
     from embodied.runtime import WorkerGroup as WorkerGroup
+    from embodied.system.discovery import discover as discover
     from embodied.workflows.contract import BatchSource as BatchSource
     from embodied.workflows.contract import Role as Role
     from embodied.workflows.contract import Workflow as Workflow
     from embodied.workflows.embodied import EmbodiedLoop as EmbodiedLoop
+    from embodied.workflows.horizon_collector import HorizonCollector as HorizonCollector
 
 _COMMANDS = ("train", "sweep", "evaluate", "benchmark")  # modules that can be called
 _HOMES = {
@@ -59,6 +62,7 @@ _HOMES = {
     "EmbodiedLoop": "workflows.embodied",
     "EnvSpec": "core.types",
     "EpisodeSpec": "core.types",
+    "HorizonCollector": "workflows.horizon_collector",
     "Policy": "policies.base",
     "PolicyOutput": "core.types",
     "Role": "workflows.contract",
@@ -69,6 +73,8 @@ _HOMES = {
     "Worker": "runtime",
     "WorkerGroup": "runtime",
     "Workflow": "workflows.contract",
+    "discover": "system.discovery",
+    "host_plans": "run.devices",
     "load_policy": "policies",
     "load_recipe": "config.recipe",
     "make_env": "envs",

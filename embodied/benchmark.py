@@ -22,7 +22,7 @@ from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_words
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class, speaks
-from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of
+from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
 from embodied.placement.costs import Pricer
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.profile import Profile, read_profile, write_profile
@@ -39,7 +39,7 @@ from embodied.profiling.store import (
     profile_path,
     repeated,
 )
-from embodied.profiling.timed_run import Round, Trial
+from embodied.profiling.timed_run import Round, Trial, check_program
 from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.reporting.console import now
 from embodied.run import launch
@@ -127,6 +127,7 @@ def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop
 def compare_placements(argv: list[str], program: type[Workflow]) -> Path:
     """Measure, plan, time; returns the folder of the results."""
     program, argv = program_of(argv, program)
+    check_program(program)
     options, rest = read_options(argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0])
@@ -243,7 +244,7 @@ def new_trace(folder: Path, mode: str) -> Path:
 
 
 def runnable(
-    config: RunConfig, expected: dict[str, Any], there: Topology, roles: Sequence[Role]
+    config: RunConfig, expected: dict[str, Any], there: Topology, roles: Sequence[PlacedRole]
 ) -> tuple[RunConfig, PlacementPlan]:
     """The recipe under this placement and schedule."""
     keys = ("stages", "granularity", "schedule", "async_level")

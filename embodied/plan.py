@@ -20,7 +20,7 @@ from embodied.config.recipe_files import recipe_words
 from embodied.config.sections import RunSection
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
-from embodied.placement import PlacementError, Role, roles_of
+from embodied.placement import PlacedRole, PlacementError, roles_of
 from embodied.placement.dataflow import SCHEDULES
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.grammar import EMBODIED
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None, roles: Iterable[Any] = EMBODIED) -> int:
     return launch.answer(argv, USAGE, partial(start, roles=roles_of(roles)))
 
 
-def start(argv: list[str], roles: Sequence[Role] = EMBODIED) -> int:
+def start(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> int:
     program, argv = program_of(argv, EmbodiedLoop)
     roles = roles if program is EmbodiedLoop else roles_of(program.roles)
     values, problems, rest = launch.split(argv, OWN)
@@ -151,7 +151,7 @@ def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
 
 
 def find_profile(
-    named: str | None, config: RunConfig | None, topology: Topology, roles: Sequence[Role] = EMBODIED
+    named: str | None, config: RunConfig | None, topology: Topology, roles: Sequence[PlacedRole] = EMBODIED
 ) -> tuple[Profile, str]:
     """The one that is named, else one of this recipe: measured on such machines, or the newest. -> also its name. With
     a recipe it has that one's dataflow."""

@@ -1,14 +1,14 @@
 """Where each role runs: grammar, modes, plans. Pure planning; imports nothing else of the toolkit."""
 
-from embodied.placement.grammar import PlacementError, Role, roles_of
+from embodied.placement.grammar import PlacedRole, PlacementError, roles_of
 from embodied.placement.placement_plan import PlacementPlan, PlannedHost, make_plan, named_nodes
 from embodied.placement.topology import Topology
 
 __all__ = [
+    "PlacedRole",
     "PlacementError",
     "PlacementPlan",
     "PlannedHost",
-    "Role",
     "Topology",
     "make_plan",
     "named_nodes",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 MODES = ("auto", "collocated", "disaggregated", "hybrid")
@@ -33,7 +34,7 @@ class PlacementError(ValueError):
 
 
 @dataclass(frozen=True)
-class Role:
+class PlacedRole:
     """A role that a program declares, as far as placing needs to know it."""
 
     name: str
@@ -47,18 +48,29 @@ class Role:
         return "learner" if self.beside is None else self.beside
 
 
-EMBODIED = (Role("sim", network=False, beside=""), Role("policy", beside=""), Role("learner", "update", beside=""))
+EMBODIED = (
+    PlacedRole("sim", network=False, beside=""),
+    PlacedRole("policy", beside=""),
+    PlacedRole("learner", "update", beside=""),
+)
 
 
-def roles_of(declared: Iterable[Any]) -> tuple[Role, ...]:
-    """Declarations of a program, each with a `name` and a `phase` at least, as placing knows them."""
+def roles_of(declared: Iterable[Any]) -> tuple[PlacedRole, ...]:
+    """Roles that a program declares, each with `name`, `phase` and `beside` or by its name alone, as placing knows
+    them."""
     known = {role.name: role for role in EMBODIED}
-    return tuple(
-        known.get(one.name) or (one if isinstance(one, Role) else Role(one.name, one.phase)) for one in declared
-    )
+
+    def placed(one: Any) -> PlacedRole:
+        if isinstance(one, PlacedRole):
+            return one
+        if isinstance(one, str):
+            return known.get(one) or PlacedRole(one)
+        return known.get(one.name) or PlacedRole(one.name, one.phase, beside=one.beside)
+
+    return tuple(map(placed, declared))
 
 
-def others(roles: Sequence[Role]) -> tuple[Role, ...]:
+def others(roles: Sequence[PlacedRole]) -> tuple[PlacedRole, ...]:
     """The roles that a program has besides simulators, policies and learners."""
     names = {role.name for role in EMBODIED}
     return tuple(role for role in roles if role.name not in names)
@@ -114,16 +126,16 @@ def split_cores(cores: tuple[int, ...], workers: int, part: str) -> list[tuple[i
 
 
 def parse_map(
-    placement: Mapping[str, Any], roles: Sequence[Role] = EMBODIED, more: bool = False
+    placement: Mapping[str, Any], roles: Sequence[PlacedRole] = EMBODIED, more: bool = False
 ) -> dict[tuple[str, ...], list[Slot]]:
     """Roles of each kind of host -> one slot per host. Every role has exactly one place. `more`: beside all of `roles`
     there may be others, of a program that is not known here."""
     hosts: dict[tuple[str, ...], list[Slot]] = {}
     known = {role.name: role for role in roles}
     placed = [name.strip() for key in placement for name in str(key).split(",")]
-    for name in placed:
-        if name not in known and not (more and name.isidentifier() and known.keys() <= set(placed)):
-            raise PlacementError(f"{name!r} is not a role; roles: {', '.join(known)}")
+    if (wrong := not_a_role(placed, [*known], more)) is not None:
+        declared = ", and those that the program declares" * more
+        raise PlacementError(f"{wrong!r} is not a role; roles: {', '.join(known)}{declared}")
     for key, place in placement.items():
         names = tuple(name.strip() for name in str(key).split(","))
         if place is None:
@@ -143,13 +155,25 @@ def parse_map(
     return hosts
 
 
+def not_a_role(placed: Sequence[str], known: Sequence[str], more: bool) -> str | None:
+    """The name that is wrong in a map of these names; where there may be `more` than is known, the one that looks most
+    like a role that has no place."""
+    unknown = [name for name in placed if name not in known]
+    if not more:
+        return next(iter(unknown), None)
+    missing = [name for name in known if name not in placed]
+    likest = (get_close_matches(name, unknown, 1, 0.0) for name in missing)
+    bad = [name for name in unknown if not name.isidentifier()]
+    return next(iter([*bad, *(found[0] for found in likest if found)]), None)
+
+
 def parse_text(key: str, text: Any) -> list[Slot]:
     if not isinstance(text, str):
         raise PlacementError(f"the devices of {key!r} are {text!r}, not text; {EXAMPLES}")
     return parse_devices(text)
 
 
-def drawing(key: str, names: tuple[str, ...], known: Mapping[str, Role], place: Mapping[str, Any]) -> list[Slot]:
+def drawing(key: str, names: tuple[str, ...], known: Mapping[str, PlacedRole], place: Mapping[str, Any]) -> list[Slot]:
     """Slots of simulators on cores that draw on GPUs, which the workers share out in order."""
     example = f'{key}: {{devices: "cpu:0", render: "gpu:0"}}'
     if unknown := set(map(str, place)) - set(PLACE_KEYS):

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from embodied.placement.grammar import EMBODIED, PlacementError, Role, others, text_of
+from embodied.placement.grammar import EMBODIED, PlacedRole, PlacementError, others, text_of
 from embodied.placement.topology import Topology
 
 Device = tuple[str, str, int]  # node, kind, number
@@ -54,7 +54,7 @@ def choose(
     rows: int = ENVS_PER_SIM,
     most_sims: int | None = None,
     draws: bool = False,
-    roles: Sequence[Role] = EMBODIED,
+    roles: Sequence[PlacedRole] = EMBODIED,
     overlap: str = "",
 ) -> tuple[dict[str, Any], str]:
     """The map, and the reason where there was a choice. `networks` compute on "cpu" or "gpu"; `rows` is the least
@@ -114,7 +114,7 @@ def keep(devices: list[Device], names: list[str], kind: str, asked: DeviceReques
     return devices[:first], [(name, [device]) for name, device in zip(names, devices[first:])]
 
 
-def joined(group: tuple[str, list[Device]], more: Sequence[Role]) -> tuple[str, list[Device]]:
+def joined(group: tuple[str, list[Device]], more: Sequence[PlacedRole]) -> tuple[str, list[Device]]:
     """A group with the roles that go with one of its own, behind that one."""
     names, held = group
     found = [[name, *(role.name for role in more if role.home == name)] for name in names.split(",")]

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from embodied.placement import mode_rules
-from embodied.placement.grammar import EMBODIED, PlacementError, Role, Slot, number, parse_map, span
+from embodied.placement.grammar import EMBODIED, PlacedRole, PlacementError, Slot, number, parse_map, roles_of, span
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.placement.topology import Gpu, Node, Topology, one_machine
 
@@ -110,16 +110,18 @@ def make_plan(
     rows: int = ENVS_PER_SIM,
     most_sims: int | None = None,
     draws: bool = False,
-    roles: Sequence[Role] = EMBODIED,
+    roles: Sequence[PlacedRole | str] = EMBODIED,
     more: bool = False,
     overlap: str = "",
     shared: bool = False,
 ) -> PlacementPlan:
     """The plan of a placement. `machines` are those that the run may use; cores alone stand for one machine with
-    nothing else. The rest is what a mode depends on: see `mode_rules.choose`; `more`: a map may place other roles as
-    well; `shared`: any policy worker may answer any sim worker. Raises PlacementError."""
+    nothing else. The rest is what a mode depends on: see `mode_rules.choose`; `roles`: those that need a place, by
+    name where nothing else is to be said; `more`: a map may place others as well; `shared`: any policy worker may
+    answer any sim worker. Raises PlacementError."""
     if not isinstance(machines, Topology):
         machines = one_machine(machines)
+    roles = roles_of(roles)
     reason, mode = "", "explicit"
     if isinstance(placement, str):
         mode = placement
@@ -158,7 +160,7 @@ def named_nodes(placement: str | dict[str, Any]) -> set[str]:
 
 
 def explicit_hosts(
-    placement: dict[str, Any], machines: Topology, roles: Sequence[Role], more: bool = False
+    placement: dict[str, Any], machines: Topology, roles: Sequence[PlacedRole], more: bool = False
 ) -> tuple[PlannedHost, ...]:
     hosts: list[PlannedHost] = []
     for names, slots in parse_map(placement, roles, more).items():

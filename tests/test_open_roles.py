@@ -5,20 +5,22 @@ from types import SimpleNamespace
 
 import pytest
 
+import embodied
 from embodied import benchmark, plan
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.placement import PlacementError, Role, make_plan, roles_of
-from embodied.placement.grammar import EMBODIED
+from embodied.placement import PlacedRole, PlacementError, make_plan, roles_of
+from embodied.placement.grammar import EMBODIED, parse_map
 from embodied.placement.profile import read_profile
 from embodied.placement.topology import one_machine, read_topology
 from embodied.profiling import measure
 from embodied.run import launch
+from embodied.workflows.embodied import EmbodiedLoop
 
 from .scored_loop import ScoredLoop
 
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
-REWARD = (*EMBODIED, Role("reward"))
+REWARD = (*EMBODIED, PlacedRole("reward"))
 CORES = one_machine(tuple(range(8)))
 
 
@@ -44,14 +46,14 @@ def test_another_role_goes_with_the_learner_and_has_a_device_of_its_own_disaggre
 
 @pytest.mark.parametrize(
     ("role", "beside"),
-    [(Role("critic", "update"), ("learner", "critic")), (Role("scorer"), ("learner", "scorer"))],
+    [(PlacedRole("critic", "update"), ("learner", "critic")), (PlacedRole("scorer"), ("learner", "scorer"))],
 )
 def test_another_role_goes_where_its_declaration_says(role, beside):
     assert set(hosts("collocated", (*EMBODIED, role))) == {("sim", "policy"), beside}
 
 
 def test_a_role_that_goes_with_none_has_a_device_of_its_own_in_every_mode():
-    alone = (*EMBODIED, Role("reward", beside=""))
+    alone = (*EMBODIED, PlacedRole("reward", beside=""))
     assert all(("reward",) in hosts(mode, alone) for mode in ("collocated", "hybrid", "disaggregated"))
     gpus = make_plan("hybrid", read_topology("4xGPU"), 64, networks="gpu", roles=alone)
     assert [host.device for host in gpus.hosts if "reward" in host.roles] == ["gpu:3"]
@@ -64,12 +66,29 @@ def test_a_mode_without_a_device_for_it_says_how_many_it_needs():
 
 
 def test_what_a_program_declares_is_known_by_its_name_and_phase():
-    declared = [SimpleNamespace(name="sim", phase="rollout"), SimpleNamespace(name="critic", phase="update")]
-    assert roles_of(declared) == (EMBODIED[0], Role("critic", "update"))
+    critic = SimpleNamespace(name="critic", phase="update", beside=None)
+    declared = [SimpleNamespace(name="sim", phase="rollout", beside=None), critic, "judge"]
+    assert roles_of(declared) == (EMBODIED[0], PlacedRole("critic", "update"), PlacedRole("judge"))
+
+
+def test_a_declared_role_may_have_devices_of_its_own_or_the_policys():
+    apart, near = (embodied.Role("reward", "my_reward:Worker", beside=beside) for beside in ("", "policy"))
+    for declared, expected in ((apart, ("reward",)), (near, ("policy", "reward"))):
+        roles = roles_of((*EmbodiedLoop.roles, declared))
+        plan = make_plan("hybrid", read_topology("4xGPU"), 64, networks="gpu", roles=roles)
+        assert any(set(expected) <= {*host.roles} for host in plan.hosts), plan.hosts
+
+
+def test_a_typo_in_a_map_is_blamed_and_not_the_role_of_a_program():
+    placed = {"sim,policy": "cpu:0", "reward": "cpu:0", "lerner": "cpu:0"}
+    with pytest.raises(PlacementError, match=r"'lerner' is not a role; roles: .*, and those that the program declares"):
+        parse_map(placed, more=True)
+    with pytest.raises(PlacementError, match="'learner' has no place"):
+        parse_map({"sim,policy": "cpu:0"}, more=True)
 
 
 def test_a_simulator_is_never_in_the_process_of_a_role_that_updates():
-    roles = (*EMBODIED, Role("critic", "update"))
+    roles = (*EMBODIED, PlacedRole("critic", "update"))
     with pytest.raises(PlacementError, match="'sim,critic' puts the simulator"):
         hosts({"sim,critic": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, roles)
 
@@ -113,3 +132,29 @@ def test_profile_plan_auto_and_benchmark_know_a_fourth_role(tmp_path, capsys):
     assert "reward" in told and "at work: sim" in told
     (measured,) = json.loads((tmp_path / "bench/bench.json").read_text())["results"]
     assert 0 < measured["rounds"]["collocated"][0]["busy"]["reward"] < 1
+
+
+class TwoSims(EmbodiedLoop):
+    roles = (*EmbodiedLoop.roles, EmbodiedLoop.roles[0])
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (
+            "collections:OrderedDict",
+            "is not a workflow: it has no command, roles, .*; derive it from embodied.EmbodiedLoop",
+        ),
+        (f"{__name__}:TwoSims", "roles need names of their own: sim, policy, learner, sim"),
+    ],
+)
+def test_a_program_that_cannot_run_is_refused_before_anything_starts(program, told):
+    with pytest.raises(ConfigError, match=told):
+        launch.program_of([f"program={program}", *SMALL], EmbodiedLoop)
+
+
+def test_what_is_no_training_loop_is_not_benchmarked():
+    with pytest.raises(ConfigError, match="only training loops can be measured"):
+        benchmark.start(list(SMALL), program=object)
+    with pytest.raises(ConfigError, match="only training loops can be measured"):
+        measure.start(list(SMALL), program=object)

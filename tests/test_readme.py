@@ -114,6 +114,12 @@ def test_a_command_does_what_it_says(folder, here, command):
         assert "finished after" in output and ("processes   local" in output or own)
 
 
+def test_the_lines_from_python_train_and_evaluate(folder):
+    lines = (folder / "from_python.py").read_text()
+    (folder / "shorter.py").write_text(lines.replace("run.iterations=40", "run.iterations=2").replace("=200", "=4"))
+    assert 0 <= float(run("python shorter.py", folder).splitlines()[-1].split()[1]) <= 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [line for line in PYTHON if trains(line) and "my_" in line])
 def test_what_is_documented_learns(folder, command):

@@ -38,7 +38,7 @@ from embodied.profiling.store import (
     repeated,
     without_limit,
 )
-from embodied.profiling.timed_run import Clock, calibrate
+from embodied.profiling.timed_run import Clock, calibrate, check_program
 from embodied.run import devices, launch
 from embodied.run.folder import commit
 from embodied.run.launch import program_of
@@ -73,6 +73,7 @@ def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
 
 def start(argv: list[str], program: type = EmbodiedLoop) -> int:
     program, argv = program_of(argv, program)
+    check_program(program)
     values, problems, rest = launch.split(argv, ("seconds",))
     seconds = values.get("seconds", SECONDS)
     if problems or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):

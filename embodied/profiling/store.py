@@ -17,7 +17,7 @@ from pathlib import Path
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
-from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan
+from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan
 from embodied.placement.dataflow import Dataflow, embodied_dataflow
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.grammar import EMBODIED, number, others
@@ -57,7 +57,7 @@ def repeated(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"algo": config.algo.model_copy(update=same)})
 
 
-def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequence[Role] = EMBODIED) -> Dataflow:
+def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequence[PlacedRole] = EMBODIED) -> Dataflow:
     """What an iteration of this recipe asks for; `episode_decisions` is how long whole episodes are."""
     algo, envs = config.algo, config.env.num_envs
     if not algo.whole_episodes:
@@ -98,7 +98,7 @@ def limited(classes: Iterable[DeviceClass], memory_gb: float | None) -> list[Dev
     return [replace(one, **limit) for one in classes]
 
 
-def cost_key(config: RunConfig, roles: Sequence[Role] = EMBODIED) -> str:
+def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
     """Names what costs the same."""
     said = config.model_dump(mode="json", include={"env", "policy", "algo", "learner"})
     for section, keys in AMOUNTS.items():
@@ -124,7 +124,9 @@ def cost_key(config: RunConfig, roles: Sequence[Role] = EMBODIED) -> str:
 # The machines of a profile
 
 
-def homes(config: RunConfig, machines: Topology, roles: Sequence[Role] = EMBODIED) -> dict[str, list[DeviceClass]]:
+def homes(
+    config: RunConfig, machines: Topology, roles: Sequence[PlacedRole] = EMBODIED
+) -> dict[str, list[DeviceClass]]:
     """Role -> the kinds of devices that it runs on, in the modes and in what `auto` may choose."""
     classes = [c for c in machines.classes() if c.count]
     cores, gpus = ([c for c in classes if c.kind == kind] for kind in ("cpu", "gpu"))
@@ -160,7 +162,9 @@ def why_it_does_not_count(profile: Profile, machines: Topology) -> str:
     return f"measured on {describe_devices(measured, nodes)}, {has} {there}"
 
 
-def profile_for(config: RunConfig, machines: Topology, roles: Sequence[Role] = EMBODIED) -> tuple[Path | None, str]:
+def profile_for(
+    config: RunConfig, machines: Topology, roles: Sequence[PlacedRole] = EMBODIED
+) -> tuple[Path | None, str]:
     """The newest stored profile that holds for this recipe on these machines; else why those there are do not count."""
     reason = ""
     for path in stored_profiles(config, roles):
@@ -179,7 +183,7 @@ def processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def profile_path(config: RunConfig, made: Mapping = {}, roles: Sequence[Role] = EMBODIED) -> Path:
+def profile_path(config: RunConfig, made: Mapping = {}, roles: Sequence[PlacedRole] = EMBODIED) -> Path:
     """The file of what was `made` on these machines: another one for each."""
     counts, nodes = made.get("devices", {}), made.get("nodes", 1)
     where = [f"{count}{kind}" for kind, count in counts.items()] + [f"{nodes}nodes"] * (nodes > 1)
@@ -187,13 +191,13 @@ def profile_path(config: RunConfig, made: Mapping = {}, roles: Sequence[Role] = 
     return Path(config.run.dir) / "profiles" / f"{'-'.join(parts)}.json"
 
 
-def stored_profiles(config: RunConfig, roles: Sequence[Role] = EMBODIED) -> list[Path]:
+def stored_profiles(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> list[Path]:
     """Measured with this processor for what costs the same, under whatever recipe's name; the newest first."""
     found = (Path(config.run.dir) / "profiles").glob(f"*-{cost_key(config, roles)}.json")
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def newest_profile(config: RunConfig, roles: Sequence[Role] = EMBODIED) -> Path:
+def newest_profile(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> Path:
     """The one measured last, on whatever machines. Raises ConfigError where there is none."""
     path = next(iter(stored_profiles(config, roles)), None)
     if path is None:
@@ -205,7 +209,7 @@ def newest_profile(config: RunConfig, roles: Sequence[Role] = EMBODIED) -> Path:
     return path
 
 
-def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[Role] = EMBODIED) -> Profile:
+def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[PlacedRole] = EMBODIED) -> Profile:
     """The profile with this recipe's amounts of work."""
     key = profile.made.get("key")
     if key != cost_key(config, roles):
@@ -223,7 +227,7 @@ def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[R
 
 
 def plan_from_profile(
-    config: RunConfig, machines: Topology, path: Path, roles: Sequence[Role] = EMBODIED
+    config: RunConfig, machines: Topology, path: Path, roles: Sequence[PlacedRole] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
     """The config with the plan's stages, granularity and schedule, and the plan, on all devices that the profile
     knows."""

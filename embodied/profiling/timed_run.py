@@ -16,8 +16,9 @@ from statistics import median
 from typing import Any
 
 from embodied.config.recipe import RunConfig
+from embodied.core.errors import ConfigError
 from embodied.learners.rendezvous import rendezvous_point
-from embodied.placement import PlacementPlan, Role, Topology, make_plan, roles_of
+from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import Edge, traced_edges
@@ -52,6 +53,15 @@ class Round:
     first_backward_s: float | None  # since the iteration began; None where the first rank learned nothing
     env_steps: int
     busy: dict[str, float]
+
+
+def check_program(program: type) -> None:
+    """Raise ConfigError for a workflow that is no training loop: what its iterations are made of is not known."""
+    if not issubclass(program, EmbodiedLoop):
+        raise ConfigError(
+            f"program={program.__module__}:{program.__qualname__}: only training loops can be measured, "
+            f"classes that derive from embodied.EmbodiedLoop"
+        )
 
 
 class Trial:
@@ -225,7 +235,9 @@ def calibrate(
     return with_sim(profile, -resets_s)
 
 
-def trial_layouts(sims: DeviceClass, networks: DeviceClass, num_envs: int, more: Sequence[Role] = ()) -> list[Layout]:
+def trial_layouts(
+    sims: DeviceClass, networks: DeviceClass, num_envs: int, more: Sequence[PlacedRole] = ()
+) -> list[Layout]:
     """What the real runs are: learners take turns with policies; then, where there are enough devices, they share
     processes, and have others than sims. Other roles are beside the policies, or, without networks, the sims."""
     computing = tuple(role.name for role in more if role.network or sims == networks)
@@ -280,7 +292,9 @@ def with_costs(profile: Profile, name: str, change: Callable[[Cost], Cost]) -> P
     return replace(profile, costs={**profile.costs, name: changed})
 
 
-def with_others(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings, more: Iterable[Role]) -> Profile:
+def with_others(
+    profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings, more: Iterable[PlacedRole]
+) -> Profile:
     """The profile with what roles without a probe cost in a run, in proportion to their items."""
     at = positions(layout)
     for role in more:
@@ -322,7 +336,12 @@ def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTiming
 
 
 def shortened(
-    config: RunConfig, profile: Profile, pricer: Pricer, layout: Layout, clock: Clock, roles: Sequence[Role] = EMBODIED
+    config: RunConfig,
+    profile: Profile,
+    pricer: Pricer,
+    layout: Layout,
+    clock: Clock,
+    roles: Sequence[PlacedRole] = EMBODIED,
 ) -> tuple[RunConfig, Profile]:
     """The recipe with fewer decisions and epochs per iteration, where so many iterations would take longer than there
     is time. What is taken from the real runs is per decision and per gradient step."""

@@ -29,7 +29,7 @@ from embodied.core.errors import (
 from embodied.envs import env_class, import_class, speaks
 from embodied.envs.own_modules import own_modules
 from embodied.envs.protocols import choose_protocol
-from embodied.placement import PlacementError, PlacementPlan, Role, Topology, make_plan, named_nodes, roles_of
+from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.policies import check_package
@@ -165,7 +165,7 @@ def planned(
     return config, replace(plan, memory=tuple(describe_memory(found)))
 
 
-def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[Role, ...]) -> PlacementPlan:
+def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[PlacedRole, ...]) -> PlacementPlan:
     """The plan of a recipe that was not loaded from a file. Refuses what loading it and `planned` would."""
     RunConfig.model_validate(dict(config), context={"unused": () if learn else ("algo",)})
     config, plan = placed(config, machines, learn, roles)
@@ -175,7 +175,7 @@ def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[R
     return plan
 
 
-def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, roles: tuple[Role, ...]) -> None:
+def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, roles: tuple[PlacedRole, ...]) -> None:
     """Raise ConfigError where they cannot learn as the recipe says."""
     updating = [role.name for role in roles if role.phase == "update"]
     if not plan.apart(*updating) and not gives_way(config, plan, updating):
@@ -255,7 +255,7 @@ def rehearse(config: RunConfig) -> None:
 
 
 def placed(
-    config: RunConfig, machines: Topology, learn: bool, roles: tuple[Role, ...] = EMBODIED
+    config: RunConfig, machines: Topology, learn: bool, roles: tuple[PlacedRole, ...] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
     """The plan; placement=auto of a training run asks the profile of such machines, if there is one, and so does
     pipeline.schedule=auto, which is sync otherwise."""
@@ -423,7 +423,22 @@ def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:
     """The workflow that program=my_module:MyLoop names, `usual` without it, and the other arguments."""
     named = [arg.partition("=")[2] for arg in argv if arg.startswith("program=")]
     rest = [arg for arg in argv if not arg.startswith("program=")]
-    return (import_class(named[-1], "program") if named else usual), rest
+    return (own_program(named[-1]) if named else usual), rest
+
+
+def own_program(name: str) -> type:
+    """The workflow my_module:MyLoop. Raises ConfigError for what is none, and for roles that do not fit together."""
+    from embodied.workflows.contract import Workflow, check_roles
+
+    program = import_class(name, "program")
+    parts = ["command", "roles", *(part for part in vars(Workflow) if not part.startswith("_"))]
+    if lacking := [part for part in parts if not hasattr(program, part)]:
+        raise ConfigError(
+            f"program={name} is not a workflow: it has no {', '.join(lacking[:4])}; derive it from "
+            f"embodied.EmbodiedLoop (docs/workflows.md)"
+        )
+    check_roles(program.roles)
+    return program
 
 
 def command_of(program: type) -> str:

@@ -1,32 +1,8 @@
 """What a program declares so that `train`, placement and the reports can run it: its roles, its workflow, its batches.
 
 Three parts, each replaceable alone: a `Role` says which workers there are, a `BatchSource` how a batch is collected and
-learned from, a `Workflow` what an iteration is. Worked example, a reward model between sims and learners:
-
-    REWARD = Role("reward", "my_reward:RewardWorker", lambda workers: (workers.config.env.image_size,))
-
-    class ScoredRollouts(HorizonCollector):                     # a BatchSource: the shipped one, and one step more
-        def start(self, workers):
-            super().start(workers)
-            self.reward = workers.groups["reward"]
-            self.outlets = [                                    # sims put here, one channel for each learner
-                workers.cluster.channel(f"unscored-{r}", home=self.reward[0], capacity=None)
-                for r in range(len(self.trajectories))
-            ]
-
-        def collect(self, version):
-            batch = super().collect(version)                    # which sources came through is known now
-            sources = [batch.sources_of(block) for block in self.blocks]
-            self.rollouts.settle(self.reward.score(self.outlets, sources, self.trajectories))
-            return batch
-
-    class ScoredLoop(EmbodiedLoop):                             # a Workflow: program=my_reward:ScoredLoop
-        roles = (*EmbodiedLoop.roles, REWARD)
-        make_source = ScoredRollouts
-
-A plan gives each role its workers and devices: `placement={"sim,policy": "cpu:0", reward: "cpu:1", learner: "cpu:2"}`
-runs one worker of each, `reward: "gpu:0-1"` two on a GPU each. Such a source takes whole rollouts (pipeline.granularity
-stays null): pieces of one would have to be scored while it is in progress.
+learned from, a `Workflow` what an iteration is. docs/workflows.md builds one with a reward model between sims and
+learners.
 """
 
 from __future__ import annotations
@@ -39,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeV
 
 import numpy as np
 
+from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, EpisodeResult
 from embodied.runtime import Handle
 
@@ -65,6 +42,7 @@ class Role:
     worker: str | Callable[[RunConfig], str]  # "package.module:Class", imported by its processes alone; or which it is
     arguments: Callable[[Workers], tuple] = lambda workers: ()  # of the constructor, the same for every replica
     phase: Literal["rollout", "update"] = ROLLOUT
+    beside: str | None = None  # whose processes it shares in modes; None: the learners', "": it has devices of its own
     sends_to: tuple[
         str, ...
     ] = ()  # roles that read what it puts into channels; an answer goes back without being named
@@ -83,13 +61,15 @@ class Role:
 
 
 def check_roles(roles: tuple[Role, ...]) -> None:
-    """Raise ValueError where two roles share a name, or one sends to a role that is not declared."""
+    """Raise ConfigError where two roles share a name, or one sends to or is beside a role that is not declared."""
     names = [role.name for role in roles]
     if len({*names}) < len(names):
-        raise ValueError(f"roles need names of their own: {', '.join(names)}")
+        raise ConfigError(f"roles need names of their own: {', '.join(names)}")
     for role in roles:
         if unknown := {*role.sends_to} - {*names}:
-            raise ValueError(f"role {role.name} sends to {', '.join(sorted(unknown))}; roles: {', '.join(names)}")
+            raise ConfigError(f"role {role.name} sends to {', '.join(sorted(unknown))}; roles: {', '.join(names)}")
+        if role.beside and role.beside not in names:
+            raise ConfigError(f"role {role.name} is beside {role.beside}; roles: {', '.join(names)}")
 
 
 class Batch(Protocol):

@@ -41,6 +41,8 @@ class RolloutParts:
 
 
 class HorizonCollector:
+    """The source of batches that PPO learns from: so many decisions of every env row, episodes going on in the next."""
+
     exhausted = ""  # there always is something to learn from
 
     def __init__(self, config: RunConfig, tasks: tuple[str, ...]) -> None:

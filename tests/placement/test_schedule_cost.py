@@ -7,7 +7,7 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.placement import PlacementError, Role, make_plan
+from embodied.placement import PlacedRole, PlacementError, make_plan
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.topology import read_topology
 from embodied.run import launch
@@ -85,7 +85,7 @@ def test_one_gpu_is_too_few(gpu_sims, what):
 
 
 def test_roles_of_the_rollout_are_beside_policies_and_those_of_the_update_beside_learners():
-    roles = (*EMBODIED, Role("reward"), Role("critic", "update"))
+    roles = (*EMBODIED, PlacedRole("reward"), PlacedRole("critic", "update"))
     plan = make_plan("auto", (0, 1), 8, roles=roles, overlap=ASYNC)
     assert places(plan) == {(("sim", "policy"), (0,)), (("reward",), (0,)), (("learner", "critic"), (1,))}
     assert plan.apart("learner", "critic")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
 from embodied.envs.worker import SimWorker
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
@@ -158,10 +159,14 @@ def test_imitation_differs_from_training_in_its_learners_alone():
     [
         ((SIM, SIM), "names of their own: sim, sim"),
         ((SIM, LEARNER), "sim sends to policy; roles: sim, learner"),
+        (
+            (POLICY, LEARNER, Role("reward", "a.b:C", beside="sim")),
+            "reward is beside sim; roles: policy, learner, reward",
+        ),
     ],
 )
 def test_roles_that_do_not_fit_together_are_refused(roles, told):
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ConfigError, match=told):
         check_roles(roles)
 
 
