@@ -33,6 +33,9 @@ class PolicyOptions(Strict):
     mixed_precision: ClassVar[bool] = False
     """Whether its weights are not all of one precision."""
 
+    speaks: ClassVar[bool] = False
+    """Whether this family answers text envs; what a class of yours does, `Policy.speaks` says."""
+
 
 class ActorCriticConfig(PolicyOptions):
     """What small policies with an actor and a critic have in common."""
@@ -282,6 +285,7 @@ ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running
 
 class LanguageConfig(PolicyOptions):
     published = True
+    speaks = True
     compile: ClassVar[bool] = False
     chunk: ClassVar[int] = 1
     of_engine: ClassVar = OF_SERVER
