@@ -388,6 +388,7 @@ class ExternalPolicyConfig(PolicyOptions):
     chunk: ClassVar[int] = 1
     compile: ClassVar[bool] = False
     dtype: ClassVar[str] = ""  # the class's own
+    max_tokens: ClassVar[int | None] = None  # likewise
 
     name: str = Field(pattern=r"^[\w.]+:\w+$", description="Your own policy class, as my_pkg.my_module:MyPolicy.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to your class as it is.")

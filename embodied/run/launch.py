@@ -363,10 +363,9 @@ def without_success(config: RunConfig) -> str:
     task = env_class(env).tasks(env)[0]
     recipe = recipe_of_task(task)
     steps = f"run.env_steps={LONGER * run.env_steps}" if run.env_steps else f"run.iterations={LONGER * run.iterations}"
-    sparse = getattr(env, "reward_mode", None) == "sparse"
     options = [
         f"the settings found for this task, recipe={recipe}" if recipe and run.name != recipe else "",
-        "a shaped reward, env.reward_mode=normalized_dense" if sparse else "",
+        "a shaped reward, env.reward_mode=normalized_dense" if env.sparse else "",
         "the simulator's own reward, env.reward=own" if env.reward == "success" else "",
         f"a longer run, {steps}",
         "demonstrations to begin with (docs/demonstrations.md)" if run.start_from is None else "",
