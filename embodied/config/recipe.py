@@ -268,9 +268,10 @@ class RunConfig(Strict):
 
 def failure(check: Callable[[], None]) -> ValueError | None:
     try:
-        return check()
+        check()
     except ValueError as err:
         return err
+    return None
 
 
 @dataclass(frozen=True)
