@@ -108,10 +108,10 @@ def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str
     policy = config.policy
     problem = why_not(ALL_ENVS.get(kind_of(config.env), NOTHING), machine)
     problem = problem or why_not(POLICIES.get(policy.name, NOTHING), machine)
-    if policy.name == "language":
+    if policy.speaks:
         problem = problem or why_no_engine(policy.engine, machine)
     problem = problem or problem_of_env(config.env, machine)
-    if policy.name == "language":
+    if policy.speaks:
         problem = problem or lacks_model(policy.pretrained, models, machine)
     large = policy.published and policy.preset == "full"
     if (config.env.on_gpu or config.learner.device == "cuda" or large) and not machine.exists(NVIDIA):

@@ -187,7 +187,7 @@ def find_language(checkpoint: str) -> Target | None:
     here = folder_of(checkpoint)
     if (family := published_family(here)) == "language":
         return Target(here.resolve().name, LanguageConfig(name="language", pretrained=str(here)), folder=here.resolve())
-    if family or (target := find(checkpoint)).config.name != "language":
+    if family or not (target := find(checkpoint)).config.speaks:
         return None
     return target
 

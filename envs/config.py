@@ -30,6 +30,9 @@ PRIVILEGED = Field(
 
 
 class CommonEnvConfig(Strict):
+    sparse: ClassVar[bool] = False
+    """Whether the simulator is asked for a reward that comes with a success alone."""
+
     num_envs: int = Field(
         32, gt=0, le=2**20, description="Env rows in the whole run, shared out among the sim workers."
     )
@@ -148,6 +151,10 @@ class ManiSkillConfig(CommonEnvConfig):
     @property
     def physics(self) -> str:
         return self.backend
+
+    @property
+    def sparse(self) -> bool:
+        return self.reward_mode == "sparse"
 
     @property
     def observed_images(self) -> dict[str, tuple[int, int]]:
@@ -288,6 +295,10 @@ class RobosuiteConfig(CommonEnvConfig):
     cameras: tuple[str, ...] = Field((), description="Cameras whose images are observed: agentview, frontview, ...")
     image_size: int = Field(84, ge=16, le=1024, description="Width and height of these images, in pixels.")
     video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of video frames.")
+
+    @property
+    def sparse(self) -> bool:
+        return self.reward_mode == "sparse"
 
     @property
     def observed_images(self) -> dict[str, tuple[int, int]]:

@@ -42,6 +42,7 @@ class Policy(nn.Module):
     """A plug-in implements `act`, `value`, `forward` and `noise_spec`; saving and loading come from here."""
 
     speaks = False  # whether it answers text envs: then an engine acts, and it scores whole conversations
+    max_length: int | None = None  # tokens of a whole conversation, at most
     any_image_size = False  # whether it scales images itself
     value_names: tuple[str, ...] = ()  # how the names of parameters begin that only predict values
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
@@ -92,6 +93,10 @@ class Policy(nn.Module):
     def cache_tensors(self) -> list[Tensor]:
         """Memory that acting keeps from one decision to the next, not what is in it: a device may take it back."""
         return []
+
+    def row_bytes(self, words: int) -> int:
+        """Bytes of it for one env row whose decision reads and writes so many tokens besides those of images."""
+        return 0
 
     @property
     def horizon(self) -> int:

@@ -33,6 +33,9 @@ class PolicyOptions(Strict):
     mixed_precision: ClassVar[bool] = False
     """Whether its weights are not all of one precision."""
 
+    speaks: ClassVar[bool] = False
+    """Whether this family answers text envs; what a class of yours does, `Policy.speaks` says."""
+
 
 class ActorCriticConfig(PolicyOptions):
     """What small policies with an actor and a critic have in common."""
@@ -282,6 +285,7 @@ ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running
 
 class LanguageConfig(PolicyOptions):
     published = True
+    speaks = True
     compile: ClassVar[bool] = False
     chunk: ClassVar[int] = 1
     of_engine: ClassVar = OF_SERVER
@@ -384,6 +388,7 @@ class ExternalPolicyConfig(PolicyOptions):
     chunk: ClassVar[int] = 1
     compile: ClassVar[bool] = False
     dtype: ClassVar[str] = ""  # the class's own
+    max_tokens: ClassVar[int | None] = None  # likewise
 
     name: str = Field(pattern=r"^[\w.]+:\w+$", description="Your own policy class, as my_pkg.my_module:MyPolicy.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to your class as it is.")

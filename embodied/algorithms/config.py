@@ -411,7 +411,7 @@ class GRPOConfig(PolicyGradientConfig):
             )
         return self
 
-    whole_episodes: ClassVar[bool] = True
+    whole_episodes: ClassVar[Literal[True]] = True
 
     def of_actions(self) -> list[str]:
         """Options that are set here and mean nothing for a policy that speaks."""

@@ -36,7 +36,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.options import LocalPath, Strict
 from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
 from embodied.learners.config import LearnerConfig
-from embodied.policies.config import MLPConfig, PolicyConfig
+from embodied.policies.config import LanguageConfig, MLPConfig, PolicyConfig
 from embodied.runtime.config import ClusterConfig, FaultsConfig
 
 
@@ -85,7 +85,7 @@ class RunConfig(Strict):
         return self.model_copy(update={"pipeline": self.pipeline.model_copy(update=changes)})
 
     def _both_speak(self) -> None:
-        speaks, text = self.policy.name == "language", isinstance(self.env, TextConfig)
+        speaks, text = self.policy.speaks, isinstance(self.env, TextConfig)
         if text and not speaks:
             raise ValueError(
                 f"env.name={self.env.name} asks in words, and policy.name={self.policy.name} answers with actions; "
@@ -154,19 +154,19 @@ class RunConfig(Strict):
 
     def _answers_fit(self) -> None:
         """What is said of answers needs a policy that speaks, which learns from whole groups of conversations."""
-        algo = self.algo
-        if self.policy.name != "language":
+        algo, policy = self.algo, self.policy
+        if not isinstance(policy, LanguageConfig):
             packing = {"pack_tokens": 4096, "share_prompts": True}
             if given := [
                 f"learner.{k}={getattr(self.learner, k)}" for k in packing if getattr(self.learner, k) != packing[k]
             ]:
                 raise ValueError(
-                    f"{' and '.join(given)} has no effect with policy.name={self.policy.name}: only conversations pass "
+                    f"{' and '.join(given)} has no effect with policy.name={policy.name}: only conversations pass "
                     "through the network by their tokens; leave it out"
                 )
             if given := algo.of_answers():
                 raise ValueError(
-                    f"{' and '.join(given)}: only a language model gives answers, and policy.name={self.policy.name} "
+                    f"{' and '.join(given)}: only a language model gives answers, and policy.name={policy.name} "
                     "takes actions; leave it out, or set policy.name=language with a text env"
                 )
             return
@@ -175,7 +175,7 @@ class RunConfig(Strict):
                 "algo.name=ppo learns from decisions of every env unless algo.groups says how many prompts an "
                 "iteration has, and a text env holds whole conversations; try algo.groups=64, or algo.name=grpo"
             )
-        if self.policy.value_head != (algo.name == "ppo"):
+        if policy.value_head != (algo.name == "ppo"):
             needed = (
                 "judges tokens by the values that policy.value_head=true predicts; set it"
                 if algo.name == "ppo"
@@ -193,10 +193,10 @@ class RunConfig(Strict):
                 f"algo.minibatch_size={algo.minibatch_size} counts conversations, and would tear groups of "
                 f"algo.group_size={algo.group_size}; try algo.minibatch_size={fit}"
             )
-        if algo.overlong and algo.overlong > self.policy.max_tokens:
+        if algo.overlong and algo.overlong > policy.max_tokens:
             raise ValueError(
-                f"algo.overlong={algo.overlong} is more than policy.max_tokens={self.policy.max_tokens}, so every "
-                f"answer would pay; try algo.overlong={max(1, self.policy.max_tokens // 4)}"
+                f"algo.overlong={algo.overlong} is more than policy.max_tokens={policy.max_tokens}, so every "
+                f"answer would pay; try algo.overlong={max(1, policy.max_tokens // 4)}"
             )
         idle = {"stages": self.pipeline.stages > 1, "merge_rows": self.pipeline.merge_rows is not None}
         if given := [f"pipeline.{key}={getattr(self.pipeline, key)}" for key, asked in idle.items() if asked]:
@@ -212,17 +212,18 @@ class RunConfig(Strict):
             )
 
     def _interleaving_fits(self) -> None:
+        policy = self.policy
         if not self.eval.interleave:
             return
-        if self.policy.name != "language":
+        if not isinstance(policy, LanguageConfig):
             raise ValueError(
                 "eval.interleave=true: a robot's sims step all their envs together, and those of an evaluation have a "
                 "number and rules of their own; leave it out"
             )
-        if self.policy.engine != "transformers":
+        if policy.engine != "transformers":
             raise ValueError(
                 "eval.interleave=true: results must not depend on what is written beside them, which only "
-                f"policy.engine=transformers promises, not {self.policy.engine}; leave one of them out"
+                f"policy.engine=transformers promises, not {policy.engine}; leave one of them out"
             )
         if self.run.eval_every is None:
             raise ValueError(
@@ -267,9 +268,10 @@ class RunConfig(Strict):
 
 def failure(check: Callable[[], None]) -> ValueError | None:
     try:
-        return check()
+        check()
     except ValueError as err:
         return err
+    return None
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memo
         training=sum(p.numel() * training_bytes(p) for p in trained),
         trained=size_of(trained),
         gathered=weights - sum(blocks) + max(blocks, default=0),
-        acting=acting_bytes(policy, parameters, config),
+        acting=acting_bytes(policy, config),
         activations=saved_bytes(policy, config, inputs),
     )
 
@@ -108,16 +108,11 @@ def size_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def acting_bytes(policy: Policy, parameters: list[Tensor], config: LearnerConfig) -> int:
-    """Keys and values of one env row, of policies that keep them and read images and prompt with a Llama, or of the
-    longest conversation."""
+def acting_bytes(policy: Policy, config: LearnerConfig) -> int:
+    """Keys and values of one env row, of policies that keep them, or of the longest conversation."""
     if policy.speaks:
         return longest_conversation(policy, config) * policy.token_bytes
-    llama = getattr(getattr(policy, "settings", None), "llama", None)
-    if llama is None or type(policy).cache_tensors is Policy.cache_tensors:
-        return 0
-    tokens = policy.settings.patches * len(policy.cameras) + PROMPT
-    return 2 * llama.depth * llama.dim * llama.kv_heads // llama.heads * tokens * parameters[0].element_size()
+    return policy.row_bytes(PROMPT)
 
 
 def training_bytes(p: Tensor) -> int:

@@ -133,10 +133,10 @@ def check_length(policy: Any, tokens: np.ndarray, mask: np.ndarray, which: str) 
     """Refuse an example that the policy could not say: its answers are too long, or all of it is."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     longest = int((edges[1::2] - edges[::2]).max())
-    if (limit := getattr(policy.config, "max_tokens", None)) and longest > limit:
+    if (limit := policy.config.max_tokens) and longest > limit:
         raise ConfigError(
             f"{which}: an answer of {longest} tokens, with the one that ends it, is more than "
             f"policy.max_tokens={limit}; try policy.max_tokens={longest}, or leave the example out"
         )
-    if (room := getattr(policy, "max_length", None)) and len(tokens) > room:
+    if (room := policy.max_length) and len(tokens) > room:
         raise ConfigError(f"{which}: a conversation of {len(tokens)} tokens does not fit into the model's {room}")

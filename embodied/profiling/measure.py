@@ -110,7 +110,8 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             "nodes": nodes,
             "commit": commit(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0 and (n == 1 or not talks(config))],
+            # Each conversation goes on as soon as it is answered, so stages would add nothing.
+            "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0 and (n == 1 or not config.policy.speaks)],
         }
         if config.algo.whole_episodes:
             # While a policy knows nothing, episodes last as long as they may.
@@ -267,19 +268,14 @@ def share_of_step(config: RunConfig, num_envs: int, decisions: int) -> int:
     """Items of a gradient step that so many envs of all have collected; conversations in whole groups."""
     whole = config.algo.minibatch_size or decisions * config.env.num_envs
     share = max(1, round(whole * num_envs / config.env.num_envs))
-    if talks(config):
+    if config.policy.speaks:
         share = max(share // config.algo.group_size, 1) * config.algo.group_size
     return min(share, num_envs * decisions)
 
 
-def talks(config: RunConfig) -> bool:
-    """Whether sims hold conversations, each of which goes on as soon as it is answered: stages would add nothing."""
-    return config.policy.name == "language"
-
-
 def prober(config: RunConfig) -> str:
     """The worker that measures the parts of this recipe."""
-    if talks(config):
+    if config.policy.speaks:
         return "embodied.profiling.conversation_probe:ConversationProbe"
     return "embodied.profiling.role_probe:ProbeWorker"
 

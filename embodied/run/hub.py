@@ -69,7 +69,7 @@ def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
         raise CheckpointError(f"policy.pretrained={name}: there is no such folder; make it: {MADE_HERE[name]}")
     if not is_hub_id(name):
         raise CheckpointError(f"policy.pretrained={name}: there is no such folder, and a hub id is ORG/NAME")
-    files = SHAPE if dry and policy.name == "language" else FILES
+    files = SHAPE if dry and policy.speaks else FILES
     return policy.model_copy(update={"pretrained": str(fetch(name, "policy.pretrained", files))})
 
 

@@ -134,7 +134,7 @@ def planned(
         check_pyarrow()
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     check_speech(config, kind)
-    if learn and config.policy.name == "language" and config.policy.engine == "http" and config.policy.weights is None:
+    if learn and config.policy.speaks and config.policy.engine == "http" and config.policy.weights is None:
         raise ConfigError(
             "policy.engine=http: the server would answer with the weights that it has, whatever is learned; set "
             "policy.weights to a folder that it sees as well, such as policy.weights=/dev/shm"
@@ -217,11 +217,11 @@ def overlap_key(config: RunConfig) -> str:
 
 def check_speech(config: RunConfig, kind: Any) -> None:
     """Refuse a policy of actions for an env that speaks, and the other way round; and what only answers have."""
-    text, name, options = speaks(kind), config.policy.name, config.eval
-    if text != (name == "language"):
+    text, policy, options = speaks(kind), config.policy, config.eval
+    if text != policy.speaks:
         ways = ("asks in words", "answers with actions") if text else ("takes actions", "answers in words")
         raise ConfigError(
-            f"env.name={config.env.name} {ways[0]}, and policy.name={name} {ways[1]}; "
+            f"env.name={config.env.name} {ways[0]}, and policy.name={policy.name} {ways[1]}; "
             f"{'try policy.name=language, or a checkpoint of such a policy' if text else 'try env.name=sums'}"
         )
     films = ("overlay", "cameras", "mosaic", "dataset")
@@ -357,16 +357,15 @@ def advice_on_staleness(config: RunConfig) -> str:
 def without_success(config: RunConfig) -> str:
     """A line for a run in which no episode of the first third was a success; empty for language models, whose runs
     stop by themselves where there is nothing to learn from."""
-    if config.policy.name == "language":
+    if config.policy.speaks:
         return ""
     env, run = config.env, config.run
     task = env_class(env).tasks(env)[0]
     recipe = recipe_of_task(task)
     steps = f"run.env_steps={LONGER * run.env_steps}" if run.env_steps else f"run.iterations={LONGER * run.iterations}"
-    sparse = getattr(env, "reward_mode", None) == "sparse"
     options = [
         f"the settings found for this task, recipe={recipe}" if recipe and run.name != recipe else "",
-        "a shaped reward, env.reward_mode=normalized_dense" if sparse else "",
+        "a shaped reward, env.reward_mode=normalized_dense" if env.sparse else "",
         "the simulator's own reward, env.reward=own" if env.reward == "success" else "",
         f"a longer run, {steps}",
         "demonstrations to begin with (docs/demonstrations.md)" if run.start_from is None else "",

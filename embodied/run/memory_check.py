@@ -96,7 +96,7 @@ def is_large(config: RunConfig) -> bool:
     if not policy.published:
         return False
     stored = stored_bytes(policy)
-    planned = policy.name == "language" and policy.pretrained is not None and not stored
+    planned = policy.speaks and policy.pretrained is not None and not stored
     return policy.preset == "full" or stored > LARGE_BYTES or planned
 
 
@@ -120,7 +120,7 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
     update = {"micro_batch_size": rows, "shard": False}
     alike = config.model_copy(
         update={
-            "policy": config.policy.model_copy(update={} if talks(config) else {"preset": "full"}),
+            "policy": config.policy.model_copy(update={} if config.policy.speaks else {"preset": "full"}),
             "learner": config.learner.model_copy(update=update),
         }
     )
@@ -146,7 +146,7 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
         return
     sharded = config.learner.shard and len(learners) > 1
     acting = acting_bytes(config, found, -(-config.env.num_envs // plan.count("policy")))
-    engine = found.weights + acting if talks(config) and config.policy.engine == "vllm" else 0
+    engine = found.weights + acting if config.policy.speaks and config.policy.engine == "vllm" else 0
     for host in plan.hosts:
         on_gpu = host.device.startswith("gpu:")
         device = host.device if on_gpu else ""
@@ -169,16 +169,11 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
         yield Load("weights handed over", found.trained, learners[0].node)
 
 
-def talks(config: RunConfig) -> bool:
-    """Whether its policy is a language model."""
-    return config.policy.name == "language"
-
-
 def acting_bytes(config: RunConfig, found: Memory, rows: int) -> float:
     """Bytes that a policy worker keeps while it acts on so many env rows: with conversations the keys and values of
     those that go on at a time, within `policy.cache_gb`."""
     policy = config.policy
-    if not talks(config):
+    if not policy.speaks:
         return found.acting * rows
     given = 1e9 * policy.cache_gb if policy.cache_gb else None
     if policy.engine == "http":  # on the server
@@ -237,7 +232,7 @@ def check_memory(
     found = needs(config, plan, machines, learn)
     over = [need for need in found if need.least > need.has]
     if over:
-        fewer = "policy.max_length" if talks(config) else "env.num_envs"
+        fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
         works = next(alternatives(config, machines, learn, replan), f"a smaller policy or fewer {fewer}")
         lines = [f"memory: {line}" for line in describe_memory(over)]
         raise ConfigError("\n".join([*lines, f"that is more than there is; try {works}"]))
@@ -262,7 +257,7 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
     """The same in less and less memory."""
     named = isinstance(config.placement, str)
     modes = dict.fromkeys([config.placement, "hybrid", "collocated", "disaggregated"]) if named else [config.placement]
-    sparing = {"checkpoint_activations": True} | ({} if talks(config) else {"micro_batch_size": 1})
+    sparing = {"checkpoint_activations": True} | ({} if config.policy.speaks else {"micro_batch_size": 1})
     for policy in sparing_policies(config):
         for changes in ({}, {"shard": True}, sparing, {"shard": True, **sparing}):
             learner = config.learner.model_copy(update=changes)
@@ -273,7 +268,7 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
 def sparing_policies(config: RunConfig) -> Iterator[Any]:
     """The policy, and where it is a language model, the same in half precision, then with adapters alone trained."""
     yield config.policy
-    if talks(config):
+    if config.policy.speaks:
         half = {"dtype": "bfloat16"}
         adapters = half | ({} if config.policy.lora_rank else {"lora_rank": LORA_RANK, "train_layers": None})
         for changes in (half, adapters):
@@ -362,7 +357,7 @@ def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float) -> N
 def most_sims(config: RunConfig, machines: Topology) -> int | None:
     """How many sim workers beside GPUs leave a third of the machines' memory to others, and of those that ask in words
     a few for each GPU, which scoring keeps busier than asking; None: any number."""
-    if talks(config):
+    if config.policy.speaks:
         return TEXT_SIMS * machines.gpus or None
     memory = sum(node.memory_bytes for node in machines.nodes) * 2 / 3
     if memory == float("inf"):

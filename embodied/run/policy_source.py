@@ -105,7 +105,7 @@ def answering(config: Any, loaded: Loaded | None) -> Any:
     asked = [key for key in ANSWERING if loaded and loaded.sources.get(key) == COMMAND_LINE]
     if not asked or loaded is None:
         return config
-    if config.name != "language":
+    if not config.speaks:
         raise ConfigError(f"{asked[0]} has no effect: only a language model has an engine; leave it out")
     own = {key: value for key, value in config if key not in SERVER or "policy.engine" not in asked}
     changed = {key: getattr(loaded.config.policy, key) for key in (name.removeprefix("policy.") for name in asked)}

@@ -44,6 +44,11 @@ class OpenVLAPolicy(PrismaticPolicy):
     def cache_tensors(self) -> list[Tensor]:
         return self.cache.tensors()
 
+    def row_bytes(self, words: int) -> int:
+        llama, tokens = self.settings.llama, self.settings.patches * len(self.cameras) + words
+        of_number = next(self.parameters()).element_size()
+        return 2 * llama.depth * llama.dim * llama.kv_heads // llama.heads * tokens * of_number
+
     def noise_spec(self) -> NoiseSpec:
         return NoiseSpec("uniform", self.spec.action.dim)
 

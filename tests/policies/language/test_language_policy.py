@@ -7,12 +7,13 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from tiny_language import SPEC, TALKS, alone, answers, build, inputs_of, publish, theirs
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies import load_policy, policy_class
-from embodied.policies.config import LanguageConfig
+from embodied.policies import FAMILIES, load_policy, policy_class
+from embodied.policies.config import LanguageConfig, PolicyConfig
 from embodied.policies.folder import published_family, read_description, read_weights
 from embodied.runtime.tensor_bytes import tensor_of
 
@@ -136,6 +137,12 @@ def test_a_conversation_is_as_long_as_the_model_has_positions_or_less(folders):
 
 def test_a_policy_that_speaks_needs_no_act():
     assert policy_class("language").speaks and not policy_class("mlp").speaks
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_options_say_of_every_family_whether_it_speaks(name):
+    options = TypeAdapter(PolicyConfig).validate_python({"name": name})
+    assert options.speaks == policy_class(name).speaks
 
 
 # Tied heads
