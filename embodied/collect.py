@@ -117,7 +117,7 @@ def play(
     from embodied.workflows.workers import Workers
 
     with launch.cluster(config, plan, buffers / "logs") as cluster:
-        workers = Workers(PLAYERS, config, cluster, tell=launch.say)
+        workers = Workers(PLAYERS, config, cluster, notify=launch.say)
         spec = workers.start()
         check_fits(target, config.env, spec)
         workers.adopt(target.weights_for(spec))

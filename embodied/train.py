@@ -158,8 +158,8 @@ def train(
     with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         rendezvous = rendezvous_point(ranks, config.cluster.backend, folder.logs, timeout_s)
-        tell, start = partial(restarted, folder, console), origin.folder if origin else None
-        loop = program(config, cluster, rendezvous=rendezvous, tell=tell, start_folder=start)
+        notify, start = partial(restarted, folder, console), origin.folder if origin else None
+        loop = program(config, cluster, rendezvous=rendezvous, notify=notify, start_folder=start)
         spec = loop.start()
         if origin:
             check_fits(origin, config.env, spec)

@@ -144,8 +144,8 @@ class BatchSource(Protocol[Collected]):
 class Workflow(Protocol):
     """What `train` drives. It is made with the plan's cluster: no process has built anything before `start`.
 
-    `rendezvous` is where learner ranks meet, `tell` is called with a line for each restart of a worker, `start_folder`
-    holds the policy whose weights are the first ones.
+    `rendezvous` is where learner ranks meet, `notify` is called with a line for each restart of a worker and each
+    warning, `start_folder` holds the policy whose weights are the first ones.
     """
 
     command: ClassVar[str]
@@ -160,7 +160,7 @@ class Workflow(Protocol):
         config: RunConfig,
         cluster: Any,
         rendezvous: Any = None,
-        tell: Callable[[str], None] = ...,
+        notify: Callable[[str], None] = ...,
         start_folder: Path | None = None,
     ) -> None: ...
 

@@ -304,7 +304,7 @@ class GroupCollector:
             self.unusable = "" if batch.finished else why
             if batch.finished and not self.warned:
                 self.warned = True
-                self.rollouts.tell(f"warning: {why}; metrics.jsonl counts them as faults/unusable_answers")
+                self.rollouts.notify(f"warning: {why}; metrics.jsonl counts them as faults/unusable_answers")
         if not batch.groups:
             returns = [result.total_reward for result in batch.finished]
             counts = ", ".join(f"{count} {name}" for name, count in sorted(batch.counts.items()))

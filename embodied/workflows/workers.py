@@ -36,14 +36,14 @@ class Workers:
         cluster: Cluster,
         stages: int = 0,
         rendezvous: Any = None,
-        tell: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = lambda line: None,
         eval_tasks: tuple[str, ...] = (),
     ) -> None:
-        """`stages`: see `BatchSource`. `tell` is called with a line per restart of a worker. `eval_tasks` are all tasks
-        of an evaluation of which this env plays some."""
+        """`stages`: see `BatchSource`. `notify` is called with a line per restart of a worker or warning. `eval_tasks`
+        are all tasks of an evaluation of which this env plays some."""
         check_roles(roles)
         self.roles, self.config, self.cluster = roles, config, cluster
-        self.stages, self.rendezvous, self.tell = stages, rendezvous, tell
+        self.stages, self.rendezvous, self.notify = stages, rendezvous, notify
         self.timers = Timers()
         kind = env_class(config.env)
         tasks = kind.tasks(config.env)
