@@ -101,8 +101,8 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     object_set: Literal["train", "test", "all"] | None = Field(
         None,
-        description="Which things, plates and pictures the PutOnPlateInScene25 tasks draw; unset: train for those to "
-        "train on (Main, Single), test for the variants that ask for what was not seen.",
+        description="Which things, plates and images of tables the PutOnPlateInScene25 tasks draw; unset: train for "
+        "those to train on (Main, Single), test for the variants that ask for what was not seen.",
     )
     reward_mode: str = Field(
         "normalized_dense",
@@ -134,7 +134,7 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     image_region: Region | None = Field(
         None,
-        description="Left, top, right and bottom, in parts of width and height, of the square picture that cameras "
+        description="Left, top, right and bottom, in parts of width and height, of the square image that cameras "
         "with env.image_fov see, or of the bridge tasks' 640 x 480; unset: all of it.",
     )
     fast_images: bool = Field(

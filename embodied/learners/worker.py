@@ -61,7 +61,7 @@ class LearnerWorker(Worker):
         self.server, self.rendezvous = listen(timeout_s)
         return self.rendezvous
 
-    def meet_at(self, address: RendezvousAddress) -> None:
+    def set_rendezvous(self, address: RendezvousAddress) -> None:
         self.rendezvous = address
 
     def build(

@@ -45,8 +45,8 @@ from embodied.run.devices import (
 from embodied.run.ending import Interrupted
 from embodied.run.hub import with_folder
 from embodied.run.memory_check import (
+    check_images,
     check_memory,
-    check_pictures,
     check_simulators,
     decisions_of,
     describe_memory,
@@ -160,7 +160,7 @@ def planned(
         memory = sum(node.memory_bytes for node in there.nodes)
         check_simulators(config, plan.count("sim"), memory)
         if learn:
-            check_pictures(config, memory)
+            check_images(config, memory)
     found = check_memory(config, plan, there, learn, replan)
     return config, replace(plan, memory=tuple(describe_memory(found)))
 
@@ -224,11 +224,11 @@ def check_speech(config: RunConfig, kind: Any) -> None:
             f"env.name={config.env.name} {ways[0]}, and policy.name={name} {ways[1]}; "
             f"{'try policy.name=language, or a checkpoint of such a policy' if text else 'try env.name=sums'}"
         )
-    films = ("overlay", "cameras", "mosaic", "dataset")
-    if text and (given := [f"eval.{name}=true" for name in films if getattr(options, name)]):
+    recorded = ("overlay", "cameras", "mosaic", "dataset")
+    if text and (given := [f"eval.{name}=true" for name in recorded if getattr(options, name)]):
         raise ConfigError(
-            f"{' and '.join(given)} has no effect with env.name={config.env.name}: a text env has nothing to film, and "
-            "all its conversations are written down anyway; leave it out"
+            f"{' and '.join(given)} has no effect with env.name={config.env.name}: a text env has nothing to record, "
+            "and all its conversations are written down anyway; leave it out"
         )
     if options.episodes % options.samples:
         fit = max(options.episodes // options.samples, 1) * options.samples

@@ -92,7 +92,7 @@ class Workers:
         learning = self.learners.process().wait()
         if len({machine for machine, _ in learning}) > 1:
             (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
-            self.learners.meet_at(address).wait()
+            self.learners.set_rendezvous(address).wait()
         others = {*self.policies.process().wait()} - {*learning}
         return self.learners.build(self.spec, new_name(), bool(others), start_folder, not self._acts_during_update)
 
