@@ -23,7 +23,8 @@ def gae(
     lam: float,
     level: str = "decision",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns (value targets), float64 [T, N], of fields shaped as in `Trajectory`.
+    """Advantages and returns (value targets), float64 [T, N]: T decisions of N sequences side by side, as
+    `learners/train_batch.py` lays them out (`gae_of`); a shorter sequence ends in decisions that nobody played.
 
     After an episode that terminated inside a decision comes nothing, after a truncated one `final_values`; otherwise
     `values[t+1]` comes and the recursion goes on. With level "step" gamma and lambda act once per env step instead of
