@@ -44,8 +44,8 @@ from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.reporting.console import now
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
-from embodied.run.folder import provenance
 from embodied.run.launch import program_of
+from embodied.run.run_folder import provenance
 from embodied.system.load import LoadMeter, load_before
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop

@@ -21,8 +21,8 @@ from embodied.envs.text.base import TextEnv
 from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize
 from embodied.run import launch
-from embodied.run.folder import provenance
 from embodied.run.policy_source import Target, check_fits, find
+from embodied.run.run_folder import provenance
 
 EXPERTS = {"scripted": "expert", "planner": "planner"}  # their names, by collect.expert
 PLANS = 150  # env steps that leave time for all plans of the planner

@@ -47,8 +47,8 @@ from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.run.devices import is_small
 from embodied.run.ending import Interruption
-from embodied.run.folder import taken
 from embodied.run.policy_source import Target, check_fits, describe_published, find_all, other_training
+from embodied.run.run_folder import taken
 
 if TYPE_CHECKING:
     from embodied.workflows.evaluator import Evaluator

@@ -32,9 +32,9 @@ from embodied.run import launch, several
 from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims
 from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, starting_from
-from embodied.run.folder import RunFolder
 from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.policy_source import Target, check_continues, check_fits, check_same_policy, find_start
+from embodied.run.run_folder import RunFolder
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
 from embodied.workflows.supervised import imitation_of

@@ -20,11 +20,11 @@ from embodied.core.types import BatchPart, EnvSpec, Trajectory
 from embodied.learners.accumulation import Accumulation, Groups
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
-from embodied.learners.conversations import build_token_batch, packing_of
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
 from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of, step_items
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
+from embodied.learners.token_batch import build_token_batch, packing_of
 from embodied.learners.train_batch import RankBatch, build_rank_batch, moments_of
 from embodied.learners.update import frozen_features, update_policy
 from embodied.policies import check_methods, make_policy

@@ -40,9 +40,9 @@ from embodied.profiling.store import (
 )
 from embodied.profiling.timed_run import Clock, calibrate
 from embodied.run import devices, launch
-from embodied.run.folder import commit
 from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
+from embodied.run.run_folder import commit
 from embodied.system.load import LoadMeter, load_before, under_load
 from embodied.workflows.embodied import EmbodiedLoop
 

@@ -21,7 +21,7 @@ from embodied.reporting.results import RESULTS, read_episodes, write_episodes
 from embodied.reporting.success_stats import figures
 from embodied.reporting.transcripts import remove_transcripts
 from embodied.run.checkpoints import read_json
-from embodied.run.folder import provenance
+from embodied.run.run_folder import provenance
 
 PARTIAL = "partial.json"
 TELL_EVERY_S = 15.0

@@ -21,13 +21,13 @@ from shlex import join
 
 from embodied.config.cli import write_yaml
 from embodied.placement.grammar import number
-from embodied.reporting.groups import sets_of
-from embodied.reporting.groups_page import in_words
 from embodied.reporting.run_page import REPORT, report_or_say_why
+from embodied.reporting.seed_sets import sets_of
+from embodied.reporting.seed_sets_page import in_words
 from embodied.run import launch
 from embodied.run.ending import Interruption
-from embodied.run.folder import DRIVER
-from embodied.run.group import ENDED, FINISHED, MISSING, OVER, Member, RunGroup, state_of
+from embodied.run.run_folder import DRIVER
+from embodied.run.run_group import ENDED, FINISHED, MISSING, OVER, Member, RunGroup, state_of
 
 LONGEST_NAME = 100  # bytes of run.name
 POLL_S = 0.2

@@ -25,9 +25,9 @@ from embodied.run.children import Children
 from embodied.run.devices import machines
 from embodied.run.ending import Interruption
 from embodied.run.first_run import first_run
-from embodied.run.group import GOING_ON, OVER, Member, RunGroup, describe_setting, find_group, held, recipe_mark
 from embodied.run.launch import program_of
 from embodied.run.memory_check import needs
+from embodied.run.run_group import GOING_ON, OVER, Member, RunGroup, describe_setting, find_group, held, recipe_mark
 from embodied.workflows.embodied import EmbodiedLoop
 
 OWN = ("seeds", "at_once", "group")

@@ -20,7 +20,7 @@ from embodied.config.cli import write_yaml
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
-from embodied.run.folder import is_held, lost, provenance, taken
+from embodied.run.run_folder import is_held, lost, provenance, taken
 
 GROUP = "group.json"
 FORMAT = "embodied-group/1"
