@@ -117,12 +117,12 @@ class Moments(NamedTuple):
 
     @property
     def std(self) -> float:
-        """Of the population: divided by the count."""
+        """The standard deviation of the population: divided by the count."""
         return float(np.sqrt(self.m2 / self.count)) if self.count else 0.0
 
 
 def moments(numbers: np.ndarray, weights: np.ndarray) -> Moments:
-    """Of all numbers, where one of weight 0 does not exist. Both of one shape."""
+    """The moments of all numbers, where one of weight 0 does not exist. Both of one shape."""
     numbers, weights = np.asarray(numbers, np.float64), np.asarray(weights, np.float64)
     count = float(weights.sum())
     if not count:
@@ -132,7 +132,7 @@ def moments(numbers: np.ndarray, weights: np.ndarray) -> Moments:
 
 
 def merge_moments(parts: Sequence[Sequence[float]]) -> Moments:
-    """Of the union of parts, e.g. one per learner rank (rows of an array are fine). Same order, same bits."""
+    """The moments of all parts, e.g. one per learner rank (rows of an array are fine). Same order, same bits."""
     count, mean, m2 = 0.0, 0.0, 0.0
     for n, part_mean, part_m2 in (map(float, part) for part in parts):
         if not n:

@@ -76,8 +76,8 @@ class GroupPool:
         return dealt
 
     def add(self, scores: dict[int, float], solved: dict[int, bool] | None = None) -> None:
-        """Of episodes that were dealt and are finished; groups that become complete are kept or dropped. `solved` says
-        which were a success, for algo.filter_metric=success."""
+        """Takes scores of finished episodes that were dealt; groups that become complete are kept or dropped. `solved`
+        says which were a success, for algo.filter_metric=success."""
         self.solved |= solved or {}
         self.playing.difference_update(scores)
         for episode in sorted(scores):

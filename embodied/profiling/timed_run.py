@@ -104,8 +104,8 @@ class Trial:
         return path
 
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
-        """Between which roles items went in the last iteration, from when to when. Weights have ways of their own
-        besides channels."""
+        """The roles between which items went in the last iteration, and from when to when. Weights have ways of their
+        own besides channels."""
         known = {group.role for group in self.loop.groups}
         found: dict[tuple[str, str], tuple[float, float]] = {("learner", "policy"): self.loop.weight_sync.times}
         here = []  # through channels at home with the driver

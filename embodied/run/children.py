@@ -130,11 +130,11 @@ class Children:
         return slug(self.group.name + own)[: LONGEST_NAME - len(end)] + end
 
     def folders(self, member: Member) -> set[Path]:
-        """Those of runs of this name."""
+        """The folders of runs of this name."""
         return {path for path in self.parent.glob(f"{self.run_name(member)}-[0-9]*") if path.is_dir()}
 
     def log_of(self, member: Member) -> Path:
-        """What its process prints."""
+        """The file that gets what its process prints."""
         return self.group.folder / "logs" / f"{slug(str(member))}.log"
 
     def look(self) -> None:
@@ -234,7 +234,7 @@ def what_it_says(run: Path) -> dict:
 
 
 def last_line(one: Going) -> str:
-    """What a run said last."""
+    """The last line that a run printed."""
     path = one.folder / "logs" / "driver.log" if one.folder else one.log
     with suppress(OSError):
         with path.open("rb") as file:

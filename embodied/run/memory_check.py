@@ -91,7 +91,7 @@ class Need:
 
 
 def is_large(config: RunConfig) -> bool:
-    """Whether its policy has billions of weights, or only says of what shape they are."""
+    """True if its policy has billions of weights, or only says of what shape they are."""
     policy = config.policy
     if not policy.published:
         return False
@@ -107,7 +107,7 @@ def stored_bytes(policy: Any) -> int:
 
 
 def random_weights(config: RunConfig, folder: Path | str | None = None) -> bool:
-    """Whether a large policy begins with random weights."""
+    """True if a large policy begins with random weights."""
     return is_large(config) and not (folder or config.run.start_from or config.policy.pretrained)
 
 
@@ -170,7 +170,7 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
 
 
 def talks(config: RunConfig) -> bool:
-    """Whether its policy is a language model."""
+    """True if its policy is a language model."""
     return config.policy.name == "language"
 
 
@@ -301,7 +301,7 @@ def fits(
 
 
 def copies(config: RunConfig) -> int:
-    """How often an iteration's images are held: batches that are collected ahead wait in the learners."""
+    """The number of times an iteration's images are held: batches that are collected ahead wait in the learners."""
     pipeline = config.pipeline
     return COPIES + (pipeline.async_level if pipeline.schedule == "async" else 0)
 
@@ -360,8 +360,8 @@ def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float) -> N
 
 
 def most_sims(config: RunConfig, machines: Topology) -> int | None:
-    """How many sim workers beside GPUs leave a third of the machines' memory to others, and of those that ask in words
-    a few for each GPU, which scoring keeps busier than asking; None: any number."""
+    """The most sim workers beside GPUs that leave a third of the machines' memory to others, and of those that ask in
+    words a few for each GPU, which scoring keeps busier than asking; None: any number."""
     if talks(config):
         return TEXT_SIMS * machines.gpus or None
     memory = sum(node.memory_bytes for node in machines.nodes) * 2 / 3

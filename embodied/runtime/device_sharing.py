@@ -71,7 +71,7 @@ class Turns:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside, its groups hold their devices; others' memory leaves only if there is no room for both."""
+        """Lets its groups hold their devices inside; others' memory leaves only if there is no room for both."""
         with self._changed:
             self._carry_out(self.coordinator.acquire(name))
             self._wait_for(name, lambda: self.coordinator.granted(name))

@@ -64,7 +64,7 @@ class Supervisor:
         return self._hosts[host].state
 
     def restarts(self, host: str) -> int:
-        """How often this host was started again in the whole run."""
+        """The number of times that this host was started again in the whole run."""
         return self._hosts[host].restarts
 
     def replaces(self, host: str) -> bool:

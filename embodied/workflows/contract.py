@@ -93,7 +93,7 @@ def check_roles(roles: tuple[Role, ...]) -> None:
 
 
 class Batch(Protocol):
-    """What an iteration learns from. The trajectories themselves lie at the learners; this says which they are."""
+    """The data of one iteration. The trajectories themselves lie at the learners; this says which they are."""
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -104,7 +104,7 @@ Collected = TypeVar("Collected", bound=Batch)
 
 
 class BatchSource(Protocol[Collected]):
-    """Where batches come from and how they are learned from: rollouts of a fixed length, groups of whole episodes,
+    """Collects batches and has them learned from: rollouts of a fixed length, groups of whole episodes,
     demonstrations on disk."""
 
     stages: int
@@ -122,7 +122,7 @@ class BatchSource(Protocol[Collected]):
         """All workers are built: lay the channels of trajectories. Raises ConfigError where the env cannot serve."""
 
     def total_iterations(self) -> int:
-        """How many iterations the recipe asks for."""
+        """The number of iterations that the recipe asks for."""
 
     def collect(self, version: int) -> Collected:
         """Collect a batch with this version of the weights; lost parts are left out or collected again."""
@@ -135,14 +135,14 @@ class BatchSource(Protocol[Collected]):
         """The batch's metrics, `env_steps` among them."""
 
     def save(self) -> dict[str, np.ndarray]:
-        """What was begun and not yet learned from, as arrays for a checkpoint."""
+        """Returns what was begun and not yet learned from, as arrays for a checkpoint."""
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
         """Continue from `save`; returns the number of open episodes that had to be abandoned."""
 
 
 class Workflow(Protocol):
-    """What `train` drives. It is made with the plan's cluster: no process has built anything before `start`.
+    """The loop that `train` drives. It is made with the plan's cluster: no process has built anything before `start`.
 
     `rendezvous` is where learner ranks meet, `notify` is called with a line for each restart of a worker and each
     warning, `start_folder` holds the policy whose weights are the first ones.
@@ -168,7 +168,7 @@ class Workflow(Protocol):
         """Build all workers and connect them; returns what the env offers."""
 
     def total_iterations(self) -> int:
-        """How many iterations the recipe asks for."""
+        """The number of iterations that the recipe asks for."""
 
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
         """Collect, update, publish; returns the finished episodes and the iteration's metrics."""

@@ -196,7 +196,7 @@ class EmbodiedLoop:
         return list(self.workers.groups.values())
 
     def total_iterations(self) -> int:
-        """How many iterations the recipe asks for."""
+        """The number of iterations that the recipe asks for."""
         return self.source.total_iterations()
 
     def take_abandoned(self) -> int:

@@ -60,7 +60,7 @@ class Evaluator:
         return self.workers.weight_sync.version
 
     def read_spec(self) -> EnvSpec:
-        """What the env offers as evaluations play it."""
+        """The env's spec as evaluations play it."""
         self.spec = self.workers.rollouts.ask(self.workers.sims.eval_spec)[0]
         return self.spec
 

@@ -35,7 +35,7 @@ class BackgroundTask(Protocol):
     """Work of the driver while a round is played: due when notes of the sims come or calls end."""
 
     def due(self) -> bool:
-        """Whether there is something to do now."""
+        """True if there is something to do now."""
 
     def go_on(self) -> None:
         """Do it, without waiting."""

@@ -68,7 +68,7 @@ class Workers:
         return self.groups["learner"]
 
     def torch_device(self, role: str) -> str:
-        """Where a role's networks compute: on its hosts' GPUs, else on cores."""
+        """The device of a role's networks: its hosts' GPUs, else cores."""
         on_gpus = {r for host in self.cluster.hosts if any("gpu:" in d for d in host.devices) for r in host.roles}
         return devices.torch_device("gpu" if role in on_gpus else "cpu")
 
@@ -150,7 +150,7 @@ def cut_names(arrays: dict[str, np.ndarray], start: str) -> dict[str, np.ndarray
 
 
 def most_episodes(config: RunConfig, tasks: tuple[str, ...], stored_states: Any) -> int | None:
-    """How many episodes can be evaluated where all are prompts: the same once more would say nothing new."""
+    """The number of episodes to evaluate where all are prompts: the same once more would say nothing new."""
     return stored_states * len(tasks) * config.eval.samples if speaks(env_class(config.env)) else None
 
 
