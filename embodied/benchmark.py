@@ -191,7 +191,7 @@ def in_order(chosen: dict[str, Choice]) -> dict[str, Choice]:
 
 
 def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
-    """What to expect of the fastest layout of a mode, or under a schedule."""
+    """The prediction for the fastest layout of a mode, or under a schedule."""
     schedule, dataflow, planner = name if name in OVERLAPPING else "sync", planned.profile.dataflow, planned.planner
     pricer = Pricer(dataflow.under(schedule), planner.pricer.profile, planner.classes)
     classes, idle = planner.classes, idle_shares(pricer, choice.layout)

@@ -318,7 +318,7 @@ def asked_for(parts: Sequence[tuple[RunConfig, Any]], played: Any, policy: dict[
 
 
 def played_by(evaluators: list[Evaluator]) -> dict[str, Any]:
-    """How the episodes were played."""
+    """The settings with which the episodes were played."""
     first = evaluators[0]
     env = first.env.model_dump(mode="json")
     if len(evaluators) > 1:

@@ -268,7 +268,7 @@ def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption, 
 
 
 def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: int) -> bool:
-    """Whether the version that is resumed from should have been evaluated, and was not or only in part."""
+    """True if the version that is resumed from should have been evaluated, and was not or only in part."""
     out, done = folder.evaluation(state["version"]), state["iteration"]
     if (out / RESULTS).is_file():
         return False

@@ -63,7 +63,7 @@ class CommonEnvConfig(Strict):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the simulator itself runs on a GPU."""
+        """True if the simulator itself runs on a GPU."""
         return self.physics == "cuda"
 
     @property
@@ -333,7 +333,7 @@ class ExternalEnvConfig(CommonEnvConfig):
 
 
 class TextConfig(CommonEnvConfig):
-    """What all text envs have in common: a step is a turn of the conversation, and the env says when it is over."""
+    """The options that all text envs share: a step is a turn of the conversation, and the env says when it is over."""
 
     on_success: ClassVar[str] = "continue"
     after_success: ClassVar[int] = 0

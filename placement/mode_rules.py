@@ -224,7 +224,7 @@ def need(asked: DeviceRequest, what: str, least: int, have: int, mode: str, kind
 
 
 def num_sims(num_envs: int, stages: int, most: int, rows: int = ENVS_PER_SIM) -> int:
-    """How many sim workers: at most one per core and per `rows` rows, and a number that gives all the same share."""
+    """The number of sim workers: at most one per core and per `rows` rows, so that all have the same share."""
     return even_workers(num_envs, stages, max(1, min(most, num_envs // (stages * rows))))
 
 

@@ -51,7 +51,7 @@ class PlacementPlan:
         return sum(role in host.roles for host in self.hosts)
 
     def apart(self, *roles: str) -> bool:
-        """Whether the workers of these roles share no device with others."""
+        """True if the workers of these roles share no device with others."""
         mine = {name for host in self.hosts if {*roles} & {*host.roles} for name in host.held}
         return not any(mine & {*host.held} for host in self.hosts if {*host.roles} - {*roles})
 

@@ -192,7 +192,7 @@ class LearnerWorker(Worker):
         return RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), horizon)
 
     def _encodes_once(self) -> bool:
-        """Whether what frozen parts of the policy make of an observation is kept for all epochs."""
+        """True if what frozen parts of the policy make of an observation is kept for all epochs."""
         return self.algo.epochs > 1 and not self.config.shard and self.packing is None
 
     def needs(self, shared: bool = False) -> Needs:

@@ -272,7 +272,7 @@ def share_of_step(config: RunConfig, num_envs: int, decisions: int) -> int:
 
 
 def talks(config: RunConfig) -> bool:
-    """Whether sims hold conversations, each of which goes on as soon as it is answered: stages would add nothing."""
+    """True if sims hold conversations, each of which goes on as soon as it is answered: stages would add nothing."""
     return config.policy.name == "language"
 
 
@@ -291,7 +291,7 @@ def beside(config: RunConfig, hosts: list[PlannedHost]) -> RunConfig:
 
 
 def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatch: int) -> dict[str, float]:
-    """How long each part takes on one device while the others do nothing, next to what it took while all did the
+    """The seconds of each part on one device while the others do nothing, next to what it took while all did the
     same."""
     (samples,) = probe.rollout(num_envs, decisions, REPEATS).wait()
     took = {name: samples.seconds[name][-REPEATS:] for name in ("sim", "policy") if name in together}
@@ -321,7 +321,7 @@ def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
 
 
 def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[int, int]:
-    """How many decisions long rollouts can be so that two sizes of envs are measured in time; and how many the recipe's
+    """The most decisions a rollout can have so that two sizes of envs are measured in time, and those that the recipe's
     have."""
     samples = probes.rollout(sizes[0], FEWEST_DECISIONS, 1).wait()
     horizon = samples[0].horizon

@@ -180,7 +180,7 @@ class Clock:
         return time.monotonic() - self.started
 
     def left(self, share: float) -> bool:
-        """Whether less than this share of the time is spent."""
+        """True if less than this share of the time is spent."""
         return self.spent() < share * self.seconds
 
 
@@ -226,7 +226,7 @@ def calibrate(
 
 
 def trial_layouts(sims: DeviceClass, networks: DeviceClass, num_envs: int, more: Sequence[Role] = ()) -> list[Layout]:
-    """What the real runs are: learners take turns with policies; then, where there are enough devices, they share
+    """The layouts of the real runs: learners take turns with policies; then, where there are enough devices, they share
     processes, and have others than sims. Other roles are beside the policies, or, without networks, the sims."""
     computing = tuple(role.name for role in more if role.network or sims == networks)
     playing = tuple(role.name for role in more if role.name not in computing)

@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def of_text(self) -> bool:
-        """Whether a language policy was evaluated."""
+        """True if a language policy was evaluated."""
         return "text" in self.results["overall"]
 
     @property

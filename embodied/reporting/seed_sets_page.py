@@ -112,7 +112,7 @@ def verdict(sets: Sequence[SeedSet]) -> str:
 
 
 def tasks_differ(sets: Sequence[SeedSet]) -> bool:
-    """Whether they were evaluated on other tasks, so that their figures cannot be ordered."""
+    """True if they were evaluated on other tasks, so that their figures cannot be ordered."""
     played = {tuple(sorted(run.last.results["per_task"])) for one in sets for run in one.done if run.last}
     return len(played) > 1
 

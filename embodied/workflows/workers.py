@@ -98,7 +98,7 @@ class Workers:
 
     @property
     def _acts_during_update(self) -> bool:
-        """Whether policies act while learners update: with weights of their own, and without those whose devices the
+        """True if policies act while learners update: with weights of their own, and without those whose devices the
         learners hold."""
         return self.config.pipeline.schedule == "async"
 

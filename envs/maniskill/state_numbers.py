@@ -51,7 +51,7 @@ def relative_positions(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]]:
-    """How many numbers each part of a state is, in their order."""
+    """Name and size of each part of a state, in their order."""
     found: list[tuple[str, int]] = []
     for name, part in group.items():
         if isinstance(part, dict):

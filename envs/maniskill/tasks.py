@@ -130,7 +130,7 @@ def control_of(config: ManiSkillConfig) -> str:
 
 
 def is_listed(config: ManiSkillConfig) -> bool:
-    """Whether this is one of the tasks and controls for which batched physics is proven equal."""
+    """True if this is one of the tasks and controls for which batched physics is proven equal."""
     return config.task in BATCHED_TASKS and control_of(config) in BATCHED_CONTROLS and not config.robot
 
 

@@ -229,7 +229,7 @@ def choose(found: dict[str, Figures], name: str | None, where: str) -> Figures:
 
 
 def width_of(figures: dict[str, list[float]]) -> int:
-    """How many numbers the figures describe, without the zeros that fill them up to a model's width."""
+    """The count of numbers that the figures describe, without the zeros that fill them up to a model's width."""
     columns = [enumerate(column, 1) for column in figures.values()]
     return max((at for column in columns for at, number in column if abs(number) > ZERO), default=0)
 
