@@ -208,7 +208,7 @@ def cores_of(slot: Slot, node: Node) -> tuple[int, ...]:
 
 
 def cores_beside(device: str, node: Node) -> tuple[int, ...]:
-    """Those that go with a device: GPUs share out the cores of their NUMA node in order, others may use all."""
+    """The cores that go with a device: GPUs share out the cores of their NUMA node in order, others may use all."""
     kind = device.partition(":")[0]
     if kind != "fake" and device not in node.named:
         raise PlacementError(not_there(device, node))

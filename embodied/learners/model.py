@@ -196,7 +196,7 @@ class PolicyOptimizer:
                     local(p).copy_(master)
 
     def masters_aside(self) -> list[Tensor]:
-        """Those that are not the parameters' own memory."""
+        """The masters that are not the parameters' own memory."""
         return [master for p, master in zip(self.params, self.masters, strict=True) if p.dtype in HALVES]
 
     def tensors(self) -> list[Tensor]:

@@ -167,7 +167,7 @@ def is_ours(checkpoint: Path) -> bool:
 
 
 def best_version(run: Path) -> int | None:
-    """That with the highest success in the run's own evaluations, then return; of equals the newest."""
+    """The version with the highest success in the run's own evaluations, then return; of equals the newest."""
     found = []
     for path in run.glob("eval/v*/results.json"):
         with suppress(CheckpointError, KeyError, TypeError):

@@ -159,7 +159,7 @@ class LanguageServer:
         return web.json_response(write(ask, str(number), choices, served))
 
     def conversations(self, ask: Ask, number: int) -> list[ServedConversation]:
-        """Those that a request asks to continue, n for each prompt."""
+        """The conversations that a request asks to continue, n for each prompt."""
         stops = frozenset(ask.stop_token_ids) | (frozenset() if ask.ignore_eos else self.policy.tokenizer.stops)
         most = ask.max_tokens or self.policy.config.max_tokens
         found: list[ServedConversation] = []

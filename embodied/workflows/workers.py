@@ -145,7 +145,7 @@ class Workers:
 
 
 def cut_names(arrays: dict[str, np.ndarray], start: str) -> dict[str, np.ndarray]:
-    """Those whose names start so, by the rest of their names."""
+    """The arrays whose names start so, by the rest of their names."""
     return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
 
 

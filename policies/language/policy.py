@@ -225,7 +225,7 @@ class LanguagePolicy(PublishedPolicy):
         return not name.startswith(self.value_names)
 
     def model_weights(self) -> dict[str, Tensor]:
-        """Those that write answers, for engines."""
+        """The weights that write answers, for engines."""
         return {name: tensor for name, tensor in self.state_dict().items() if self.is_models(name)}
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ class LanguagePolicy(PublishedPolicy):
         files.write_companions(Path(folder), self.origin, self.tokenizer)
 
     def published_weights(self) -> dict[str, Tensor]:
-        """Those of the model alone, adapters merged."""
+        """The weights of the model alone, adapters merged."""
         return {name: tensor for name, tensor in super().published_weights().items() if self.is_models(name)}
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
