@@ -80,7 +80,7 @@ def code_commit() -> str:
 
 def packages() -> dict[str, str]:
     """Versions on our side."""
-    from embodied.run.folder import provenance
+    from embodied.run.run_folder import provenance
 
     return provenance()["packages"]
 

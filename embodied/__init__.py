@@ -114,7 +114,7 @@ def _stop_at_once(*_: object) -> None:
 
 
 def _is_starting() -> bool:
-    """Whether Python is about to run one of our commands: `python -m embodied.train`, or `embodied train`."""
+    """True if Python is about to run one of our commands: `python -m embodied.train`, or `embodied train`."""
     words = sys.orig_argv
     named = words[words.index("-m") + 1 :][:1] if "-m" in words else []
     ours = any(name == "embodied" or name.startswith("embodied.") for name in named)

@@ -59,7 +59,7 @@ def module_of(path: Path) -> str:
 
 
 def purpose(path: Path) -> str:
-    """What the first line of a command's file says that it does."""
+    """The purpose of a command, as the first line of its file says it."""
     with path.open(encoding="utf-8") as file:
         first = file.readline().strip().removeprefix('"""').removesuffix('"""')
     about, _, _ = first.partition(" python -m ")
@@ -67,7 +67,7 @@ def purpose(path: Path) -> str:
 
 
 def listing() -> str:
-    """What `embodied` alone prints."""
+    """The text that `embodied` alone prints."""
     lines = [
         f"Embodied Loop {__version__}: simulator-in-the-loop reinforcement learning for robot policies.",
         "",

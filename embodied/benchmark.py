@@ -44,8 +44,8 @@ from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.reporting.console import now
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
-from embodied.run.folder import provenance
 from embodied.run.launch import program_of
+from embodied.run.run_folder import provenance
 from embodied.system.load import LoadMeter, load_before
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
@@ -192,7 +192,7 @@ def in_order(chosen: dict[str, Choice]) -> dict[str, Choice]:
 
 
 def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
-    """What to expect of the fastest layout of a mode, or under a schedule."""
+    """The prediction for the fastest layout of a mode, or under a schedule."""
     schedule, dataflow, planner = name if name in OVERLAPPING else "sync", planned.profile.dataflow, planned.planner
     pricer = Pricer(dataflow.under(schedule), planner.pricer.profile, planner.classes)
     classes, idle = planner.classes, idle_shares(pricer, choice.layout)

@@ -87,8 +87,8 @@ def seen(env: Any) -> dict[str, str]:
     parts += [f"images of {camera} {list(shape)}" for camera, shape in spec.images.items()]
     parts += ["an instruction"] * spec.instruction
     success = {
-        True: "told in every step",
-        False: "not told: evaluations report returns only, and env.reward=success cannot be trained with",
+        True: "reported in every step",
+        False: "not reported: evaluations report returns only, and env.reward=success cannot be trained with",
     }
     return {
         "observed": ", ".join(parts),

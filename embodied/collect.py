@@ -21,8 +21,8 @@ from embodied.envs.text.base import TextEnv
 from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize
 from embodied.run import launch
-from embodied.run.folder import provenance
 from embodied.run.policy_source import Target, check_fits, find
+from embodied.run.run_folder import provenance
 
 EXPERTS = {"scripted": "expert", "planner": "planner"}  # their names, by collect.expert
 PLANS = 150  # env steps that leave time for all plans of the planner
@@ -117,7 +117,7 @@ def play(
     from embodied.workflows.workers import Workers
 
     with launch.cluster(config, plan, buffers / "logs") as cluster:
-        workers = Workers(PLAYERS, config, cluster, tell=launch.say)
+        workers = Workers(PLAYERS, config, cluster, notify=launch.say)
         spec = workers.start()
         check_fits(target, config.env, spec)
         workers.adopt(target.weights_for(spec))

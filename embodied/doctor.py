@@ -47,7 +47,7 @@ USAGE = """Report what works on this machine and how to mend the rest.
 
 usage: python -m embodied.doctor [--json] [--help]
 
-  --json                        one JSON object: {"ok": ..., "findings": [{"check", "state", "told", "fix"}, ...]}
+  --json                        one JSON object: {"ok": ..., "findings": [{"check", "state", "detail", "fix"}, ...]}
 
 Tries out what a run uses: packages against the lock, torch, GPUs, a frame of every simulator, an mp4, Ray, memory and
 disk. States: ok; warning (works, but not well); absent (optional, not here); failed. Exit code 1 if anything failed."""
@@ -88,7 +88,7 @@ def examine(machine: Machine, as_json: bool, checks: Sequence[Check] | None = No
 
 
 def describe(finding: Finding) -> str:
-    line = f"{finding.state:<8} {finding.check:<26} {finding.told}"
+    line = f"{finding.state:<8} {finding.check:<26} {finding.detail}"
     return f"{line}\n{'':<8} {'':<26} fix: {finding.fix}" if finding.fix else line
 
 
@@ -103,7 +103,7 @@ class Finding:
 
     check: str
     state: str
-    told: str
+    detail: str
     fix: str = ""  # a command, or what to change
 
 
@@ -266,13 +266,13 @@ def check_language(machine: Machine) -> list[Finding]:
         version = next(filter(None, map(machine.version, VLLM)))
         findings.append(Finding("engines", OK, f"vllm {version}"))
     if missing := why_no_engine("http", machine):
-        told = f"{missing}; only policy.engine=http and embodied.serve of language models need it"
-        findings.append(Finding("engines", ABSENT, told, install(HTTP, machine)))
+        detail = f"{missing}; only policy.engine=http and embodied.serve of language models need it"
+        findings.append(Finding("engines", ABSENT, detail, install(HTTP, machine)))
     else:
         findings.append(Finding("engines", OK, f"http, by aiohttp {machine.version('aiohttp')}"))
     named = ", ".join(machine.models())
-    told = named or "none here; policy.pretrained=ORG/NAME fetches one from the Hugging Face hub"
-    return [*findings, Finding("language models", OK if named else ABSENT, told)]
+    detail = named or "none here; policy.pretrained=ORG/NAME fetches one from the Hugging Face hub"
+    return [*findings, Finding("language models", OK if named else ABSENT, detail)]
 
 
 VLLM_FIX = f"cd {ROOT} && make vllm"

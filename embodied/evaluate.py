@@ -47,8 +47,8 @@ from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.run.devices import is_small
 from embodied.run.ending import Interruption
-from embodied.run.folder import taken
 from embodied.run.policy_source import Target, check_fits, describe_published, find_all, other_training
+from embodied.run.run_folder import taken
 
 if TYPE_CHECKING:
     from embodied.workflows.evaluator import Evaluator
@@ -217,14 +217,14 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
         part = file_name(str(config.env.task)) if len(parts) > 1 else ""
         logs = out / "logs" / part
         with launch.cluster(config, plan, logs) as cluster:
-            workers = Workers(PLAYERS, config, cluster, tell=launch.say, eval_tasks=tasks)
+            workers = Workers(PLAYERS, config, cluster, notify=launch.say, eval_tasks=tasks)
             spec = workers.start()
             check_fits(target, config.env, spec)
             workers.adopt(target.weights_for(spec))
             evaluator = Evaluator(workers)
             dataset = out / "dataset" / part
             if kept is None:  # what is refused leaves nothing behind
-                kept = PartialEvaluation(out, asked_for(parts, target.config, policy), policy, tell=launch.say)
+                kept = PartialEvaluation(out, asked_for(parts, target.config, policy), policy, notify=launch.say)
                 if kept.finished:
                     print(f"going on    {kept} were over already", flush=True)
             with going_on_later(kept):
@@ -256,10 +256,10 @@ def going_on_later(kept: PartialEvaluation) -> Iterator[None]:
 
 
 def begin_in_run(
-    evaluator: Evaluator, out: Path, checkpoint: Path, tell: Callable[[str], None] = launch.say
+    evaluator: Evaluator, out: Path, checkpoint: Path, notify: Callable[[str], None] = launch.say
 ) -> PartialEvaluation:
-    """The evaluation of the version that acts now and was saved there, new or begun earlier. `tell` gets lines that say
-    how far it is."""
+    """The evaluation of the version that acts now and was saved there, new or begun earlier. `notify` gets lines that
+    say how far it is."""
     policy = {
         "name": checkpoint.name,
         "family": evaluator.config.policy.name,
@@ -267,7 +267,7 @@ def begin_in_run(
         "sha256": read_json(checkpoint / MANIFEST)["files"].get(WEIGHTS),
     }
     config = evaluator.config
-    return PartialEvaluation(out, asked_for([(config, None)], config.policy, policy), policy, tell=tell)
+    return PartialEvaluation(out, asked_for([(config, None)], config.policy, policy), policy, notify=notify)
 
 
 def evaluate_in_run(evaluator: Evaluator, kept: PartialEvaluation, stop: Callable[[], bool]) -> dict[str, Any] | None:
@@ -318,7 +318,7 @@ def asked_for(parts: Sequence[tuple[RunConfig, Any]], played: Any, policy: dict[
 
 
 def played_by(evaluators: list[Evaluator]) -> dict[str, Any]:
-    """How the episodes were played."""
+    """The settings with which the episodes were played."""
     first = evaluators[0]
     env = first.env.model_dump(mode="json")
     if len(evaluators) > 1:

@@ -104,7 +104,7 @@ def recipes(machine: Machine) -> Iterable[Item]:
 
 
 def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str]) -> str:
-    """What is not installed, else what is not on this machine; empty where the recipe runs here."""
+    """Says what is not installed, else what is not on this machine; empty where the recipe runs here."""
     policy = config.policy
     problem = why_not(ALL_ENVS.get(kind_of(config.env), NOTHING), machine)
     problem = problem or why_not(POLICIES.get(policy.name, NOTHING), machine)

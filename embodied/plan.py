@@ -101,7 +101,7 @@ class Planned:
 
     @property
     def verdict(self) -> str:
-        """Which mode wins; those that are predicted equal have no winner among them."""
+        """Says which mode wins; those that are predicted equal have no winner among them."""
         return f"{words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
 
     def steps_per_s(self, choice: Choice) -> float:
@@ -163,7 +163,7 @@ def find_profile(
 def why_not_measured(
     profile: Profile, topology: Topology, name: str, where: Mapping[str, Sequence[DeviceClass]] | None = None
 ) -> str:
-    """What has to be measured before this profile can price these machines; "" where nothing is missing. `where`: the
+    """Says what has to be measured before this profile can price these machines; "" if nothing is missing. `where`: the
     devices that each role of the recipe runs on."""
     classes = [c for c in topology.classes() if c.count]
     found: dict[str, list[str]] = {}

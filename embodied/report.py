@@ -7,11 +7,11 @@ from pathlib import Path
 from embodied.core.errors import ConfigError
 from embodied.core.files import replace_text
 from embodied.reporting.comparison_page import comparison
-from embodied.reporting.groups import SeedSet, sets_of
 from embodied.reporting.run_page import REPORT, page_of
 from embodied.reporting.runs import Run, read_run
+from embodied.reporting.seed_sets import SeedSet, sets_of
 from embodied.run import launch
-from embodied.run.group import is_group, read_group
+from embodied.run.run_group import is_group, read_group
 
 USAGE = """Write report.html of a run or an evaluation: curves, tables, videos, where the time went, provenance.
 Of several: one page that compares them, by name, date, commit and what differs in their recipes.

@@ -14,7 +14,7 @@ from embodied.config.cli import from_python
 from embodied.config.recipe_files import recipe_words
 from embodied.core.errors import ConfigError
 from embodied.run import launch
-from embodied.run.group import RunGroup, read_group
+from embodied.run.run_group import RunGroup, read_group
 from embodied.run.several import run_several
 
 USAGE = f"""Train a recipe with several settings, each with several seeds, and write one page that compares them.

@@ -32,9 +32,9 @@ from embodied.run import launch, several
 from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims
 from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, starting_from
-from embodied.run.folder import RunFolder
 from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.policy_source import Target, check_continues, check_fits, check_same_policy, find_start
+from embodied.run.run_folder import RunFolder
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
 from embodied.workflows.supervised import imitation_of
@@ -158,8 +158,8 @@ def train(
     with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         rendezvous = rendezvous_point(ranks, config.cluster.backend, folder.logs, timeout_s)
-        tell, start = partial(restarted, folder, console), origin.folder if origin else None
-        loop = program(config, cluster, rendezvous=rendezvous, tell=tell, start_folder=start)
+        notify, start = partial(restarted, folder, console), origin.folder if origin else None
+        loop = program(config, cluster, rendezvous=rendezvous, notify=notify, start_folder=start)
         spec = loop.start()
         if origin:
             check_fits(origin, config.env, spec)
@@ -268,7 +268,7 @@ def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption, 
 
 
 def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: int) -> bool:
-    """Whether the version that is resumed from should have been evaluated, and was not or only in part."""
+    """True if the version that is resumed from should have been evaluated, and was not or only in part."""
     out, done = folder.evaluation(state["version"]), state["iteration"]
     if (out / RESULTS).is_file():
         return False

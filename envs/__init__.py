@@ -68,7 +68,7 @@ def plugin(name: str) -> type[VectorEnv]:
 
 
 def speaks(kind: type) -> bool:
-    """Whether this is a class of text envs."""
+    """True if this is a class of text envs."""
     from embodied.envs.text.base import TextEnv
 
     return issubclass(kind, TextEnv)

@@ -119,7 +119,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
 
     @classmethod
     def protocols(cls, config: Any) -> tuple[Protocol, ...]:
-        """How evaluation episodes may be played; the first is taken unless `eval.protocol` names another."""
+        """The protocols for evaluation episodes; the first is taken unless `eval.protocol` names another."""
         return (AS_TRAINED,)
 
     # What the outside uses.
@@ -197,8 +197,8 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         return tuple(self.render_rows(np.arange(self.num_envs)))
 
     def observe(self, rows: np.ndarray | None = None) -> Observation:
-        """What all rows see now, inside a chunk too: for records, not for policies. Images are up to date for `rows`
-        (None: for all)."""
+        """The observations of all rows now, inside a chunk too: for records, not for policies. Images are up to date
+        for `rows` (None: for all)."""
         return self._observation(rows)
 
     def last_step(self) -> tuple[np.ndarray, np.ndarray]:
@@ -373,7 +373,7 @@ def action_space(spec: EnvSpec) -> spaces.Space:
 
 
 class Reward:
-    """What an env step is rewarded with, as `env.reward` says, the same way for every simulator.
+    """The reward of an env step, as `env.reward` says, the same way for every simulator.
 
     own: what the simulator says. success: 1 in the env step that solves the task for the first time, else 0.
     difference: what the simulator says minus what it said one step before (nothing, before the first step), so that an
@@ -413,7 +413,7 @@ class Reward:
 
 
 class ImageCache:
-    """What the cameras of each row last saw. Drawing is expensive, so a row is drawn again only if it has moved since
+    """The last images of each row's cameras. Drawing is expensive, so a row is drawn again only if it has moved since
     and its images are needed: at the decision border, and where an episode ends inside a chunk."""
 
     def __init__(

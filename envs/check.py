@@ -367,7 +367,7 @@ def array_is(name: str, array: Any, space: Any, num: int) -> None:
 
 @dataclass
 class Played:
-    """What T env steps gave: arrays [N, T], and the observation after each step."""
+    """The results of T env steps: arrays [N, T], and the observation after each step."""
 
     rewards: np.ndarray
     terminated: np.ndarray
@@ -453,7 +453,7 @@ def expect(counts: np.ndarray, wanted: np.ndarray, when: str) -> None:
 
 @contextmanager
 def painted_rows(env: VectorEnv) -> Iterator[np.ndarray]:
-    """How often each row is painted from now on."""
+    """Counts how often each row is painted inside."""
     counts = np.zeros(env.num_envs, int)
     paint = env._paint
 

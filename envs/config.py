@@ -66,7 +66,7 @@ class CommonEnvConfig(Strict):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the simulator itself runs on a GPU."""
+        """True if the simulator itself runs on a GPU."""
         return self.physics == "cuda"
 
     @property
@@ -104,8 +104,8 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     object_set: Literal["train", "test", "all"] | None = Field(
         None,
-        description="Which things, plates and pictures the PutOnPlateInScene25 tasks draw; unset: train for those to "
-        "train on (Main, Single), test for the variants that ask for what was not seen.",
+        description="Which things, plates and images of tables the PutOnPlateInScene25 tasks draw; unset: train for "
+        "those to train on (Main, Single), test for the variants that ask for what was not seen.",
     )
     reward_mode: str = Field(
         "normalized_dense",
@@ -137,7 +137,7 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     image_region: Region | None = Field(
         None,
-        description="Left, top, right and bottom, in parts of width and height, of the square picture that cameras "
+        description="Left, top, right and bottom, in parts of width and height, of the square image that cameras "
         "with env.image_fov see, or of the bridge tasks' 640 x 480; unset: all of it.",
     )
     fast_images: bool = Field(
@@ -344,7 +344,7 @@ class ExternalEnvConfig(CommonEnvConfig):
 
 
 class TextConfig(CommonEnvConfig):
-    """What all text envs have in common: a step is a turn of the conversation, and the env says when it is over."""
+    """The options that all text envs share: a step is a turn of the conversation, and the env says when it is over."""
 
     on_success: ClassVar[str] = "continue"
     after_success: ClassVar[int] = 0

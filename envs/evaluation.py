@@ -120,7 +120,7 @@ def no_encoder() -> str:
 
 
 class EpisodeStatus:
-    """How an episode goes, for what is written under its frames."""
+    """The progress of an episode, for what is written under its frames."""
 
     def __init__(self, words: str, has_success: bool) -> None:
         self.words, self.has_success = words, has_success
@@ -199,7 +199,7 @@ class EpisodeRecorder:
             self.seen.append(self.env.observe())
 
     def record(self, result: ChunkResult) -> None:
-        """What came of the decision."""
+        """Records what came of the decision."""
         if not self.open:
             return
         from embodied.datasets import frame_of
@@ -325,7 +325,7 @@ def disturbed(actions: np.ndarray, rows: EpisodeTracker, recording: Recording) -
 
 
 def num_startable(waiting: deque[EpisodeSpec], playing: np.ndarray, alone: frozenset[int]) -> int:
-    """How many of the waiting episodes may begin now."""
+    """The number of waiting episodes that may begin now."""
     if waiting and waiting[0].index in alone:
         return int(not playing.any())
     return sum(spec.index not in alone for spec in waiting)

@@ -88,7 +88,7 @@ def import_all(config: Any) -> None:
 
 
 def import_class(where: str, key: str = "env.name") -> Any:
-    """What `my_pkg.my_module:Name` names as this key's value."""
+    """Imports what `my_pkg.my_module:Name` names as this key's value."""
     if not EXTERNAL.fullmatch(where):
         raise ConfigError(unknown_env(where) if key == "env.name" else f"{key}={where!r} is not my_pkg.my_module:name")
     module_name, _, name = where.partition(":")
@@ -119,12 +119,12 @@ def as_a_task(name: Any) -> str | None:
 
 
 def names_a_class(name: str) -> bool:
-    """Whether this `env.name` is a class of the user's, and not gym:<id> or the like."""
+    """True if this `env.name` is a class of the user's, and not gym:<id> or the like."""
     return EXTERNAL.fullmatch(name) is not None and kind_of({"name": name}) == "external"
 
 
 def is_own(task: str) -> bool:
-    """Whether a task's name says which of the user's modules has it."""
+    """True if a task's name says which of the user's modules has it."""
     return ":" in task
 
 

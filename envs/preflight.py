@@ -23,18 +23,18 @@ class Expert(Protocol):
 
 
 class EnvCapabilities:
-    """What an env's class says before a run; a plug-in overrides the methods for which it has an answer."""
+    """Answers of an env's class before a run; a plug-in overrides the methods for which it has one."""
 
     draws_on_gpus = False  # whether its cameras can, beside a simulator on cores
 
     @classmethod
     def plays_together(cls, config: Any) -> bool:
-        """Whether the rows of one env are simulated in a batch, so that few cost almost as much as some more."""
+        """True if the rows of one env are simulated in a batch, so that few cost almost as much as some more."""
         return False
 
     @classmethod
     def knows(cls, task: str) -> bool:
-        """Whether this name alone says that the task is this env's, for evaluations that name no env."""
+        """True if this name alone says that the task is this env's, for evaluations that name no env."""
         return False
 
     @classmethod

@@ -77,7 +77,7 @@ class Pricer:
         return self.table(component, device_class, stages).workers
 
     def slowed_by_more(self, components: Sequence[str]) -> bool:
-        """Whether more devices can cost time: another receiver of weights is another copy, another worker slows
+        """True if more devices can cost time: another receiver of weights is another copy, another worker slows
         others, and what learners exchange after the last group is not hidden behind a rollout."""
         if self.dataflow.schedule == "periodic" and any(map(self.dataflow.teaches, components)):
             return True
@@ -217,8 +217,8 @@ class Pricer:
         return self.table(node[0], zone.device_class, stages).seconds[devices] * slowed
 
     def slowed(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool = False) -> dict[str, Array]:
-        """How much of its seconds each component of a node takes while no more devices work than the node keeps busy:
-        with one stage, those of one zone after the other; `beside`: and the other side."""
+        """The share of its seconds that each component of a node takes while no more devices work than the node keeps
+        busy: with one stage, those of one zone after the other; `beside`: and the other side."""
         costs = {name: self.cost(name, at[name][0].device_class) for name in node}
         if all(cost.alone == 1 for cost in costs.values()):
             return dict.fromkeys(node, 1.0)
@@ -340,7 +340,7 @@ class Pricer:
         return spent
 
     def shares_weights(self, edge: Edge, at: Mapping, stages: int) -> Array:
-        """Whether receivers of weights live in the processes of their source: as many, in one zone, and not beside the
+        """True if receivers of weights live in the processes of their source: as many, in one zone, and not beside the
         role that sends them requests, where a source never is."""
         zone = at[edge.target][0]
         if edge.source not in zone.components or self.asker_for(edge.target) in zone.components:

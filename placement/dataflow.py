@@ -106,7 +106,7 @@ class Dataflow:
         return tuple(frozenset(a for a, b in pairs if b == i and a != i) for i in range(len(self.order)))
 
     def teaches(self, name: str) -> bool:
-        """Whether a component makes weights that others use in the next iteration: a learner."""
+        """True if a component makes weights that others use in the next iteration: a learner."""
         return any(edge.next_iteration and edge.source == name for edge in self.edges)
 
     def under(self, schedule: str) -> Dataflow:

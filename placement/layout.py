@@ -64,7 +64,7 @@ class Layout:
         return next(zone for zone in self.zones if component in zone.components)
 
     def apart(self, a: str, b: str) -> bool:
-        """Whether two components have no device in common."""
+        """True if two components have no device in common."""
         first, second = self.zone_of(a), self.zone_of(b)
         together = any(first in layer and second in layer for layer in self.layers)
         return first.device_class != second.device_class or (together and first is not second)
@@ -86,7 +86,7 @@ class Layout:
         return "hybrid" if sims and not learns else "custom"
 
     def _simulates_beside(self) -> bool:
-        """Whether simulators have the cores beside the devices that networks compute on: they share none anyway."""
+        """True if simulators have the cores beside the devices that networks compute on: they share none anyway."""
         homes = {name: self.zone_of(name).device_class for name in NAMED}
         return homes["sim"] == "cpu" and "cpu" not in (homes["policy"], homes["learner"])
 

@@ -1,5 +1,7 @@
 """The modes on given machines when nothing has been measured yet, as a map from roles to devices.
 
+Where a profile has measured costs, `run/launch.py` asks `profile_planner.py` instead.
+
 Networks compute on cores or on GPUs; simulators on cores, or on GPUs where they are simulated there (`gpu_sims`).
 Devices are taken from all machines in turn, so that every mode uses all of them.
 
@@ -222,7 +224,7 @@ def need(asked: DeviceRequest, what: str, least: int, have: int, mode: str, kind
 
 
 def num_sims(num_envs: int, stages: int, most: int, rows: int = ENVS_PER_SIM) -> int:
-    """How many sim workers: at most one per core and per `rows` rows, and a number that gives all the same share."""
+    """The number of sim workers: at most one per core and per `rows` rows, so that all have the same share."""
     return even_workers(num_envs, stages, max(1, min(most, num_envs // (stages * rows))))
 
 

@@ -51,7 +51,7 @@ class PlacementPlan:
         return sum(role in host.roles for host in self.hosts)
 
     def apart(self, *roles: str) -> bool:
-        """Whether the workers of these roles share no device with others."""
+        """True if the workers of these roles share no device with others."""
         mine = {name for host in self.hosts if {*roles} & {*host.roles} for name in host.held}
         return not any(mine & {*host.held} for host in self.hosts if {*host.roles} - {*roles})
 
@@ -210,7 +210,7 @@ def cores_of(slot: Slot, node: Node) -> tuple[int, ...]:
 
 
 def cores_beside(device: str, node: Node) -> tuple[int, ...]:
-    """Those that go with a device: GPUs share out the cores of their NUMA node in order, others may use all."""
+    """The cores that go with a device: GPUs share out the cores of their NUMA node in order, others may use all."""
     kind = device.partition(":")[0]
     if kind != "fake" and device not in node.named:
         raise PlacementError(not_there(device, node))

@@ -89,7 +89,7 @@ class Profile:
     def missing(
         self, classes: Sequence[DeviceClass], homes: Mapping[str, Sequence[DeviceClass]] | None = None
     ) -> list[tuple[str, DeviceClass]]:
-        """What was not measured and would be needed to use all of these devices: component and class. `homes`: where
+        """Component and class of what was not measured and is needed to use all of these devices. `homes`: where
         each component runs. Where nobody says: what runs on other devices than cores somewhere does so here, policies
         where learners do; on devices that were there when this was measured, and that nothing has costs on, nothing."""
         if homes is not None:

@@ -29,17 +29,17 @@ TINY = 1e-300  # seconds; instead of 0 in a quotient
 
 
 def overlaps(dataflow: Dataflow) -> bool:
-    """Whether learners work while the others collect."""
+    """True if learners work while the others collect."""
     return dataflow.schedule != "sync"
 
 
 def allowed(dataflow: Dataflow, layer: Layer) -> bool:
-    """Whether learners have devices of their own in a layer, where the schedule needs that."""
+    """True if learners have devices of their own in a layer, where the schedule needs that."""
     return not overlaps(dataflow) or all(len({*map(dataflow.teaches, zone.components)}) == 1 for zone in layer)
 
 
 def learns(dataflow: Dataflow, node: int) -> bool:
-    """Whether a node of the order is on the learners' side."""
+    """True if a node of the order is on the learners' side."""
     return any(map(dataflow.teaches, dataflow.order[node]))
 
 
@@ -55,8 +55,8 @@ def held_items(dataflow: Dataflow) -> int:
 
 
 def num_waves(dataflow: Dataflow, num_envs: int) -> int:
-    """How often env rows play an episode, one after the other, until all groups are played; 1 where components between
-    sims and learners work on all of them at once."""
+    """The number of episodes that env rows play, one after the other, until all groups are played; 1 where components
+    between sims and learners work on all of them at once."""
     learner = next(i for i in range(len(dataflow.order)) if learns(dataflow, i))
     if any(len(dataflow.order[i]) == 1 for i in dataflow.sources[learner]):
         return 1

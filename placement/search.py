@@ -219,7 +219,7 @@ class LayerSearch:
         return sum(self.bounds.floor(names, zone.device_class, self.stages)[0] for names in nodes if names)
 
     def need(self, layer: Layer, bound: float) -> np.ndarray | None:
-        """How many devices every zone has in all splits that could take less than `bound` seconds; None: there is no
+        """The devices that every zone has in all splits that could take less than `bound` seconds; None: there is no
         such split. First what each needs for itself, then what it needs where the others have all that is left."""
         each, longest = np.arange(len(layer)), bound * MARGIN / self.pricer.dataflow.passes
         need = np.array([np.count_nonzero(self.floor(zone) >= longest) for zone in layer])

@@ -86,8 +86,8 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
-        """What `forward` computes of observations and no training changes, [B, ...] each: an update of several epochs
-        computes it once, and hands it over among the inputs."""
+        """Computes what `forward` needs of observations and no training changes, [B, ...] each: an update of several
+        epochs computes it once, and hands it over among the inputs."""
         return {}
 
     def cache_tensors(self) -> list[Tensor]:

@@ -22,23 +22,23 @@ LoraTargets = Annotated[Literal[SETS] | tuple[str, ...], BeforeValidator(a_set_o
 
 
 class PolicyOptions(Strict):
-    """What the toolkit asks of every family."""
+    """Attributes that the toolkit asks of every family."""
 
     merged_rows: ClassVar[int] = 1
     """Env rows that a policy worker answers at once unless the recipe says otherwise."""
 
     published: ClassVar[bool] = False
-    """Whether others publish models of this family, which `pretrained` and `preset` choose."""
+    """True if others publish models of this family, which `pretrained` and `preset` choose."""
 
     mixed_precision: ClassVar[bool] = False
-    """Whether its weights are not all of one precision."""
+    """True if its weights are not all of one precision."""
 
     speaks: ClassVar[bool] = False
     """Whether this family answers text envs; what a class of yours does, `Policy.speaks` says."""
 
 
 class ActorCriticConfig(PolicyOptions):
-    """What small policies with an actor and a critic have in common."""
+    """The options that small policies with an actor and a critic share."""
 
     compile: ClassVar[bool] = False
 
@@ -104,7 +104,7 @@ MERGED_ROWS = 64  # of a large network, most of whose time goes into reading its
 
 
 class VLAConfig(PolicyOptions):
-    """What vision-language-action families have in common."""
+    """The options that vision-language-action families share."""
 
     merged_rows = MERGED_ROWS
     published = True

@@ -35,7 +35,7 @@ class PublishedPolicy(Policy):
         return name
 
     def is_extra(self, name: str) -> bool:
-        """Whether a published folder may lack this weight."""
+        """True if a published folder may lack this weight."""
         raise NotImplementedError
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:

@@ -45,7 +45,7 @@ class Run:
         self.cluster = launch.cluster(self.config, self.plan, self.folder)
         ranks = self.plan.count("learner")
         rendezvous = rendezvous_point(ranks, self.config.cluster.backend, self.folder, 60)
-        self.loop = self.kind(self.config, self.cluster, rendezvous=rendezvous, tell=self.lines.append)
+        self.loop = self.kind(self.config, self.cluster, rendezvous=rendezvous, notify=self.lines.append)
         self.loop.start()
         self.loop.publish(0)
         return self

@@ -23,7 +23,8 @@ def gae(
     lam: float,
     level: str = "decision",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns (value targets), float64 [T, N], of fields shaped as in `Trajectory`.
+    """Advantages and returns (value targets), float64 [T, N]: T decisions of N sequences side by side, as
+    `learners/train_batch.py` lays them out (`gae_of`); a shorter sequence ends in decisions that nobody played.
 
     After an episode that terminated inside a decision comes nothing, after a truncated one `final_values`; otherwise
     `values[t+1]` comes and the recursion goes on. With level "step" gamma and lambda act once per env step instead of
@@ -116,12 +117,12 @@ class Moments(NamedTuple):
 
     @property
     def std(self) -> float:
-        """Of the population: divided by the count."""
+        """The standard deviation of the population: divided by the count."""
         return float(np.sqrt(self.m2 / self.count)) if self.count else 0.0
 
 
 def moments(numbers: np.ndarray, weights: np.ndarray) -> Moments:
-    """Of all numbers, where one of weight 0 does not exist. Both of one shape."""
+    """The moments of all numbers, where one of weight 0 does not exist. Both of one shape."""
     numbers, weights = np.asarray(numbers, np.float64), np.asarray(weights, np.float64)
     count = float(weights.sum())
     if not count:
@@ -131,7 +132,7 @@ def moments(numbers: np.ndarray, weights: np.ndarray) -> Moments:
 
 
 def merge_moments(parts: Sequence[Sequence[float]]) -> Moments:
-    """Of the union of parts, e.g. one per learner rank (rows of an array are fine). Same order, same bits."""
+    """The moments of all parts, e.g. one per learner rank (rows of an array are fine). Same order, same bits."""
     count, mean, m2 = 0.0, 0.0, 0.0
     for n, part_mean, part_m2 in (map(float, part) for part in parts):
         if not n:

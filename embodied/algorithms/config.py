@@ -13,7 +13,7 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 class PolicyGradientConfig(Strict):
-    """What all algorithms have in common: gradient steps on the clipped policy loss."""
+    """The options that all algorithms share: gradient steps on the clipped policy loss."""
 
     name: str = Field(description="Set by each algorithm.")
     epochs: int = Field(4, gt=0, description="Passes over the data of an iteration.")
@@ -255,7 +255,7 @@ class PPOConfig(PolicyGradientConfig):
 
     @property
     def whole_episodes(self) -> bool:
-        """Whether a batch is so many episodes, and not so many decisions of every env."""
+        """True if a batch is so many episodes, and not so many decisions of every env."""
         return self.groups is not None
 
     def of_answers(self) -> list[str]:
@@ -435,7 +435,7 @@ class GRPOConfig(PolicyGradientConfig):
 
 
 def algorithm(value: Any) -> str:
-    """Which model an algo section belongs to."""
+    """The model that an algo section belongs to."""
     name = str(value.get("name", "ppo") if isinstance(value, dict) else getattr(value, "name", "ppo"))
     return "grpo" if name in PRESETS else "ppo"  # which refuses names that nobody has
 

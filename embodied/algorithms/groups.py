@@ -54,7 +54,7 @@ class GroupPool:
         return tuple(sorted(waiting + [episode for group in self.ready.values() for episode in group.episodes]))
 
     def wanted(self, rounds: int, num_envs: int) -> int:
-        """How many episodes to play in the next round of an iteration that had so many rounds; 0: none.
+        """The number of episodes to play in the next round of an iteration that had so many rounds; 0: none.
 
         The first round plays what is missing and no more. Others follow to replace groups that the filter dropped,
         with something to do for every env row, so that their last group may stay incomplete; or where half or more of
@@ -76,8 +76,8 @@ class GroupPool:
         return dealt
 
     def add(self, scores: dict[int, float], solved: dict[int, bool] | None = None) -> None:
-        """Of episodes that were dealt and are finished; groups that become complete are kept or dropped. `solved` says
-        which were a success, for algo.filter_metric=success."""
+        """Takes scores of finished episodes that were dealt; groups that become complete are kept or dropped. `solved`
+        says which were a success, for algo.filter_metric=success."""
         self.solved |= solved or {}
         self.playing.difference_update(scores)
         for episode in sorted(scores):
@@ -124,7 +124,7 @@ class GroupPool:
         self.handed.add(number)
 
     def take(self) -> list[Group]:
-        """What this iteration learns from besides the groups that were handed on."""
+        """Takes the groups that this iteration learns from besides those that were handed on."""
         left = self.config.groups - len(self.handed)
         taken = [self.ready.pop(number) for number in sorted(self.ready)[:left]]
         self.handed.clear()
@@ -135,7 +135,7 @@ class GroupPool:
         return taken
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps of it."""
+        """Its state, as arrays for a checkpoint."""
         scores = {episode: score for scores in self.open.values() for episode, score in scores.items()}
         for group in self.ready.values():
             scores |= zip(group.episodes, group.scores, strict=True)
@@ -169,8 +169,8 @@ def judge(scores: tuple[float, ...], config: PPOConfig | GRPOConfig, solved: Seq
 
 
 def score_of(result: EpisodeResult, config: PPOConfig | GRPOConfig, max_tokens: int = 0) -> float:
-    """What an episode is compared by: its return. An answer that was cut off has 0 with algo.truncated=punish, and a
-    long one pays up to 1 with algo.overlong: if that is 4 of 10 tokens, nothing for 6, 0.25 for 7, and 1 for 10."""
+    """The score of an episode: its return. An answer that was cut off has 0 with algo.truncated=punish, and a long one
+    pays up to 1 with algo.overlong: if that is 4 of 10 tokens, nothing for 6, 0.25 for 7, and 1 for 10."""
     score = 0.0 if result.truncated and config.truncated == "punish" else result.total_reward
     if config.overlong is None:
         return score
@@ -251,7 +251,7 @@ class PromptPools:
         return self.drawn[group]
 
     def add(self, solved: dict[int, bool]) -> None:
-        """Whether these episodes solved their prompts; where all of a group have ended, the prompt's rate is known."""
+        """Notes which episodes solved their prompts; a prompt's rate is known when all of a group have ended."""
         for episode, success in solved.items():
             group = episode // self.group_size
             found = self.solved.setdefault(group, {})
@@ -266,7 +266,7 @@ class PromptPools:
         self.solved = {group: found for group, found in self.solved.items() if group in groups}
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps of it."""
+        """Its state, as arrays for a checkpoint."""
         solved = {episode: success for found in self.solved.values() for episode, success in found.items()}
         return {
             "prompts": np.array(list(self.rates), np.int64),
@@ -284,5 +284,5 @@ class PromptPools:
 
 
 def pool_of(rate: float) -> str:
-    """Where a prompt that was solved so often belongs."""
+    """The pool of a prompt that was solved so often."""
     return "hard" if rate <= HARD else "easy" if rate > EASY else "normal"

@@ -23,7 +23,7 @@ from embodied.algorithms.config import GRPOConfig, PPOConfig
 
 @dataclass(frozen=True)
 class PPOItems:
-    """What was known of B decisions before the update."""
+    """The data of B decisions from before the update."""
 
     logprobs: Tensor  # [B, C, A], at act time
     values: Tensor  # [B], at act time; of tokens, by the weights that the update starts from
@@ -38,7 +38,7 @@ class PPOItems:
 
 @dataclass(frozen=True)
 class GRPOItems:
-    """What was known of B decisions before the update; an advantage is that of the decision's whole episode."""
+    """The data of B decisions from before the update; an advantage is that of the decision's whole episode."""
 
     logprobs: Tensor  # [B, C, A], at act time
     advantages: Tensor  # [B]
@@ -270,7 +270,7 @@ def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor, level: str) -> T
 
 
 def within(level: str) -> str:
-    """What is summed over an answer, instead of being taken of its mean ratio, is taken of its tokens."""
+    """The level at which terms are summed over an episode: "chunk" where ratios are the mean of an episode's."""
     return "chunk" if level == "episode" else level
 
 

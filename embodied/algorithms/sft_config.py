@@ -31,7 +31,7 @@ class SFTConfig(Strict):
     )
     cache: LocalPath | None = Field(
         None,
-        description="Folder on whose disk their decoded pictures lie while the run goes on (in a file without a name); "
+        description="Folder on whose disk their decoded images lie while the run goes on (in a file without a name); "
         "null: the system's temporary folder, which on some machines is in memory.",
     )
     epochs: int = Field(50, gt=0, description="Passes over the demonstrations; each is an iteration of the run.")

@@ -70,7 +70,7 @@ def without_recipe(command: Command, values: dict[str, Any]) -> list[Source]:
 
 
 def has_options(values: dict[str, Any]) -> bool:
-    """Whether the checkpoint takes its options from the command line: a class of the user's, a published model."""
+    """True if the checkpoint takes its options from the command line: a class of the user's, a published model."""
     mine = own_classes(values.get("checkpoint"))
     return values.get("policy.name", mine[0]) in mine if mine else bool(published(values))
 

@@ -9,7 +9,7 @@ from embodied.policies.config import ANSWERING
 
 @dataclass(frozen=True)
 class Command:
-    """What a command's own arguments mean: keys besides the recipe's, and sections that have no effect in it."""
+    """A command's own arguments: keys besides the recipe's, and sections that have no effect in it."""
 
     name: str
     purpose: str

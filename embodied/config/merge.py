@@ -189,7 +189,7 @@ def has_no_finite_value(value: Any) -> bool:
 
 
 def with_own_task(source: Source, tree: Tree) -> Source:
-    """Where `env.name=my_tasks:Class` names a task of a simulator, the source with env.name=SIMULATOR
+    """If `env.name=my_tasks:Class` names a task of a simulator, the source with env.name=SIMULATOR
     env.task=my_tasks:Class instead. The same for `env.task=my_tasks:Class` over a recipe of another simulator.
     """
     from embodied.envs.own_modules import SIMULATORS, as_a_task
@@ -237,7 +237,7 @@ def switch(tree: Tree, section: Section | None, prefix: Key, name: Any) -> None:
 
 
 def same_key(old: type, new: type, key: str) -> bool:
-    """Whether both models have the key from a common base. `kwargs` belong to one class, whose name may differ."""
+    """True if both models have the key from a common base. `kwargs` belong to one class, whose name may differ."""
 
     def owner(kind: type) -> type | None:
         return next((base for base in kind.__mro__ if key in get_annotations(base)), None)

@@ -61,7 +61,7 @@ def _explain(error: ErrorDetails, root: Section, tree: Tree, command: Command | 
 
 
 def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
-    """What is wrong with the value, and a value that works."""
+    """Says what is wrong with the value, and a value that works."""
     kind, value = error["type"], error["input"]
     if kind in ("literal_error", "union_tag_invalid"):
         known = [*dict.fromkeys(str(word) for word in allowed_words(path, root, tree))]

@@ -53,6 +53,6 @@ def by_family(names: list[str]) -> dict[str, list[str]]:
 
 
 def recipe_words() -> str:
-    """What `recipe=` may be, on one line."""
+    """The words that `recipe=` takes, on one line."""
     families = "; ".join(f"{family}: {', '.join(names)}" for family, names in by_family(recipe_names(RECIPES)).items())
     return f"{families}; one of recipes/maniskill or recipes/tiny (python -m embodied.list), or path/to/my.yaml"

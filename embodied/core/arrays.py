@@ -105,7 +105,7 @@ def leaves(obs: Observation) -> Iterator[Any]:
 
 
 def is_text(part: Any) -> bool:
-    """Whether a leaf holds texts, as a list or as an array."""
+    """True if a leaf holds texts, as a list or as an array."""
     return isinstance(part, list) or (isinstance(part, np.ndarray) and part.dtype.kind == "O")
 
 

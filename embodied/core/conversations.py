@@ -22,7 +22,7 @@ Said = str | tuple[Message, ...]  # text that is continued as it is, or messages
 
 @dataclass(frozen=True)
 class Manner:
-    """How a token is drawn."""
+    """The settings by which a token is drawn."""
 
     stream: str  # of random numbers, train or eval
     temperature: float
@@ -50,7 +50,7 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class Completion:
-    """What follows a prompt's `tokens`: what the env said, encoded, and the answer. P + A tokens."""
+    """The tokens that follow a prompt's `tokens`: what the env said, encoded, and the answer. P + A tokens."""
 
     number: int  # of the request
     tokens: np.ndarray  # int32 [P + A]

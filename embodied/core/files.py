@@ -31,7 +31,7 @@ DAMAGE = (
 
 @contextmanager
 def reading(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: str = "") -> Iterator[None]:
-    """What goes wrong while this file is read and taken apart is an error of this kind, with this advice."""
+    """Turns whatever goes wrong while this file is read and parsed into an error of this kind, with this advice."""
     try:
         yield
     except DAMAGE as err:

@@ -216,7 +216,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class BatchPart:
-    """What an iteration learns from, and which part of it is one learner rank's: the sequences from `first` to `last`.
+    """All sequences that an iteration learns from, and one learner rank's part of them: those from `first` to `last`.
 
     A rank without a part gets a copy of a sequence that counts nothing.
     """
@@ -291,7 +291,7 @@ class AskAgain:
 
 @dataclass(frozen=True)
 class Merging:
-    """How far a policy worker answers requests of several sim workers together."""
+    """The limits within which a policy worker answers requests of several sim workers together."""
 
     rows: int = 1  # env rows that are answered together at most; a request of more is answered by itself
     wait_s: float = 0.0  # how long a request waits for those of other sims
@@ -308,7 +308,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Recording:
-    """What is kept of the episodes of an evaluation besides their outcomes."""
+    """The videos and buffers that are kept of an evaluation's episodes, besides their outcomes."""
 
     video_episodes: frozenset[int] = frozenset()  # indices of the episodes of which there is a video
     videos: Path | None = None  # the folder of their videos
@@ -322,7 +322,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """Where the time of one sim worker went in one rollout, and how much it did."""
+    """One sim worker's seconds in one rollout, by what they were spent on, and how much it did."""
 
     env_steps: int
     finished: tuple[EpisodeResult, ...]  # episodes that ended in this rollout

@@ -57,7 +57,7 @@ def check_info(path: Path, info: dict[str, Any], theirs: dict[str, str]) -> None
 
 
 def is_older(info: dict[str, Any]) -> bool:
-    """Whether the layout is 2.0 or 2.1, where every episode has files of its own."""
+    """True if the layout is 2.0 or 2.1, where every episode has files of its own."""
     return info["codebase_version"] in OLDER
 
 
@@ -67,7 +67,7 @@ def place_fields(info: dict[str, Any], chunk: int, file: int) -> dict[str, int]:
 
 
 def is_feature(feature: Any) -> bool:
-    """Whether info.json describes a feature with a dtype and a shape."""
+    """True if info.json describes a feature with a dtype and a shape."""
     if not isinstance(feature, dict) or not isinstance(feature.get("dtype"), str):
         return False
     shape = feature.get("shape")
@@ -75,7 +75,7 @@ def is_feature(feature: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Whether this is a non-negative integer of a plausible size."""
+    """True if this is a non-negative integer of a plausible size."""
     return type(value) is int and 0 <= value <= LARGEST
 
 

@@ -1,7 +1,7 @@
 """Behaviour cloning: the learner of demonstrations instead of trajectories.
 
 An item is one env step of a demonstration with the actions of the decision that would begin there (a chunk; what would
-reach past the end does not count). Ranks own blocks of whole episodes and take the same steps. Pictures are decoded
+reach past the end does not count). Ranks own blocks of whole episodes and take the same steps. Images are decoded
 once into a file without a name, which is gone when the process is; states and actions are small and stay in memory.
 """
 
@@ -153,7 +153,7 @@ class Demonstrations:
 
     def __init__(self, spec: EnvSpec, horizon: int, first: int, total: int) -> None:
         self.spec, self.horizon, self.first, self.total = spec, horizon, first, total
-        self.pictures: Pictures | None = None
+        self.image_cache: ImageCache | None = None
         self._states, self._actions = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32)
         self._texts: list[str] = []  # of each episode
         self._ends = np.zeros(0, np.int64)  # of each episode, in items
@@ -164,11 +164,11 @@ class Demonstrations:
     def read(self, episodes: Iterable[RecordedEpisode], items: int, folder: Path | None) -> Iterator[Observation]:
         """Take them up, `items` in all; -> what a policy looks at in each, numbers only."""
         if self.spec.images:
-            self.pictures = Pictures(dict(self.spec.images), items, folder)
+            self.image_cache = ImageCache(dict(self.spec.images), items, folder)
         states, actions = [], []
         for episode in episodes:
-            if self.pictures:
-                self.pictures.add(episode.obs["images"])
+            if self.image_cache:
+                self.image_cache.add(episode.obs["images"])
             self._texts.append(episode.obs["instruction"][0])
             states.append(episode.obs["state"] if self.spec.state_dim else np.zeros((len(episode), 0), np.float32))
             actions.append(episode.actions)
@@ -183,19 +183,19 @@ class Demonstrations:
         steps = rows[:, None] + np.arange(self.horizon)
         ends = self._ends[episodes][:, None]
         obs: Observation = {"state": torch.from_numpy(self._states[rows])} if self.spec.state_dim else {}
-        if self.pictures:
-            obs["images"] = self.pictures.take(rows)
+        if self.image_cache:
+            obs["images"] = self.image_cache.take(rows)
         if self.spec.instruction:
             obs["instruction"] = [self._texts[episode] for episode in episodes]
         actions = torch.from_numpy(self._actions[np.minimum(steps, ends - 1)])
         return {"obs": obs, "actions": actions, "mask": torch.from_numpy(steps < ends)}
 
     def close(self) -> None:
-        if self.pictures:
-            self.pictures.close()
+        if self.image_cache:
+            self.image_cache.close()
 
 
-class Pictures:
+class ImageCache:
     """uint8 [items, H, W, 3] of each camera, on disk."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], items: int, folder: Path | None) -> None:
@@ -209,10 +209,10 @@ class Pictures:
         needed, free = items * self.item_bytes, shutil.disk_usage(place).free
         if needed > free:
             raise ConfigError(
-                f"the pictures of {items:,} env steps take {needed / 1e9:.3g} GB decoded, and {place} has "
+                f"the images of {items:,} env steps take {needed / 1e9:.3g} GB decoded, and {place} has "
                 f"{free / 1e9:.3g} GB left; name another folder as sft.cache, or take fewer with sft.episodes"
             )
-        self._file, name = tempfile.mkstemp(prefix="embodied-pictures-", dir=place)
+        self._file, name = tempfile.mkstemp(prefix="embodied-images-", dir=place)
         os.unlink(name)
 
     def add(self, images: dict[str, np.ndarray]) -> None:
@@ -226,7 +226,7 @@ class Pictures:
         rows = np.empty((len(items), self.item_bytes), np.uint8)
         for row, item in zip(rows, items.tolist(), strict=True):
             if os.preadv(self._file, [row], item * self.item_bytes) != self.item_bytes:
-                raise OSError(f"the pictures of item {item} are not there any more")
+                raise OSError(f"the images of item {item} are not there any more")
         found, at = {}, 0
         for camera, shape in self.shapes.items():
             size = int(np.prod(shape))

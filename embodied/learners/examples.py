@@ -80,7 +80,7 @@ def examples(lines: Any) -> Iterator[Example]:
 
 
 def said_in(content: Any) -> Said:
-    """What the prompt or the messages of a line say."""
+    """The text of a line's prompt or messages."""
     if not isinstance(content, dict) or ("prompt" in content) == ("messages" in content):
         raise ValueError('it should have either "prompt" or "messages"')
     if "prompt" in content:

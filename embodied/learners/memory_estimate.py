@@ -122,8 +122,8 @@ def training_bytes(p: Tensor) -> int:
 
 
 def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> int:
-    """What the forward pass keeps for the backward pass, in the policy's own precision; weights are not counted
-    again."""
+    """The bytes that the forward pass keeps for the backward pass, in the policy's own precision; weights are not
+    counted again."""
     policy = policy.to("meta")
     if config.checkpoint_activations:
         recompute(policy)

@@ -196,7 +196,7 @@ class PolicyOptimizer:
                     local(p).copy_(master)
 
     def masters_aside(self) -> list[Tensor]:
-        """Those that are not the parameters' own memory."""
+        """The masters that are not the parameters' own memory."""
         return [master for p, master in zip(self.params, self.masters, strict=True) if p.dtype in HALVES]
 
     def tensors(self) -> list[Tensor]:
@@ -204,14 +204,14 @@ class PolicyOptimizer:
         return [*self.masters_aside(), *(value for state in self.adam.state.values() for value in state.values())]
 
     def forget_gradients(self) -> None:
-        """Between updates nobody needs them."""
+        """Frees the gradients: between updates nobody needs them."""
         self.flat = None
         self.adam.forget_gradients()
         for p in self.params:
             p.grad = None
 
     def finite(self) -> bool:
-        """Whether this rank's weights are."""
+        """True if this rank's weights are finite."""
         return all(bool(torch.isfinite(master).all()) for master in self.masters)
 
     def save(self, folder: Path, write: bool = True) -> None:
@@ -323,7 +323,7 @@ class Adam:
 
 
 def master_of(p: Tensor) -> Tensor:
-    """What Adam changes: the parameter's own memory, or a float32 copy that collects its gradients too."""
+    """The tensor that Adam changes: the parameter's own memory, or a float32 copy that collects its gradients too."""
     own = local(p).detach()
     if p.dtype not in HALVES:
         return own
@@ -339,7 +339,7 @@ def master_of(p: Tensor) -> Tensor:
 
 
 def learning_rates(config: AlgoConfig | SFTConfig) -> dict[str, float]:
-    """Of a policy's groups of parameters. GRPO and imitation have no value function to learn."""
+    """The learning rates of a policy's groups of parameters. GRPO and imitation have no value function to learn."""
     if isinstance(config, GRPOConfig | SFTConfig):
         return {"policy": config.lr, "value": 0.0}
     return {"policy": config.lr, "value": config.lr if config.value_lr is None else config.value_lr}

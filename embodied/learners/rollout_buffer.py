@@ -141,7 +141,7 @@ class RolloutBuffer:
         self.coming[stage].have = piece.first + int(piece.lengths.max())
 
     def has(self, sources: Iterable[str]) -> bool:
-        """Whether all that these sources have played has come."""
+        """True if all that these sources have played has come."""
         there = {coming.whole.source: coming for coming in self.coming.values()}
         return all(s in there and there[s].have == there[s].whole.lengths.max() for s in sources)
 
@@ -195,7 +195,7 @@ def stage_of(source: str) -> str:
 
 
 def round_of(source: str) -> int:
-    """In which round of the run, or in which handover, it was played; these numbers only grow."""
+    """The number of the round, or of the handover, in which it was played; these numbers only grow."""
     number = source.partition("#")[2]
     return int(number) if number.isdigit() else 0
 

@@ -96,7 +96,7 @@ class ExampleTokens:
         return len(self.sizes)
 
     def batch(self, items: Tensor) -> dict[str, Tensor]:
-        """What `Policy.imitate` gets: the conversations one after the other, n tokens in all."""
+        """The inputs of `Policy.imitate`: the conversations one after the other, n tokens in all."""
         rows = items.numpy()
         lengths, ends = self.sizes[rows, 0], self.ends[rows]
         at = np.concatenate([np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)])

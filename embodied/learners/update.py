@@ -76,7 +76,7 @@ def skip_remaining_epochs(mean_kl: float, target_kl: float | None) -> bool:
 
 
 def frozen_features(model: Model, batch: ItemBatch, size: int) -> dict[str, Tensor]:
-    """What the policy computes of the items' observations and no epoch changes; empty where that does not fit."""
+    """Computes the features of the items' observations that no epoch changes; empty where they do not fit."""
     features = FrozenFeatures(model, len(batch))
     for items in torch.arange(len(batch)).split(model.config.micro_batch_size or size):
         features.add(batch.observed(items), items)
@@ -122,7 +122,7 @@ def gradient(
 
 
 def mismatch_of(batch: ItemBatch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """How far the log-probs [b, C, A] of some items are from those at act time.
+    """The distance of the log-probs [b, C, A] of some items from those at act time.
 
     k3 [b], per decision: the sum of r - 1 - log r over its numbers, whose mean is KL(acted || now). The gap [b] in nats
     is the largest difference of a number, -inf for decisions of other weights than those that the update starts from.
@@ -135,7 +135,7 @@ def mismatch_of(batch: ItemBatch, part: Tensor, logprobs: Tensor) -> tuple[Tenso
 
 
 def mismatch_numbers(k3: float, largest: np.ndarray) -> dict[str, float]:
-    """What the log shows of a mean k3 and the largest gaps and k3s [ranks, 2]; no gap where no decision was taken with
+    """The log's numbers of a mean k3 and the largest gaps and k3s [ranks, 2]; no gap where no decision was taken with
     the weights that the update started from."""
     gap, k3_max = largest.max(axis=0).tolist()
     about = {"train/mismatch_k3": k3, "train/mismatch_k3_max": k3_max}

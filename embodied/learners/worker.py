@@ -20,11 +20,11 @@ from embodied.core.types import BatchPart, EnvSpec, Trajectory
 from embodied.learners.accumulation import Accumulation, Groups
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
-from embodied.learners.conversations import build_token_batch, packing_of
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
 from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of, step_items
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
+from embodied.learners.token_batch import build_token_batch, packing_of
 from embodied.learners.train_batch import RankBatch, build_rank_batch, moments_of
 from embodied.learners.update import frozen_features, update_policy
 from embodied.policies import check_methods, make_policy
@@ -61,7 +61,7 @@ class LearnerWorker(Worker):
         self.server, self.rendezvous = listen(timeout_s)
         return self.rendezvous
 
-    def meet_at(self, address: RendezvousAddress) -> None:
+    def set_rendezvous(self, address: RendezvousAddress) -> None:
         self.rendezvous = address
 
     def build(
@@ -192,7 +192,7 @@ class LearnerWorker(Worker):
         return RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), horizon)
 
     def _encodes_once(self) -> bool:
-        """Whether what frozen parts of the policy make of an observation is kept for all epochs."""
+        """True if what frozen parts of the policy make of an observation is kept for all epochs."""
         return self.algo.epochs > 1 and not self.config.shard and self.packing is None
 
     def needs(self, shared: bool = False) -> Needs:

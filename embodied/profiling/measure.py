@@ -40,9 +40,9 @@ from embodied.profiling.store import (
 )
 from embodied.profiling.timed_run import Clock, calibrate, check_program
 from embodied.run import devices, launch
-from embodied.run.folder import commit
 from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
+from embodied.run.run_folder import commit
 from embodied.system.load import LoadMeter, load_before, under_load
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -288,7 +288,7 @@ def beside(config: RunConfig, hosts: list[PlannedHost]) -> RunConfig:
 
 
 def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatch: int) -> dict[str, float]:
-    """How long each part takes on one device while the others do nothing, next to what it took while all did the
+    """The seconds of each part on one device while the others do nothing, next to what it took while all did the
     same."""
     (samples,) = probe.rollout(num_envs, decisions, REPEATS).wait()
     took = {name: samples.seconds[name][-REPEATS:] for name in ("sim", "policy") if name in together}
@@ -318,7 +318,7 @@ def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
 
 
 def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[int, int]:
-    """How many decisions long rollouts can be so that two sizes of envs are measured in time; and how many the recipe's
+    """The most decisions a rollout can have so that two sizes of envs are measured in time, and those that the recipe's
     have."""
     samples = probes.rollout(sizes[0], FEWEST_DECISIONS, 1).wait()
     horizon = samples[0].horizon

@@ -63,7 +63,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Moves:
-    """What a worker needs of its device's memory, and how long it takes to give that back and to take it again."""
+    """A worker's need of its device's memory, and the seconds that it takes to give that back and to take it again."""
 
     bytes: float
     offload_s: float

@@ -58,7 +58,7 @@ def repeated(config: RunConfig) -> RunConfig:
 
 
 def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequence[PlacedRole] = EMBODIED) -> Dataflow:
-    """What an iteration of this recipe asks for; `episode_decisions` is how long whole episodes are."""
+    """The dataflow of an iteration of this recipe; `episode_decisions` is how long whole episodes are."""
     algo, envs = config.algo, config.env.num_envs
     if not algo.whole_episodes:
         decisions = algo.rollout_decisions
@@ -136,7 +136,7 @@ def homes(
 
 
 def device_counts(machines: Topology) -> dict[str, int]:
-    """How many there are of each kind that profiles know: {"gpu-H200": 1, "cpu": 16}."""
+    """The number of devices of each kind that profiles know: {"gpu-H200": 1, "cpu": 16}."""
     return {str(c): c.count for c in machines.classes() if c.count}
 
 
@@ -255,7 +255,7 @@ def plan_from_profile(
 
 
 def periodic_is_the_same(config: RunConfig) -> bool:
-    """Whether periodic learns what sync does: not where sync carries groups over that periodic discards, and not at all
+    """True if periodic learns what sync does: not where sync carries groups over that periodic discards, and not at all
     where learners hold shards."""
     algo = config.algo
     if not algo.whole_episodes or config.learner.shard:

@@ -114,8 +114,8 @@ class Trial:
         return path
 
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
-        """Between which roles items went in the last iteration, from when to when. Weights have ways of their own
-        besides channels."""
+        """The roles between which items went in the last iteration, and from when to when. Weights have ways of their
+        own besides channels."""
         known = {group.role for group in self.loop.groups}
         found: dict[tuple[str, str], tuple[float, float]] = {("learner", "policy"): self.loop.weight_sync.times}
         here = []  # through channels at home with the driver
@@ -190,7 +190,7 @@ class Clock:
         return time.monotonic() - self.started
 
     def left(self, share: float) -> bool:
-        """Whether less than this share of the time is spent."""
+        """True if less than this share of the time is spent."""
         return self.spent() < share * self.seconds
 
 
@@ -238,7 +238,7 @@ def calibrate(
 def trial_layouts(
     sims: DeviceClass, networks: DeviceClass, num_envs: int, more: Sequence[PlacedRole] = ()
 ) -> list[Layout]:
-    """What the real runs are: learners take turns with policies; then, where there are enough devices, they share
+    """The layouts of the real runs: learners take turns with policies; then, where there are enough devices, they share
     processes, and have others than sims. Other roles are beside the policies, or, without networks, the sims."""
     computing = tuple(role.name for role in more if role.network or sims == networks)
     playing = tuple(role.name for role in more if role.name not in computing)

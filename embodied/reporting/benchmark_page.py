@@ -104,8 +104,8 @@ def cells(mode: str, row: dict[str, float]) -> list[str]:
 
 
 def verdict(result: Any) -> list[str]:
-    """Which modes are predicted equal; whether the order of the others is the predicted one; what placement=auto would
-    take, against the fastest measured; and what other schedules gain over it."""
+    """Says which modes are predicted equal, whether the order of the others is the predicted one, what placement=auto
+    would take, against the fastest measured, and what other schedules gain over it."""
     measured = list(rows_of(result))
     expected = [mode for mode in result.expected if mode in result.rounds]
     others = [mode for mode in expected if result.expected[mode].get("schedule", "sync") != "sync"]
@@ -127,7 +127,7 @@ def verdict(result: Any) -> list[str]:
 
 
 def in_predicted_order(measured: Sequence[str], seconds: dict[str, float]) -> bool:
-    """Whether none was faster than one that is predicted to take less; those predicted equal may be in any order."""
+    """True if none was faster than one that is predicted to take less; those predicted equal may be in any order."""
     return not any(
         seconds[slow] > seconds[quick]
         and slow not in equal_to_the_fastest({quick: seconds[quick], slow: seconds[slow]})
@@ -143,7 +143,7 @@ def standing(result: Any, one: str, fastest_other: str) -> str:
 
 
 def against(result: Any, one: str, other: str) -> str:
-    """How many times as fast one is as another, with the interval."""
+    """Says how many times as fast one is as another, with the interval."""
     low, middle, high = paired_ratio(result.rounds[one], result.rounds[other])
     interval = f"95% interval {low:.2f} to {high:.2f}, {num_rounds(result)} paired rounds"
     return f"{middle:.2f} times as fast as {other} ({interval})"
@@ -191,7 +191,7 @@ def html(results: Sequence[Any], about: dict[str, Any], png: bytes) -> str:
 
 
 def made(results: Sequence[Any], about: dict[str, Any]) -> Html:
-    """When, where, of which code and under what load this was measured, and the profiles that predicted it."""
+    """Says when, where, of which code and under what load this was measured, and by which profiles it was predicted."""
     facts = {
         "recipe": about["recipe"],
         "date": about.get("date", ""),

@@ -12,7 +12,7 @@ from shlex import join as join_words
 from typing import Any
 
 from embodied.config.cli import read_yaml
-from embodied.reporting import groups_page
+from embodied.reporting import seed_sets_page
 from embodied.reporting.evaluation_page import (
     MEASURES,
     MOST_VIDEOS,
@@ -25,9 +25,9 @@ from embodied.reporting.evaluation_page import (
     transcripts_of,
     videos_by_episode,
 )
-from embodied.reporting.groups import SeedSet, alone
 from embodied.reporting.html import Html, join, page, section, table, tag
 from embodied.reporting.runs import Evaluation, Run
+from embodied.reporting.seed_sets import SeedSet, alone
 from embodied.reporting.success_stats import Prompt, compare, prompt_of
 from embodied.reporting.svg import COLORS, Series, line_chart, percent, short
 from embodied.reporting.training_page import (
@@ -38,7 +38,7 @@ from embodied.reporting.training_page import (
 )
 from embodied.reporting.transcripts import transcript_lines
 from embodied.reporting.transcripts_page import Conversations, can_be_shown, legend
-from embodied.run.group import RunGroup
+from embodied.run.run_group import RunGroup
 
 MOST_PROMPTS = 20  # whose answers are shown side by side
 
@@ -65,21 +65,21 @@ def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
     singles = len(sets) > 1 and all(len(one.runs) == 1 and not one.missing for one in sets)
     parts = [heading(sets, runs, group)]
     if (group and group.swept) or (len(sets) > 1 and not singles):
-        shown = tag("p", groups_page.verdict(sets)), groups_page.ranking_table(sets, colors)
-        note = groups_page.ALONE_NOTE if singles else groups_page.iqm_note(sets)
+        shown = tag("p", seed_sets_page.verdict(sets)), seed_sets_page.ranking_table(sets, colors)
+        note = seed_sets_page.ALONE_NOTE if singles else seed_sets_page.iqm_note(sets)
         parts.append(section("Settings" if group else "Over seeds", *shown, tag("p", note, class_="note")))
     elif not singles:
-        note = tag("p", groups_page.iqm_note(sets), class_="note")
-        parts.append(section("Over seeds", groups_page.tiles(sets[0]), note))
+        note = tag("p", seed_sets_page.iqm_note(sets), class_="note")
+        parts.append(section("Over seeds", seed_sets_page.tiles(sets[0]), note))
     if singles:
         parts += of_single_runs([ComparedRun(one.runs[0], one.label, colors[one.label]) for one in sets], beside)
     elif runs:
-        note = groups_page.CURVES_NOTE + groups_page.DOTS_NOTE * (len(sets) == 1)
-        parts.append(section("Curves", groups_page.curves(sets, colors), note=note))
-        parts.append(section("Runs", groups_page.runs_table(sets, beside, colors), note=groups_page.RUNS_NOTE))
+        note = seed_sets_page.CURVES_NOTE + seed_sets_page.DOTS_NOTE * (len(sets) == 1)
+        parts.append(section("Curves", seed_sets_page.curves(sets, colors), note=note))
+        parts.append(section("Runs", seed_sets_page.runs_table(sets, beside, colors), note=seed_sets_page.RUNS_NOTE))
     if len(sets) > 1:
         parts.append(section("What differs", *what_differs(sets)))
-    parts.append(section("Where they come from", groups_page.made_table(sets), recipe_of(group, runs)))
+    parts.append(section("Where they come from", seed_sets_page.made_table(sets), recipe_of(group, runs)))
     return page(f"{group.folder.resolve().name if group else ', '.join(colors)} - comparison", *parts)
 
 
@@ -108,7 +108,7 @@ def of_single_runs(entries: list[ComparedRun], beside: Path) -> list[Html]:
 
 def heading(sets: list[SeedSet], runs: list[Run], group: RunGroup | None) -> Html:
     """Names the runs that are compared, with dates, commits and what did not end well."""
-    code = groups_page.commits(runs)
+    code = seed_sets_page.commits(runs)
     said = [f"{len(runs)} runs"] * bool(group) + [f"of commit {one}" for one in code if len(code) == 1]
     if dates := sorted(str(run.info["started"]) for run in runs if run.info.get("started")):
         said.append(" to ".join(dict.fromkeys(date[:16].replace("T", " ") for date in (dates[0], dates[-1]))) + " UTC")
@@ -118,7 +118,7 @@ def heading(sets: list[SeedSet], runs: list[Run], group: RunGroup | None) -> Htm
         tag("h1", group.folder.resolve().name if group else f"{len(runs)} runs compared"),
         tag("p", " \u00b7 ".join(said)),
         tag("p", tag("code", f"python -m {join_words(group.command)}")) if group and group.command else None,
-        *[problem(text) for text in (*groups_page.problems(sets), *mixed)],
+        *[problem(text) for text in (*seed_sets_page.problems(sets), *mixed)],
     )
 
 
@@ -179,7 +179,7 @@ def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
 
 def linked(entry: ComparedRun, beside: Path) -> Html:
     """A run's colour and name, which leads to its report."""
-    return join(swatch(entry.color), groups_page.report_link(entry.run, entry.label, beside))
+    return join(swatch(entry.color), seed_sets_page.report_link(entry.run, entry.label, beside))
 
 
 def overlaid(entries: list[ComparedRun]) -> list[Html]:

@@ -160,7 +160,7 @@ def conversations(evaluation: Evaluation, beside: Path) -> list[Html]:
 
 
 def transcripts_of(evaluation: Evaluation, wanted: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Those transcripts of these episodes that can be shown."""
+    """The transcripts of these episodes that can be shown."""
     found = read_transcripts(evaluation.folder, set(wanted))
     return {index: written for index, written in found.items() if can_be_shown(written)}
 

@@ -132,7 +132,7 @@ def pieces(spans: list[TimedSpan], start: float, end: float) -> Html:
 
 
 def is_move(name: str) -> bool:
-    """Whether a span is memory that leaves a device or comes back."""
+    """True if a span is memory that leaves a device or comes back."""
     return name.startswith(("offload ", "onload "))
 
 

@@ -21,7 +21,7 @@ from embodied.reporting.results import RESULTS, read_episodes, write_episodes
 from embodied.reporting.success_stats import figures
 from embodied.reporting.transcripts import remove_transcripts
 from embodied.run.checkpoints import read_json
-from embodied.run.folder import provenance
+from embodied.run.run_folder import provenance
 
 PARTIAL = "partial.json"
 TELL_EVERY_S = 15.0
@@ -38,10 +38,10 @@ class PartialEvaluation:
         asked: dict[str, Any],
         policy: dict[str, Any],
         clock: Callable[[], float] = time.monotonic,
-        tell: Callable[[str], object] = lambda line: None,
+        notify: Callable[[str], object] = lambda line: None,
     ) -> None:
         """`asked` is everything that decides the outcome of an episode: earlier sessions with the same `asked` count.
-        `policy` is the entry in results.json. `tell` gets a line every so often that says how far it is."""
+        `policy` is the entry in results.json. `notify` gets a line every so often that says how far it is."""
         self.folder, self.asked, self.policy, self.clock = folder, asked, policy, clock
         self.num_episodes = asked["eval"]["episodes"]
         self.finished: dict[int, EpisodeResult] = {}
@@ -53,7 +53,7 @@ class PartialEvaluation:
         if not self.finished:
             remove_transcripts(folder)
         self.session = provenance()
-        self.tell, self.began = tell, len(self.finished)
+        self.notify, self.began = notify, len(self.finished)
         self.began_s = clock()
         self.tell_s = self.began_s + TELL_EVERY_S
         for rest in folder.glob("videos/.recording-*"):  # by workers that were killed
@@ -73,7 +73,7 @@ class PartialEvaluation:
             self.write()
         if self.clock() >= self.tell_s and len(self.finished) < self.num_episodes:
             self.tell_s = self.clock() + TELL_EVERY_S
-            self.tell(self.progress())
+            self.notify(self.progress())
 
     def progress(self) -> str:
         """Episodes that are over, their outcomes, the speed, and how long the rest takes at it."""

@@ -29,7 +29,7 @@ from embodied.reporting.results import sampling
 from embodied.reporting.runs import Evaluation, Run, read_run
 from embodied.reporting.svg import percent, short
 from embodied.reporting.training_page import learning_charts, result_charts
-from embodied.run.group import is_group, read_group
+from embodied.run.run_group import is_group, read_group
 
 REPORT = "report.html"
 WHEN = "%Y-%m-%d %H:%M UTC"
@@ -47,7 +47,7 @@ def page_of(folder: Path, beside: Path) -> str:
     if not is_group(folder):
         return report(read_run(folder), beside)
     from embodied.reporting.comparison_page import comparison
-    from embodied.reporting.groups import sets_of
+    from embodied.reporting.seed_sets import sets_of
 
     group = read_group(folder)
     return comparison(sets_of(group), beside, group)

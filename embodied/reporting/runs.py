@@ -18,7 +18,7 @@ from embodied.core.files import read_object, reading
 from embodied.core.types import EpisodeResult
 from embodied.reporting.partial_evaluation import PARTIAL, partial_in
 from embodied.reporting.results import RESULTS, check_info, check_row, read_results
-from embodied.run.folder import lost
+from embodied.run.run_folder import lost
 
 IN_TRAINING = re.compile(r"v\d{6,}")  # folders of evaluations during training; others were started by hand
 LOST = (
@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def of_text(self) -> bool:
-        """Whether a language policy was evaluated."""
+        """True if a language policy was evaluated."""
         return "text" in self.results["overall"]
 
     @property

@@ -79,7 +79,7 @@ def measure(outcomes: list[bool | None], prompts: Sequence[Prompt] = ()) -> dict
 
 
 def of_text(episodes: Iterable[EpisodeResult]) -> bool:
-    """Whether a language policy played them."""
+    """True if a language policy played them."""
     return any(episode.truncated is not None for episode in episodes)
 
 
@@ -136,8 +136,8 @@ def rate_over_prompts(shares: list[float], answers: int) -> dict[str, Any] | Non
 
 
 def independent(shares: list[float], answers: int) -> float:
-    """How many independent answers would say as much of the mean as these prompts' shares do: the number whose variance
-    is what the shares' spread shows, at least one for each prompt, at most all answers."""
+    """The number of independent answers that would say as much of the mean as these prompts' shares do: that whose
+    variance is what the shares' spread shows, at least one for each prompt, at most all answers."""
     rate, prompts = fmean(shares), len(shares)
     if prompts < 2 or not 0 < rate < 1:
         return float(prompts)
@@ -274,7 +274,7 @@ def mean_with_interval(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, n
 
 
 def standings(found: dict[str, tuple[float, Sequence[float] | None]]) -> dict[str, str]:
-    """How figures with intervals stand, by name: `behind` where an interval lies below that of the highest figure, else
+    """The standing of figures with intervals, by name: `behind` where an interval lies below the highest figure's, else
     `not apart`. The highest is `best` where all others are behind, else `highest`; several as high have neither."""
     if len(found) < 2:
         return dict.fromkeys(found, "-")

@@ -59,7 +59,7 @@ class TranscriptWriter:
 
 
 def ends_a_line(path: Path) -> bool:
-    """Whether the next line can be appended as it is."""
+    """True if the next line can be appended as it is."""
     with path.open("rb") as file:
         if not file.seek(0, os.SEEK_END):
             return True

@@ -48,7 +48,7 @@ class TranscriptShown(TypedDict):
 
 
 def can_be_shown(transcript: dict[str, Any]) -> bool:
-    """Whether a line of transcripts.jsonl has what a page shows of it."""
+    """True if a line of transcripts.jsonl has what a page shows of it."""
     try:
         check(transcript, TranscriptShown)
     except ValueError:

@@ -133,7 +133,7 @@ class SaveClock:
         self.version: int | None = None  # what that saved
 
     def due(self, iteration: int, train_s: float) -> bool:
-        """Whether to save now; called after every iteration."""
+        """True if a checkpoint is due now; called after every iteration."""
         iteration_s, self.now_s = train_s - self.now_s, train_s
         limit_s = max(self.limit_s, self.cost_s / MOST)
         return bool(self.every and iteration % self.every == 0) or train_s - self.saved_s + iteration_s > limit_s
@@ -159,7 +159,7 @@ def prune(run: Path, version: int, keep: int) -> None:
 
 
 def is_ours(checkpoint: Path) -> bool:
-    """Whether it holds what its manifest lists and nothing else."""
+    """True if it holds what its manifest lists and nothing else."""
     with suppress(CheckpointError, TypeError):
         listed = {*read_json(checkpoint / MANIFEST).get("files", ()), MANIFEST}
         return not checkpoint.is_symlink() and {*files_of(checkpoint)} == listed
@@ -167,7 +167,7 @@ def is_ours(checkpoint: Path) -> bool:
 
 
 def best_version(run: Path) -> int | None:
-    """That with the highest success in the run's own evaluations, then return; of equals the newest."""
+    """The version with the highest success in the run's own evaluations, then return; of equals the newest."""
     found = []
     for path in run.glob("eval/v*/results.json"):
         with suppress(CheckpointError, KeyError, TypeError):

@@ -21,13 +21,13 @@ from shlex import join
 
 from embodied.config.cli import write_yaml
 from embodied.placement.grammar import number
-from embodied.reporting.groups import sets_of
-from embodied.reporting.groups_page import in_words
 from embodied.reporting.run_page import REPORT, report_or_say_why
+from embodied.reporting.seed_sets import sets_of
+from embodied.reporting.seed_sets_page import in_words
 from embodied.run import launch
 from embodied.run.ending import Interruption
-from embodied.run.folder import DRIVER
-from embodied.run.group import ENDED, FINISHED, MISSING, OVER, Member, RunGroup, state_of
+from embodied.run.run_folder import DRIVER
+from embodied.run.run_group import ENDED, FINISHED, MISSING, OVER, Member, RunGroup, state_of
 
 LONGEST_NAME = 100  # bytes of run.name
 POLL_S = 0.2
@@ -130,11 +130,11 @@ class Children:
         return slug(self.group.name + own)[: LONGEST_NAME - len(end)] + end
 
     def folders(self, member: Member) -> set[Path]:
-        """Those of runs of this name."""
+        """The folders of runs of this name."""
         return {path for path in self.parent.glob(f"{self.run_name(member)}-[0-9]*") if path.is_dir()}
 
     def log_of(self, member: Member) -> Path:
-        """What its process prints."""
+        """The file that gets what its process prints."""
         return self.group.folder / "logs" / f"{slug(str(member))}.log"
 
     def look(self) -> None:
@@ -234,7 +234,7 @@ def what_it_says(run: Path) -> dict:
 
 
 def last_line(one: Going) -> str:
-    """What a run said last."""
+    """The last line that a run printed."""
     path = one.folder / "logs" / "driver.log" if one.folder else one.log
     with suppress(OSError):
         with path.open("rb") as file:

@@ -68,7 +68,7 @@ def check_simulator(config: RunConfig, machines: Topology) -> None:
 
 
 def is_small(policy) -> bool:
-    """Whether a core is enough for it: an MLP, by its weights; one's own class, of which nothing is known here."""
+    """True if a core is enough for it: an MLP, by its weights; one's own class, of which nothing is known here."""
     if policy.name == "mlp":
         widths = policy.hidden
         return 2 * sum(a * b for a, b in pairwise(widths)) <= SMALL_WEIGHTS  # an actor's and a critic's
@@ -76,7 +76,7 @@ def is_small(policy) -> bool:
 
 
 def draws_on_gpus(env: Any) -> bool:
-    """Whether simulators of this env, on cores, draw on the GPUs of their machine."""
+    """True if simulators of this env, on cores, draw on the GPUs of their machine."""
     return bool(env.observed_images) and env_class(env).draws_on_gpus
 
 
@@ -97,7 +97,7 @@ def environment(host: PlannedHost) -> dict[str, str]:
 
 
 def host_plans(plan: PlacementPlan, with_policy: Collection[str] = ("policy", "learner")) -> list[HostPlan]:
-    """What a cluster starts for this plan. Roles `with_policy` have networks."""
+    """The hosts that a cluster starts for this plan. Roles `with_policy` have networks."""
     return [
         HostPlan(
             *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),

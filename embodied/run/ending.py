@@ -13,7 +13,7 @@ from typing import Any
 
 from embodied.core.errors import DeadlineExceeded, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.reporting.run_page import report_or_say_why
-from embodied.run.folder import RunFolder
+from embodied.run.run_folder import RunFolder
 
 
 class Interrupted(KeyboardInterrupt):

@@ -34,7 +34,7 @@ class FirstRun:
     folder: Path | None = None  # where it is there already
 
     def describe(self) -> str:
-        """What becomes of it."""
+        """Says which run the start comes from, or that it has to be made first."""
         if self.folder:
             return f"start       {self.folder}, a run of recipe {self.recipe}"
         missing = f"no finished run of recipe {self.recipe} with this policy in {self.loaded.config.run.dir}"
@@ -100,7 +100,7 @@ def value_of(values: Any, key: str) -> Any:
 
 
 def start_of_resumed(loaded: Loaded) -> Path | None:
-    """What the run that is resumed, if one is, has started from."""
+    """The policy that the resumed run has started from; None where there is none."""
     config = loaded.config
     run = run_to_resume(config.resume, config.run.dir, loaded.name) if config.resume else None
     if run is None or not (run / CONFIG).is_file():
@@ -124,7 +124,7 @@ def newest_finished(first: Loaded, policy: Any) -> Path | None:
 
 
 def same_task(run: Path, config: RunConfig) -> bool:
-    """Whether a run was made for this recipe's task."""
+    """True if a run was made for this recipe's task."""
     env, wanted = stored(run).get("env", {}), config.env.model_dump(mode="json")
     return all(env.get(key) == wanted[key] for key in ("name", "task"))
 

@@ -48,7 +48,7 @@ def fetch(repository: str, key: str = "checkpoint", files: Sequence[str] = FILES
 
 
 def how_to_get(name: str) -> str:
-    """Where a model comes from that is not here, in a phrase."""
+    """Says in a phrase where to get a model that is not here."""
     if name in MADE_HERE:
         return MADE_HERE[name]
     return f"hf download {name}" if is_hub_id(name) else "there is no such folder"

@@ -45,8 +45,8 @@ from embodied.run.devices import (
 from embodied.run.ending import Interrupted
 from embodied.run.hub import with_folder
 from embodied.run.memory_check import (
+    check_images,
     check_memory,
-    check_pictures,
     check_simulators,
     decisions_of,
     describe_memory,
@@ -160,7 +160,7 @@ def planned(
         memory = sum(node.memory_bytes for node in there.nodes)
         check_simulators(config, plan.count("sim"), memory)
         if learn:
-            check_pictures(config, memory)
+            check_images(config, memory)
     found = check_memory(config, plan, there, learn, replan)
     return config, replace(plan, memory=tuple(describe_memory(found)))
 
@@ -200,7 +200,7 @@ def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, r
 
 
 def gives_way(config: RunConfig, plan: PlacementPlan, updating: list[str]) -> bool:
-    """Whether only policy workers in processes of their own share the learners' devices, and others are left to act
+    """True if only policy workers in processes of their own share the learners' devices, and others are left to act
     while these do not."""
     mine = {device for host in plan.hosts if {*updating} & {*host.roles} for device in host.held}
     acting = [host for host in plan.hosts if "policy" in host.roles]
@@ -224,11 +224,11 @@ def check_speech(config: RunConfig, kind: Any) -> None:
             f"env.name={config.env.name} {ways[0]}, and policy.name={policy.name} {ways[1]}; "
             f"{'try policy.name=language, or a checkpoint of such a policy' if text else 'try env.name=sums'}"
         )
-    films = ("overlay", "cameras", "mosaic", "dataset")
-    if text and (given := [f"eval.{name}=true" for name in films if getattr(options, name)]):
+    recorded = ("overlay", "cameras", "mosaic", "dataset")
+    if text and (given := [f"eval.{name}=true" for name in recorded if getattr(options, name)]):
         raise ConfigError(
-            f"{' and '.join(given)} has no effect with env.name={config.env.name}: a text env has nothing to film, and "
-            "all its conversations are written down anyway; leave it out"
+            f"{' and '.join(given)} has no effect with env.name={config.env.name}: a text env has nothing to record, "
+            "and all its conversations are written down anyway; leave it out"
         )
     if options.episodes % options.samples:
         fit = max(options.episodes // options.samples, 1) * options.samples
@@ -329,13 +329,13 @@ def other_recipes(config: RunConfig) -> list[str]:
 
 
 def schedule_lines(config: RunConfig) -> list[str]:
-    """When an update begins, where that is not at the end of its batch, and what to try then."""
+    """Lines that say when an update begins, where that is not at the end of its batch, and what to try then."""
     advice = wrap(advice_on_staleness(config), WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
     return [f"schedule    {describe_schedule(config)}", *advice] if overlap_key(config) else []
 
 
 def describe_schedule(config: RunConfig) -> str:
-    """When an update begins with this schedule."""
+    """Says when an update begins with this schedule."""
     if config.pipeline.schedule == "periodic":
         return "periodic: learners take finished groups while others are played, and make one step after the last"
     level = config.pipeline.async_level
@@ -344,7 +344,7 @@ def describe_schedule(config: RunConfig) -> str:
 
 
 def advice_on_staleness(config: RunConfig) -> str:
-    """What an asynchronous recipe should try; empty where there is nothing to say."""
+    """Advice for an asynchronous recipe; empty where there is nothing to say."""
     algo = config.algo
     if config.pipeline.schedule != "async" or algo.epochs == 1 or algo.decoupled or algo.clip != "two_sided":
         return ""
@@ -384,7 +384,7 @@ def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
 
 
 def describe_saving(config: RunConfig) -> str:
-    """When checkpoints are written, and which stay on disk."""
+    """Says when checkpoints are written, and which stay on disk."""
     run = config.run
     by_time = f"at most {run.save_minutes:g} min of training apart" if run.save_minutes else ""
     by_count = f"every {run.save_every} iterations" if run.save_every else ""
@@ -447,7 +447,7 @@ def command_of(program: type) -> str:
 
 
 def is_own(program: type) -> bool:
-    """Whether a workflow is the user's."""
+    """True if a workflow is the user's."""
     return not program.__module__.startswith("embodied.")
 
 

@@ -1,6 +1,6 @@
 """How much memory a run takes, from recipe and plan alone, so that what cannot fit is refused before anything starts.
 
-Counted are large policies where they act and where they learn, a language model's engine, the pictures of an
+Counted are large policies where they act and where they learn, a language model's engine, the images of an
 iteration, and simulators that load large scenes; not what simulators take of a GPU, and not small policies. What
 a worker holds of a GPU can leave it for the host's memory while others are at work there, as in the run
 (`runtime/leases.py`).
@@ -91,7 +91,7 @@ class Need:
 
 
 def is_large(config: RunConfig) -> bool:
-    """Whether its policy has billions of weights, or only says of what shape they are."""
+    """True if its policy has billions of weights, or only says of what shape they are."""
     policy = config.policy
     if not policy.published:
         return False
@@ -107,7 +107,7 @@ def stored_bytes(policy: Any) -> int:
 
 
 def random_weights(config: RunConfig, folder: Path | str | None = None) -> bool:
-    """Whether a large policy begins with random weights."""
+    """True if a large policy begins with random weights."""
     return is_large(config) and not (folder or config.run.start_from or config.policy.pretrained)
 
 
@@ -139,9 +139,9 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
     for host in plan.hosts:
         if "sim" in host.roles and (scene := simulator_bytes(config, rows)):
             yield Load("simulators", scene, host.node)
-    if learn and (pictures := picture_bytes(config)):
+    if learn and (images := image_bytes(config)):
         for host in learners:
-            yield Load("pictures", copies(config) * pictures / len(learners), host.node, phase=UPDATE)
+            yield Load("images", copies(config) * images / len(learners), host.node, phase=UPDATE)
     if found is None:
         return
     sharded = config.learner.shard and len(learners) > 1
@@ -296,12 +296,12 @@ def fits(
 
 
 def copies(config: RunConfig) -> int:
-    """How often an iteration's images are held: batches that are collected ahead wait in the learners."""
+    """The number of times an iteration's images are held: batches that are collected ahead wait in the learners."""
     pipeline = config.pipeline
     return COPIES + (pipeline.async_level if pipeline.schedule == "async" else 0)
 
 
-def picture_bytes(config: RunConfig) -> int:
+def image_bytes(config: RunConfig) -> int:
     """Bytes of one copy of an iteration's images; 0 without cameras, or where nothing says how long episodes are."""
     pixels = sum(height * width * 3 for height, width in config.env.observed_images.values())
     return decisions_of(config) * pixels if pixels else 0
@@ -316,10 +316,10 @@ def decisions_of(config: RunConfig) -> int:
     return algo.groups * algo.group_size * -(-steps // config.policy.chunk)
 
 
-def check_pictures(config: RunConfig, memory_bytes: float) -> None:
+def check_images(config: RunConfig, memory_bytes: float) -> None:
     """Raise if machines with so much memory could not hold them."""
     held = copies(config)
-    need = held * picture_bytes(config)
+    need = held * image_bytes(config)
     if need > memory_bytes:
         env, algo = config.env, config.algo
         if not algo.whole_episodes:
@@ -330,7 +330,7 @@ def check_pictures(config: RunConfig, memory_bytes: float) -> None:
             key, value = "algo.groups", int(algo.groups * memory_bytes / need / 2)
         works = f"{key}={value}" if value else "a smaller env.image_size"
         raise ConfigError(
-            f"{played} pictures of {len(env.cameras)} "
+            f"{played} images of {len(env.cameras)} "
             f"camera(s) are {gigabytes(need / held)} an iteration and are held up to {held} times: "
             f"{gigabytes(need)}, and this machine has {gigabytes(memory_bytes)}; try {works}"
         )
@@ -355,8 +355,8 @@ def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float) -> N
 
 
 def most_sims(config: RunConfig, machines: Topology) -> int | None:
-    """How many sim workers beside GPUs leave a third of the machines' memory to others, and of those that ask in words
-    a few for each GPU, which scoring keeps busier than asking; None: any number."""
+    """The most sim workers beside GPUs that leave a third of the machines' memory to others, and of those that ask in
+    words a few for each GPU, which scoring keeps busier than asking; None: any number."""
     if config.policy.speaks:
         return TEXT_SIMS * machines.gpus or None
     memory = sum(node.memory_bytes for node in machines.nodes) * 2 / 3

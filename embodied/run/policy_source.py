@@ -198,8 +198,8 @@ def check_fits(target: Target, env: Any, spec: EnvSpec) -> None:
 
 
 def other_training(target: Target, loaded: Loaded, fixed: dict[str, Any]) -> str:
-    """How the env this policy was trained in differs from the one it is evaluated in, unless the command line says
-    so."""
+    """Says how the env this policy was trained in differs from the one it is evaluated in, unless the command line
+    does."""
     recipe = target.folder and stored_recipe(target.folder)
     if not recipe:
         return ""
@@ -253,7 +253,7 @@ def weights_of(config: Any, spec: EnvSpec) -> Weights:
 
 
 def describe_published(config: Any, env: Any) -> str:
-    """How the model is shown the world and how its answers are taken, for the first screen."""
+    """Says for the first screen how the model is shown the world and how its answers are taken."""
     options = [
         f"policy.{key}={write_yaml(value)}" for key, value in unusual(config) if key not in ("name", "pretrained")
     ]

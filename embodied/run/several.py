@@ -25,9 +25,9 @@ from embodied.run.children import Children
 from embodied.run.devices import machines
 from embodied.run.ending import Interruption
 from embodied.run.first_run import first_run
-from embodied.run.group import GOING_ON, OVER, Member, RunGroup, describe_setting, find_group, held, recipe_mark
 from embodied.run.launch import program_of
 from embodied.run.memory_check import needs
+from embodied.run.run_group import GOING_ON, OVER, Member, RunGroup, describe_setting, find_group, held, recipe_mark
 from embodied.workflows.embodied import EmbodiedLoop
 
 OWN = ("seeds", "at_once", "group")
@@ -37,13 +37,13 @@ PROCESS_BYTES = 0.5e9  # of a run's process, with torch and a simulator; assumed
 
 
 def asked(argv: Iterable[str]) -> bool:
-    """Whether these arguments are for several runs."""
+    """True if these arguments are for several runs."""
     return any(word.partition("=")[0] in OWN for word in argv) and not {"-h", "--help"} & {*argv}
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a command line asks for."""
+    """The runs that a command line asks for."""
 
     words: tuple[str, ...]  # those that all runs have in common
     flags: tuple[str, ...]
@@ -197,7 +197,7 @@ def members_of(order: Order, recipes: dict[str, Loaded]) -> tuple[Member, ...]:
 
 
 def runs_at_once(plan: PlacementPlan, there: Topology, memory: float) -> tuple[int, str]:
-    """How many runs like this one the machine holds side by side, and why; `memory`: what one takes of its memory."""
+    """The number of such runs that the machine holds side by side, and why; `memory`: what one takes of its memory."""
     node = there.nodes[0]
     if len(there.nodes) > 1:
         return 1, f"a run uses all {len(there.nodes)} machines of the cluster"
@@ -220,7 +220,7 @@ def memory_of(loaded: Loaded, plan: PlacementPlan, there: Topology) -> float:
 
 
 def decide(order: Order, loaded: Loaded, plan: PlacementPlan) -> tuple[int, str]:
-    """How many runs go on at once, and why. Raises ConfigError where the machine cannot be shared that often."""
+    """The number of runs at once, and why. Raises ConfigError where the machine cannot be shared that often."""
     there = machines(loaded.config)
     most, why = runs_at_once(plan, there, memory_of(loaded, plan, there))
     if (first := first_run(loaded)) and not first.folder:
@@ -307,7 +307,7 @@ def side_by_side(at_once: int) -> str:
 
 
 def describe(group: RunGroup, new: bool, todo: Sequence[Member], states: dict[str, str], how: str) -> list[str]:
-    """What there is and what will be done, a few lines."""
+    """Says in a few lines what there is and what will be done."""
     counts = {state: [*states.values()].count(state) for state in dict.fromkeys(states.values())}
     there = ", ".join(f"{count} {state}" for state, count in counts.items() if not new)
     settings, seeds = (len({getattr(member, name) for member in todo}) for name in ("setting", "seed"))

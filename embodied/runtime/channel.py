@@ -104,7 +104,7 @@ class Channel:
         return self.end.qsize()
 
     def close(self, error: str | Exception | None = None) -> None:
-        """Without an error consumers still get what waits, then ChannelClosed. With one, everybody gets it at once."""
+        """Ends the channel: without an error consumers still get what waits, with one everybody gets it at once."""
         self.end.close(self.end.host.caller(), "no more items" if error is None else str(error), drain=error is None)
 
 

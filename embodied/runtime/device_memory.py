@@ -35,12 +35,12 @@ class Belongings:
     def offload(self, parts: Mapping[str, Iterable[Any]], emptied: Collection[str] = ()) -> None:
         """Moves these parts away; what is in those `emptied` is not needed when they are back."""
         for name, tensors in parts.items():
-            residence = self.parts.setdefault(name, Offloader(keeps=name not in emptied))
-            self._measured("offload", name, residence.offload, tensors)
+            offloader = self.parts.setdefault(name, Offloader(keeps=name not in emptied))
+            self._measured("offload", name, offloader.offload, tensors)
 
     def onload(self) -> None:
-        for name, residence in self.parts.items():
-            self._measured("onload", name, residence.onload)
+        for name, offloader in self.parts.items():
+            self._measured("onload", name, offloader.onload)
 
     def _measured(self, verb: str, name: str, move: Callable[..., int], *tensors: Any) -> None:
         started = perf_counter()

@@ -71,7 +71,7 @@ class Turns:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside, its groups hold their devices; others' memory leaves only if there is no room for both."""
+        """Lets its groups hold their devices inside; others' memory leaves only if there is no room for both."""
         with self._changed:
             self._carry_out(self.coordinator.acquire(name))
             self._wait_for(name, lambda: self.coordinator.granted(name))
@@ -98,7 +98,7 @@ class Turns:
             self._end(name)
 
     def due(self) -> bool:
-        """Whether a phase is over that has not given its devices back."""
+        """True if a phase is over that has not given its devices back."""
         return any(phase.over() for phase in list(self._phases.values()))
 
     def go_on(self) -> None:
@@ -109,11 +109,11 @@ class Turns:
                 self._end(name)
 
     def gives_way(self, worker: str) -> bool:
-        """Whether a worker may join its phase late and leave it early."""
+        """True if a worker may join its phase late and leave it early."""
         return worker in self.part_of
 
     def takes_part(self, worker: str) -> bool:
-        """Whether a worker of a phase in progress holds its devices, and need not leave."""
+        """True if a worker of a phase in progress holds its devices, and need not leave."""
         part = self.part_of.get(worker)
         with self._changed:
             return part is None or (self.coordinator.granted(part) and part not in self.coordinator.leaving())

@@ -130,7 +130,7 @@ _adopting = _Adopting()
 
 
 class ForkServers:
-    """Those of a cluster, while its hosts are started for the first time."""
+    """The fork servers of a cluster, while its hosts are started for the first time."""
 
     def __init__(self) -> None:
         self._servers: dict[tuple, ForkServer] | None = {}

@@ -20,7 +20,7 @@ GB = 1e9
 
 
 class LeaseError(EmbodiedError):
-    """What was asked for can never be; the text holds the arithmetic."""
+    """Raised where a demand can never be met; the text holds the arithmetic."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ segments = Segments()  # of this process
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where the parts of a payload are in its memory file: (offset, bytes). `body` is None if it travels inline."""
+    """The parts of a payload in its memory file, as (offset, bytes). `body` is None if it travels inline."""
 
     total_bytes: int = 0
     buffers: tuple[tuple[int, int], ...] = ()
@@ -163,7 +163,7 @@ def own_gpu() -> str:
 
 
 def own_device() -> str:
-    """Where tensors from other GPUs go here. Without a word of the plan, whoever computes on a GPU wants them there."""
+    """The device on which tensors from other GPUs arrive: the plan's, else the GPU if one is in use here."""
     if "EMBODIED_DEVICE" in os.environ:
         return "cuda" if own_gpu() else "cpu"
     return "cuda" if sys.modules["torch"].cuda.is_initialized() else "cpu"

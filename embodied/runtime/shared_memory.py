@@ -47,7 +47,7 @@ class Segment:
 
 
 class Segments:
-    """Those of one process. A segment that is dropped lives on for as long as its message is used."""
+    """The segments of one process. A segment that is dropped lives on for as long as its message is used."""
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes

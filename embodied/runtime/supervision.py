@@ -1,7 +1,7 @@
 """When a host is suspected, killed, replaced or given up: a state machine without processes, threads or a clock.
 
-It gets what happened and when, and answers what to do; doing it is the caller's business (`failures.py`; what was
-lost in a rollout is made good by `workflows/rollout_manager.py`).
+It gets what happened and when, and answers what to do. `failures.py` asks it and kills hung hosts;
+`workflows/rollout_manager.py` starts dead ones again and makes good what was lost in a rollout.
 
     healthy <-> suspect      silent for half of hang_s, or heard again
     any -> restarting        it died, while it was built again too, and the budget allows another life
@@ -64,7 +64,7 @@ class Supervisor:
         return self._hosts[host].state
 
     def restarts(self, host: str) -> int:
-        """How often this host was started again in the whole run."""
+        """The number of times that this host was started again in the whole run."""
         return self._hosts[host].restarts
 
     def replaces(self, host: str) -> bool:

@@ -276,7 +276,7 @@ class WeightReader:
 
     @contextmanager
     def acting(self, version: int) -> Iterator[None]:
-        """Inside, the weights are whole and of this version, the current one; otherwise raises StaleWeights."""
+        """Keeps the weights whole and of this version inside; raises StaleWeights where it is not the current one."""
         if self.version != version:
             has = "has no weights yet" if self.version is None else f"has version {self.version}"
             raise StaleWeights(f"this worker {has}, but version {version} is current, so it answers nothing")

@@ -61,12 +61,12 @@ class Worker:
         """Sends an item to all workers of a role, but for this one; for other processes it is encoded once."""
         put_all(self.peers.all_of(to), item, tag, timeout_s)
 
-    def add_up(self, array: Any) -> Any:
+    def all_reduce(self, array: Any) -> Any:
         """The sum of what every worker of this role gives to the same call, added in the order of their ranks."""
         role = self.name.rpartition("-")[0]
-        self.broadcast(array, role, "add up")
+        self.broadcast(array, role, "all_reduce")
         ranks = range(self.world_size)
-        return sum(array if rank == self.rank else self.recv((role, rank), "add up") for rank in ranks)
+        return sum(array if rank == self.rank else self.recv((role, rank), "all_reduce") for rank in ranks)
 
     @contextmanager
     def alive(self, at_most_s: float) -> Iterator[None]:

@@ -60,7 +60,7 @@ class ServeConfig(Strict):
 
     @property
     def loopback(self) -> bool:
-        """Whether only programs on this machine can connect."""
+        """True if only programs on this machine can connect."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:

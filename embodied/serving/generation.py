@@ -199,7 +199,7 @@ class Generation:
                 conversation.on_progress(answer)
 
     def stops(self, conversation: ServedConversation, answer: Answer) -> bool:
-        """Whether the last token completed a text to stop at."""
+        """True if the last token completed a text to stop at."""
         window = 4 * max(map(len, conversation.stop)) + 4  # tokens: a letter is four at most
         end = self.policy.tokenizer.decode(answer.tokens[-window:].tolist())
         return any(text in end for text in conversation.stop)

@@ -46,9 +46,9 @@ class LanguageServer:
     """Answers clients over HTTP."""
 
     def __init__(
-        self, policy: LanguagePolicy, config: ServeConfig, origin: Origin, tell: Callable[[str], None] = print
+        self, policy: LanguagePolicy, config: ServeConfig, origin: Origin, notify: Callable[[str], None] = print
     ) -> None:
-        self.policy, self.config, self.origin, self.tell = policy.eval().to(config.device), config, origin, tell
+        self.policy, self.config, self.origin, self.notify = policy.eval().to(config.device), config, origin, notify
         self.token = config.token
         self.numbers = itertools.count()
         self.active = 0
@@ -94,7 +94,7 @@ class LanguageServer:
         except EmbodiedError as err:
             return refusal(500, str(err), "server_error", code=getattr(err, "code", None))
         except Exception:
-            self.tell(f"{request.method} {request.path}: {traceback.format_exc()}")
+            self.notify(f"{request.method} {request.path}: {traceback.format_exc()}")
             return refusal(500, "the server failed; its log says why", "server_error")
 
     def refuse(self, request: web.Request) -> web.Response | None:
@@ -159,7 +159,7 @@ class LanguageServer:
         return web.json_response(write(ask, str(number), choices, served))
 
     def conversations(self, ask: Ask, number: int) -> list[ServedConversation]:
-        """Those that a request asks to continue, n for each prompt."""
+        """The conversations that a request asks to continue, n for each prompt."""
         stops = frozenset(ask.stop_token_ids) | (frozenset() if ask.ignore_eos else self.policy.tokenizer.stops)
         most = ask.max_tokens or self.policy.config.max_tokens
         found: list[ServedConversation] = []
@@ -306,7 +306,7 @@ class LanguageServer:
         except EmbodiedError as err:  # another model's weights, or damaged
             raise BadRequest(str(err), "path") from None
         if found != before:
-            self.tell(f"weights     version {version}")
+            self.notify(f"weights     version {version}")
         return web.json_response({"status": "updated", "weight_version": found, "policy_version": version})
 
     async def pause(self, request: web.Request) -> web.Response:

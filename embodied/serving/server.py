@@ -187,8 +187,8 @@ class Client:
 class PolicyServer:
     """Talks to several clients at a time."""
 
-    def __init__(self, answers: Answers, config: ServeConfig, tell: Callable[[str], None] = print) -> None:
-        self.answers, self.config, self.tell = answers, config, tell
+    def __init__(self, answers: Answers, config: ServeConfig, notify: Callable[[str], None] = print) -> None:
+        self.answers, self.config, self.notify = answers, config, notify
         self.batching = Batching(answers.answer, config.batch, config.wait_ms / 1000, lambda: len(self.clients))
         self.numbers = itertools.count()
         self.clients: dict[int, Client] = {}  # those that have a place, by number
@@ -234,7 +234,7 @@ class PolicyServer:
             await connection.close(FULL, "too many clients")
             return
         client = self.clients[number] = Client(connection)
-        self.tell(f"client {number} connected")
+        self.notify(f"client {number} connected")
         try:
             await asyncio.wait_for(connection.send(pack(self.answers.metadata())), SEND_S)
             for asked in itertools.count():
@@ -242,18 +242,18 @@ class PolicyServer:
                 with client.busy():
                     await self._reply(connection, data, number, asked)
         except (ConnectionClosed, TimeoutError):
-            self.tell(f"client {number} is gone")
+            self.notify(f"client {number} is gone")
         finally:
             self.clients.pop(number, None)
 
     def has_room(self) -> bool:
-        """Whether another client may connect. If all places are taken, one that has been silent too long loses its."""
+        """True if another client may connect. If all places are taken, one that has been silent too long loses its."""
         if len(self.clients) < (self.config.max_clients or CLIENTS):
             return True
         number, client = max(self.clients.items(), key=lambda item: item[1].silent_s)
         if client.silent_s < self.config.idle_s:
             return False
-        self.tell(f"client {number} has asked nothing for {client.silent_s:.0f} s and makes room for another")
+        self.notify(f"client {number} has asked nothing for {client.silent_s:.0f} s and makes room for another")
         del self.clients[number]
         client.farewell = asyncio.create_task(client.connection.close(AWAY, f"silent for {self.config.idle_s:g} s"))
         return True
@@ -269,7 +269,7 @@ class PolicyServer:
             await asyncio.wait_for(connection.send(f"error: {err}"), SEND_S)
             await connection.close(REFUSED, "the request cannot be answered")
         except Exception:
-            self.tell(f"client {client}: {traceback.format_exc()}")
+            self.notify(f"client {client}: {traceback.format_exc()}")
             await asyncio.wait_for(connection.send("error: the policy failed; the server's log says why"), SEND_S)
             await connection.close(BROKEN, "the policy failed")
         else:

@@ -29,8 +29,8 @@ class LoadMeter:
         self.begun = clock(), self.busy_s(), self.own_s()
 
     def others(self) -> float | None:
-        """How many of our cores programs other than this one and its ended children kept busy, on average; None where
-        the system does not tell."""
+        """The number of our cores that programs other than this one and its ended children kept busy, on average; None
+        where the system does not tell."""
         begun, busy_s, own_s = self.begun
         now, elapsed = self.busy_s(), self.clock() - begun
         if now is None or busy_s is None or elapsed <= 0:
@@ -57,14 +57,14 @@ def own_cpu_s() -> float:
 
 
 def load_before() -> dict[str, Any]:
-    """What other programs do now: `others`, the cores that they keep busy over a second, and the load `average`."""
+    """The load of other programs now: `others`, the cores that they keep busy over a second, and the load `average`."""
     meter = LoadMeter()
     time.sleep(SETTLE_S)
     return {"others": meter.others(), "average": round(os.getloadavg()[0], 2)}
 
 
 def under_load(load: Mapping[str, Any], cores: int) -> str:
-    """When other programs kept more of these cores busy than a measurement bears, in words; "" where they did not.
+    """Says when other programs kept more of these cores busy than a measurement bears; "" where they did not.
     `load`: cores that they kept busy `before` and `during` it."""
     kept = {when: load[when] for when in ("before", "during") if load.get(when) is not None}
     told = [f"{others:.1f} {when} it" for when, others in kept.items() if others > BUSY * cores]

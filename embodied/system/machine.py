@@ -31,7 +31,7 @@ PROBE_S = 180.0  # the first frame of a simulator compiles shaders; a loaded mac
 
 @dataclass(frozen=True)
 class Done:
-    """How a process ended; `code` is None where it had to be stopped, and -11 for a SIGSEGV."""
+    """The end of a process; `code` is None where it had to be stopped, and -11 for a SIGSEGV."""
 
     code: int | None
     out: str = ""
@@ -64,7 +64,7 @@ def version_of(package: str) -> str | None:
 
 
 def model_kind(config: str) -> str:
-    """What a model folder's config.json calls a causal language model; empty for others."""
+    """The name by which a model folder's config.json calls a causal language model; empty for others."""
     try:
         about = json.loads(config)
     except ValueError:
@@ -196,7 +196,7 @@ def normal(name: str) -> str:
 
 @dataclass(frozen=True)
 class Requirement:
-    """What one env, policy or part needs beyond the core."""
+    """The packages that one env, policy or part needs beyond the core."""
 
     packages: tuple[str, ...] = ()  # distributions
     extra: str = ""  # the extra of embodied-loop that installs them

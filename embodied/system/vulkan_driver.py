@@ -53,12 +53,12 @@ def has_system_driver() -> bool:
 
 
 def has_nvidia() -> bool:
-    """Whether there is an NVIDIA card whose driver has its graphics part (containers often leave that out)."""
+    """True if there is an NVIDIA card whose driver has its graphics part (containers often leave that out)."""
     return Path("/dev/nvidiactl").exists() and loads("libGLX_nvidia.so.0")
 
 
 def is_usable(icd: Path) -> bool:
-    """Whether a system driver serves: Mesa's where there is a GPU, lavapipe where it is new enough.
+    """True if a system driver serves: Mesa's where there is a GPU, lavapipe where it is new enough.
 
     NVIDIA's is decided by `has_nvidia`.
     """

@@ -73,7 +73,7 @@ def check_roles(roles: tuple[Role, ...]) -> None:
 
 
 class Batch(Protocol):
-    """What an iteration learns from. The trajectories themselves lie at the learners; this says which they are."""
+    """The data of one iteration. The trajectories themselves lie at the learners; this says which they are."""
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -84,7 +84,7 @@ Collected = TypeVar("Collected", bound=Batch)
 
 
 class BatchSource(Protocol[Collected]):
-    """Where batches come from and how they are learned from: rollouts of a fixed length, groups of whole episodes,
+    """Collects batches and has them learned from: rollouts of a fixed length, groups of whole episodes,
     demonstrations on disk."""
 
     stages: int
@@ -102,7 +102,7 @@ class BatchSource(Protocol[Collected]):
         """All workers are built: lay the channels of trajectories. Raises ConfigError where the env cannot serve."""
 
     def total_iterations(self) -> int:
-        """How many iterations the recipe asks for."""
+        """The number of iterations that the recipe asks for."""
 
     def collect(self, version: int) -> Collected:
         """Collect a batch with this version of the weights; lost parts are left out or collected again."""
@@ -115,17 +115,17 @@ class BatchSource(Protocol[Collected]):
         """The batch's metrics, `env_steps` among them."""
 
     def save(self) -> dict[str, np.ndarray]:
-        """What was begun and not yet learned from, as arrays for a checkpoint."""
+        """Returns what was begun and not yet learned from, as arrays for a checkpoint."""
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
         """Continue from `save`; returns the number of open episodes that had to be abandoned."""
 
 
 class Workflow(Protocol):
-    """What `train` drives. It is made with the plan's cluster: no process has built anything before `start`.
+    """The loop that `train` drives. It is made with the plan's cluster: no process has built anything before `start`.
 
-    `rendezvous` is where learner ranks meet, `tell` is called with a line for each restart of a worker, `start_folder`
-    holds the policy whose weights are the first ones.
+    `rendezvous` is where learner ranks meet, `notify` is called with a line for each restart of a worker and each
+    warning, `start_folder` holds the policy whose weights are the first ones.
     """
 
     command: ClassVar[str]
@@ -140,7 +140,7 @@ class Workflow(Protocol):
         config: RunConfig,
         cluster: Any,
         rendezvous: Any = None,
-        tell: Callable[[str], None] = ...,
+        notify: Callable[[str], None] = ...,
         start_folder: Path | None = None,
     ) -> None: ...
 
@@ -148,7 +148,7 @@ class Workflow(Protocol):
         """Build all workers and connect them; returns what the env offers."""
 
     def total_iterations(self) -> int:
-        """How many iterations the recipe asks for."""
+        """The number of iterations that the recipe asks for."""
 
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
         """Collect, update, publish; returns the finished episodes and the iteration's metrics."""

@@ -92,11 +92,11 @@ class EmbodiedLoop:
         config: RunConfig,
         cluster: Cluster,
         rendezvous: Any = None,
-        tell: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = lambda line: None,
         start_folder: Path | None = None,
     ) -> None:
-        """`tell` is called with a line per restart of a worker. `start_folder` holds the policy whose weights are the
-        first ones."""
+        """`notify` is called with a line per restart of a worker or warning. `start_folder` holds the policy whose
+        weights are the first ones."""
         self.config = config
         self.start_folder = start_folder and start_folder.absolute()
         self.source: BatchSource = self.make_source(config, env_class(config.env).tasks(config.env))
@@ -105,7 +105,7 @@ class EmbodiedLoop:
         self.level = config.pipeline.async_level if config.pipeline.schedule == "async" else 0
         self.ahead: deque[Batch] = deque()
         self.dropped = 0
-        self.workers = Workers(self.roles, config, cluster, self.source.stages, rendezvous, tell)
+        self.workers = Workers(self.roles, config, cluster, self.source.stages, rendezvous, notify)
         self.timers = self.workers.timers
         self.evaluator = Evaluator(self.workers)
         self.beside: tuple[PartialEvaluation, Callable[[], object]] | None = None  # with the next rollout
@@ -196,7 +196,7 @@ class EmbodiedLoop:
         return list(self.workers.groups.values())
 
     def total_iterations(self) -> int:
-        """How many iterations the recipe asks for."""
+        """The number of iterations that the recipe asks for."""
         return self.source.total_iterations()
 
     def take_abandoned(self) -> int:

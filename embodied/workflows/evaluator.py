@@ -60,7 +60,7 @@ class Evaluator:
         return self.workers.weight_sync.version
 
     def read_spec(self) -> EnvSpec:
-        """What the env offers as evaluations play it."""
+        """The env's spec as evaluations play it."""
         self.spec = self.workers.rollouts.ask(self.workers.sims.eval_spec)[0]
         return self.spec
 
@@ -104,7 +104,7 @@ class Evaluator:
         return {s: EvaluationShare(tuple(missing[s :: len(sims)]), *about) for s in sims if missing[s :: len(sims)]}
 
     def noted(self) -> list[EpisodeResult]:
-        """Those that have ended beside a rollout."""
+        """The results of episodes that have ended beside a rollout."""
         notes = self.workers.notes
         return [result for note in [notes.get() for _ in range(notes.qsize())] for result in note.finished]
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class GroupedEpisodes:
-    """What an iteration learns from, and what it took to get it."""
+    """The groups of one iteration, and what it took to collect them."""
 
     version: int
     stats: list[RolloutStats] = field(default_factory=list)  # per sim and round
@@ -304,7 +304,7 @@ class GroupCollector:
             self.unusable = "" if batch.finished else why
             if batch.finished and not self.warned:
                 self.warned = True
-                self.rollouts.tell(f"warning: {why}; metrics.jsonl counts them as faults/unusable_answers")
+                self.rollouts.notify(f"warning: {why}; metrics.jsonl counts them as faults/unusable_answers")
         if not batch.groups:
             returns = [result.total_reward for result in batch.finished]
             counts = ", ".join(f"{count} {name}" for name, count in sorted(batch.counts.items()))
@@ -332,7 +332,7 @@ class HandingOn:
         return all(call.done() for call in self.calls.values())
 
     def arrived(self) -> bool:
-        """Whether all of it was sent; not where a sim died first."""
+        """True if all of it was sent; not where a sim died first."""
         return all(call.succeeded() and call.wait()[0] for call in self.calls.values())
 
 
@@ -364,7 +364,7 @@ class GroupStream:
         self.played_by |= played_by
 
     def due(self) -> bool:
-        """Whether episodes have ended, or groups are sent."""
+        """True if episodes have ended, or groups are sent."""
         return self.notes.qsize() > 0 or any(one.done() for one in self.under_way)
 
     def go_on(self) -> None:
@@ -387,7 +387,7 @@ class GroupStream:
             self.go_on()
 
     def saved(self, episodes: Collection[int]) -> list[RolloutStats]:
-        """What is known of these episodes, whose sims died in this round, and not lost."""
+        """The results of these episodes that are known although their sims died in this round."""
         known = [self.batch.ended[episode] for episode in episodes if episode in self.batch.ended]
         results = tuple(result for result in known if result.index not in self.batch.lost)
         return [RolloutStats(sum(result.length for result in results), results, 0.0, 0.0, 0.0)] if results else []
@@ -424,5 +424,5 @@ class GroupStream:
 
 
 def discards_surplus(algo: PPOConfig | GRPOConfig, schedule: str) -> bool:
-    """Whether groups that an iteration did not need are dropped: in the next one they would be older than its own."""
+    """True if groups that an iteration did not need are dropped: in the next one they would be older than its own."""
     return schedule != "sync" if algo.surplus is None else algo.surplus == "discard"

@@ -32,7 +32,7 @@ class RolloutParts:
         return np.sort(np.concatenate([np.array(rows) for rows in self.sources.values()]))
 
     def sources_of(self, block: range) -> tuple[str, ...]:
-        """Those that give rows to the learner rank that owns this block."""
+        """The sources that give rows to the learner rank that owns this block."""
         return tuple(s for s, rows in self.sources.items() if rows.start < block.stop and block.start < rows.stop)
 
     @property

@@ -56,7 +56,7 @@ class RequestRouter:
         self.changes = -1  # of turns, that it knows of
 
     def due(self) -> bool:
-        """Whether workers can join, or should leave, or have left."""
+        """True if workers can join, or should leave, or have left."""
         left = any(self.serving[policy].done() or monotonic() > until for policy, until in self.leaving.items())
         return left or self.turns.due() or (self.moving and self.turns.changes != self.changes)
 
@@ -153,7 +153,7 @@ class PromptRouter(RequestRouter):
         self.queue.first = {*self.names.values()}
 
     def due(self) -> bool:
-        """Whether somebody asks or has room, or `RequestRouter.due`."""
+        """True if somebody asks or has room, or `RequestRouter.due`."""
         return self.manager.prompts.qsize() > 0 or monotonic() > self.quiet_until or super().due()
 
     def go_on(self) -> None:

@@ -35,7 +35,7 @@ class BackgroundTask(Protocol):
     """Work of the driver while a round is played: due when notes of the sims come or calls end."""
 
     def due(self) -> bool:
-        """Whether there is something to do now."""
+        """True if there is something to do now."""
 
     def go_on(self) -> None:
         """Do it, without waiting."""
@@ -51,7 +51,7 @@ class RolloutManager:
         """All workers are built. `episodes` are those that a replaced sim worker goes on with by itself, if any."""
         self.cluster, self.sims, self.policies = workers.cluster, workers.sims, workers.policies
         self.spec, self.episodes, self.weight_sync = workers.spec, episodes, workers.weight_sync
-        self.journal, self.tell = workers.journal, workers.tell
+        self.journal, self.notify = workers.journal, workers.notify
         self.num_stages = max(workers.stages, 1)
         self.turns = workers.turns
         self.episode_counter = EpisodeCounter(workers.config.env.num_envs)
@@ -175,7 +175,7 @@ class RolloutManager:
             abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
             self.restarts += 1
             self.abandoned_episodes += abandoned
-            self._tell(restart, failure, abandoned)
+            self._report_restart(restart, failure, abandoned)
             found += policies
         return found
 
@@ -196,10 +196,10 @@ class RolloutManager:
         while self.journal.qsize():
             self.episode_counter.begin(self.journal.get().begun)
 
-    def _tell(self, restart: int, failure: Failure, abandoned: int) -> None:
+    def _report_restart(self, restart: int, failure: Failure, abandoned: int) -> None:
         budget = self.budget
         lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
-        self.tell(
+        self.notify(
             f"{failure.worker} is started again (restart {restart}, at most {budget.max_restarts} in "
             f"{budget.window_s:g} s): {failure.cause}{lost}"
         )

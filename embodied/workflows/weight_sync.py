@@ -77,7 +77,7 @@ class WeightSync:
         return self.deliver(self.store.publish(weights.version, weights.blobs.items()), self.store.send_aside, ask)
 
     def _holds(self, rank: int, version: int) -> bool:
-        """Whether a policy worker is known to have this version; one that was still building then may have missed
+        """True if a policy worker is known to have this version; one that was still building then may have missed
         it."""
         load = self.loads.get(rank)
         return load is not None and load.succeeded() and load.wait()[0] == version

@@ -36,14 +36,14 @@ class Workers:
         cluster: Cluster,
         stages: int = 0,
         rendezvous: Any = None,
-        tell: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = lambda line: None,
         eval_tasks: tuple[str, ...] = (),
     ) -> None:
-        """`stages`: see `BatchSource`. `tell` is called with a line per restart of a worker. `eval_tasks` are all tasks
-        of an evaluation of which this env plays some."""
+        """`stages`: see `BatchSource`. `notify` is called with a line per restart of a worker or warning. `eval_tasks`
+        are all tasks of an evaluation of which this env plays some."""
         check_roles(roles)
         self.roles, self.config, self.cluster = roles, config, cluster
-        self.stages, self.rendezvous, self.tell = stages, rendezvous, tell
+        self.stages, self.rendezvous, self.notify = stages, rendezvous, notify
         self.timers = Timers()
         kind = env_class(config.env)
         tasks = kind.tasks(config.env)
@@ -68,7 +68,7 @@ class Workers:
         return self.groups["learner"]
 
     def torch_device(self, role: str) -> str:
-        """Where a role's networks compute: on its hosts' GPUs, else on cores."""
+        """The device of a role's networks: its hosts' GPUs, else cores."""
         on_gpus = {r for host in self.cluster.hosts if any("gpu:" in d for d in host.devices) for r in host.roles}
         return devices.torch_device("gpu" if role in on_gpus else "cpu")
 
@@ -92,13 +92,13 @@ class Workers:
         learning = self.learners.process().wait()
         if len({machine for machine, _ in learning}) > 1:
             (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
-            self.learners.meet_at(address).wait()
+            self.learners.set_rendezvous(address).wait()
         others = {*self.policies.process().wait()} - {*learning}
         return self.learners.build(self.spec, new_name(), bool(others), start_folder, not self._acts_during_update)
 
     @property
     def _acts_during_update(self) -> bool:
-        """Whether policies act while learners update: with weights of their own, and without those whose devices the
+        """True if policies act while learners update: with weights of their own, and without those whose devices the
         learners hold."""
         return self.config.pipeline.schedule == "async"
 
@@ -145,12 +145,12 @@ class Workers:
 
 
 def cut_names(arrays: dict[str, np.ndarray], start: str) -> dict[str, np.ndarray]:
-    """Those whose names start so, by the rest of their names."""
+    """The arrays whose names start so, by the rest of their names."""
     return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
 
 
 def most_episodes(config: RunConfig, tasks: tuple[str, ...], stored_states: Any) -> int | None:
-    """How many episodes can be evaluated where all are prompts: the same once more would say nothing new."""
+    """The number of episodes to evaluate where all are prompts: the same once more would say nothing new."""
     return stored_states * len(tasks) * config.eval.samples if speaks(env_class(config.env)) else None
 
 

@@ -171,7 +171,7 @@ def beside(at: Geometry, what: str, where: str) -> float:
 
 
 def settle(at: Geometry, what: str) -> Iterator[np.ndarray]:
-    """Until it lies still: what is on something else may sink in or slip when an episode begins."""
+    """Waits until it lies still: what is on something else may sink in or slip when an episode begins."""
     for _ in range(20):
         before = at.position(what)
         yield still(OPEN)
@@ -192,7 +192,7 @@ def pick(at: Geometry, what: str, grasp: Grasp) -> Iterator[np.ndarray]:
 
 
 def close(at: Geometry, point: np.ndarray, closing: np.ndarray) -> Iterator[np.ndarray]:
-    """Until the fingers stand still."""
+    """Closes the fingers until they stand still."""
     for step in range(20):
         before = at.opening
         yield toward(at, point, closing, CLOSE)
@@ -216,7 +216,7 @@ def place(at: Geometry, what: str, where: str, inside: bool, closing: np.ndarray
 
 
 def move(at: Geometry, target, closing: np.ndarray, grip: float, steps: int = 60) -> Iterator[np.ndarray]:
-    """Until the hand is there, or for so many steps."""
+    """Moves the hand until it is there, or for so many steps."""
     target = np.asarray(target)
     for _ in range(steps):
         error = target - at.hand

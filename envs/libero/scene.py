@@ -215,7 +215,7 @@ def load_simulator() -> tuple[Any, Any]:
     """MuJoCo's module and a function from a task file to robosuite's env, without cameras.
 
     robosuite opens a log file with a fixed name and prints advice when it is imported, and picks a renderer for the
-    whole process; rendering is ours (libero_images.py), so none of these happens.
+    whole process; rendering is ours (images.py), so none of these happens.
     """
     before = os.environ.get("MUJOCO_GL")
     os.environ["MUJOCO_GL"] = "disabled"

@@ -36,7 +36,7 @@ OWN_STEPS = 300  # env steps of an episode of a task of one's own that does not 
 
 
 def is_own(task: str) -> bool:
-    """Whether a task is the user's: path/to/task.bddl or my_tasks:MyTask."""
+    """True if a task is the user's: path/to/task.bddl or my_tasks:MyTask."""
     return task.endswith(".bddl") or ":" in task
 
 

@@ -14,7 +14,7 @@ from embodied.system.vulkan_driver import ensure_vulkan, has_nvidia
 
 
 def draws_on_gpu() -> bool:
-    """Whether this process has a GPU to draw on, and a driver for it; SAPIEN finds the one that CUDA sees. Containers
+    """True if this process has a GPU to draw on, and a driver for it; SAPIEN finds the one that CUDA sees. Containers
     often lack the driver's graphics part: images are drawn on cores then."""
     return bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
 

@@ -167,7 +167,7 @@ def files(cls: type) -> Iterator[Path]:
 
 
 def cost_of_single(config: ManiSkillConfig, proofs: Path) -> str:
-    """How many times slower single envs are than a batch, where that was measured."""
+    """The factor by which single envs are slower than a batch, where that was measured."""
     found = None if is_listed(config) else read_proof(config, proofs)
     if found is None:
         gain = (

@@ -198,7 +198,7 @@ def by_hand_and_turn(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) ->
 
 
 def shortened(moves: np.ndarray) -> np.ndarray:
-    """Within -1 to 1, the direction kept."""
+    """Moves scaled to within -1 to 1, the direction kept."""
     return moves / np.maximum(1.0, np.abs(moves).max(axis=1, keepdims=True))
 
 

@@ -40,8 +40,8 @@ def groups(
 
 
 def relative_positions(extra: dict[str, Any]) -> dict[str, Any]:
-    """From every place that a task names to every later one, [N, 3]: tcp_pose, goal_pos and obj_pose make tcp_to_goal,
-    tcp_to_obj and goal_to_obj. What the task tells of this kind itself, like its tcp_to_obj_pos, is not a place."""
+    """The way from every place that a task names to every later one, [N, 3]: tcp_pose, goal_pos and obj_pose make
+    tcp_to_goal, tcp_to_obj and goal_to_obj. What the task itself reports so, like tcp_to_obj_pos, is no place."""
     places = {
         name.removesuffix("_pose").removesuffix("_pos"): part[..., :3]
         for name, part in extra.items()
@@ -51,7 +51,7 @@ def relative_positions(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]]:
-    """How many numbers each part of a state is, in their order."""
+    """Name and size of each part of a state, in their order."""
     found: list[tuple[str, int]] = []
     for name, part in group.items():
         if isinstance(part, dict):

@@ -112,7 +112,7 @@ def check_bridge(config: ManiSkillConfig) -> None:
         raise ConfigError(f"env.action_units is for bridge tasks; {config.task} has units of its own, leave it out")
     if config.image_region and not bridge and config.image_fov is None:
         raise ConfigError(
-            "env.image_region is a part of the picture that env.image_fov describes; set both, such as env.image_fov=60"
+            "env.image_region is a part of the image that env.image_fov describes; set both, such as env.image_fov=60"
         )
     if config.object_set and not config.task.startswith(PLATES):
         raise ConfigError(f"env.object_set is for {PLATES}...; {config.task} has one set of things, leave it out")
@@ -130,7 +130,7 @@ def control_of(config: ManiSkillConfig) -> str:
 
 
 def is_listed(config: ManiSkillConfig) -> bool:
-    """Whether this is one of the tasks and controls for which batched physics is proven equal."""
+    """True if this is one of the tasks and controls for which batched physics is proven equal."""
     return config.task in BATCHED_TASKS and control_of(config) in BATCHED_CONTROLS and not config.robot
 
 

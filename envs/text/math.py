@@ -105,7 +105,7 @@ def boxed(text: str) -> str | None:
 
 
 def questions(config: Any) -> tuple[list[Question], list[Question]]:
-    """Those to train on, and those held out."""
+    """The questions to train on, and those held out."""
     if config.file is None:
         raise ConfigError(
             'env.name=math reads questions from a file: env.file=FILE.jsonl with lines {"question": ..., "answer": ...}'

@@ -39,7 +39,7 @@ class Calculator:
         """Score an answer that calls no calculator."""
 
     def uses_calculator(self) -> bool:
-        """Whether there is one in this conversation."""
+        """True if there is one in this conversation."""
         return True
 
     def step(self, answer: str) -> Turn:

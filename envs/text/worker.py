@@ -284,7 +284,7 @@ class Conversation:
 
     @property
     def truncated(self) -> bool:
-        """Whether an answer was cut off."""
+        """True if an answer was cut off."""
         return any(bool(each.any()) for each in self.cut_off)
 
     def result(self) -> EpisodeResult:
@@ -344,7 +344,7 @@ class Talk:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is awaited."""
+        """True if an answer is awaited."""
         return bool(self.open)
 
     def ask(self, conversations: Iterable[Conversation]) -> None:

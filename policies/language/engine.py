@@ -32,7 +32,7 @@ ENGINES = {  # by what `policy.engine` says; imported when named
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a conversation is continued."""
+    """The settings by which a conversation is continued."""
 
     seed: int
     stream: str
@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What follows a request's tokens: A tokens, with the stop token where there is one."""
+    """The tokens that follow a request's: A tokens, with the stop token where there is one."""
 
     key: Any
     tokens: np.ndarray  # int32 [A]
@@ -111,7 +111,7 @@ class Engine:
         return []
 
     def numbers(self) -> dict[str, float]:
-        """What it counted since the last call, for the metrics."""
+        """The numbers that it counted since the last call, for the metrics."""
         return {}
 
     def close(self) -> None:

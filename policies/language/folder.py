@@ -46,7 +46,7 @@ LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # no we
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """What a folder's config.json says of the model."""
+    """The model's config, as a folder's config.json has it."""
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder} is not a folder of a language model: {CONFIG} is missing")
     try:
@@ -104,7 +104,7 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 def behind_blocks(model: Any) -> list[nn.Module]:
-    """What the hidden states go through behind the blocks: the final norm."""
+    """The modules that the hidden states go through behind the blocks: the final norm."""
     parts = list(model.base_model.children())
     at = next(at for at, part in enumerate(parts) if isinstance(part, nn.ModuleList))
     return parts[at + 1 :]

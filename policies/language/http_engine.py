@@ -255,7 +255,7 @@ class HTTPEngine(Engine):
             raise EmbodiedError(f"{self.server.name}: {err}") from None
 
     async def patiently(self, call: Any, again: bool = False, at_most_s: float | None = None) -> Any:
-        """What the call returns; while the server is away it is tried again, for `policy.away_s`, or shorter."""
+        """Returns what the call does; while the server is away it is tried again, for `policy.away_s`, or shorter."""
         began, pause, limit = None, SHORTEST_S, self.config.away_s if at_most_s is None else at_most_s
         while True:
             try:
@@ -323,7 +323,7 @@ KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.
 
 
 def same_numbers(one: str | None, other: str) -> bool:
-    """Whether two names are of the same weights, whatever version they are called."""
+    """True if two names are of the same weights, whatever version they are called."""
     return one is not None and one.partition("-")[2] == other.partition("-")[2]
 
 
@@ -377,7 +377,7 @@ class RemoteServer:
         return await self.call("POST", "/v1/completions", body)
 
     async def weights(self) -> str:
-        """What it calls its weights; empty where it does not say."""
+        """The name that it has for its weights; empty where it does not say."""
         if not self.ours and self.owner != "vllm":
             return ""
         found = await self.call("GET", "/weight_info", missing={})

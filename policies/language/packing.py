@@ -105,8 +105,8 @@ def into_passes(
     groups: np.ndarray,
     most: int,
 ) -> list[list[int]]:
-    """Which conversations, by number, go through the network together: `most` tokens at a time, whole groups where they
-    fit. A group of more is split, and a conversation of more stands alone."""
+    """The conversations, by number, that go through the network together: `most` tokens at a time, whole groups where
+    they fit. A group of more is split, and a conversation of more stands alone."""
     parts = [part for block in blocks_of(tokens, mask, lengths, groups) for part in split(block, lengths, most)]
     bins = first_fit([part.size for part in parts], most)
     return sorted(sorted(member for number in numbers for member in parts[number].members) for numbers in bins)
@@ -142,7 +142,7 @@ def size_of(members: tuple[int, ...], shared: int, lengths: np.ndarray) -> int:
 
 
 def shared_prompt(tokens: np.ndarray, mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
-    """How many tokens, none of them sampled, several conversations have in common at their beginnings."""
+    """The number of tokens, none of them sampled, that several conversations share at their beginnings."""
     if len(starts) < 2:
         return 0
     most = int(lengths.min())

@@ -43,7 +43,7 @@ TILE = 128  # of flex_attention's blocks, into which rows are divided
 
 
 class ValueHead(nn.Linear):
-    """What the rest of a conversation is worth [U], from hidden states [U, D]: in float32 at least, whatever the model
+    """The value of the rest of a conversation [U], from hidden states [U, D]: in float32 at least, whatever the model
     computes in, and not as a product of matrices, which autocast would round."""
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class LanguagePolicy(PublishedPolicy):
     # Scores
 
     def pack(self, tokens: Any, mask: Any, lengths: Any, groups: Any, most: int) -> list[list[int]]:
-        """Which conversations, by number, `forward` is to score together: at most so many tokens at a time, a shared
+        """The conversations, by number, that `forward` is to score together: at most so many tokens at a time, a shared
         prompt counted once, and whole groups where they fit. `tokens`, `mask` [n], `lengths`, `groups` [R]."""
         arrays = [host(each).reshape(-1) for each in (tokens, mask, lengths, groups)]
         return into_passes(*arrays, most)
@@ -221,11 +221,11 @@ class LanguagePolicy(PublishedPolicy):
         return is_adapter(name) or not self.is_models(name)
 
     def is_models(self, name: str) -> bool:
-        """Whether a weight is the language model's own, or an adapter's, and not the value head's."""
+        """True if a weight is the language model's own, or an adapter's, and not the value head's."""
         return not name.startswith(self.value_names)
 
     def model_weights(self) -> dict[str, Tensor]:
-        """Those that write answers, for engines."""
+        """The weights that write answers, for engines."""
         return {name: tensor for name, tensor in self.state_dict().items() if self.is_models(name)}
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ class LanguagePolicy(PublishedPolicy):
         files.write_companions(Path(folder), self.origin, self.tokenizer)
 
     def published_weights(self) -> dict[str, Tensor]:
-        """Those of the model alone, adapters merged."""
+        """The weights of the model alone, adapters merged."""
         return {name: tensor for name, tensor in super().published_weights().items() if self.is_models(name)}
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
@@ -363,7 +363,7 @@ def longest(config: LanguageConfig, shape: PreTrainedConfig) -> int:
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """What computes attention: on GPUs one that leaves out what nobody sees, elsewhere one with a dense mask."""
+    """The kernel of attention: on GPUs one that leaves out what nobody sees, elsewhere one with a dense mask."""
     if device.type == "meta":
         return COUNTED
     return SPARSE if device.type == "cuda" and dtype != torch.float64 else DENSE
@@ -376,8 +376,8 @@ def wide_row(kernel: str, dim: int) -> float:
 
 
 def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
-    """Which places see which, for transformers' `attention_mask`. Places without a token see such places, so that no
-    row of numbers is empty."""
+    """Says which places see which, for transformers' `attention_mask`. Places without a token see such places, so that
+    no row of numbers is empty."""
     if kernel == COUNTED:
         return None
     blocks, segments = (torch.from_numpy(part).to(device) for part in (packed.blocks, packed.segments))
@@ -408,7 +408,7 @@ def rule(blocks: Tensor, segments: Tensor) -> Any:
 
 
 class CountedAttention(torch.autograd.Function):
-    """What both kernels keep for the backward pass: what goes in and what comes out, no table of who sees whom."""
+    """Keeps for the backward pass what both kernels do: what goes in and what comes out, no table of who sees whom."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

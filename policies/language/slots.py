@@ -150,7 +150,7 @@ class SlotEngine(Engine):
         return ended
 
     def so_far(self) -> list[Answer]:
-        """What is written by now of those that have begun."""
+        """The answers so far of those that have begun."""
         return [self.answer(row, truncated=True) for row in range(len(self.rows))]
 
     def cancel(self, key: Any) -> Answer | None:
@@ -335,7 +335,7 @@ class SlotEngine(Engine):
 
 
 def prefix(request: Request) -> bytes:
-    """What is to be in the cache before the first step, as a key."""
+    """The key of what is to be in the cache before the first step."""
     return np.asarray(request.tokens[:-1], np.int32).tobytes()
 
 

@@ -38,7 +38,7 @@ class ConversationTokenizer:
         return self
 
     def encode(self, said: Said, first: bool, ended: bool = True) -> list[int]:
-        """What is said as tokens: at the beginning of a conversation behind the token that begins one, if the model
+        """Encodes what is said: at the beginning of a conversation behind the token that begins one, if the model
         has that, later as what follows an answer. An answer that was cut off has not `ended`: messages end it."""
         if isinstance(said, str):
             ids = self.begin + self.plain(said) if first else self.plain(said)
@@ -80,7 +80,7 @@ class ConversationTokenizer:
         return self.render(said)
 
     def continuation(self, said: Iterable[Message], ended: bool) -> str:
-        """What a template writes behind an answer, from the token on that ends it, which `ended` says is there."""
+        """The text that a template writes behind an answer, without the token that ends it if it has `ended`."""
         text = self.render((ASKED, {"role": "assistant", "content": ANSWER}, *said))
         _, found, behind = text.rpartition(ANSWER)
         if not found:
@@ -89,7 +89,7 @@ class ConversationTokenizer:
         return behind.removeprefix(end) if ended else behind
 
     def render(self, messages: Iterable[Message]) -> str:
-        """What the chat template makes of messages that the model is to answer."""
+        """Renders messages that the model is to answer by the chat template."""
         try:
             return self.own.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True

@@ -163,7 +163,7 @@ class LanguageWorker(PolicyWorker):
         )
 
     def engine_numbers(self) -> dict[str, float]:
-        """What the engine did since the last call, for the log."""
+        """The engine's numbers since the last call, for the log."""
         rate = self.tokens / self.busy_s if self.busy_s else 0.0
         found = {"tokens": self.tokens, "tokens_per_s": rate, "steps": self.steps, "running_max": self.running}
         self.tokens, self.busy_s, self.steps, self.running = 0, 0.0, 0, 0

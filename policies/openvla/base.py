@@ -25,7 +25,7 @@ from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.tokens import STOP, ActionTokens, LlamaWords, prompt, template_of, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.vla.compiling import for_acting
-from embodied.policies.vla.images import processor_of
+from embodied.policies.vla.image_processor import processor_of
 from embodied.policies.vla.layers import smooth_filters, with_adapter
 from embodied.policies.vla.lora import add_lora, as_adapted, initial_adapter, is_adapter, read_adapters
 from embodied.policies.vla.policy import VLAPolicy

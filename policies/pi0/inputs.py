@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.folder import read_json
 from embodied.policies.pi0.settings import MEAN_STD, Pi0Settings
-from embodied.policies.vla.images import resize
+from embodied.policies.vla.image_processor import resize
 from embodied.policies.vla.statistics import choose_key
 from embodied.policies.vla.text import TOKENIZER, Tokenizer, fast_tokenizer, hashed_words
 from embodied.runtime.tensor_bytes import array_of, read_safetensors
@@ -229,7 +229,7 @@ def choose(found: dict[str, Figures], name: str | None, where: str) -> Figures:
 
 
 def width_of(figures: dict[str, list[float]]) -> int:
-    """How many numbers the figures describe, without the zeros that fill them up to a model's width."""
+    """The count of numbers that the figures describe, without the zeros that fill them up to a model's width."""
     columns = [enumerate(column, 1) for column in figures.values()]
     return max((at for column in columns for at, number in column if abs(number) > ZERO), default=0)
 

@@ -295,7 +295,7 @@ class VisionAttention(nn.Module):
         return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class VisionBlock(nn.Module):
+class SiglipBlock(nn.Module):
     def __init__(self, settings: VisionSettings) -> None:
         super().__init__()
         self.layer_norm1 = nn.LayerNorm(settings.dim, eps=EPS)
@@ -322,7 +322,7 @@ class VisionEmbeddings(nn.Module):
 class VisionEncoder(nn.Module):
     def __init__(self, settings: VisionSettings) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(VisionBlock(settings) for _ in range(settings.depth))
+        self.layers = nn.ModuleList(SiglipBlock(settings) for _ in range(settings.depth))
 
 
 class VisionModel(nn.Module):

@@ -257,7 +257,7 @@ class Pi0Policy(VLAPolicy):
 
     @property
     def _joint(self) -> bool:
-        """Whether every step is noisy and the log-prob is that of all."""
+        """True if every step is noisy and the log-prob is that of all."""
         return self.config.exploration == "flow_noise"
 
     def _noisy_steps(self) -> int:

@@ -85,8 +85,8 @@ def patch_tokens(pixels: Tensor, convolution: nn.Module) -> Tensor:
 
 
 def with_adapter(y: Tensor, layer: nn.Module, x: Tensor, rows: slice = slice(None)) -> Tensor:
-    """What a layer makes of `x` [..., numbers in the order of its weights], given what it makes without its adapter, if
-    it has one; `rows` says which of its outputs y are."""
+    """The output of a layer for `x` [..., numbers in the order of its weights], given that without its adapter, if it
+    has one; `rows` says which of its outputs y are."""
     if not hasattr(layer, "lora_A"):
         return y
     down, up = (getattr(layer, part)[ADAPTER].weight.flatten(1) for part in ("lora_A", "lora_B"))

@@ -30,7 +30,7 @@ def test_robots_learners_pack_no_conversations(key):
 @pytest.mark.parametrize("name", ["overlay", "cameras", "mosaic", "dataset"])
 def test_a_text_env_is_not_filmed(name):
     line = refused("recipe=sums_grpo", "run.start_from=null", f"eval.{name}=true")
-    assert f"eval.{name}=true has no effect with env.name=sums: a text env has nothing to film" in line
+    assert f"eval.{name}=true has no effect with env.name=sums: a text env has nothing to record" in line
 
 
 def test_pools_take_three_weights():

@@ -16,9 +16,9 @@ from embodied.core.types import BatchEnd, BatchPart, GroupPart, choose, env_bloc
 from embodied.learners.accumulation import Accumulation
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.conversations import build_token_batch, packing_of
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousRoom
+from embodied.learners.token_batch import build_token_batch, packing_of
 from embodied.learners.update import gradient, update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.runtime import Timers
@@ -210,7 +210,7 @@ def of_values_one_token_late(rewards, values, *about):
 def test_another_estimate_would_be_noticed(fault, monkeypatch):
     config, (data, scores) = algo(normalize_advantages=False), scored_talks()
     known = share_of(Judging(), data, scores, config).advantages
-    monkeypatch.setattr("embodied.learners.conversations.token_gae", fault)
+    monkeypatch.setattr("embodied.learners.token_batch.token_gae", fault)
     found = share_of(Judging(), data, scores, config).advantages
     assert float((found - known)[torch.from_numpy(data.mask[:, 0])].abs().max()) > 0.1
 

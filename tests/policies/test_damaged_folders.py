@@ -11,7 +11,7 @@ from embodied.policies.folder import read_blobs
 from embodied.policies.openvla.settings import TINY, settings_of
 from embodied.policies.pi0 import settings as pi0
 from embodied.policies.pi0.inputs import MEAN_STD, Scale, read_figures
-from embodied.policies.vla.images import HALVES, processor_of
+from embodied.policies.vla.image_processor import HALVES, processor_of
 from embodied.policies.vla.statistics import statistics_of
 from embodied.policies.vla.text import fast_tokenizer
 

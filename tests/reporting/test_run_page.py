@@ -20,7 +20,7 @@ from embodied.reporting.runs import read_run
 from embodied.reporting.success_stats import summarize
 from embodied.reporting.timeline import TraceWriter
 from embodied.reporting.training_page import learning_charts
-from embodied.run.folder import RunFolder
+from embodied.run.run_folder import RunFolder
 
 CONFIG = "env: {name: pointmass, task: reach}\npolicy: {name: mlp}\nalgo: {name: ppo}\n"
 NASTY = '<script>alert("x")</script> & </style>'

@@ -2,7 +2,7 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.run.memory_check import check_pictures, check_simulators, picture_bytes, simulator_bytes
+from embodied.run.memory_check import check_images, check_simulators, image_bytes, simulator_bytes
 
 SEEN = ["recipe=pointmass_ppo", "policy.name=cnn", "env.cameras=[top, near]", "env.image_size=[32, 64]"]
 
@@ -11,24 +11,24 @@ def config():
     return load([*SEEN, "env.num_envs=10", "algo.rollout_decisions=100"]).config
 
 
-def test_pictures_of_an_iteration_are_counted_in_bytes():
-    assert picture_bytes(config()) == 10 * 100 * 2 * 32 * 64 * 3
-    assert picture_bytes(load(["recipe=pointmass_ppo"]).config) == 0
-    assert picture_bytes(load(["recipe=libero_ppo", "env.cameras=[wrist]"]).config) == 8 * 32 * 128 * 128 * 3
+def test_images_of_an_iteration_are_counted_in_bytes():
+    assert image_bytes(config()) == 10 * 100 * 2 * 32 * 64 * 3
+    assert image_bytes(load(["recipe=pointmass_ppo"]).config) == 0
+    assert image_bytes(load(["recipe=libero_ppo", "env.cameras=[wrist]"]).config) == 8 * 32 * 128 * 128 * 3
 
 
-def test_pictures_of_whole_episodes_are_counted_too():
+def test_images_of_whole_episodes_are_counted_too():
     asked = ["recipe=pointmass_grpo_openvla_oft_tiny", "algo.groups=10"]  # 24 steps in chunks of 4, one 64 x 64 image
-    assert picture_bytes(load(asked).config) == 10 * 4 * 6 * 64 * 64 * 3
+    assert image_bytes(load(asked).config) == 10 * 4 * 6 * 64 * 64 * 3
     with pytest.raises(ConfigError, match=r"algo\.groups=10 \* algo\.group_size=4 episodes.*try algo\.groups=4$"):
-        check_pictures(load(asked).config, 10_000_000)
+        check_images(load(asked).config, 10_000_000)
 
 
 def test_more_than_the_machine_can_hold_is_refused_with_what_fits():
     # 12.288 MB, held four times: 49 MB
-    check_pictures(config(), 50_000_000)
+    check_images(config(), 50_000_000)
     with pytest.raises(ConfigError, match=r"0\.0123 GB an iteration.*0\.0492 GB.*try algo\.rollout_decisions=40$"):
-        check_pictures(config(), 40_000_000)
+        check_images(config(), 40_000_000)
 
 
 def test_simulators_that_load_large_scenes_are_counted_and_refused_where_they_cannot_fit():

@@ -15,10 +15,10 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.placement import PlannedHost, Topology
 from embodied.placement.placement_plan import PlacementPlan
 from embodied.placement.topology import Gpu, Node
-from embodied.run import group as groups
+from embodied.run import run_group
 from embodied.run.children import BEGIN, Children, slug
 from embodied.run.ending import Interruption
-from embodied.run.group import Member, RunGroup, find_group, held, read_group
+from embodied.run.run_group import Member, RunGroup, find_group, held, read_group
 from embodied.run.several import load_all, members_of, parts_of, read_order, read_seeds, runs_at_once, shares
 
 # A run without training: seed 1 fails, seed 2 fails before it has a folder, seed 3 waits until it is told to stop.
@@ -221,13 +221,13 @@ def test_two_commands_do_not_go_on_with_one_group(tmp_path):
 def test_a_run_that_had_nothing_to_learn_is_over_and_one_that_was_stopped_is_not(tmp_path):
     def state(**info):
         (tmp_path / "run.json").write_text(json.dumps(info))
-        return groups.state_of(tmp_path)
+        return run_group.state_of(tmp_path)
 
     assert state(state="finished") == "finished"
     assert state(state="stopped", cause="10 steps in a row had nothing to learn from") == "ended early"
     assert state(state="stopped", cause="") == state(state="stopped", cause="second Ctrl-C") == "unfinished"
     assert state(state="failed", cause="x") == state(state="running") == "unfinished"
-    assert groups.state_of(tmp_path / "none") == "not begun"
+    assert run_group.state_of(tmp_path / "none") == "not begun"
 
 
 # What becomes of the runs

@@ -32,11 +32,11 @@ def test_what_was_offloaded_takes_no_memory_and_comes_back_with_its_views():
     network, adam, view = trained()
     tensors = tensors_of(network, adam)
     before, shown = [tensor.clone() for tensor in tensors], view.clone()
-    residence = Offloader()
-    assert residence.offload([*tensors, view]) == num_bytes(tensors)  # shared storage counts once
+    offloader = Offloader()
+    assert offloader.offload([*tensors, view]) == num_bytes(tensors)  # shared storage counts once
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-    assert residence.away
-    residence.onload()
+    assert offloader.away
+    offloader.onload()
     assert all(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True))
     assert torch.equal(view, shown)
     with torch.no_grad():
@@ -58,12 +58,12 @@ def test_every_part_is_moved_and_told_on_its_own():
 
 
 def test_every_turn_uses_the_copy_of_the_first():
-    weights, residence, copies = torch.arange(8.0), Offloader(), set()
+    weights, offloader, copies = torch.arange(8.0), Offloader(), set()
     for _ in range(3):
-        residence.offload([weights.view(2, 4)])
-        copies.update(copy.data_ptr() for _, _, copy in residence._away)
-        residence.onload()
-    assert len(copies) == len(residence._copies) == 1 and torch.equal(weights, torch.arange(8.0))
+        offloader.offload([weights.view(2, 4)])
+        copies.update(copy.data_ptr() for _, _, copy in offloader._away)
+        offloader.onload()
+    assert len(copies) == len(offloader._copies) == 1 and torch.equal(weights, torch.arange(8.0))
 
 
 def test_memory_of_somebody_else_stays():
@@ -74,11 +74,11 @@ def test_memory_of_somebody_else_stays():
 
 def test_what_changed_in_between_is_what_comes_back():
     network, adam, _ = trained()
-    residence = Offloader()
+    offloader = Offloader()
     for value in (1.0, 2.0):
         torch.nn.init.constant_(network.weight, value)
-        residence.offload(tensors_of(network, adam))
-        residence.onload()
+        offloader.offload(tensors_of(network, adam))
+        offloader.onload()
         assert network.weight.unique().tolist() == [value]
 
 
@@ -90,9 +90,9 @@ def test_on_a_gpu_the_memory_is_free_again_and_the_copies_are_pinned():
     network, adam, _ = trained("cuda")
     tensors = tensors_of(network, adam)
     before = [tensor.clone().cpu() for tensor in tensors]
-    residence = Offloader()
-    residence.offload(tensors)
+    offloader = Offloader()
+    offloader.offload(tensors)
     assert torch.cuda.memory_allocated() <= baseline + 4096
-    assert all(copy.is_pinned() for tensor, _, copy in residence._away if tensor.is_cuda)
-    residence.onload()
+    assert all(copy.is_pinned() for tensor, _, copy in offloader._away if tensor.is_cuda)
+    offloader.onload()
     assert all(torch.equal(tensor.cpu(), was) for tensor, was in zip(tensors, before, strict=True))

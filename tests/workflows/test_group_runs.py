@@ -53,7 +53,7 @@ class Run:
     def __enter__(self):
         self.cluster = launch.cluster(self.config, self.plan, self.folder)
         rendezvous = rendezvous_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
-        options = {"rendezvous": rendezvous, "tell": self.told.append, "start_folder": self.start}
+        options = {"rendezvous": rendezvous, "notify": self.told.append, "start_folder": self.start}
         self.loop = EmbodiedLoop(self.config, self.cluster, **options)
         self.loop.start()
         return self

@@ -141,7 +141,7 @@ def run_on(node_id: str, function: Any, *arguments: Any) -> Any:
 
 
 def look(file: str, content: bytes) -> tuple[tuple[int, ...], str, bool, str]:
-    """On a node: cores, interpreter, whether the driver is on this machine, and where Ray keeps its logs."""
+    """Looks up, on a node: cores, interpreter, whether the driver is on this machine, and where Ray keeps its logs."""
     with suppress(OSError):
         here = Path(file).read_bytes() == content
         return _cores(), sys.executable, here, worker.global_worker.node.get_logs_dir_path()
@@ -149,7 +149,7 @@ def look(file: str, content: bytes) -> tuple[tuple[int, ...], str, bool, str]:
 
 
 def last_words(exit_file: str, log: str | None) -> tuple[int | None, bytes]:
-    """On a node: how a host ended, and what it printed. Removes both files."""
+    """Returns, on a node, how a host ended and what it printed. Removes both files."""
     until, code = time.monotonic() + _END_S, b""
     while not code.endswith(b"\n") and time.monotonic() < until:
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A Ray cluster for one run: started by a keeper process that ends all of it with the driver, however the driver ends.
+"""A Ray cluster for one run, started by a reaper process that ends it all with the driver, however the driver ends.
 
 Everything listens on the loopback interface only and asks for a token that is never written to disk. No dashboard, no
 usage reports, no autoscaler; its folder, readable by its owner alone, goes with it.
@@ -55,9 +55,9 @@ class PrivateCluster:
         self._start_s = start_s
         order = {"nodes": list(nodes), "folder": str(self.folder), "object_store_bytes": object_store_bytes}
         order["start_s"] = start_s
-        with (self.folder / "keeper.log").open("wb") as log:
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-P", "-c", _KEEPER, json.dumps({"path": sys.path, **order})],
+        with (self.folder / "reaper.log").open("wb") as log:
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-P", "-c", _REAPER, json.dumps({"path": sys.path, **order})],
                 env={**os.environ, **ENVIRONMENT, "RAY_AUTH_TOKEN": TOKEN, "RAY_TMPDIR": str(self.folder)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -67,13 +67,13 @@ class PrivateCluster:
         self.address = self._wait_for_address()
 
     def stop(self) -> None:
-        self._keeper.stdin.close()
+        self._reaper.stdin.close()
         try:
-            self._keeper.wait(_STOP_S)
+            self._reaper.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self._keeper.pid, signal.SIGKILL)
-            self._keeper.wait(_STOP_S)
-        self._keeper.stdout.close()
+            os.killpg(self._reaper.pid, signal.SIGKILL)
+            self._reaper.wait(_STOP_S)
+        self._reaper.stdout.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> PrivateCluster:
@@ -83,11 +83,11 @@ class PrivateCluster:
         self.stop()
 
     def _wait_for_address(self) -> str:
-        late = threading.Timer(self._start_s, self._keeper.kill)
+        late = threading.Timer(self._start_s, self._reaper.kill)
         late.daemon = True
         late.start()
         try:
-            told = self._keeper.stdout.readline()
+            told = self._reaper.stdout.readline()
         except BaseException:  # Ctrl-C
             self.stop()
             raise
@@ -96,7 +96,7 @@ class PrivateCluster:
             late.cancel()
             late.join(_STOP_S)
         if not told:
-            said = (self.folder / "keeper.log").read_text(errors="replace").strip()[-2000:]
+            said = (self.folder / "reaper.log").read_text(errors="replace").strip()[-2000:]
             self.stop()
             within = f" within cluster.start_s={self._start_s:g} s" if expired else ""
             advice = f"; is the machine busy? try cluster.start_s={2 * self._start_s:g}" if expired else ""
@@ -105,17 +105,17 @@ class PrivateCluster:
         return told.decode().strip()
 
 
-_KEEPER = """
+_REAPER = """
 import json, sys
 order = json.loads(sys.argv[1])
 sys.path[:] = order["path"]
-from embodied.runtime.ray.private_cluster import keep
-keep(order)
+from embodied.runtime.ray.private_cluster import run_reaper
+run_reaper(order)
 """
 
 
-def keep(order: dict) -> None:
-    """The keeper: starts the cluster, says its address, and ends everything when its standard input ends."""
+def run_reaper(order: dict) -> None:
+    """Starts the cluster, prints its address, and ends everything when its standard input ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the cluster become children of this process

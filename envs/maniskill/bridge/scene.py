@@ -47,8 +47,8 @@ class BridgeScene:
         raise NotImplementedError
 
     def laid_out(self) -> tuple[torch.Tensor, ...]:
-        """For every scene: pose of the thing and of where it goes [N, 7], sides of the thing [N, 3], how high over its
-        middle the place's top is [N], and whether the hand holds the thing now [N]."""
+        """Poses of the things and of where they go [N, 7], sides of the things [N, 3], how high over their middles the
+        place's top is [N], and whether the hand holds the thing now [N]."""
         raise NotImplementedError
 
     @property

@@ -1,4 +1,4 @@
-"""Real LIBERO on the CPU: two tasks in one process, states only (rendering is tested in test_libero_images.py)."""
+"""Real LIBERO on the CPU: two tasks in one process, states only (rendering is tested in test_images.py)."""
 
 import numpy as np
 import pytest

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from embodied.reporting.evaluation_page import MEASURES, figure_cells
-from embodied.reporting.groups import SeedSet
 from embodied.reporting.html import Html, join, relative, table, tag
 from embodied.reporting.runs import Evaluation, Run
+from embodied.reporting.seed_sets import SeedSet
 from embodied.reporting.success_stats import mean_with_interval, over_seeds, standings
 from embodied.reporting.svg import COLORS, Series, line_chart, percent, short
 from embodied.reporting.training_page import curve, mean_in_evaluations, success_in_evaluations
@@ -112,7 +112,7 @@ def verdict(sets: Sequence[SeedSet]) -> str:
 
 
 def tasks_differ(sets: Sequence[SeedSet]) -> bool:
-    """Whether they were evaluated on other tasks, so that their figures cannot be ordered."""
+    """True if they were evaluated on other tasks, so that their figures cannot be ordered."""
     played = {tuple(sorted(run.last.results["per_task"])) for one in sets for run in one.done if run.last}
     return len(played) > 1
 

@@ -132,7 +132,7 @@ def taken(lock: int) -> bool | None:
 
 
 def lost(run: Path, info: dict) -> bool:
-    """Whether it was killed, or its machine went down, before it could write how it ended."""
+    """True if it was killed, or its machine went down, before it could write how it ended."""
     newest = [info, *info.get("resumed", [])][-1]
     if info.get("state") != "running" or newest.get("provenance", {}).get("host") != platform.node():
         return False  # locks of other machines cannot be seen everywhere
@@ -140,7 +140,7 @@ def lost(run: Path, info: dict) -> bool:
 
 
 def is_held(run: Path) -> bool | None:
-    """Whether a process goes on with this run; None if that cannot be found out."""
+    """True if a process goes on with this run; None if that cannot be found out."""
     try:
         lock = os.open(run / "logs" / "driver.log", os.O_RDWR)
     except OSError:

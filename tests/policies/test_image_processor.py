@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.vla.images import (
+from embodied.policies.vla.image_processor import (
     HALVES,
     IMAGENET,
     ImageProcessor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from embodied.reporting.runs import Run, read_run
-from embodied.run.group import MISSING, OVER, RunGroup
+from embodied.run.run_group import MISSING, OVER, RunGroup
 
 
 @dataclass(frozen=True)

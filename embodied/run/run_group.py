@@ -20,7 +20,7 @@ from embodied.config.cli import write_yaml
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
-from embodied.run.folder import is_held, lost, provenance, taken
+from embodied.run.run_folder import is_held, lost, provenance, taken
 
 GROUP = "group.json"
 FORMAT = "embodied-group/1"
@@ -52,7 +52,7 @@ class Member:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """What group.json says."""
+    """A group of runs, as group.json has it."""
 
     folder: Path
     name: str  # of the recipe
@@ -67,7 +67,7 @@ class RunGroup:
         return Path(os.path.normpath(self.folder / member.folder)) if member.folder else None
 
     def state(self, member: Member) -> str:
-        """Where it stands: finished, ended early (more training would not help), going on, unfinished or not begun."""
+        """Its state: finished, ended early (more training would not help), going on, unfinished or not begun."""
         path = self.path(member)
         return MISSING if path is None else state_of(path)
 

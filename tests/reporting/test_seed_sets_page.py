@@ -8,12 +8,12 @@ import pytest
 from embodied.core.types import EpisodeResult
 from embodied.report import main
 from embodied.reporting.comparison_page import comparison
-from embodied.reporting.groups import sets_of
-from embodied.reporting.groups_page import in_order, in_words, mean_curve, places_of, summary, verdict
 from embodied.reporting.results import write_results
 from embodied.reporting.run_page import write_report
+from embodied.reporting.seed_sets import sets_of
+from embodied.reporting.seed_sets_page import in_order, in_words, mean_curve, places_of, summary, verdict
 from embodied.reporting.success_stats import iqm, mean_with_interval, over_seeds, standings, summarize
-from embodied.run.group import Member, RunGroup
+from embodied.run.run_group import Member, RunGroup
 
 
 def write_run(folder, rate, state="finished", cause="", commit="abc", tasks=("reach",), lr=0.001, seed=0, slow=1.0):

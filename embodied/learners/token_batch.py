@@ -42,7 +42,7 @@ from embodied.policies.base import Policy
 
 @dataclass(frozen=True)
 class Packing:
-    """How conversations are dealt, and how they pass through the network of a policy that speaks."""
+    """The rules by which conversations are dealt and pass through the network of a policy that speaks."""
 
     pack: Callable[..., list[list[int]]]  # as `Policy.pack`
     pack_tokens: int  # at once

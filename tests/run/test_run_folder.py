@@ -9,7 +9,7 @@ import pytest
 from embodied.core import files
 from embodied.core.errors import CheckpointError
 from embodied.run.ending import Interruption, closing
-from embodied.run.folder import RunFolder
+from embodied.run.run_folder import RunFolder
 
 
 def row(iteration):

@@ -184,7 +184,7 @@ def filter_of(published: dict, size: int, strategy: str) -> str:
     boxed = published.get("tvf_do_letterbox", strategy == "letterbox")
     if sizes != [whole] * len(resized) + [square] * len(cut) or boxed != (strategy == "letterbox"):
         raise CheckpointError(
-            f"{FILE} resizes and cuts pictures to {sizes} (tvf_do_letterbox={boxed}), which is not its "
+            f"{FILE} resizes and cuts images to {sizes} (tvf_do_letterbox={boxed}), which is not its "
             f"image_resize_strategy={strategy} for {size} pixels; such a processor is not supported"
         )
     if len(kernels) > 1 or None in kernels:
