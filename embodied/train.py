@@ -35,7 +35,7 @@ from embodied.run.first_run import FirstRun, first_run, starting_from
 from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.policy_source import Target, check_continues, check_fits, check_same_policy, find_start
 from embodied.run.run_folder import RunFolder
-from embodied.workflows.contract import Workflow
+from embodied.workflows.contract import WARNING, Workflow
 from embodied.workflows.embodied import EmbodiedLoop
 from embodied.workflows.supervised import imitation_of
 
@@ -158,7 +158,7 @@ def train(
     with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
         ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
         rendezvous = rendezvous_point(ranks, config.cluster.backend, folder.logs, timeout_s)
-        notify, start = partial(restarted, folder, console), origin.folder if origin else None
+        notify, start = partial(noted, folder, console), origin.folder if origin else None
         loop = program(config, cluster, rendezvous=rendezvous, notify=notify, start_folder=start)
         spec = loop.start()
         if origin:
@@ -216,8 +216,10 @@ def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console
     return state
 
 
-def restarted(folder: RunFolder, console: Console, line: str) -> None:
-    folder.count_restart()
+def noted(folder: RunFolder, console: Console, line: str) -> None:
+    """Say what the workflow reports; where it is no warning, run.json counts a restart."""
+    if not line.startswith(WARNING):
+        folder.count_restart()
     console.say(line)
 
 

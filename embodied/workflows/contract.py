@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 ROLLOUT: Final = "rollout"  # phases of an iteration, in which workers hold their devices
 UPDATE: Final = "update"
+WARNING: Final = "warning: "  # begins a line of `notify` that is about no restart
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from embodied.core.types import (
     env_blocks,
 )
 from embodied.runtime import Handle
+from embodied.workflows.contract import WARNING
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -304,7 +305,7 @@ class GroupCollector:
             self.unusable = "" if batch.finished else why
             if batch.finished and not self.warned:
                 self.warned = True
-                self.rollouts.notify(f"warning: {why}; metrics.jsonl counts them as faults/unusable_answers")
+                self.rollouts.notify(f"{WARNING}{why}; metrics.jsonl counts them as faults/unusable_answers")
         if not batch.groups:
             returns = [result.total_reward for result in batch.finished]
             counts = ", ".join(f"{count} {name}" for name, count in sorted(batch.counts.items()))

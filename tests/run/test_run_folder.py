@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from embodied.core import files
 from embodied.core.errors import CheckpointError
 from embodied.run.ending import Interruption, closing
 from embodied.run.run_folder import RunFolder
+from embodied.train import noted
 
 
 def row(iteration):
@@ -82,3 +84,11 @@ def test_lines_that_a_crash_has_broken_are_dropped_from_the_metrics(tmp_path):
         file.write(b'{"iteration": 2, "a":\n}\n{}\n[]\n\xff\x00}\n')
     folder.log.keep_rows(5)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [row(1)]
+
+
+def test_a_warning_of_a_workflow_is_said_and_counts_no_restart(tmp_path):
+    folder, said = RunFolder.create(tmp_path, "toy", ""), []
+    for line in ("sim-0 is started again (restart 1)", "warning: 3 of 8 conversations count for nothing"):
+        noted(folder, SimpleNamespace(say=said.append), line)
+    assert folder.info()["restarts"] == 1 and len(said) == 2
+    folder.finish("finished")
