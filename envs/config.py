@@ -30,8 +30,8 @@ PRIVILEGED = Field(
 
 
 class CommonEnvConfig(Strict):
-    sparse: ClassVar[bool] = False
-    """Whether the simulator is asked for a reward that comes with a success alone."""
+    shaped: ClassVar[str] = ""
+    """The `reward_mode` to try in place of one that pays for success alone; empty where none is set."""
 
     num_envs: int = Field(
         32, gt=0, le=2**20, description="Env rows in the whole run, shared out among the sim workers."
@@ -153,8 +153,8 @@ class ManiSkillConfig(CommonEnvConfig):
         return self.backend
 
     @property
-    def sparse(self) -> bool:
-        return self.reward_mode == "sparse"
+    def shaped(self) -> str:
+        return "normalized_dense" * (self.reward_mode == "sparse")
 
     @property
     def observed_images(self) -> dict[str, tuple[int, int]]:
@@ -297,8 +297,8 @@ class RobosuiteConfig(CommonEnvConfig):
     video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of video frames.")
 
     @property
-    def sparse(self) -> bool:
-        return self.reward_mode == "sparse"
+    def shaped(self) -> str:
+        return "dense" * (self.reward_mode == "sparse")
 
     @property
     def observed_images(self) -> dict[str, tuple[int, int]]:

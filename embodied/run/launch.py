@@ -365,7 +365,7 @@ def without_success(config: RunConfig) -> str:
     steps = f"run.env_steps={LONGER * run.env_steps}" if run.env_steps else f"run.iterations={LONGER * run.iterations}"
     options = [
         f"the settings found for this task, recipe={recipe}" if recipe and run.name != recipe else "",
-        "a shaped reward, env.reward_mode=normalized_dense" if env.sparse else "",
+        f"a shaped reward, env.reward_mode={env.shaped}" if env.shaped else "",
         "the simulator's own reward, env.reward=own" if env.reward == "success" else "",
         f"a longer run, {steps}",
         "demonstrations to begin with (docs/demonstrations.md)" if run.start_from is None else "",
