@@ -59,15 +59,12 @@ def roles_of(declared: Iterable[Any]) -> tuple[PlacedRole, ...]:
     """Roles that a program declares, each with `name`, `phase` and `beside` or by its name alone, as placing knows
     them."""
     known = {role.name: role for role in EMBODIED}
-
-    def placed(one: Any) -> PlacedRole:
-        if isinstance(one, PlacedRole):
-            return one
-        if isinstance(one, str):
-            return known.get(one) or PlacedRole(one)
-        return known.get(one.name) or PlacedRole(one.name, one.phase, beside=one.beside)
-
-    return tuple(map(placed, declared))
+    named = [PlacedRole(one) if isinstance(one, str) else one for one in declared]
+    return tuple(
+        known.get(one.name)
+        or (one if isinstance(one, PlacedRole) else PlacedRole(one.name, one.phase, beside=one.beside))
+        for one in named
+    )
 
 
 def others(roles: Sequence[PlacedRole]) -> tuple[PlacedRole, ...]:
