@@ -46,6 +46,7 @@ class Policy(nn.Module):
     any_image_size = False  # whether it scales images itself
     value_names: tuple[str, ...] = ()  # how the names of parameters begin that only predict values
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
+    auxiliary_loss: str = ""  # the name in the metrics of the second loss that `imitate` returns, where there is one
 
     def __init__(self, config: Any, spec: EnvSpec) -> None:
         super().__init__()
@@ -107,9 +108,11 @@ class Policy(nn.Module):
         """The randomness that one item of imitation needs."""
         return None
 
-    def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
+    def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor | tuple[Tensor, Tensor]:
         """The loss of demonstrated actions [B, horizon, A]: one for each number [B, horizon, A], or one for each
-        item [B]. `inputs` holds "obs", "actions", and which of these there are, "mask" [B, horizon]."""
+        item [B]; and beside it, where `auxiliary_loss` names one, what else is learned of each item [B]. `inputs`
+        holds "obs", "actions", which of these there are, "mask" [B, horizon], and where there are states those of
+        "keyframes" [B, 2, S]: the next one, and the last."""
         return -self.forward(inputs).logprobs
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, model_validator
 
 from embodied.core.options import LocalPath, Strict
 
@@ -120,6 +120,12 @@ class VLAConfig(PolicyOptions):
     instruction: str | None = Field(None, description="The instruction where the env gives none.")
     gripper: Literal["as_is", "libero", "bridge"] = Field(
         "as_is", description="How the last number, from 0 (closed) to 1 (open), becomes what the env takes."
+    )
+    keyframes: tuple[NonNegativeInt, ...] = Field(
+        (),
+        description="Imitation also teaches the image tokens, by a linear head on them, these numbers of the "
+        "state (by place, from 0): as they will be at the next keyframe, where the gripper opens or "
+        "closes, and at the end.",
     )
     lora_rank: int | None = Field(
         None, gt=0, description="Train adapters of this rank beside frozen weights (LoRA); null: train all weights."
@@ -268,6 +274,7 @@ class Pi0Config(PolicyOptions):
         False,
         description="Imitation sees images cropped, turned and coloured at random, as in openpi's training.",
     )
+    keyframes: tuple[NonNegativeInt, ...] = Field((), description="As for openvla.")
     lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
     lora_scale: float = Field(1.0, gt=0, description="As for openvla.")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")

@@ -84,7 +84,8 @@ class ImitationLearner(LearnerWorker):
                 mine = torch.from_numpy(owned(minibatch, demos.first, len(demos)))
                 count, passes = self._count(minibatch), self._passes(minibatch)
                 totals, norm = self.optimizer.exchange(self._gradient(mine, count, passes, iteration))
-                rows.append({"loss": float(totals[0]) / count, "grad_norm": norm})
+                losses = dict(zip(self._losses, (totals / count).tolist(), strict=True))
+                rows.append({**losses, "grad_norm": norm})
                 check_finite(rows[-1], iteration, 0)
                 self.optimizer.step(norm, factor)
             check_weights(self.optimizer, iteration)
@@ -94,16 +95,22 @@ class ImitationLearner(LearnerWorker):
     def _gradient(self, mine: Tensor, count: float, passes: int, iteration: int) -> Tensor:
         """Leave the gradient of this rank's items, divided by `count`, in the parameters; return the sum of their
         losses."""
-        demos, sums = self.demos, torch.zeros(1, dtype=self.model.dtype, device=self.device)
+        demos, sums = self.demos, torch.zeros(len(self._losses), dtype=self.model.dtype, device=self.device)
         micro_batches = self._micro_batches(mine, passes)
         for number, (part, counts) in enumerate(micro_batches, 1):
             inputs = demos.batch(part)
             inputs |= {name: inputs[name].to(self.device) for name in ("actions", "mask")}
-            losses = self.model.imitate(inputs, self._noise(part.numpy() + demos.first, iteration))
-            loss = self._loss_sum(losses, inputs["mask"]) * float(counts)
-            self.model.backward(loss / count, last=number == len(micro_batches))
-            sums += loss.detach()
+            losses, beside = self.model.imitate(inputs, self._noise(part.numpy() + demos.first, iteration))
+            parts = [self._loss_sum(losses, inputs["mask"]), *([] if beside is None else [beside.sum()])]
+            found = torch.stack(parts) * float(counts)
+            self.model.backward(found.sum() / count, last=number == len(micro_batches))
+            sums += found.detach()
         return sums
+
+    @property
+    def _losses(self) -> list[str]:
+        """The names in the metrics of what is summed up: the actions' loss, and the policy's own."""
+        return ["loss", *([self.policy.auxiliary_loss] if self.policy.auxiliary_loss else [])]
 
     def _noise(self, items: np.ndarray, iteration: int) -> np.ndarray | None:
         """Keyed by item and pass over the data, so it does not depend on how many learners share them."""
@@ -155,6 +162,7 @@ class Demonstrations:
         self.spec, self.horizon, self.first, self.total = spec, horizon, first, total
         self.image_cache: ImageCache | None = None
         self._states, self._actions = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32)
+        self._keyframes = np.zeros(0, np.int64)  # of each item, the next
         self._texts: list[str] = []  # of each episode
         self._ends = np.zeros(0, np.int64)  # of each episode, in items
 
@@ -165,19 +173,21 @@ class Demonstrations:
         """Take them up, `items` in all; -> what a policy looks at in each, numbers only."""
         if self.spec.images:
             self.image_cache = ImageCache(dict(self.spec.images), items, folder)
-        states, actions = [], []
+        states, actions, keyframes = [], [], []
         for episode in episodes:
             if self.image_cache:
                 self.image_cache.add(episode.obs["images"])
             self._texts.append(episode.obs["instruction"][0])
             states.append(episode.obs["state"] if self.spec.state_dim else np.zeros((len(episode), 0), np.float32))
+            keyframes.append(sum(map(len, actions)) + next_keyframes(episode.actions))
             actions.append(episode.actions)
             yield {"state": states[-1]} if self.spec.state_dim else {}
         self._states, self._actions = np.concatenate(states), np.concatenate(actions)
+        self._keyframes = np.concatenate(keyframes)
         self._ends = np.cumsum([len(part) for part in actions])
 
     def batch(self, items: Tensor) -> dict[str, Any]:
-        """obs, actions [B, C, A] and mask [B, C] of these items: the actions from each on, and which there are."""
+        """What `Policy.imitate` is given of these items: the actions from each on, and which there are."""
         rows = items.numpy()
         episodes = np.searchsorted(self._ends, rows, side="right")
         steps = rows[:, None] + np.arange(self.horizon)
@@ -188,11 +198,28 @@ class Demonstrations:
         if self.spec.instruction:
             obs["instruction"] = [self._texts[episode] for episode in episodes]
         actions = torch.from_numpy(self._actions[np.minimum(steps, ends - 1)])
-        return {"obs": obs, "actions": actions, "mask": torch.from_numpy(steps < ends)}
+        found = {"obs": obs, "actions": actions, "mask": torch.from_numpy(steps < ends)}
+        if self.spec.state_dim:
+            ahead = np.stack([self._keyframes[rows], ends[:, 0] - 1], axis=1)
+            found["keyframes"] = torch.from_numpy(self._states[ahead])
+        return found
 
     def close(self) -> None:
         if self.image_cache:
             self.image_cache.close()
+
+
+def next_keyframes(actions: np.ndarray) -> np.ndarray:
+    """Of each step [L] of a demonstration with actions [L, A]: the first one after it at which the gripper, the last
+    number, opens or closes (crosses the middle of its range); the last step where it no longer does.
+
+    Open, open, closed, closed, open: 2, 2, 4, 4, 4.
+    """
+    gripper = actions[:, -1]
+    opened = gripper > (gripper.min() + gripper.max()) / 2
+    changes = np.flatnonzero(opened[1:] != opened[:-1]) + 1
+    places = np.append(changes, len(actions) - 1)
+    return places[np.searchsorted(changes, np.arange(len(actions)), side="right")]
 
 
 class ImageCache:

@@ -74,10 +74,13 @@ class Model:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
             return {name: tensor.cpu() for name, tensor in self.policy.frozen_features(obs).items()}
 
-    def imitate(self, inputs: dict, noise) -> Tensor:
+    def imitate(self, inputs: dict, noise) -> tuple[Tensor, Tensor | None]:
+        """The losses of actions, and of what is learned beside them."""
         self.tick()
         with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            return self.policy.imitate(inputs, noise).to(self.dtype)
+            found = self.policy.imitate(inputs, noise)
+        actions, beside = found if isinstance(found, tuple) else (found, None)
+        return actions.to(self.dtype), None if beside is None else beside.to(self.dtype)
 
     def passes(self, count: int) -> int:
         """The number of times that the network runs for so many items."""

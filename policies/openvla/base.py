@@ -28,7 +28,7 @@ from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.image_processor import processor_of
 from embodied.policies.vla.layers import smooth_filters, with_adapter
 from embodied.policies.vla.lora import add_lora, as_adapted, initial_adapter, is_adapter, read_adapters
-from embodied.policies.vla.policy import VLAPolicy
+from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
 from embodied.policies.vla.text import Tokenizer, align
 from embodied.runtime.tensor_bytes import Blob
@@ -41,7 +41,11 @@ class PrismaticPolicy(VLAPolicy):
     """A family says how actions are read from the language model: `act`, `value`, `forward`."""
 
     own_scales = (RANGES,)
-    extras: tuple[str, ...] = (VALUE, RANGES)  # how the names of weights begin that published folders may lack
+    extras: tuple[str, ...] = (
+        VALUE,
+        RANGES,
+        KEYFRAMES,
+    )  # how the names of weights begin that published folders may lack
 
     def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
         self.adapters = config.lora_path and Path(config.lora_path)
@@ -122,9 +126,16 @@ class PrismaticPolicy(VLAPolicy):
             self.vision_backbone.requires_grad_(False)
             for layer in whole:
                 layer.requires_grad_(True)
+        self.add_keyframe_head(len(self.cameras) * self.settings.patches, self.settings.llama.dim)
         if config.lora_rank:
             parts = {name: getattr(self, name) for name in ("vision_backbone", "projector", "language_model")}
             add_lora(parts, config.lora_rank, config.lora_scale, whole, config.lora_targets)
+
+    def eyes(self) -> nn.Module:
+        return self.projector
+
+    def unit_state(self, state: Tensor) -> Tensor:
+        return tensor_of(self._statistics("proprio").to_unit(host(state).astype(np.float64)), self.device)
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
         if is_adapter(name):

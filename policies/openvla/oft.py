@@ -212,13 +212,13 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             scores = action_scores(self._logits(hidden), self.tokens_of(inputs))
         return Scores(*scores, self._value(hidden[:, 0, 0]))
 
-    def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
+    def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
         """The loss of demonstrated actions: with an l1 head the plain difference, and how well the scale fits it. As a
         likelihood, numbers that a demonstrator never moves would leave the others no gradient."""
         if self.config.sft_loss == "vocabulary":
             return self._word_losses_of_items(inputs)
         if self.head != "l1":
-            return super().imitate(inputs, noise)
+            return super().imitate_actions(inputs, noise)
         center = self._center(self._hidden(inputs["obs"], inputs.get(PATCHES)))
         units = tensor_of(self.units_of(inputs["actions"]), self.device).to(self.exact)
         logprobs, _ = laplace(center.detach(), self._log_scale(), units)

@@ -97,9 +97,9 @@ class OpenVLAPolicy(PrismaticPolicy):
         logprobs, entropy = action_scores(self._logits(hidden), tokens)
         return Scores(logprobs[:, None], entropy[:, None], self._value(hidden[:, 0]))
 
-    def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
+    def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
         if self.config.sft_loss == "actions":
-            return super().imitate(inputs, noise)
+            return super().imitate_actions(inputs, noise)
         tokens = self.tokens_of(inputs)[:, 0]
         x, present, padded = self._prefix(inputs["obs"], inputs.get(PATCHES))
         x = torch.cat([x, self._embed(tokens)], dim=1)

@@ -312,7 +312,7 @@ class VisionEmbeddings(nn.Module):
     def __init__(self, settings: VisionSettings) -> None:
         super().__init__()
         self.patch_embedding = nn.Conv2d(3, settings.dim, settings.patch, stride=settings.patch)
-        self.position_embedding = nn.Embedding((settings.image_size // settings.patch) ** 2, settings.dim)
+        self.position_embedding = nn.Embedding(settings.patches, settings.dim)
 
     def forward(self, pixels: Tensor) -> Tensor:
         patches = patch_tokens(pixels.to(self.patch_embedding.weight.dtype), self.patch_embedding)

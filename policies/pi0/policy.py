@@ -80,14 +80,16 @@ class Pi0Policy(VLAPolicy):
                 self.noise_head = NoiseHead(*sizes, *config.noise_range).to(self.exact)
             if config.train == "expert":
                 self.model.paligemma_with_expert.paligemma.requires_grad_(False)
+            self.add_keyframe_head(len(self.views) * self.settings.vision.patches, self.settings.language.dim)
             if config.lora_rank:
                 parts = {"paligemma_with_expert": self.model.paligemma_with_expert}
                 add_lora(parts, config.lora_rank, config.lora_scale)
                 self.model.to(self.exact)
         if config.dtype == "bfloat16":
             in_half(self.model, torch.bfloat16)
-        for part in (self.model, self.value_head, *([self.noise_head] if hasattr(self, "noise_head") else [])):
-            part.to_empty(device="cpu")
+        for name, part in self.named_children():
+            if f"{name}." not in SCALES:
+                part.to_empty(device="cpu")
 
     @classmethod
     def choices(cls, config: Pi0Config, task: str) -> dict[str, Any]:
@@ -212,7 +214,13 @@ class Pi0Policy(VLAPolicy):
         more = DRAWS * len(self.views) if self.config.augment else 0
         return NoiseSpec("normal", self.horizon * self.settings.action_dim + 1 + more)
 
-    def imitate(self, inputs: dict[str, Any], noise: np.ndarray) -> Tensor:
+    def eyes(self) -> nn.Module:
+        return self.model.vlm.multi_modal_projector
+
+    def unit_state(self, state: Tensor) -> Tensor:
+        return self.state_scale.to_unit(state)
+
+    def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray) -> Tensor:
         """The squared error of the velocity at a random time [B, H, action_dim]."""
         numbers, draws = tensor_of(noise, self.device), None
         if self.config.augment:

@@ -32,6 +32,10 @@ class VisionSettings:
     patch: int
     image_size: int
 
+    @property
+    def patches(self) -> int:
+        return (self.image_size // self.patch) ** 2
+
 
 @dataclass(frozen=True)
 class Pi0Settings:

@@ -1,19 +1,84 @@
-"""What OpenVLA and Pi0 share as policies: cameras and instructions."""
+"""What OpenVLA and Pi0 share as policies: cameras, instructions, and what imitation teaches their eyes.
+
+Actions teach small eyes little about where things are. With `policy.keyframes` imitation also asks the image tokens
+where the robot will be when its gripper opens or closes next, and at the end: there the things are.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodied.core.arrays import tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import Observation
 from embodied.policies.published import PublishedPolicy
 
+KEYFRAMES = "keyframe_head."
+AHEAD = 2  # the next keyframe and the end
+
 
 class VLAPolicy(PublishedPolicy):
-    """A published policy that sees images and is given an instruction."""
+    """A published policy that sees images and is given an instruction. A family implements `imitate_actions`, `eyes`
+    and `unit_state`."""
 
     any_image_size = True
     value_names = ("value_head.",)
+
+    def eyes(self) -> nn.Module:
+        """The module that returns image tokens, those of a row's cameras one after the other."""
+        raise NotImplementedError
+
+    def unit_state(self, state: Tensor) -> Tensor:
+        """States [..., S] in the model's units."""
+        raise NotImplementedError
+
+    def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
+        """The loss of demonstrated actions, as `imitate` returns it."""
+        return super().imitate(inputs, noise)
+
+    def add_keyframe_head(self, image_tokens: int, dim: int) -> None:
+        """Make the head, if it is asked for."""
+        places, there = self.config.keyframes, self.spec.state_dim or 0
+        if not places:
+            return
+        if max(places) >= there:
+            raise ConfigError(
+                f"policy.keyframes={list(places)} are numbers of the state, of which this env gives {there or 'none'}; "
+                "set env.state=proprio, or leave it out"
+            )
+        if not any(p.requires_grad for p in self.eyes().parameters()):
+            raise ConfigError("policy.keyframes teaches the eyes, which policy.train leaves as they are; leave it out")
+        self.auxiliary_loss = "keyframe_loss"
+        self.keyframe_head = nn.Linear(image_tokens * dim, AHEAD * len(places), dtype=self.exact)
+
+    def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor | tuple[Tensor, Tensor]:
+        if not self.config.keyframes:
+            return self.imitate_actions(inputs, noise)
+        seen: list[Tensor] = []
+        watching = self.eyes().register_forward_hook(lambda _module, _inputs, tokens: seen.append(tokens))
+        try:
+            losses = self.imitate_actions(inputs, noise)
+        finally:
+            watching.remove()
+        return losses, self._keyframe_loss(seen[0], inputs["keyframes"])
+
+    def _keyframe_loss(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """Squared errors [B], in the model's units, of what image tokens tell of states ahead [B, 2, S]."""
+        wanted = self.unit_state(tensor_of(states, self.device))[..., list(self.config.keyframes)].flatten(1)
+        head = self.keyframe_head
+        found = head(tokens.reshape(len(wanted), head.in_features).to(head.weight.dtype))
+        return (found.to(torch.float32) - wanted.to(torch.float32)).square().mean(1)
+
+    def begin_with(self, tensors: dict[str, Any]) -> None:
+        """RL may do without the head, and imitation may begin with weights that had none."""
+        own = self.state_dict()
+        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(KEYFRAMES) or name in own}
+        fresh = {name: tensor.float() for name, tensor in own.items() if name.startswith(KEYFRAMES)}
+        self.load_weights(fresh | kept)
 
     def check_env(self) -> None:
         """Refuse an env in which no policy of these families can act."""

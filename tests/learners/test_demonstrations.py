@@ -12,7 +12,7 @@ from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
-from embodied.learners.bc import Demonstrations, ImageCache, sft_factor
+from embodied.learners.bc import Demonstrations, ImageCache, next_keyframes, sft_factor
 from embodied.learners.collective import Alone
 from embodied.learners.model import PolicyOptimizer
 from embodied.policies import make_policy
@@ -45,6 +45,32 @@ def test_items_are_those_of_the_episodes_whatever_is_asked_for(tmp_path):
         assert found["mask"][row].tolist() == [True] * there + [False] * (3 - there)
         assert np.array_equal(found["actions"][row][:there], one.actions[step : step + there])
     demos.close()
+    demos.close()
+
+
+@pytest.mark.parametrize(
+    ("gripper", "wanted"),
+    [
+        ([1, 1, -1, -1, 1], [2, 2, 4, 4, 4]),
+        ([0.0, 0.1, 0.9, 1.0], [2, 2, 3, 3]),
+        ([1, 1, 1], [2, 2, 2]),
+        ([-1, 1], [1, 1]),
+        ([1], [0]),
+    ],
+)
+def test_keyframes_are_where_the_gripper_moves_and_the_end(gripper, wanted):
+    actions = np.stack([np.arange(len(gripper)), gripper], axis=1).astype(np.float32)
+    assert next_keyframes(actions).tolist() == wanted
+
+
+def test_an_item_knows_the_states_of_its_next_keyframe_and_of_its_end(tmp_path):
+    episodes = [episode(number, length) for number, length in enumerate((3, 1, 4))]
+    demos = Demonstrations(SPEC, 3, first=0, total=8)
+    assert len(list(demos.read(iter(episodes), 8, tmp_path))) == 3
+    found = demos.batch(torch.tensor([7, 0, 3, 5]))["keyframes"]
+    for row, (number, step) in enumerate([(2, 3), (0, 0), (1, 0), (2, 1)]):
+        state, ahead = episodes[number].obs["state"], next_keyframes(episodes[number].actions)[step]
+        assert np.array_equal(found[row], state[[ahead, -1]])
     demos.close()
 
 

@@ -1,0 +1,103 @@
+"""What imitation teaches the eyes beside actions: where the robot will be at the next keyframe and at the end."""
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.policies import load_policy, make_policy
+from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+from embodied.policies.folder import read_weights
+
+SIZES = {"top": (32, 32, 3), "wrist": (32, 32, 3)}
+SPEC = EnvSpec(ActionSpec(3), state_dim=4, images=SIZES, instruction=True)
+FAMILIES = {
+    "pi0": (Pi0Config, {"chunk": 4}),
+    "openvla_oft": (OpenVLAOFTConfig, {"chunk": 4, "head": "l1", "proprio": True}),
+    "openvla": (OpenVLAConfig, {"camera": "top"}),
+}
+EYES = {"pi0": "vision_tower", "openvla_oft": "featurizer", "openvla": "featurizer"}
+
+
+def build(family, spec=SPEC, **options):
+    kind, usual = FAMILIES[family]
+    return make_policy(kind(name=family, **usual | options), spec, 0)
+
+
+def demonstrated(policy, rows=3):
+    draw = np.random.default_rng(0)
+    images = {name: draw.integers(0, 256, (rows, *size), np.uint8) for name, size in SIZES.items()}
+    obs = {"images": images, "state": draw.uniform(-1, 1, (rows, 4)).astype(np.float32), "instruction": ["go"] * rows}
+    actions = torch.from_numpy(draw.uniform(-1, 1, (rows, policy.horizon, 3)).astype(np.float32))
+    states = torch.from_numpy(draw.uniform(-1, 1, (rows, 2, 4)).astype(np.float32))
+    noise = policy.imitation_noise()
+    inputs = {"obs": obs, "actions": actions, "mask": torch.ones(rows, policy.horizon, dtype=bool), "keyframes": states}
+    return inputs, None if noise is None else draw.normal(size=(rows, noise.width))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_that_of_the_asked_numbers_at_both_places(family):
+    policy = build(family, keyframes=[2, 0])
+    inputs, noise = demonstrated(policy)
+    with torch.no_grad():
+        policy.keyframe_head.weight.zero_()
+        policy.keyframe_head.bias.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    losses, beside = policy.imitate(inputs, noise)
+    wanted = policy.unit_state(inputs["keyframes"])[:, :, [2, 0]].flatten(1) - torch.tensor([0.1, 0.2, 0.3, 0.4])
+    torch.testing.assert_close(beside, wanted.square().mean(1).float())
+    plain = build(family)
+    plain.begin_with({name: tensor.numpy() for name, tensor in policy.state_dict().items()})
+    assert torch.equal(losses, plain.imitate(inputs, noise))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_teaches_eyes_and_no_more(family):
+    policy = build(family, keyframes=[1])
+    policy.imitate(*demonstrated(policy))[1].sum().backward()
+    taught = {name for name, p in policy.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert any(EYES[family] in name for name in taught) and "keyframe_head.weight" in taught
+    assert not any("language_model" in name or "gemma_expert" in name for name in taught)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_row_is_told_by_its_own_images(family):
+    policy = build(family, keyframes=[1, 3])
+    inputs, noise = demonstrated(policy)
+    _, together = policy.imitate(inputs, noise)
+    for row in range(3):
+        pick = slice(row, row + 1)
+        obs = {"images": {name: part[pick] for name, part in inputs["obs"]["images"].items()}}
+        obs |= {"state": inputs["obs"]["state"][pick], "instruction": ["go"]}
+        one = {"obs": obs, **{name: inputs[name][pick] for name in ("actions", "mask", "keyframes")}}
+        torch.testing.assert_close(policy.imitate(one, None if noise is None else noise[pick])[1], together[pick])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_keeps_the_head_and_rl_does_without(family, tmp_path):
+    policy = build(family, keyframes=[1])
+    policy.save_pretrained(tmp_path)
+    assert torch.equal(load_policy(tmp_path).keyframe_head.weight, policy.keyframe_head.weight)
+    weights = read_weights(tmp_path)
+    without = build(family)
+    without.begin_with(weights)
+    assert not [name for name in without.state_dict() if "keyframe" in name]
+    again = build(family, keyframes=[2])
+    drawn = again.keyframe_head.weight.clone()
+    again.begin_with({name: tensor for name, tensor in weights.items() if "keyframe" not in name})
+    assert torch.equal(again.keyframe_head.weight, drawn)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_that_the_state_does_not_have_are_refused(family):
+    with pytest.raises(ConfigError, match=r"policy\.keyframes=\[4\].*gives 4; set env\.state=proprio"):
+        build(family, keyframes=[4])
+    if family == "openvla":
+        blind = EnvSpec(ActionSpec(3), images=SIZES, instruction=True)
+        with pytest.raises(ConfigError, match=r"policy\.keyframes=\[0\].*gives none"):
+            build(family, blind, keyframes=[0])
+
+
+def test_frozen_eyes_cannot_be_taught():
+    with pytest.raises(ConfigError, match=r"policy\.keyframes teaches the eyes"):
+        build("pi0", keyframes=[0], train="expert")
