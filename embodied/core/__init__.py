@@ -1,1 +1,7 @@
-"""What flows and what all share: carriers, observations, episodes, randomness, errors. Imports nothing else of ours."""
+"""What flows and what all share: carriers, observations, episodes, randomness, errors. Imports nothing else of ours.
+
+`types` has the carriers of robot programs, `conversations` those of text, `arrays` the operations on observations,
+`rng` named random streams, `errors` what can go wrong, `options` and `files` the base of options and small files.
+"""
+
+__all__ = ["arrays", "conversations", "errors", "files", "options", "rng", "types"]

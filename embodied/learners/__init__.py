@@ -1,0 +1,18 @@
+"""The learner's worker and what it computes with.
+
+`worker` is the role, `update` an iteration of RL, `bc` and `text_imitation` imitation (of `examples`), `model` policy
+and Adam, `rollout_buffer` and its neighbours the batches, `rendezvous`, `collective` and `sharding` several ranks.
+"""
+
+__all__ = [
+    "bc",
+    "config",
+    "examples",
+    "memory_estimate",
+    "model",
+    "rendezvous",
+    "rollout_buffer",
+    "text_imitation",
+    "update",
+    "worker",
+]

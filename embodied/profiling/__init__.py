@@ -1,1 +1,6 @@
-"""What the parts of a recipe cost on these devices: measured, stored, used by plan, benchmark and placement=auto."""
+"""What the parts of a recipe cost on these devices: measured, stored, used by plan, benchmark and placement=auto.
+
+`measure` is the command, `store` finds the profile of a recipe, `timed_run` times iterations under one plan.
+"""
+
+__all__ = ["measure", "store", "timed_run"]

@@ -1,1 +1,20 @@
-"""A run on disk, where its policy comes from, whether machines can hold it, and what is around every command."""
+"""A run on disk, where its policy comes from, whether machines can hold it, and what is around every command.
+
+`launch` and `ending` are around every command; `run_folder`, `checkpoints` and `run_group` are on disk,
+`policy_source`, `first_run` and `hub` find policies, `devices` and `memory_check` look at machines, `several` starts
+many runs.
+"""
+
+__all__ = [
+    "checkpoints",
+    "devices",
+    "ending",
+    "first_run",
+    "hub",
+    "launch",
+    "memory_check",
+    "policy_source",
+    "run_folder",
+    "run_group",
+    "several",
+]

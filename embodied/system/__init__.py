@@ -1,1 +1,4 @@
-"""What this machine offers and lacks: devices, packages, drivers."""
+"""What this machine offers and lacks: devices (`discovery`), packages and drivers (`machine`, `vulkan_driver`), and how
+busy it is (`load`)."""
+
+__all__ = ["discovery", "load", "machine", "probes", "vulkan_driver"]

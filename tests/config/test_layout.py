@@ -2,6 +2,7 @@
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def allowed(name, prefixes):
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
+DOORS = ("algorithms", "config", "core", "learners", "profiling", "run", "system", "workflows")
 SHARED = ("embodied.core", "embodied.runtime")
 RECORDING = ("embodied.datasets", "embodied.reporting.transcripts", "embodied.reporting.videos")
 
@@ -129,6 +131,22 @@ def test_no_modules_import_each_other_in_a_circle():
     }
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
     assert not circles(edges)
+
+
+def test_the_modules_that_a_package_names_are_those_that_others_use():
+    """`__all__` of a package of modules is its door: what it does not name is used inside of it only."""
+    beside = [path for folder in ("benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    found = {package: set() for package in DOORS}
+    for path in (*SOURCES, *beside):
+        text = path.read_text()
+        handed = re.findall(r"from embodied\.(\w+) import ([\w, ]+)", text)
+        words = [(package, name.strip()) for package, names in handed for name in names.split(",")]
+        for package, module in (*words, *re.findall(r"embodied\.(\w+)\.(\w+)", text)):
+            folder = ROOT / "embodied" / package
+            if package in found and (folder / f"{module}.py").is_file() and not path.is_relative_to(folder):
+                found[package].add(module)
+    named = {package: {*import_module(f"embodied.{package}").__all__} for package in DOORS}
+    assert named == found
 
 
 def test_the_runtime_knows_no_role_by_name():
