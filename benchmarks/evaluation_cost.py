@@ -140,7 +140,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config, target, cluster, make = configured(arguments, Path(folder))
         workers = make()
-        workers.adopt(target.weights_for(workers.start()))
+        workers.adopt(target.weights_for(workers.spec))
         evaluator = Evaluator(workers)
         env = make_env(evaluator.env, eval_rows(arguments.episodes, config.env.num_envs, 1))
         with recorded(VectorEnv) as asked:

@@ -86,7 +86,6 @@ def compare(family: str, sims: int, rounds: int) -> dict[str, dict]:
     outcomes = set()
     with tempfile.TemporaryDirectory() as folder, launch.cluster(config, plan, Path(folder)) as cluster:
         workers = Workers(roles, config, cluster)
-        workers.start()
         workers.adopt(None)
         evaluator = Evaluator(workers)
         (process,) = [pid for name, pid in hosts(Path(folder)).items() if name.startswith("policy")]

@@ -118,9 +118,8 @@ def play(
 
     with launch.cluster(config, plan, buffers / "logs") as cluster:
         workers = Workers(PLAYERS, config, cluster, notify=launch.say)
-        spec = workers.start()
-        check_fits(target, config.env, spec)
-        workers.adopt(target.weights_for(spec))
+        check_fits(target, config.env, workers.spec)
+        workers.adopt(target.weights_for(workers.spec))
         evaluator, noise = Evaluator(workers), config.collect.noise
         spec = evaluator.read_spec()
         if noise and spec.action.discrete:

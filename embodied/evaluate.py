@@ -218,9 +218,8 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
         logs = out / "logs" / part
         with launch.cluster(config, plan, logs) as cluster:
             workers = Workers(PLAYERS, config, cluster, notify=launch.say, eval_tasks=tasks)
-            spec = workers.start()
-            check_fits(target, config.env, spec)
-            workers.adopt(target.weights_for(spec))
+            check_fits(target, config.env, workers.spec)
+            workers.adopt(target.weights_for(workers.spec))
             evaluator = Evaluator(workers)
             dataset = out / "dataset" / part
             if kept is None:  # what is refused leaves nothing behind

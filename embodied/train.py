@@ -29,7 +29,7 @@ from embodied.reporting.results import RESULTS, read_results
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run, read_run
 from embodied.run import launch, several
-from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims
+from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims, run_to_resume
 from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, starting_from
 from embodied.run.launch import command_of, program_of, without_success
@@ -135,7 +135,7 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
 def open_folder(loaded: Loaded, command: str) -> tuple[RunFolder, Path | None]:
     """A new folder, or the one to resume and its newest whole checkpoint, if any was saved."""
     config = loaded.config
-    found = config.resume and launch.run_to_resume(config.resume, config.run.dir, loaded.name)
+    found = config.resume and run_to_resume(config.resume, config.run.dir, loaded.name)
     if not found:
         return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command), None
     checkpoint = newest(found) if any(found.glob("checkpoints/v[0-9]*")) else None  # it ended before its first one

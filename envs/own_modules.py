@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ConfigError, EmbodiedError, nearest
 from embodied.envs.config import EXTERNAL, SIMULATORS, kind_of, unknown_env
+from embodied.envs.libero.simulator import simulator
 from embodied.system.vulkan_driver import ensure_vulkan
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ BASES = {  # whose subclasses are tasks -> env.name of what runs them
 
 def prepare_libero() -> None:
     """robosuite's switches take effect in its import."""
-    from embodied.envs.libero.scene import simulator
-
     if not getattr(LOCAL, "preparing_libero", False):
         LOCAL.preparing_libero = True
         simulator()

@@ -30,10 +30,11 @@ def parser(doc: str | None, seeds: Sequence[int]) -> argparse.ArgumentParser:
     return ask
 
 
-def once(path: Path, recipe: dict, resume: bool, measured: Callable[[], dict]) -> dict:
-    """The result at this path, measured if it is not there; `recipe` is all that it depends on besides the code."""
+def once(path: Path, recipe: dict, resume: bool, measured: Callable[[], dict], any_code: bool = False) -> dict:
+    """The result at this path, measured if it is not there; `recipe` is all that it depends on besides the code, of
+    which `any_code` takes an earlier version too: the result names it."""
     identity = {"commit": code_commit(), **recipe}
-    result = read_done(path, identity) if resume else None
+    result = read_done(path, recipe if any_code else identity) if resume else None
     if result is None:
         result = {**identity, "machine": machine(), "packages": packages()} | measured()
         write_json(path, result)

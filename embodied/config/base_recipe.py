@@ -54,7 +54,7 @@ def base_recipe(
 
 def newest_run(recipe: str, values: dict[str, Any], command: Command) -> Path | None:
     """The run that resume=auto resumes, if it has its recipe."""
-    from embodied.run.launch import run_to_resume
+    from embodied.run.checkpoints import run_to_resume
 
     name = values.get("run.name", "sft-" * (command.name == "sft") + Path(recipe).stem)
     found = run_to_resume("auto", Path(str(values.get("run.dir", "runs"))).expanduser(), str(name))
@@ -77,10 +77,13 @@ def has_options(values: dict[str, Any]) -> bool:
 
 def own_classes(checkpoints: Any) -> list[str]:
     """The policy classes of the user's among the checkpoints."""
-    from embodied.run.policy_source import is_class
-
     named = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
     return [name for name in named if isinstance(name, str) and is_class(name)]
+
+
+def is_class(checkpoint: str) -> bool:
+    """my_pkg.my_module:MyPolicy, unless there is a folder of this name."""
+    return ":" in checkpoint and not Path(checkpoint).expanduser().exists()
 
 
 def published(values: dict[str, Any]) -> str | None:

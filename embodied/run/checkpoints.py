@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +183,16 @@ def by_hand(run: Path) -> set[int]:
     """The versions that were evaluated by hand."""
     names = (NAME.match(path.name) for path in run.glob("eval/v*-*"))
     return {int(found[1]) for found in names if found}
+
+
+def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:
+    """`auto` is the newest run of this recipe with a checkpoint (None: start afresh); else the folder that is named."""
+    if resume != "auto":
+        if not Path(resume).is_dir():
+            raise CheckpointError(f"resume={resume}: no such run folder")
+        return Path(resume)
+    runs = [path for path in parent.glob(f"{escape(recipe)}-[0-9]*") if any((path / "checkpoints").glob("v[0-9]*"))]
+    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
 
 
 def locate(text: str) -> tuple[Path, Path | None, Path | None]:

@@ -15,8 +15,7 @@ from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.config.recipe_files import recipe_names
 from embodied.config.schema import root
 from embodied.core.errors import CheckpointError, ConfigError, nearest
-from embodied.run.checkpoints import read_json
-from embodied.run.launch import run_to_resume
+from embodied.run.checkpoints import read_json, run_to_resume
 from embodied.run.policy_source import find_start
 
 ALSO = ("seed", "run.dir", "env", "policy", "learner", "placement", "cluster", "eval", "faults")

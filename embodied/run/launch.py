@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from glob import escape
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -21,11 +20,7 @@ from embodied.config.cli import parse
 from embodied.config.merge import recipe_of_task
 from embodied.config.recipe import RunConfig
 from embodied.config.recipe_files import recipe_names
-from embodied.core.errors import (
-    CheckpointError,
-    ConfigError,
-    EmbodiedError,
-)
+from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.envs import env_class, import_class, speaks
 from embodied.envs.own_modules import own_modules
 from embodied.envs.protocols import choose_protocol
@@ -455,13 +450,3 @@ def modules_of(config: RunConfig, program: type | None) -> list[str]:
     """The user's modules that a run imports, which nodes of a Ray cluster may lack."""
     found = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
     return [*found, program.__module__] if program and is_own(program) else found
-
-
-def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:
-    """`auto` is the newest run of this recipe with a checkpoint (None: start afresh); else the folder that is named."""
-    if resume != "auto":
-        if not Path(resume).is_dir():
-            raise CheckpointError(f"resume={resume}: no such run folder")
-        return Path(resume)
-    runs = [path for path in parent.glob(f"{escape(recipe)}-[0-9]*") if any((path / "checkpoints").glob("v[0-9]*"))]
-    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime, default=None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied.config.base_recipe import stored_recipe
+from embodied.config.base_recipe import is_class, stored_recipe
 from embodied.config.cli import read_yaml, write_yaml
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig
 from embodied.core.errors import ConfigError
@@ -110,11 +110,6 @@ def answering(config: Any, loaded: Loaded | None) -> Any:
     own = {key: value for key, value in config if key not in SERVER or "policy.engine" not in asked}
     changed = {key: getattr(loaded.config.policy, key) for key in (name.removeprefix("policy.") for name in asked)}
     return LanguageConfig.model_validate(own | changed)
-
-
-def is_class(checkpoint: str) -> bool:
-    """my_pkg.my_module:MyPolicy, unless there is a folder of this name."""
-    return ":" in checkpoint and not Path(checkpoint).expanduser().exists()
 
 
 def find_class(checkpoint: str, loaded: Loaded | None) -> Target:

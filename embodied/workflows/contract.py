@@ -36,7 +36,9 @@ WARNING: Final = "warning: "  # begins a line of `notify` that is about no resta
 class Role:
     """One kind of worker. Its replicas are as many as the plan has hosts for it; `workers.groups[name]` calls them all.
 
-    A sim or policy worker that dies is replaced; one of another role ends the run with its cause.
+    A sim or policy worker that dies is replaced; one of another role ends the run with its cause. `arguments` is asked
+    while groups are launched: of `workers` there are the recipe (`config`), `torch_device(role)` and what else is known
+    by then.
     """
 
     name: str  # in placements, logs and process names
@@ -123,7 +125,7 @@ class BatchSource(Protocol[Collected]):
 
 
 class Workflow(Protocol):
-    """The loop that `train` drives. It is made with the plan's cluster: no process has built anything before `start`.
+    """The loop that `train` drives. It is made with the plan's cluster; no worker is launched before `start`.
 
     `rendezvous` is where learner ranks meet, `notify` is called with a line for each restart of a worker and each
     warning, `start_folder` holds the policy whose weights are the first ones.
@@ -146,7 +148,7 @@ class Workflow(Protocol):
     ) -> None: ...
 
     def start(self) -> EnvSpec:
-        """Build all workers and connect them; returns what the env offers."""
+        """Launch all workers, build and connect them; returns what the env offers."""
 
     def total_iterations(self) -> int:
         """The number of iterations that the recipe asks for."""

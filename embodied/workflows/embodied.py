@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -98,16 +99,14 @@ class EmbodiedLoop:
         """`notify` is called with a line per restart of a worker or warning. `start_folder` holds the policy whose
         weights are the first ones."""
         self.config = config
-        self.start_folder = start_folder and start_folder.absolute()
         self.source: BatchSource = self.make_source(config, env_class(config.env).tasks(config.env))
+        start_folder = start_folder and start_folder.absolute()
+        self.launch = partial(Workers, self.roles, config, cluster, self.source, rendezvous, notify, start_folder)
         # Batches that are collected and not learned from. With schedule=async rollout n uses version max(0, n - level);
         # nothing else is in flight between iterations.
         self.level = config.pipeline.async_level if config.pipeline.schedule == "async" else 0
         self.ahead: deque[Batch] = deque()
         self.dropped = 0
-        self.workers = Workers(self.roles, config, cluster, self.source.stages, rendezvous, notify)
-        self.timers = self.workers.timers
-        self.evaluator = Evaluator(self.workers)
         self.beside: tuple[PartialEvaluation, Callable[[], object]] | None = None  # with the next rollout
 
     @staticmethod
@@ -116,11 +115,12 @@ class EmbodiedLoop:
         return (GroupCollector if config.algo.whole_episodes else HorizonCollector)(config, tasks)
 
     def start(self) -> EnvSpec:
-        """Build all workers and connect them; returns what the env offers."""
-        spec = self.workers.start(self.source, self.start_folder)
+        """Launch all workers, build and connect them; returns what the env offers."""
+        self.workers = self.launch()
+        self.evaluator, self.timers = Evaluator(self.workers), self.workers.timers
         self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync
         self.rollouts, self.turns = self.workers.rollouts, self.workers.turns
-        return spec
+        return self.workers.spec
 
     # One iteration
 

@@ -1,4 +1,4 @@
-"""Launches the workers that a workflow's roles declare, builds and connects them.
+"""Launches the workers that a workflow's roles declare, builds and connects them, all in one step.
 
 Everything that plays episodes has sims and policies: training, evaluation, collecting demonstrations. Learners and
 roles of a user's own come with the workflow that declares them.
@@ -27,23 +27,27 @@ if TYPE_CHECKING:
 
 
 class Workers:
-    """The groups of a program by role, `sims`, `policies` and `learners` among them."""
+    """The groups of a program by role, `sims`, `policies` and `learners` among them: launched, built and connected."""
 
     def __init__(
         self,
         roles: tuple[Role, ...],
         config: RunConfig,
         cluster: Cluster,
-        stages: int = 0,
+        source: BatchSource | None = None,
         rendezvous: Any = None,
         notify: Callable[[str], None] = lambda line: None,
+        start_folder: Path | None = None,
         eval_tasks: tuple[str, ...] = (),
     ) -> None:
-        """`stages`: see `BatchSource`. `notify` is called with a line per restart of a worker or warning. `eval_tasks`
-        are all tasks of an evaluation of which this env plays some."""
+        """Launch all groups, wait for the simulators, build policy and learner for what they offer, connect all.
+
+        `source` collects their batches; None: they play evaluations only. `notify` is called with a line per restart of
+        a worker or warning. `start_folder` holds the policy whose weights are the first ones. `eval_tasks` are all
+        tasks of an evaluation of which this env plays some."""
         check_roles(roles)
         self.roles, self.config, self.cluster = roles, config, cluster
-        self.stages, self.rendezvous, self.notify = stages, rendezvous, notify
+        self.stages, self.rendezvous, self.notify = source.stages if source else 0, rendezvous, notify
         self.timers = Timers()
         kind = env_class(config.env)
         tasks = kind.tasks(config.env)
@@ -61,6 +65,13 @@ class Workers:
             role.name: cluster.launch(role.worker_for(config), role.name, *role.arguments(self)) for role in roles
         }
         self.sims, self.policies = self.groups["sim"], self.groups["policy"]
+        self.spec: EnvSpec = self.sims.spec().wait()[0]
+        self._build(start_folder)
+        self.turns = self._take_turns()
+        self.weight_sync = WeightSync(cluster, self.policies, self.turns)
+        self.rollouts = RolloutManager(self, source.journaled if source else None)
+        if source:
+            source.start(self)
 
     @property
     def learners(self) -> WorkerGroup:
@@ -72,21 +83,13 @@ class Workers:
         on_gpus = {r for host in self.cluster.hosts if any("gpu:" in d for d in host.devices) for r in host.roles}
         return devices.torch_device("gpu" if role in on_gpus else "cpu")
 
-    def start(self, source: BatchSource | None = None, start_folder: Path | None = None) -> EnvSpec:
-        """Wait for the simulators, build policy and learner for what they offer, connect all; returns what the env
-        offers."""
-        self.spec = self.sims.spec().wait()[0]
+    def _build(self, start_folder: Path | None) -> None:
+        """Build policies and learners side by side."""
         builds = [self.policies.build(self.spec)]
         if "learner" in self.groups:
             builds.append(self._build_learners(start_folder))
         for build in builds:
             build.wait()
-        self.turns = self._take_turns()
-        self.weight_sync = WeightSync(self.cluster, self.policies, self.turns)
-        self.rollouts = RolloutManager(self, source.journaled if source else None)
-        if source:
-            source.start(self)
-        return self.spec
 
     def _build_learners(self, start_folder: Path | None) -> Handle:
         learning = self.learners.process().wait()

@@ -18,6 +18,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,7 @@ from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import LiberoConfig
 from embodied.envs.libero import images
-from embodied.envs.libero.own_tasks import check_own, check_width, limit_of, read_states
+from embodied.envs.libero.own_tasks import check_own, check_width, limit_of, own_files, read_states
 from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.suites import SETTLING_STEPS, is_own, max_steps, tasks_of
 from embodied.envs.libero.tasks import TaskFiles, task_files, thing_names
@@ -96,7 +97,7 @@ class LiberoEnv(VectorEnv):
         self._stored: dict[str, np.ndarray] = {}
         self._readers: WeakKeyDictionary[Scene, StateReader] = WeakKeyDictionary()
         self.config = config
-        self._layout = state_layout([self._scene(t) if is_own(t) else task_files(t) for t in self.all_tasks])
+        self._layout = state_layout([self._scene(t) if is_own(t) else files_of(t) for t in self.all_tasks])
         side = config.image_size
         spec = EnvSpec(
             action=ActionSpec(7),
@@ -146,7 +147,7 @@ class LiberoEnv(VectorEnv):
         for row in np.flatnonzero(self._stale):
             self._state[row] = self._read(self._rows[row])
         self._stale[:] = False
-        instructions = [task_files(task).instruction if task else "" for task in self._task]
+        instructions = [files_of(task).instruction if task else "" for task in self._task]
         return {"state": self._state.copy(), "instruction": instructions}
 
     def _paint(self, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -206,7 +207,7 @@ class LiberoEnv(VectorEnv):
 
     def _states_of(self, task: str) -> np.ndarray:
         if not is_own(task):
-            return task_files(task).initial_states()
+            return files_of(task).initial_states()
         states, model = read_states(self.config.states_file), self._scene(task).model
         check_width(self.config.states_file, task, states, 1 + model.nq + model.nv)
         return states
@@ -249,7 +250,7 @@ class SceneCache(threading.local):
             for other in list(self.scenes):
                 if len(self.scenes) >= most:
                     self._drop_if_idle(other)
-            self.scenes[key] = Scene(task_files(task), shown)
+            self.scenes[key] = Scene(files_of(task), shown)
             if most == 1:
                 forget_files()
         return self.scenes[key]
@@ -310,6 +311,12 @@ class StateLayout:
             f"for each of {self.movable} objects and {self.fixtures} pieces of furniture: position 3, position from"
         )
         return f"{arm}; {places} the hand 3, quaternion 4; furniture's joints {self.joints}"
+
+
+@cache
+def files_of(task: str) -> TaskFiles:
+    """The files of a task, in the installed package or the user's own."""
+    return own_files(task) if is_own(task) else task_files(task)
 
 
 def state_layout(tasks: Sequence[TaskFiles | Scene]) -> StateLayout:

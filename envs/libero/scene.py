@@ -9,31 +9,24 @@ velocities are evaluated once per physics step instead of three times, and obser
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import io
-import logging
-import os
 import random
-import sys
 import threading
 import traceback
-import types
-import warnings
 import weakref
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.envs.libero.own_tasks import check_buildable
+from embodied.envs.libero.simulator import RESET_DEPENDENT, quiet, simulator
 from embodied.envs.libero.suites import SETTLING_STEPS
 from embodied.envs.libero.tasks import TaskFiles
 
 SUBSTEPS = 25  # physics steps of 2 ms per env step
 SHOWN = 23  # LIBERO's observations show the state after this physics step of the env step (counted from 0)
-RESET_DEPENDENT = ("body_pos", "body_quat", "site_rgba")  # what resets and visual states change in MuJoCo's model
 ATTEMPTS = 200  # to place all objects without overlap
 NO_OP = np.array([0, 0, 0, 0, 0, 0, -1.0])  # stand still, gripper open
 
@@ -161,7 +154,6 @@ class Scene:
 
 
 _drawing = threading.Lock()
-_loading = threading.RLock()
 
 
 def build(files: TaskFiles, new_env: Any) -> Any:
@@ -169,8 +161,6 @@ def build(files: TaskFiles, new_env: Any) -> Any:
     if files.states is not None:
         with quiet():
             return new_env(str(files.bddl))
-    from embodied.envs.libero.own_tasks import check_buildable
-
     with quiet():
         check_buildable(files)
         try:
@@ -202,75 +192,3 @@ class Draws:
                 self._numpy, self._python = np.random.get_state(), random.getstate()
                 np.random.set_state(before[0])
                 random.setstate(before[1])
-
-
-def simulator() -> tuple[Any, Any]:
-    """Load LIBERO once: that changes what belongs to the process."""
-    with _loading:
-        return load_simulator()
-
-
-@cache
-def load_simulator() -> tuple[Any, Any]:
-    """MuJoCo's module and a function from a task file to robosuite's env, without cameras.
-
-    robosuite opens a log file with a fixed name and prints advice when it is imported, and picks a renderer for the
-    whole process; rendering is ours (images.py), so none of these happens.
-    """
-    before = os.environ.get("MUJOCO_GL")
-    os.environ["MUJOCO_GL"] = "disabled"
-    try:
-        with quiet():
-            import mujoco
-
-            calm_robosuite()
-            from libero.libero.envs.env_wrapper import ControlEnv
-    finally:
-        os.environ.pop("MUJOCO_GL")
-        if before is not None:
-            os.environ["MUJOCO_GL"] = before
-    mujoco.set_mju_user_warning(warn)
-
-    from robosuite.environments import base
-
-    class Sim(base.MjSim):
-        """Remembers the model as it was built, before any reset changed it."""
-
-        def __init__(self, model: Any) -> None:
-            super().__init__(model)
-            self.pristine = {name: getattr(model, name).copy() for name in RESET_DEPENDENT}
-
-    base.MjSim = Sim
-
-    def new_env(bddl: str) -> Any:
-        return ControlEnv(bddl_file_name=bddl, has_offscreen_renderer=False, use_camera_obs=False).env
-
-    return mujoco, new_env
-
-
-def calm_robosuite() -> None:
-    """Set robosuite's switches before it is imported: they take effect in its import."""
-    if "robosuite" in sys.modules:
-        return
-    folder = importlib.util.find_spec("robosuite").submodule_search_locations[0]
-    spec = importlib.util.spec_from_file_location("robosuite.macros", f"{folder}/macros.py")
-    macros = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(macros)
-    macros.FILE_LOGGING_LEVEL = None
-    macros.MUJOCO_GPU_RENDERING = False
-    sys.modules["robosuite.macros"] = macros
-    sys.modules["robosuite.macros_private"] = types.ModuleType("robosuite.macros_private")
-
-
-def warn(message: str) -> None:
-    """MuJoCo's own handler writes MUJOCO_LOG.TXT into the working directory."""
-    print(f"MuJoCo: {message}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """One thread at a time: stdout belongs to the process."""
-    with _loading, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
-        yield

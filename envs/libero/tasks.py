@@ -9,13 +9,11 @@ import contextlib
 import io
 import re
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from embodied.core.errors import EmbodiedError
-from embodied.envs.libero.suites import is_own
 
 
 @dataclass(frozen=True)
@@ -31,13 +29,8 @@ class TaskFiles:
             return stored["states"]
 
 
-@cache
 def task_files(task: str) -> TaskFiles:
-    """The files of a task, in the installed package or the user's own."""
-    if is_own(task):
-        from embodied.envs.libero.own_tasks import own_files
-
-        return own_files(task)
+    """The files of a task of the suites, in the installed package."""
     with contextlib.redirect_stdout(io.StringIO()):
         from libero.libero import get_libero_path
         from libero.libero.benchmark import task_maps

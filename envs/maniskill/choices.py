@@ -77,8 +77,8 @@ def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
 
     spec = find_task(config.task)
     cls = type(env)
-    robot = env.robot_uids if isinstance(env.robot_uids, str) else ", ".join(map(str, env.robot_uids))
-    supported = [str(one) for one in cls.SUPPORTED_ROBOTS or () if one != robot]
+    robot = robots_named(env.robot_uids)
+    supported = [name for name in map(robots_named, cls.SUPPORTED_ROBOTS or ()) if name != robot]
     agents = getattr(env.agent, "agents", None) or [env.agent]
     controls = list(dict.fromkeys(mode for agent in agents for mode in agent.supported_control_modes))
     cameras = [f"{name} ({camera.config.width}x{camera.config.height})" for name, camera in cameras_of(env).items()]
@@ -93,6 +93,13 @@ def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
         "robots": first(robot, [robot, *supported], "env.robot"),
         "cameras": ", ".join(cameras) + " (env.cameras=[...]; none is observed unless named)" if cameras else "none",
     }
+
+
+def robots_named(robots: Any) -> str:
+    """ManiSkill names a robot by its uid or its class, several robots by a tuple of these."""
+    if isinstance(robots, tuple | list):
+        return ", ".join(map(robots_named, robots))
+    return robots if isinstance(robots, str) else robots.uid
 
 
 def first(chosen: Any, names: list[str], key: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,14 @@ from mani_skill.envs.scene import ManiSkillScene
 from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 from mani_skill.render.utils import can_render
 from mani_skill.utils.building.actor_builder import ActorBuilder
+from mani_skill.utils.geometry.rotation_conversions import (
+    euler_angles_to_matrix,
+    matrix_to_quaternion,
+    quaternion_multiply,
+)
 from mani_skill.utils.structs.articulation import Articulation
 from mani_skill.utils.structs.articulation_joint import ArticulationJoint
+from mani_skill.utils.structs.pose import Pose, to_sapien_pose
 
 from embodied.envs.maniskill.cpu_physics import BatchedCpuPhysics
 from embodied.envs.maniskill.robots import action_bounds, for_robots
@@ -63,7 +69,7 @@ def replaced_names(planes: bool) -> Iterator[None]:
         (RigidBody, "_body_data_index", named(cached_property(body_rows), "_body_data_index")),
         (Articulation, "_data_index", named(cached_property(articulation_rows), "_data_index")),
         (ArticulationJoint, "_data_index", named(cached_property(joint_rows), "_data_index")),
-        (Kinematics, "_setup_cpu", Kinematics._setup_gpu),
+        (Kinematics, "_setup_cpu", solve_row_by_row),
     ]
     if planes:
         changes.append((ActorBuilder, "__init__", init_with_planes))
@@ -102,6 +108,43 @@ def setup_scene(env: Any) -> None:
     scene.px.timestep = 1.0 / env._sim_freq
     scene.px.puts_off = all(getattr(type(env), name) is getattr(sapien_env.BaseEnv, name) for name in BETWEEN_STEPS)
     env.scene = scene
+
+
+SETUP_KINEMATICS = Kinematics._setup_cpu
+
+
+def solve_row_by_row(kinematics: Kinematics) -> None:
+    """Inverse kinematics as a single env has them on a CPU, one row after the other: where a pose is out of reach, the
+    arm stays where it is. ManiSkill's batched solver takes one step towards it instead, however far that leads."""
+    SETUP_KINEMATICS(kinematics)
+    kinematics.compute_ik = partial(compute_ik, kinematics)
+
+
+def compute_ik(
+    kinematics: Kinematics,
+    pose: Any,
+    q0: torch.Tensor,
+    is_delta_pose: bool = False,
+    current_pose: Any = None,
+    solver_config: Any = None,
+) -> torch.Tensor:
+    """Joint positions [N, J] that bring the hand to a pose, or a movement [N, 6] away from where it is."""
+    if is_delta_pose:
+        turn = matrix_to_quaternion(euler_angles_to_matrix(pose[:, 3:], "XYZ"))
+        pose = Pose.create_from_pq(current_pose.p + pose[:, :3], quaternion_multiply(turn, current_pose.q))
+    found = q0[:, kinematics.active_joint_indices].clone()
+    starts = q0[:, kinematics.pmodel_active_joint_indices].numpy()
+    for row, start in enumerate(starts):
+        joints, solved, _ = kinematics.pmodel.compute_inverse_kinematics(
+            kinematics.end_link_idx,
+            to_sapien_pose(pose.raw_pose[row]),
+            initial_qpos=start,
+            active_qmask=kinematics.qmask,
+            max_iterations=100,
+        )
+        if solved:
+            found[row] = torch.from_numpy(joints[kinematics.pmodel_controlled_joint_indices])
+    return found
 
 
 def body_rows(struct: Any) -> torch.Tensor:

@@ -38,6 +38,7 @@ BATCHED_TASKS = {
     "TwoRobotPickCube-v1": 100,
     "MS-CartpoleBalance-v1": 1000,
 }
+BATCHED_BRIDGE = (f"{PLATES}Single-v1",)  # the same of bridge tasks, whose arm has one control mode
 ROLLING = ("RollBall-v1",)  # of these, tasks whose things may leave the table: every scene needs the ground
 BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
 BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, by benchmarks/results/maniskill_stepping.json
@@ -131,7 +132,8 @@ def control_of(config: ManiSkillConfig) -> str:
 
 def is_listed(config: ManiSkillConfig) -> bool:
     """True if this is one of the tasks and controls for which batched physics is proven equal."""
-    return config.task in BATCHED_TASKS and control_of(config) in BATCHED_CONTROLS and not config.robot
+    listed = config.task in BATCHED_TASKS and control_of(config) in BATCHED_CONTROLS
+    return (listed or config.task in BATCHED_BRIDGE) and not config.robot
 
 
 def to_prove(config: ManiSkillConfig) -> str:

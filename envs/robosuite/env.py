@@ -23,7 +23,8 @@ from embodied.envs import own_modules
 from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import RobosuiteConfig
 from embodied.envs.libero import images
-from embodied.envs.libero.scene import Draws, quiet, simulator
+from embodied.envs.libero.scene import Draws
+from embodied.envs.libero.simulator import quiet, simulator
 from embodied.envs.protocols import AS_TRAINED, Protocol
 
 OURS = {  # how every task is built: it neither draws pictures nor keeps anything of the episode before

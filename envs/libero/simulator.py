@@ -1,0 +1,96 @@
+"""Loads LIBERO's simulator into a process, once and quietly.
+
+robosuite and MuJoCo change what belongs to the process when they are imported, so this is done before anything else
+imports them: a module of the user's too (`own_modules.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+RESET_DEPENDENT = ("body_pos", "body_quat", "site_rgba")  # what resets and visual states change in MuJoCo's model
+
+_loading = threading.RLock()
+
+
+def simulator() -> tuple[Any, Any]:
+    """Load LIBERO once: that changes what belongs to the process."""
+    with _loading:
+        return load_simulator()
+
+
+@cache
+def load_simulator() -> tuple[Any, Any]:
+    """MuJoCo's module and a function from a task file to robosuite's env, without cameras.
+
+    robosuite opens a log file with a fixed name and prints advice when it is imported, and picks a renderer for the
+    whole process; rendering is ours (images.py), so none of these happens.
+    """
+    before = os.environ.get("MUJOCO_GL")
+    os.environ["MUJOCO_GL"] = "disabled"
+    try:
+        with quiet():
+            import mujoco
+
+            calm_robosuite()
+            from libero.libero.envs.env_wrapper import ControlEnv
+    finally:
+        os.environ.pop("MUJOCO_GL")
+        if before is not None:
+            os.environ["MUJOCO_GL"] = before
+    mujoco.set_mju_user_warning(warn)
+
+    from robosuite.environments import base
+
+    class Sim(base.MjSim):
+        """Remembers the model as it was built, before any reset changed it."""
+
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+            self.pristine = {name: getattr(model, name).copy() for name in RESET_DEPENDENT}
+
+    base.MjSim = Sim
+
+    def new_env(bddl: str) -> Any:
+        return ControlEnv(bddl_file_name=bddl, has_offscreen_renderer=False, use_camera_obs=False).env
+
+    return mujoco, new_env
+
+
+def calm_robosuite() -> None:
+    """Set robosuite's switches before it is imported: they take effect in its import."""
+    if "robosuite" in sys.modules:
+        return
+    folder = importlib.util.find_spec("robosuite").submodule_search_locations[0]
+    spec = importlib.util.spec_from_file_location("robosuite.macros", f"{folder}/macros.py")
+    macros = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(macros)
+    macros.FILE_LOGGING_LEVEL = None
+    macros.MUJOCO_GPU_RENDERING = False
+    sys.modules["robosuite.macros"] = macros
+    sys.modules["robosuite.macros_private"] = types.ModuleType("robosuite.macros_private")
+
+
+def warn(message: str) -> None:
+    """MuJoCo's own handler writes MUJOCO_LOG.TXT into the working directory."""
+    print(f"MuJoCo: {message}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """One thread at a time: stdout belongs to the process."""
+    with _loading, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
+        yield
